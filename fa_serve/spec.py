@@ -1,0 +1,89 @@
+"""What one attention call needs, and the errors this package raises.
+
+`AttentionSpec` is the only thing a backend sees when it is asked whether it can serve a call. It holds facts known on the
+host (shapes, dtypes, options) and never a length that lives on the device, so that choosing a backend costs no sync and the
+choice can be cached.
+
+    FaServeError
+    ├── UnsupportedError       no backend, or not the one asked for, can do this call; carries the reasons
+    └── UnsupportedModelError  a model or a mask that the transformers adapter cannot honour
+
+A bad argument is a plain ValueError or TypeError that names the argument, the rule and the value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Layout = Literal["dense", "varlen", "paged"]
+
+
+class FaServeError(Exception):
+    """Base of every error of this package's own."""
+
+
+class UnsupportedError(FaServeError, NotImplementedError):
+    """No backend can do what was asked; the text lists each backend with its reason."""
+
+
+class UnsupportedModelError(FaServeError, ValueError):
+    """A transformers model or mask that fa_serve cannot honour; the text says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One call, as far as it is known without reading the device.
+
+    layout:       "dense" (batch, seqlen, heads, dim), "varlen" (total, heads, dim), "paged" (K/V behind a block table)
+    device:       torch device type; arch is 10 * major + minor of a CUDA device (90 for H200), else 0
+    dtype:        of q; kv_dtype of k and v (they differ only for a quantised cache)
+    window_size:  (left, right), -1 unlimited; causal calls arrive with right == 0
+    mask:         dtype of an explicit mask ("bool" keeps where True, "float" is added to the scores), or None
+    needs_grad:   autograd will ask for gradients of q, k or v
+    """
+
+    layout: Layout
+    device: str
+    arch: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    num_heads: int
+    num_kv_heads: int
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: bool = False
+    sinks: bool = False
+    mask: Literal["bool", "float"] | None = None
+    page_size: int = 0
+    needs_grad: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.layout, self.device if not self.arch else f"{self.device} sm{self.arch}", str(self.dtype)[6:]]
+        parts.append(f"heads {self.num_heads}/{self.num_kv_heads}")
+        parts.append(f"head_dim {self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else ""))
+        if self.kv_dtype != self.dtype:
+            parts.append(f"kv {str(self.kv_dtype)[6:]}")
+        if self.window_size != (-1, -1):
+            parts.append("causal" if self.window_size == (-1, 0) else f"window {self.window_size}")
+        parts += [name for name in ("softcap", "sinks", "needs_grad") if getattr(self, name)]
+        parts += [f"{self.mask} mask"] if self.mask else []
+        parts += [f"page_size {self.page_size}"] if self.page_size else []
+        return ", ".join(parts)
+
+
+_ARCH: dict[int, int] = {}
+
+
+def arch_of(device: torch.device) -> int:
+    """10 * major + minor of a CUDA device, 0 for anything else; asked of the driver once per device."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in _ARCH:
+        major, minor = torch.cuda.get_device_capability(index)
+        _ARCH[index] = 10 * major + minor
+    return _ARCH[index]

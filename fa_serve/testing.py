@@ -1,0 +1,110 @@
+"""What a test of an attention backend needs: inputs, the tolerance rule, poisoned memory. For users' backends too.
+
+    exact = attention_reference(q.double(), ...)[0]          # float64 oracle
+    eager = eager_attention(q, k, v, ...)                    # the same maths in the inputs' own dtype
+    assert_matches_reference(actual, exact, eager)
+
+The rule (after FlashAttention's own tests): our error may be at most twice that of plain PyTorch in the same dtype, plus one
+rounding of the largest value. It is measured, so nobody has to guess an atol. Left out: fixtures and pytest itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from fa_serve.backends.reference import visible_keys
+
+
+def make_qkv(
+    batch: int, seqlen_q: int, seqlen_k: int, num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None,
+    *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Random q (batch, seqlen_q, num_heads, head_dim), k and v likewise, drawn in float32 so that dtypes share their values."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+
+    return (
+        draw(batch, seqlen_q, num_heads, head_dim),
+        draw(batch, seqlen_k, num_kv_heads, head_dim),
+        draw(batch, seqlen_k, num_kv_heads, head_dim_v or head_dim),
+    )
+
+
+def cu_seqlens(lengths: Sequence[int], device: str | torch.device = "cpu") -> Tensor:
+    """[3, 0, 5] -> int32 [0, 3, 3, 8]."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def make_paged(
+    keys: Sequence[Tensor], values: Sequence[Tensor], page_size: int, *, spare_pages: int = 3, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per-sequence (len, heads, dim) keys and values -> k_cache, v_cache, block_table, seqused_k.
+
+    Pages are dealt in random order; every slot that no sequence owns, and so every tail of a last page, is NaN. Table entries
+    past a sequence's last page point far outside the cache, so that reading one is seen.
+    """
+    counts = [-(-len(k) // page_size) for k in keys]
+    total = sum(counts) + spare_pages
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+    sample_k, sample_v = keys[0], values[0]
+    k_cache = sample_k.new_full((total, page_size, *sample_k.shape[1:]), float("nan"))
+    v_cache = sample_v.new_full((total, page_size, *sample_v.shape[1:]), float("nan"))
+    table = torch.full((len(keys), max(max(counts, default=0), 1)), 2**28, dtype=torch.int32)
+    for row, (k, v, count) in enumerate(zip(keys, values, counts, strict=True)):
+        pages = [order.pop() for _ in range(count)]
+        table[row, :count] = torch.tensor(pages, dtype=torch.int32)
+        for index, page in enumerate(pages):
+            part = slice(index * page_size, min((index + 1) * page_size, len(k)))
+            k_cache[page, : part.stop - part.start] = k[part]
+            v_cache[page, : part.stop - part.start] = v[part]
+    lengths = torch.tensor([len(k) for k in keys], dtype=torch.int32, device=sample_k.device)
+    return k_cache, v_cache, table.to(sample_k.device), lengths
+
+
+def eager_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    sinks: Tensor | None = None, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What a user gets without us: the equation in the inputs' own dtype, softmax in float32, as transformers' eager does."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    s = (q @ k.transpose(-1, -2)) * softmax_scale
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if mask is not None:
+        s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.to(s.dtype)
+    s = s.masked_fill(~visible_keys(q.shape[2], k.shape[2], window_size, q.device), float("-inf"))
+    if sinks is not None:
+        s = torch.cat([s, sinks.to(s.dtype)[None, :, None, None].expand(*s.shape[:-1], 1)], dim=-1)
+    p = torch.softmax(s, dim=-1, dtype=torch.promote_types(s.dtype, torch.float32)).nan_to_num(0.0).to(v.dtype)
+    return (p[..., : k.shape[2]] @ v).transpose(1, 2)
+
+
+def assert_matches_reference(actual: Tensor, exact: Tensor, eager: Tensor, what: str = "out") -> None:
+    """max|actual - exact| <= 2 * (max|eager - exact| + eps * max|exact|); eps is that of actual's dtype."""
+    assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    assert torch.isfinite(actual).all(), f"{what}: {int((~torch.isfinite(actual)).sum())} values are not finite"
+    if actual.numel() == 0:
+        return
+    exact = exact.double()
+    band = torch.finfo(actual.dtype).eps * exact.abs().max().item()
+    error = (actual.double() - exact).abs().max().item()
+    allowed = 2 * ((eager.double() - exact).abs().max().item() + band)
+    assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+def assert_lse_matches(actual: Tensor, exact: Tensor) -> None:
+    """lse is float32 of order 10: equal infinities, and 2e-3 covers scores computed from float16 products."""
+    exact = exact.to(actual.dtype)
+    assert torch.equal(torch.isinf(actual), torch.isinf(exact)), "lse: -inf at other rows than the reference"
+    finite = torch.isfinite(exact)
+    if finite.any():
+        error = (actual[finite] - exact[finite]).abs().max().item()
+        assert error <= 2e-3, f"lse: error {error:.3e}, allowed 2e-3"

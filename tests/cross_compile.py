@@ -1,0 +1,133 @@
+"""Compile what a launcher would launch, for any GPU, on a machine without one.
+
+    with compiling_for("sm90") as kernels:
+        launch_forward(q, k, v, ...)          # CPU tensors; nothing runs, each launch is compiled and recorded
+    assert kernels[0].spill_bytes == 0
+
+Triton's driver is replaced by one that only names the target, and each launch becomes a warm-up: so the signature, the
+specialisation and the tiles are the product's own, not a copy of them kept here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+import fa_serve.spec
+
+TARGETS = {
+    "sm80": GPUTarget("cuda", 80, 32),
+    "sm86": GPUTarget("cuda", 86, 32),
+    "sm89": GPUTarget("cuda", 89, 32),
+    "sm90": GPUTarget("cuda", 90, 32),
+    "sm100": GPUTarget("cuda", 100, 32),
+    "sm120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+_NVIDIA_BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+_INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDL", "STL", "USETMAXREG", "MUFU.EX2", "WARPGROUP.DEPBAR")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled launch and what its machine code says."""
+
+    name: str
+    target: str
+    binary: Any
+
+    @cached_property
+    def _cubin(self) -> str:
+        with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+            file.write(self.binary.asm["cubin"])
+        return file.name
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        return int(self.binary.metadata.shared)
+
+    @cached_property
+    def sass(self) -> str:
+        return subprocess.run([_NVIDIA_BIN / "nvdisasm", "-c", self._cubin], capture_output=True, text=True, check=True).stdout
+
+    @cached_property
+    def instructions(self) -> Counter[str]:
+        return Counter({name: len(re.findall(rf"\b{re.escape(name)}", self.sass)) for name in _INSTRUCTIONS})
+
+    @cached_property
+    def registers(self) -> int:
+        return self._usage(r"REG:(\d+)") if "cubin" in self.binary.asm else self._amd(r"\.vgpr_count:\s+(\d+)")
+
+    @cached_property
+    def spill_bytes(self) -> int:
+        """Stack that the compiler took for spilled registers, per thread."""
+        if "cubin" in self.binary.asm:
+            return self._usage(r"STACK:(\d+)")
+        return self._amd(r"\.private_segment_fixed_size:\s+(\d+)")
+
+    @cached_property
+    def ptxas_warnings(self) -> list[str]:
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(self.binary.asm["ptx"])
+            file.flush()
+            suffix = "a" if self.binary.metadata.target.arch >= 90 else ""
+            name = f"sm_{self.binary.metadata.target.arch}{suffix}"
+            done = subprocess.run([_NVIDIA_BIN / "ptxas", "-v", "--gpu-name", name, file.name, "-o", "/dev/null"],
+                                  capture_output=True, text=True, check=False)  # fmt: skip
+        return [line for line in (done.stdout + done.stderr).splitlines() if "warning" in line.lower() or "C75" in line]
+
+    def _usage(self, pattern: str) -> int:
+        text = subprocess.run([_NVIDIA_BIN / "cuobjdump", "-res-usage", self._cubin], capture_output=True, text=True, check=True)
+        return max(int(n) for n in re.findall(pattern, text.stdout))
+
+    def _amd(self, pattern: str) -> int:
+        return int(re.search(pattern, self.binary.asm["amdgcn"]).group(1))  # type: ignore[union-attr]
+
+
+class _NamingDriver:
+    """As much of a Triton driver as compiling needs; the device number is the target's, so that caches stay apart."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return str(self.target.arch)
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiling_for(target: str) -> Iterator[list[Kernel]]:
+    """Every Triton or Gluon launch inside the block is compiled for `target` and recorded instead of run."""
+    gpu = TARGETS[target]
+    kernels: list[Kernel] = []
+    run = JITFunction.run
+
+    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        binary = run(self, *args, grid=grid, warmup=True, **options)
+        kernels.append(Kernel(self.fn.__name__, target, binary))
+        return binary
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", _NamingDriver(gpu))
+        patch.setattr(JITFunction, "run", record)
+        patch.setattr(fa_serve.spec, "arch_of", lambda device: gpu.arch if gpu.backend == "cuda" else 0)
+        yield kernels
