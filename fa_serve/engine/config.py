@@ -1,0 +1,59 @@
+"""The engine's settings: one frozen dataclass, checked when it is made.
+
+    config = EngineConfig(model="Qwen/Qwen3-0.6B", max_num_seqs=64)
+
+`None` and "auto" mean that the engine decides once, when the model is loaded; `Engine.config` holds what it decided. Left
+out: how to sample (request.SamplingParams) and everything about HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """
+    model:                  hub name or local folder; None is the embedded model
+    dtype:                  "auto" (the checkpoint's), "float16", "bfloat16", "float32"
+    device:                 "auto" (cuda if there is one, else cpu), or a torch device
+    page_size:              tokens in a page of the KV cache
+    num_pages:              pages of the KV cache; None sizes it by memory
+    gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together
+    max_num_seqs:           sequences that run at once
+    max_num_batched_tokens: tokens in one step, prompts' chunks and single tokens together
+    max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
+    prefix_caching:         keep the pages of finished requests for prompts that begin alike
+    seed:                   from which requests without a seed draw theirs; None is a fresh one each time
+    """
+
+    model: str | Path | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    page_size: int = 16
+    num_pages: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    prefix_caching: bool = True
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.dtype not in ("auto", "float16", "bfloat16", "float32"):
+            raise ValueError(f"dtype must be auto, float16, bfloat16 or float32, got {self.dtype!r}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")
+
+    @property
+    def model_name(self) -> str:
+        """The name to show: the hub name, or the folder's own name."""
+        if self.model is None:
+            return "fa-serve-demo"
+        path = Path(self.model)
+        return path.resolve().name if path.exists() else str(self.model)

@@ -1,0 +1,96 @@
+"""What goes into the engine and what comes out of it, and the state of a request in between. Plain Python, no torch.
+
+    params = SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9, stop=("\\n\\n",), seed=1)
+
+`SamplingParams` validates itself; `RequestOutput` is one increment of one request; `Completion` is a whole answer, as the
+offline API returns it. `Request` belongs to the scheduler: tokens, pages, and how far the cache is filled. Left out: text
+state (detokenizer.py) and everything on a device (model_runner.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to end. A bad value is a ValueError that names the field.
+
+    max_tokens:     tokens to generate at most; None, or more than the model's length leaves room for, means up to that length
+    temperature:    0 is greedy; 1 samples from the model's own distribution
+    top_p:          keep the most likely tokens whose probabilities first sum to at least top_p, in (0, 1]
+    top_k:          keep the k most likely tokens; 0 keeps all
+    seed:           the same seed gives the same random numbers, alone or in any batch; None draws one
+    stop:           strings that end the text; they may span tokens and are not part of it
+    stop_token_ids: tokens that end the text, on top of the model's own end-of-sequence tokens
+    ignore_eos:     generate past the model's end-of-sequence tokens (for benchmarks)
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1 or None", self.max_tokens)
+        _require(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100", self.temperature)
+        _require(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)
+        _require(self.top_k >= 0, "top_k", "0 (all) or positive", self.top_k)
+        _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer or None", self.seed)
+        _require(not isinstance(self.stop, str) and all(self.stop), "stop", "a tuple of non-empty strings", self.stop)
+        _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids >= 0", self.stop_token_ids)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _require(holds: bool, name: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one request gained since its last output. `text` never ends inside a character; tokens may run ahead of it.
+
+    finish_reason: "stop" (an end token or a stop string), "length", "abort", "error" (then `error` says what happened)
+    num_*:         totals so far; num_cached_tokens are prompt tokens whose keys and values came from the prefix cache
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finished: bool = False
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def absorb(self, later: RequestOutput) -> None:
+        """Become the one increment that spans this and a later output of the same request."""
+        self.text += later.text
+        self.token_ids = self.token_ids + later.token_ids
+        self.finished, self.finish_reason, self.error = later.finished, later.finish_reason, later.error
+        self.num_output_tokens, self.num_cached_tokens = later.num_output_tokens, later.num_cached_tokens
+
+
+@dataclass(slots=True)
+class Completion:
+    """A whole answer: the sum of a request's outputs."""
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    error: str | None = None
+    num_cached_tokens: int = 0
