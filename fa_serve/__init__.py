@@ -7,6 +7,16 @@ tensors; `fa_serve.engine` holds the continuous-batching engine and `fa_serve.se
 from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
 from fa_serve.spec import AttentionSpec, FaServeError, UnsupportedError, UnsupportedModelError
 
+try:
+    from fa_serve.hf import patch, register
+except ImportError as error:  # the functions on tensors do without transformers
+    _reason = str(error)
+
+    def patch(model):  # type: ignore[no-untyped-def]
+        raise ImportError(_reason)
+else:
+    register()
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -17,5 +27,6 @@ __all__ = [
     "attention",
     "attention_paged",
     "attention_varlen",
+    "patch",
     "store_kv",
 ]

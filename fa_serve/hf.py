@@ -1,0 +1,390 @@
+"""The adapter to transformers: attn_implementation="fa_serve", and the paged forward of the engine.
+
+    import fa_serve
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve")
+
+transformers asks an implementation for two things. The mask function turns "causal, window 128, this padding" into whatever
+the attention function wants to see; the attention function gets q, k, v, that mask and a model's own options. Between ours:
+
+    mask                          meaning
+    None                          causal if the module is, sliding window if the module passes one; every key counts
+    bool (batch, n)               the same, with padding; only the first n keys count (a static cache hands out all its room)
+    bool (0, n)                   the same, without padding
+    bool or float, 4-dimensional  the whole truth: neither causality nor a window comes on top
+
+The first three are for the patterns that a kernel knows by itself, so that it can skip what nobody sees. Everything else
+(chunks, image blocks, packed sequences, masks of the user's own) is spelled out in four dimensions and honoured as such.
+
+A model is checked when it is loaded, and refused with `UnsupportedModelError` if its attention would not reach us or takes an
+option that we do not know. That rests on the model's own eager function: what it names is the model's mathematics, and what
+it swallows in **kwargs is not, so we swallow that too.
+
+Left out: attention dropout, attention weights as an output, and caches that do not hold keys and values.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
+from fa_serve.spec import AttentionSpec, UnsupportedModelError, arch_of
+
+OLDEST = (5, 17)
+try:
+    import transformers
+
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
+        raise ImportError(f"found {transformers.__version__}")
+    from transformers.masking_utils import (
+        AttentionMaskInterface,
+        and_masks,
+        bidirectional_mask_function,
+        causal_mask_function,
+        prepare_padding_mask,
+        sdpa_mask,
+        sliding_window_bidirectional_overlay,
+        sliding_window_overlay,
+    )
+    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+    from transformers.utils.import_utils import is_tracing
+except ImportError as error:
+    raise ImportError(f"fa_serve's adapter needs transformers >= 5.17 (pip install 'transformers>=5.17'): {error}") from error
+
+NAME = "fa_serve"
+BACKEND = "auto"
+
+# every option that a model's own eager attention may name, all of them handled (or refused) in `attention_forward`
+_KNOWN_OPTIONS = frozenset(
+    "module query key value query_states key_states value_states attention_mask scaling dropout softcap position_bias s_aux "
+    "sliding_window is_causal kwargs".split()
+)
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------------
+
+_AND = and_masks(causal_mask_function).__code__
+_WINDOW = sliding_window_overlay(1).__code__
+_WINDOW_BOTH_WAYS = sliding_window_bidirectional_overlay(1).__code__
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """A pattern that needs no tensor: causal or not, and a window in transformers' counting or None."""
+
+    causal: bool
+    window: int | None = None
+
+
+def classify(mask_function: Callable[..., Any]) -> MaskKind | None:
+    """What transformers asks for, read from the function and its closure; None for anything but the plain patterns."""
+    if mask_function is causal_mask_function:
+        return MaskKind(causal=True)
+    if mask_function is bidirectional_mask_function:
+        return MaskKind(causal=False)
+    if getattr(mask_function, "__code__", None) is not _AND:
+        return None
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    if len(parts) != 2:
+        return None
+    overlay, base = parts
+    for code, function in ((_WINDOW, causal_mask_function), (_WINDOW_BOTH_WAYS, bidirectional_mask_function)):
+        if getattr(overlay, "__code__", None) is code and base is function:
+            return MaskKind(base is causal_mask_function, inspect.getclosurevars(overlay).nonlocals["sliding_window"])
+    return None
+
+
+def mask_forward(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = True, config: Any = None, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    """The mask function of `attn_implementation="fa_serve"`: called by transformers once per forward and kind of layer.
+
+    attention_mask: bool (batch, any length) padding or None; q_offset is a tensor when a static cache is being filled
+    Returns one of the four forms in this module's docstring.
+    """
+    # a traced forward gets the mask in full: closures cannot be read there, nor the padding looked at
+    kind = None if is_tracing(attention_mask) else classify(mask_function)
+    if kind is not None and (allow_is_causal_skip if kind.causal else allow_is_bidirectional_skip):
+        keys = _countable_keys(kind, q_length, kv_length, q_offset, kv_offset, config)
+        if keys is not None:
+            padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+            if padding is not None:
+                padding = padding[:, kv_offset : kv_offset + keys]
+                if not padding.all():
+                    return padding
+            device = kwargs.get("device", "cpu")
+            return None if keys == kv_length else torch.empty((0, keys), dtype=torch.bool, device=device)
+    return sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False, **kwargs,
+    )  # fmt: skip
+
+
+def _countable_keys(
+    kind: MaskKind, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, config: Any
+) -> int | None:
+    """How many of the first keys are there to be seen, or None when the pattern has to be spelled out."""
+    if not kind.causal:
+        # our window for such a layer is the module's, and modules disagree on whether its edge is inside
+        return kv_length if kind.window is None or kv_length <= kind.window else None
+    if isinstance(q_offset, Tensor):
+        return None
+    # bottom-right alignment: the last query sees up to the last key
+    keys = q_offset - kv_offset + q_length
+    if not q_length <= keys <= kv_length:
+        return None
+    if kind.window is not None and keys > kind.window and not _passes_window(type(config)):
+        return None
+    return keys
+
+
+# --- attention --------------------------------------------------------------------------------------------------------------
+
+
+def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None,
+    max_length_k: int | None = None, output_attentions: bool = False, fa_serve_batch: PagedBatch | Probe | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention function of `attn_implementation="fa_serve"`.
+
+    query:          (batch, heads, seqlen_q, head_dim); key, value: (batch, kv_heads, seqlen_k, dim), not repeated
+    attention_mask: one of the four forms in this module's docstring
+    Returns out (batch, seqlen_q, heads, head_dim_v), and None for the weights.
+    """
+    if dropout:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks for attention dropout {dropout}, which fa_serve has not: call model.eval(), or set "
+            "the dropout of attention in the model's config to 0"
+        )
+    if output_attentions:
+        raise UnsupportedModelError('fa_serve never forms the attention weights: use attn_implementation="eager" for them')
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if fa_serve_batch is not None:
+        if not causal or position_bias is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} is not causal self-attention: it cannot run on a paged cache")
+        window = -1 if sliding_window is None else sliding_window - 1
+        return fa_serve_batch.attend(module, query, key, value, window_size=(window, 0), **options), None
+    if attention_mask is not None and attention_mask.dim() == 2:
+        n = attention_mask.shape[1]
+        key, value = key[:, :, :n], value[:, :, :n]
+        position_bias = None if position_bias is None else position_bias[..., :n]
+        attention_mask = attention_mask[:, None, None, :] if attention_mask.shape[0] else None
+    elif attention_mask is not None:
+        causal, sliding_window = False, None
+    if sliding_window is not None and key.shape[2] > sliding_window:
+        options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if cu_seq_lens_q is not None and attention_mask is None and position_bias is None:
+        packed = {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k}
+        return _packed(q, k, v, packed, max_length_q, max_length_k, causal=causal, **options), None
+    if position_bias is not None:
+        attention_mask = _add_bias(position_bias, attention_mask)
+    return attention(q, k, v, causal=causal, mask=attention_mask, backend=BACKEND, **options), None
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: dict[str, Tensor | None], max_length_q: int | None, max_length_k: int | None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """Sequences end to end in a batch of one, (1, total, heads, dim), as `cu_seq_lens_q` and its companions say."""
+    if q.shape[0] != 1:
+        raise UnsupportedModelError(f"cu_seq_lens_q describes a batch of 1 packed sequence, got a batch of {q.shape[0]}")
+    starts = {name: x.to(torch.int32) for name, x in cu_seqlens.items() if x is not None}
+    starts.setdefault("cu_seqlens_k", starts["cu_seqlens_q"])
+    out = attention_varlen(
+        q[0], k[0], v[0], max_seqlen_q=int(max_length_q or q.shape[1]), max_seqlen_k=int(max_length_k or k.shape[1]),
+        backend=BACKEND, **starts, **options,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+def _add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """One additive mask from a bias and a mask of either kind; both broadcast over batch, heads and queries."""
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, float("-inf"))
+    return bias + mask
+
+
+# --- paged ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """What one step of the engine tells every attention layer; tensors on the model's device, shapes as in `fa_serve.api`.
+
+    kv_caches: (k_cache, v_cache) by layer_idx
+    """
+
+    kv_caches: Sequence[tuple[Tensor, Tensor]]
+    slot_mapping: Tensor
+    block_table: Tensor
+    seqused_k: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    backend: str = "auto"
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Store this step's keys and values, then attend to the cache: (1, heads, total, dim) -> (1, total, heads, dim)."""
+        k_cache, v_cache = self.kv_caches[module.layer_idx]  # type: ignore[index]
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend)
+        out = attention_paged(
+            q, k_cache, v_cache, block_table=self.block_table, seqused_k=self.seqused_k, cu_seqlens_q=self.cu_seqlens_q,
+            max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, backend=self.backend, **options,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out[None]
+
+
+def paged_forward(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, batch: PagedBatch, logits_indices: Tensor
+) -> Tensor:
+    """One forward of a causal model over packed tokens, its keys and values in a paged cache.
+
+    input_ids, position_ids: (total,) int64, packed by batch.cu_seqlens_q; logits_indices: (n,) int64, rows of these
+    Returns logits (n, vocab). No mask is built and nothing is read back from the device.
+    """
+    return _packed_forward(model, input_ids, position_ids, batch, logits_indices)
+
+
+def _packed_forward(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, batch: PagedBatch | Probe, rows: Tensor
+) -> Tensor:
+    # a mask of four dimensions goes through transformers untouched, so that it neither builds one nor looks for packing
+    no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
+    output = model(
+        input_ids=input_ids[None], position_ids=position_ids[None], attention_mask=no_mask, use_cache=False,
+        logits_to_keep=rows, fa_serve_batch=batch,
+    )  # fmt: skip
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+class Probe:
+    """Rides in the place of a PagedBatch and writes down what each attention layer asks for; computes nothing."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, AttentionSpec] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, window_size: tuple[int, int],
+        softmax_scale: float | None, softcap: float, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        self.layers[module.layer_idx] = AttentionSpec(  # type: ignore[index]
+            layout="paged", device=query.device.type, arch=arch_of(query.device), dtype=query.dtype, kv_dtype=key.dtype,
+            head_dim=query.shape[-1], head_dim_v=value.shape[-1], num_heads=query.shape[1], num_kv_heads=key.shape[1],
+            window_size=window_size, softcap=softcap != 0.0, sinks=sinks is not None,
+        )  # fmt: skip
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+@torch.no_grad()
+def attention_layers(model: PreTrainedModel) -> list[AttentionSpec]:
+    """What each attention layer of a causal model needs, by layer_idx, found out by one forward of a single token.
+
+    Works on the meta device as well, before any weights are loaded. Raises UnsupportedModelError when a layer does not reach
+    the paged attention.
+    """
+    probe = Probe()
+    zero = torch.zeros(1, dtype=torch.int64, device=model.device)
+    training = model.training
+    _packed_forward(model.eval(), zero, zero, probe, zero)
+    model.train(training)
+    count = model.config.get_text_config().num_hidden_layers
+    if sorted(probe.layers) != list(range(count)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {count} layers, of which {sorted(probe.layers)} are attention on a paged cache: a model "
+            "with other kinds of state cannot be served"
+        )
+    return [probe.layers[i] for i in range(count)]
+
+
+# --- which models -----------------------------------------------------------------------------------------------------------
+
+_window_by_option: dict[type, bool] = {}
+
+
+def _passes_window(config_class: type) -> bool:
+    """Whether the attention modules of that config's models pass `sliding_window` on; noted when the model was made."""
+    return _window_by_option.get(config_class, False)
+
+
+def check_model(model: PreTrainedModel | type[PreTrainedModel]) -> None:
+    """Raise UnsupportedModelError, with the reason, unless fa_serve computes this model's attention as eager would."""
+    model_class = model if isinstance(model, type) else type(model)
+    if not model_class._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{model_class.__name__} computes its attention by itself, not through transformers' AttentionInterface, so "
+            'fa_serve cannot take its place: load it with attn_implementation="eager" (or "sdpa"), or, if it is a part of '
+            "a larger model, pass a dict that names the parts to be served"
+        )
+    for name, function in _eager_functions(model_class):
+        unknown = [p for p in inspect.signature(function).parameters if p not in _KNOWN_OPTIONS]
+        if unknown:
+            raise UnsupportedModelError(f"{model_class.__name__}: its {name} takes {unknown}, which fa_serve does not know")
+
+
+def _eager_functions(model_class: type[PreTrainedModel]) -> list[tuple[str, Callable[..., Any]]]:
+    module = sys.modules[model_class.__module__]
+    return [(n, f) for n, f in vars(module).items() if n.endswith("eager_attention_forward") and inspect.isfunction(f)]
+
+
+def _admit(model: PreTrainedModel) -> None:
+    """Check a model that is being made, and note whether its window comes as an option or lives in the mask alone."""
+    check_model(model)
+    calls = re.findall(r"attention_interface\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)", _source(type(model)))
+    _window_by_option[type(model.config)] = any("sliding_window=" in call for call in calls)
+
+
+@functools.lru_cache(maxsize=None)
+def _source(model_class: type[PreTrainedModel]) -> str:
+    try:
+        return inspect.getsource(sys.modules[model_class.__module__])
+    except (OSError, TypeError):
+        return ""
+
+
+def patch(model: PreTrainedModel) -> PreTrainedModel:
+    """Switch a loaded model to fa_serve, in place, and return it. Raises UnsupportedModelError if it cannot be served."""
+    check_model(model)
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def register() -> None:
+    """Make `attn_implementation="fa_serve"` known to transformers; called once by `import fa_serve`."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_forward)
+    original = PreTrainedModel.get_correct_attn_implementation
+    if getattr(original, "fa_serve", False):
+        return
+
+    # transformers asks this of every model and submodel that it makes or switches; a name it knows it would accept for all
+    @functools.wraps(original)
+    def get_correct_attn_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested == NAME:
+            _admit(self)
+        return original(self, requested, *args, **kwargs)
+
+    get_correct_attn_implementation.fa_serve = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
