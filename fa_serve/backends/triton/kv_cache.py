@@ -1,0 +1,76 @@
+"""Write new keys and values into the paged cache, quantising on the way where the cache is float8_e4m3fn.
+
+One program per token and block of heads writes K and V together. A slot is looked up once; -1 skips the token. Any strides, as long
+as the caches' last dimension is contiguous. Left out: reading the cache (decode.py, forward.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_serve import spec
+from fa_serve.backends.triton.tiles import padded_dim
+
+_TILE = 2048  # elements of K and of V per program: 16 bytes per thread in flight for each
+
+
+@triton.jit
+def _copy_heads(
+    x_ptr, cache_ptr, descale_ptr, heads, num_heads, stride_xh, stride_xd, stride_ch, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """cache[heads, :] = x[heads, :] / descale[heads], saturated: float8_e4m3fn has no infinity, and 448 is its largest value."""
+    offs_d = tl.arange(0, BLOCK_D)
+    keep = (heads < num_heads)[:, None] & (offs_d < DIM)[None, :]
+    x = tl.load(x_ptr + heads[:, None] * stride_xh + offs_d[None, :] * stride_xd, mask=keep)
+    if descale_ptr is not None:
+        descale = tl.load(descale_ptr + heads, mask=heads < num_heads, other=1.0)
+        x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(descale[:, None], x.shape))
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(cache_ptr + heads[:, None] * stride_ch + offs_d[None, :], x.to(cache_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _store_kv(
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_descale_ptr, v_descale_ptr, page_size, num_heads, head_blocks,
+    stride_kt, stride_kh, stride_kd, stride_vt, stride_vh, stride_vd, stride_kcp, stride_kct, stride_kch, stride_vcp, stride_vct,
+    stride_vch, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        # as in decode.py: whoever follows may start, and waits for our end
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    heads = (tl.program_id(0) % head_blocks).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    slot = tl.load(slot_ptr + token)
+    if slot < 0:
+        return
+    page = slot // page_size
+    position = slot % page_size
+    _copy_heads(k_ptr + token * stride_kt, k_cache_ptr + page * stride_kcp + position * stride_kct, k_descale_ptr, heads, num_heads,
+                stride_kh, stride_kd, stride_kch, DIM, BLOCK_D)  # fmt: skip
+    _copy_heads(v_ptr + token * stride_vt, v_cache_ptr + page * stride_vcp + position * stride_vct, v_descale_ptr, heads, num_heads,
+                stride_vh, stride_vd, stride_vch, DIM_V, BLOCK_DV)  # fmt: skip
+
+
+def launch_store_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_descale: Tensor | None, v_descale: Tensor | None
+) -> None:
+    """Arguments as in `fa_serve.store_kv`. One launch."""
+    total, num_heads, dim = k.shape
+    dim_v = v.shape[2]
+    block_d, block_dv = padded_dim(dim), padded_dim(dim_v)
+    block_h = max(1, min(triton.next_power_of_2(num_heads), _TILE // max(block_d, block_dv)))
+    head_blocks = triton.cdiv(num_heads, block_h)
+    if total == 0:
+        return
+    pdl = spec.arch_of(k.device) >= 90
+    options = {"launch_pdl": True} if pdl else {}
+    _store_kv[(total * head_blocks,)](
+        k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale, k_cache.shape[1], num_heads, head_blocks,
+        *k.stride(), *v.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        DIM=dim, DIM_V=dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_H=block_h, PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
