@@ -94,3 +94,46 @@ class Completion:
     finish_reason: FinishReason
     error: str | None = None
     num_cached_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence on its way through the engine; the scheduler is the only one to change it.
+
+    tokens:       the prompt, then every token that is known on the host
+    num_pending:  sampled tokens that are still on the device (a step that has been launched and not yet read)
+    num_computed: leading tokens whose keys and values are in the cache once all launched steps have run
+    rank:         position in the queue; smaller is served first and preempted last
+    slot:         row of per-sequence state on the device while it runs, else -1
+    """
+
+    request_id: str
+    tokens: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    end_ids: frozenset[int] = frozenset()
+    rank: tuple[float, int] = (0.0, 0)
+
+    num_pending: int = 0
+    num_computed: int = 0
+    num_cached_tokens: int = 0
+    num_registered: int = 0
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
