@@ -12,7 +12,7 @@ try:
 except ImportError as error:  # the functions on tensors do without transformers
     _reason = str(error)
 
-    def patch(model):  # type: ignore[no-untyped-def]
+    def patch(model):  # type: ignore
         raise ImportError(_reason)
 else:
     register()

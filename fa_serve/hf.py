@@ -30,7 +30,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,13 +60,10 @@ except ImportError as error:
     raise ImportError(f"fa_serve's adapter needs transformers >= 5.17 (pip install 'transformers>=5.17'): {error}") from error
 
 NAME = "fa_serve"
-BACKEND = "auto"
 
-# every option that a model's own eager attention may name, all of them handled (or refused) in `attention_forward`
-_KNOWN_OPTIONS = frozenset(
-    "module query key value query_states key_states value_states attention_mask scaling dropout softcap position_bias s_aux "
-    "sliding_window is_causal kwargs".split()
-)
+# every option that a model's own eager attention may name, all of them handled or refused in `attention_forward`
+_KNOWN_OPTIONS = {"module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
+                  "dropout", "softcap", "position_bias", "s_aux", "sliding_window", "is_causal", "kwargs"}  # fmt: skip
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------------
@@ -124,11 +121,12 @@ def mask_forward(
                     return padding
             device = kwargs.get("device", "cpu")
             return None if keys == kv_length else torch.empty((0, keys), dtype=torch.bool, device=device)
-    return sdpa_mask(
+    mask: Tensor = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False, **kwargs,
     )  # fmt: skip
+    return mask
 
 
 def _countable_keys(
@@ -191,28 +189,25 @@ def attention_forward(
         options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if cu_seq_lens_q is not None and attention_mask is None and position_bias is None:
-        packed = {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k}
-        return _packed(q, k, v, packed, max_length_q, max_length_k, causal=causal, **options), None
+        cu_seq_lens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        return _packed(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, causal=causal, **options), None
     if position_bias is not None:
         attention_mask = _add_bias(position_bias, attention_mask)
-    return attention(q, k, v, causal=causal, mask=attention_mask, backend=BACKEND, **options), None
+    return attention(q, k, v, causal=causal, mask=attention_mask, **options), None
 
 
 def _packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: dict[str, Tensor | None], max_length_q: int | None, max_length_k: int | None,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_length_q: int | None,
+    max_length_k: int | None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Sequences end to end in a batch of one, (1, total, heads, dim), as `cu_seq_lens_q` and its companions say."""
     if q.shape[0] != 1:
         raise UnsupportedModelError(f"cu_seq_lens_q describes a batch of 1 packed sequence, got a batch of {q.shape[0]}")
-    starts = {name: x.to(torch.int32) for name, x in cu_seqlens.items() if x is not None}
-    starts.setdefault("cu_seqlens_k", starts["cu_seqlens_q"])
     out = attention_varlen(
-        q[0], k[0], v[0], max_seqlen_q=int(max_length_q or q.shape[1]), max_seqlen_k=int(max_length_k or k.shape[1]),
-        backend=BACKEND, **starts, **options,
+        q[0], k[0], v[0], cu_seqlens_q=cu_seqlens_q.to(torch.int32), cu_seqlens_k=cu_seqlens_k.to(torch.int32),
+        max_seqlen_q=int(max_length_q or q.shape[1]), max_seqlen_k=int(max_length_k or k.shape[1]), **options,
     )  # fmt: skip
-    assert isinstance(out, Tensor)
-    return out[None]
+    return cast(Tensor, out)[None]
 
 
 def _add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
@@ -243,17 +238,16 @@ class PagedBatch:
     max_seqlen_k: int
     backend: str = "auto"
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Store this step's keys and values, then attend to the cache: (1, heads, total, dim) -> (1, total, heads, dim)."""
-        k_cache, v_cache = self.kv_caches[module.layer_idx]  # type: ignore[index]
+        k_cache, v_cache = self.kv_caches[module.layer_idx]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend)
         out = attention_paged(
             q, k_cache, v_cache, block_table=self.block_table, seqused_k=self.seqused_k, cu_seqlens_q=self.cu_seqlens_q,
             max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, backend=self.backend, **options,
         )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out[None]
+        return cast(Tensor, out)[None]
 
 
 def paged_forward(
@@ -287,10 +281,10 @@ class Probe:
         self.layers: dict[int, AttentionSpec] = {}
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, window_size: tuple[int, int],
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *, window_size: tuple[int, int],
         softmax_scale: float | None, softcap: float, sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        self.layers[module.layer_idx] = AttentionSpec(  # type: ignore[index]
+        self.layers[module.layer_idx] = AttentionSpec(
             layout="paged", device=query.device.type, arch=arch_of(query.device), dtype=query.dtype, kv_dtype=key.dtype,
             head_dim=query.shape[-1], head_dim_v=value.shape[-1], num_heads=query.shape[1], num_kv_heads=key.shape[1],
             window_size=window_size, softcap=softcap != 0.0, sinks=sinks is not None,
@@ -308,13 +302,15 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionSpec]:
     probe = Probe()
     zero = torch.zeros(1, dtype=torch.int64, device=model.device)
     training = model.training
-    _packed_forward(model.eval(), zero, zero, probe, zero)
-    model.train(training)
+    try:
+        _packed_forward(model.train(False), zero, zero, probe, zero)
+    finally:
+        model.train(training)
     count = model.config.get_text_config().num_hidden_layers
     if sorted(probe.layers) != list(range(count)):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {count} layers, of which {sorted(probe.layers)} are attention on a paged cache: a model "
-            "with other kinds of state cannot be served"
+            f"{type(model).__name__} has {count} layers, of which {sorted(probe.layers)} are attention on a paged cache: "
+            "a model with other kinds of state cannot be served"
         )
     return [probe.layers[i] for i in range(count)]
 
@@ -356,7 +352,6 @@ def _admit(model: PreTrainedModel) -> None:
     _window_by_option[type(model.config)] = any("sliding_window=" in call for call in calls)
 
 
-@functools.lru_cache(maxsize=None)
 def _source(model_class: type[PreTrainedModel]) -> str:
     try:
         return inspect.getsource(sys.modules[model_class.__module__])
@@ -375,16 +370,16 @@ def register() -> None:
     """Make `attn_implementation="fa_serve"` known to transformers; called once by `import fa_serve`."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask_forward)
-    original = PreTrainedModel.get_correct_attn_implementation
+    original: Any = PreTrainedModel.get_correct_attn_implementation
     if getattr(original, "fa_serve", False):
         return
 
     # transformers asks this of every model and submodel that it makes or switches; a name it knows it would accept for all
     @functools.wraps(original)
-    def get_correct_attn_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
+    def get_correct_attn_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
         if requested == NAME:
             _admit(self)
         return original(self, requested, *args, **kwargs)
 
-    get_correct_attn_implementation.fa_serve = True  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    get_correct_attn_implementation.__dict__["fa_serve"] = True
+    setattr(PreTrainedModel, original.__name__, get_correct_attn_implementation)
