@@ -24,6 +24,7 @@ Left out: attention dropout, attention weights as an output, and caches that do 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -44,11 +45,14 @@ try:
 
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
         raise ImportError(f"found {transformers.__version__}")
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.configuration_utils import PreTrainedConfig
     from transformers.masking_utils import (
         AttentionMaskInterface,
         and_masks,
         bidirectional_mask_function,
         causal_mask_function,
+        create_masks_for_generate,
         prepare_padding_mask,
         sdpa_mask,
         sliding_window_bidirectional_overlay,
@@ -292,27 +296,78 @@ class Probe:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
 
-@torch.no_grad()
-def attention_layers(model: PreTrainedModel) -> list[AttentionSpec]:
-    """What each attention layer of a causal model needs, by layer_idx, found out by one forward of a single token.
+def attention_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> list[AttentionSpec]:
+    """What each attention layer of a causal model needs from the paged attention, found by one forward of a single token.
 
-    Works on the meta device as well, before any weights are loaded. Raises UnsupportedModelError when a layer does not reach
-    the paged attention.
+    A config is tried out on the meta device, without weights. Raises UnsupportedModelError with the reason if the model cannot
+    run on a paged cache: its state is not keys and values alone, its masks are more than causality and windows, ...
     """
-    probe = Probe()
+    if isinstance(model_or_config, PreTrainedModel):
+        return _probe(model_or_config)
+    config = copy.deepcopy(model_or_config)
+    # the other implementations of a mixture of experts look at the router's choice, which the meta device has not
+    config._experts_implementation = "batched_mm"
+    auto: Any = transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            return _probe(auto.from_config(config, attn_implementation=NAME))
+    except UnsupportedModelError:
+        raise
+    except ValueError as error:
+        raise UnsupportedModelError(f"{type(config).__name__} is no causal language model of transformers: {error}") from error
+
+
+def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError, with the reason, unless `paged_forward` computes this model right."""
+    attention_layers(model_or_config)
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
+    name, config = type(model).__name__, model.config.get_text_config()
+    _check_class(type(model))
+    missing = _CALLED_WITH - set(inspect.signature(model.forward).parameters)
+    layer_types = getattr(config, "layer_types", None) or ()
+    chunked = "chunked_attention" in layer_types or (getattr(config, "attention_chunk_size", None) and not layer_types)
+    for refused, reason in (
+        (config.is_encoder_decoder, "it is an encoder-decoder, whose cross-attention has no place in a paged cache"),
+        (getattr(model, "_is_stateful", False), "it keeps a recurrent state, and a paged cache holds keys and values only"),
+        (missing, f"its forward takes no {sorted(missing)}"),
+        (chunked, "its attention is chunked, which lives in a mask"),
+        (_rope_types(config) & {"dynamic", "longrope"}, "its rotary embedding depends on the longest sequence of the batch"),
+    ):
+        if refused:
+            raise UnsupportedModelError(f"{name} cannot run on a paged cache: {reason}")
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    if kinds:
+        raise UnsupportedModelError(f"{name} cannot run on a paged cache: it needs {sorted(k.__name__ for k in kinds)}")
+    # a sequence longer than any window; the meta device makes its masks for nothing, and we get None wherever that is enough
+    long = torch.empty((1, 2**24, 1), dtype=torch.bfloat16, device="meta")
+    masks = create_masks_for_generate(config, inputs_embeds=long, attention_mask=None, past_key_values=None)
+    for kind, mask in masks.items() if isinstance(masks, dict) else [("causal", masks)]:
+        if mask is not None:
+            raise UnsupportedModelError(f"{name} cannot run on a paged cache: its {kind} layers need a mask of their own")
+    probe, training = Probe(), model.training
     zero = torch.zeros(1, dtype=torch.int64, device=model.device)
-    training = model.training
     try:
         _packed_forward(model.train(False), zero, zero, probe, zero)
     finally:
         model.train(training)
-    count = model.config.get_text_config().num_hidden_layers
-    if sorted(probe.layers) != list(range(count)):
+    if sorted(probe.layers) != list(range(config.num_hidden_layers)):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {count} layers, of which {sorted(probe.layers)} are attention on a paged cache: "
-            "a model with other kinds of state cannot be served"
+            f"{name} cannot run on a paged cache: of its {config.num_hidden_layers} layers {sorted(probe.layers)} reach it"
         )
-    return [probe.layers[i] for i in range(count)]
+    return [probe.layers[i] for i in range(config.num_hidden_layers)]
+
+
+_CALLED_WITH = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep", "kwargs"}
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotary embedding in a config, which has one set of parameters or one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    return {p.get("rope_type", "default") for p in nested or [parameters]}
 
 
 # --- which models -----------------------------------------------------------------------------------------------------------
@@ -325,9 +380,8 @@ def _passes_window(config_class: type) -> bool:
     return _window_by_option.get(config_class, False)
 
 
-def check_model(model: PreTrainedModel | type[PreTrainedModel]) -> None:
+def _check_class(model_class: type[PreTrainedModel]) -> None:
     """Raise UnsupportedModelError, with the reason, unless fa_serve computes this model's attention as eager would."""
-    model_class = model if isinstance(model, type) else type(model)
     if not model_class._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{model_class.__name__} computes its attention by itself, not through transformers' AttentionInterface, so "
@@ -347,7 +401,7 @@ def _eager_functions(model_class: type[PreTrainedModel]) -> list[tuple[str, Call
 
 def _admit(model: PreTrainedModel) -> None:
     """Check a model that is being made, and note whether its window comes as an option or lives in the mask alone."""
-    check_model(model)
+    _check_class(type(model))
     calls = re.findall(r"attention_interface\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)", _source(type(model)))
     _window_by_option[type(model.config)] = any("sliding_window=" in call for call in calls)
 
@@ -361,7 +415,7 @@ def _source(model_class: type[PreTrainedModel]) -> str:
 
 def patch(model: PreTrainedModel) -> PreTrainedModel:
     """Switch a loaded model to fa_serve, in place, and return it. Raises UnsupportedModelError if it cannot be served."""
-    check_model(model)
+    _check_class(type(model))
     model.set_attn_implementation(NAME)
     return model
 
