@@ -73,7 +73,16 @@ def attention(
     _check_out(out, q, v)
     chosen = _backend("dense", q, k, v, window, softcap, sinks, mask, 0, backend)
     result, lse = chosen.forward(
-        q, k, v, softmax_scale=scale, window_size=window, softcap=softcap, sinks=sinks, mask=mask, out=out, return_lse=return_lse
+        q,
+        k,
+        v,
+        softmax_scale=scale,
+        window_size=window,
+        softcap=softcap,
+        sinks=sinks,
+        mask=mask,
+        out=out,
+        return_lse=return_lse,
     )
     return result if lse is None else (result, lse)
 
@@ -242,7 +251,9 @@ def _check_options(
     if softcap < 0:
         raise ValueError(f"softcap must be >= 0 (0 is off), got {softcap}")
     if sinks is not None and (sinks.shape != (q.shape[-2],) or sinks.device != q.device):
-        raise ValueError(f"sinks must be ({q.shape[-2]},) on {q.device}, one per query head, got {_show(sinks)} on {sinks.device}")
+        raise ValueError(
+            f"sinks must be ({q.shape[-2]},) on {q.device}, one per query head, got {_show(sinks)} on {sinks.device}"
+        )
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if not math.isfinite(scale):
         raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")

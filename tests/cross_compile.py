@@ -91,7 +91,9 @@ class Kernel:
         return [line for line in (done.stdout + done.stderr).splitlines() if "warning" in line.lower() or "C75" in line]
 
     def _usage(self, pattern: str) -> int:
-        text = subprocess.run([_NVIDIA_BIN / "cuobjdump", "-res-usage", self._cubin], capture_output=True, text=True, check=True)
+        text = subprocess.run(
+            [_NVIDIA_BIN / "cuobjdump", "-res-usage", self._cubin], capture_output=True, text=True, check=True
+        )
         return max(int(n) for n in re.findall(pattern, text.stdout))
 
     def _amd(self, pattern: str) -> int:

@@ -11,7 +11,7 @@ name only.
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Protocol
 
 from torch import Tensor
@@ -62,7 +62,7 @@ class Backend(Protocol):
     ) -> None: ...  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_backend(name: str) -> Backend | str:
     """The backend of that name, or the reason why it cannot be imported on this machine."""
     module, _, attribute = BACKENDS[name].partition(":")

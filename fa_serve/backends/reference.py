@@ -11,6 +11,8 @@ Tests compare the other backends with it; those never import it. Left out: every
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -72,7 +74,7 @@ class ReferenceBackend:
         self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, out, return_lse, **options
     ):
         starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-        keys = [(k[a:b], v[a:b]) for a, b in zip(starts_k, starts_k[1:], strict=False)]
+        keys = [(k[a:b], v[a:b]) for a, b in itertools.pairwise(starts_k)]
         return self._each_sequence(q, starts_q, keys, v.shape[-1], out, return_lse, options)
 
     def forward_paged(  # type: ignore[no-untyped-def]
@@ -106,7 +108,7 @@ class ReferenceBackend:
         dtype = torch.promote_types(q.dtype, torch.float32)
         result = torch.zeros(*q.shape[:2], head_dim_v, dtype=dtype, device=q.device)
         lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=dtype, device=q.device)
-        for (a, b), (k, v) in zip(zip(starts, starts[1:], strict=False), keys, strict=True):
+        for (a, b), (k, v) in zip(itertools.pairwise(starts), keys, strict=True):
             o, sequence_lse = attention_reference(q[a:b][None], k[None], v[None], **options)
             result[a:b], lse[:, a:b] = o[0], sequence_lse[0]
         return _deliver(result, q, out), _lse(lse, return_lse)

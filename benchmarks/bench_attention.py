@@ -1,0 +1,127 @@
+"""Attention kernels against their peers on one GPU, correctness first.
+
+    python benchmarks/bench_attention.py prefill                      # what `auto` chooses, against SDPA-flash, cuDNN, FA3
+    python benchmarks/bench_attention.py prefill --backend triton --peers flash
+    python benchmarks/bench_attention.py tune --head-dims 128         # the portable kernel's tiles
+
+The prefill grid is the FlashAttention papers': 16k tokens in all, hidden size 2048, bfloat16; TFLOPS count 4 * batch * heads *
+seqlen^2 * head_dim, half of it when causal. A cell whose result is wrong reports no speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from measure import Results, fa3, host_microseconds, milliseconds, sdpa
+from torch.nn.attention import SDPBackend
+
+import fa_serve
+from fa_serve.backends.reference import attention_reference
+from fa_serve.testing import assert_matches_reference, eager_attention, make_qkv
+
+TOKENS, HIDDEN = 16384, 2048
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def gate(head_dim: int, causal: bool, **options: object) -> None:
+    """The float64 oracle at a length that leaves a tail in every tile; raises AssertionError."""
+    for seqlen_q, seqlen_k, heads, kv_heads in ((333, 333, 4, 1), (129, 717, 4, 4)):
+        q, k, v = make_qkv(2, seqlen_q, seqlen_k, heads, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+        case = {"softmax_scale": head_dim**-0.5, "window_size": (-1, 0 if causal else -1)}
+        exact, _ = attention_reference(q.double(), k.double(), v.double(), **case)
+        out = fa_serve.attention(q, k, v, causal=causal, **options)
+        assert_matches_reference(out, exact, eager_attention(q, k, v, **case), f"D{head_dim} causal={causal} {seqlen_q}x{seqlen_k}")
+
+
+def tflops(seqlen: int, causal: bool, ms: float) -> float:
+    return 4 * TOKENS * seqlen * HIDDEN * (0.5 if causal else 1.0) / ms * 1e-9
+
+
+def prefill(args: argparse.Namespace) -> None:
+    peers = args.peers.split(",")
+    results = Results("prefill" if args.backend == "auto" else f"prefill_{args.backend}", args.out)
+    flash3 = fa3() if "fa3" in peers else None
+    print("case                 " + "".join(f"{name:>8}" for name in ["ours", *peers]) + "   ratio   host us")
+    for head_dim in args.head_dims:
+        for causal in (False, True):
+            gate(head_dim, causal, backend=args.backend)
+            for seqlen in args.seqlens:
+                batch, heads = TOKENS // seqlen, HIDDEN // head_dim
+                q, k, v = (torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+                def ours(q=q, k=k, v=v, causal=causal):  # type: ignore[no-untyped-def]
+                    return fa_serve.attention(q, k, v, causal=causal, backend=args.backend)
+
+                calls = {}
+                if "flash" in peers:
+                    calls["flash"] = sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, causal)
+                if "cudnn" in peers:
+                    calls["cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
+                if flash3 is not None:
+                    cu = torch.arange(0, TOKENS + 1, seqlen, device="cuda", dtype=torch.int32)
+                    flat = [x.flatten(0, 1) for x in (q, k, v)]
+                    calls["fa3"] = lambda flat=flat, cu=cu, seqlen=seqlen, causal=causal: flash3(
+                        *flat, max_seqlen_q=seqlen, cu_seqlens_q=cu, max_seqlen_k=seqlen, cu_seqlens_k=cu, causal=causal, fa_version=3
+                    )
+                for name, call in calls.items():
+                    theirs = call()
+                    theirs = theirs.view_as(q) if name == "fa3" else theirs.transpose(1, 2)
+                    worst = (ours().float() - theirs.float()).abs().max().item()
+                    assert worst < 0.05, f"{name} and ours differ by {worst}"
+                case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}"
+                mine = tflops(seqlen, causal, milliseconds(ours))
+                rates = {name: tflops(seqlen, causal, milliseconds(call)) for name, call in calls.items()}
+                ratio = results.add(case, "TFLOPS", mine, rates)
+                cells = "".join(f"{x:8.0f}" for x in [mine, *(rates.get(name, float("nan")) for name in peers)])
+                print(f"{case:<21}{cells}{ratio:8.2f}{host_microseconds(ours, 50):10.1f}", flush=True)
+    results.write()
+
+
+def tune(args: argparse.Namespace) -> None:
+    """Every tile that fits, over the grid: the table that tiles.py's branches quote."""
+    from fa_serve.backends.triton.forward import launch_forward
+    from fa_serve.backends.triton.tiles import TileConfig
+
+    candidates = {
+        64: [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 128, 4, 2)],
+        128: [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2)],
+        256: [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3), (128, 32, 8, 4)],
+    }
+    for head_dim in args.head_dims:
+        for causal in (False, True):
+            options = {"softmax_scale": head_dim**-0.5, "window_size": (-1, 0 if causal else -1), "softcap": 0.0, "sinks": None,
+                       "out": None, "return_lse": False}  # fmt: skip
+            print(f"D{head_dim} {'causal' if causal else 'full'}  seqlens {args.seqlens}", flush=True)
+            for tile in candidates[head_dim]:
+                for tma in (False, True):
+                    rates = []
+                    for seqlen in args.seqlens:
+                        shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
+                        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+                        try:
+                            config = TileConfig(*tile, tma)
+                            ms = milliseconds(lambda: launch_forward(q, k, v, tiles=config, **options), 30)  # noqa: B023
+                            rates.append(f"{tflops(seqlen, causal, ms):5.0f}")
+                        except Exception as error:  # a tile that does not fit this GPU is a row of the table, not an end
+                            rates.append(f"  {type(error).__name__[:12]}")
+                            break
+                    print(f"  {tile!s:<18}{'tma' if tma else '   '} " + " ".join(rates), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bench", choices=["prefill", "tune"])
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--peers", default="flash,cudnn,fa3")
+    parser.add_argument("--head-dims", type=lambda s: [int(x) for x in s.split(",")], default=[64, 128, 256])
+    parser.add_argument("--seqlens", type=lambda s: [int(x) for x in s.split(",")], default=list(SEQLENS))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    {"prefill": prefill, "tune": tune}[args.bench](args)
+
+
+if __name__ == "__main__":
+    main()

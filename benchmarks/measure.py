@@ -1,0 +1,107 @@
+"""What every benchmark here shares: timing, the peers, and how a result is written.
+
+A result is one JSON line: {"bench", "case", "unit", "ours", "peers": {name: value}, "ratio"} and the machine, versions and commit;
+the ratio is ours against the best peer, above 1 when ours is faster. Peers that are not installed are left out of the line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.testing import do_bench
+
+
+def milliseconds(call: Callable[[], object], rep: int = 60) -> float:
+    """Median device time of one call, cold L2, after a warm-up."""
+    return float(do_bench(call, warmup=15, rep=rep, return_mode="median"))
+
+
+def graph_microseconds(call: Callable[[], object], calls: int = 4, rep: int = 40) -> float:
+    """Median device time of one call inside a CUDA graph of several: what a captured decode step pays."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return float(do_bench(graph.replay, warmup=10, rep=rep, return_mode="median")) * 1e3 / calls
+
+
+def host_microseconds(call: Callable[[], object], calls: int = 200) -> float:
+    """Host time to issue one call, without waiting for the device."""
+    call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls * 1e6)
+        torch.cuda.synchronize()
+    return min(times)
+
+
+def sdpa(kind: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor]:
+    """torch's operator held to one kernel; q, k, v as (batch, seqlen, heads, dim)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(kind):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+
+    return call
+
+
+def fa3() -> Callable[..., Any] | None:
+    """FlashAttention-3's varlen entry point, as vLLM ships it, or None."""
+    try:
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+def commit() -> str:
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+class Results:
+    """Collects lines; `write` replaces the file of this bench, so that its last run is what counts."""
+
+    def __init__(self, bench: str, folder: Path) -> None:
+        self.bench, self.path, self.lines = bench, folder / f"{bench}.jsonl", list[dict[str, Any]]()
+        self.machine = {
+            "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": commit()
+        }  # fmt: skip
+
+    def add(self, case: str, unit: str, ours: float, peers: dict[str, float], *, higher_is_better: bool = True) -> float:
+        best = (max if higher_is_better else min)(peers.values()) if peers else float("nan")
+        ratio = ours / best if higher_is_better else best / ours
+        line = {"bench": self.bench, "case": case, "unit": unit, "ours": round(ours, 2),
+                "peers": {name: round(value, 2) for name, value in peers.items()}, "ratio": round(ratio, 3)}  # fmt: skip
+        self.lines.append(line | self.machine)
+        return ratio
+
+    def geometric_mean(self) -> float:
+        return statistics.geometric_mean([line["ratio"] for line in self.lines if line["ratio"] == line["ratio"]])
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        ratios = [line["ratio"] for line in self.lines]
+        print(f"{len(ratios)} cells, ratio min {min(ratios):.2f}, geometric mean {self.geometric_mean():.3f} -> {self.path}")

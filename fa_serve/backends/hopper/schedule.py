@@ -1,0 +1,149 @@
+"""Which tile comes next: the table of tiles for packed sequences, and the counters behind the dynamic schedule.
+
+Packed sequences have lengths that only the device knows, so a small kernel turns cu_seqlens into a list of the tiles that
+exist, longest first, and the attention kernel reads one 32-byte record per tile: no dead tiles are launched, no host sync, and
+unequal lengths are balanced. The list replaces what FlashAttention-3 finds with a prefix sum in every block.
+
+A record is 8 int32: first query row in the sequence (-1: no tile), head (filled by the reader), first row of the sequence in q,
+its length, first row in k, its length, first and last + 1 key block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_serve.backends.hopper.launch import launch
+
+RECORD = 8
+_CHUNK = 256
+_COUNTERS = 1 << 14
+
+
+@triton.jit
+def _ceil_div_up_to_zero(x, block):
+    """ceil(x / block) for x > 0, else 0."""
+    return (tl.maximum(x, 0) + block - 1) // block
+
+
+@triton.jit
+def _tiles_above(blocks, q_len, kv_len, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """How many tiles of each sequence reach past `blocks` key blocks. Later rows reach further, so it is a suffix."""
+    tiles = _ceil_div_up_to_zero(q_len, BLOCK_M)
+    first = q_len * 0
+    if HAS_RIGHT:
+        # the tile of rows [m * BLOCK_M, (m + 1) * BLOCK_M) reaches key (m + 1) * BLOCK_M + shift
+        shift = kv_len - q_len + right
+        first = tl.maximum(blocks * BLOCK_N - shift, 0) // BLOCK_M
+    return tl.where(kv_len > blocks * BLOCK_N, tl.maximum(tiles - first, 0), 0)
+
+
+@triton.jit
+def _tile_table(
+    table_ptr, counter_ptr, cu_q_ptr, cu_k_ptr, batch, left, right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program per tile: find its sequence, count the tiles that go before it, write its record there."""
+    index = tl.program_id(0)
+    if index == 0:
+        tl.store(counter_ptr, 0)
+    before = 0
+    sequence, m, q_start, q_len, k_start, kv_len = 0, 0, 0, 0, 0, 0
+    for start in range(0, batch, CHUNK):
+        b = start + tl.arange(0, CHUNK)
+        q0 = tl.load(cu_q_ptr + b, mask=b < batch, other=0)
+        ql = tl.load(cu_q_ptr + b + 1, mask=b < batch, other=0) - q0
+        k0 = tl.load(cu_k_ptr + b, mask=b < batch, other=0)
+        kl = tl.load(cu_k_ptr + b + 1, mask=b < batch, other=0) - k0
+        tiles = _ceil_div_up_to_zero(ql, BLOCK_M)
+        last = before + tl.cumsum(tiles, 0)
+        mine = (last > index) & (last - tiles <= index)
+        sequence += tl.sum(tl.where(mine, b, 0), 0)
+        m += tl.sum(tl.where(mine, index - (last - tiles), 0), 0)
+        q_start += tl.sum(tl.where(mine, q0, 0), 0)
+        q_len += tl.sum(tl.where(mine, ql, 0), 0)
+        k_start += tl.sum(tl.where(mine, k0, 0), 0)
+        kv_len += tl.sum(tl.where(mine, kl, 0), 0)
+        before += tl.sum(tiles, 0)
+    if index >= before:
+        tl.store(table_ptr + index.to(tl.int64) * 8, -1)
+    else:
+        reach = kv_len
+        if HAS_RIGHT:
+            reach = tl.minimum(reach, (m + 1) * BLOCK_M + kv_len - q_len + right)
+        blocks = _ceil_div_up_to_zero(reach, BLOCK_N)
+        rank = 0
+        for start in range(0, batch, CHUNK):
+            b = start + tl.arange(0, CHUNK)
+            ql = tl.load(cu_q_ptr + b + 1, mask=b < batch, other=0) - tl.load(cu_q_ptr + b, mask=b < batch, other=0)
+            kl = tl.load(cu_k_ptr + b + 1, mask=b < batch, other=0) - tl.load(cu_k_ptr + b, mask=b < batch, other=0)
+            longer = _tiles_above(blocks, ql, kl, right, BLOCK_M, BLOCK_N, HAS_RIGHT)
+            as_long = _tiles_above(blocks - 1, ql, kl, right, BLOCK_M, BLOCK_N, HAS_RIGHT)
+            if blocks == 0:
+                as_long = _ceil_div_up_to_zero(ql, BLOCK_M)
+            rank += tl.sum(tl.where(b < sequence, as_long, longer), 0)
+        # within a sequence tiles that are as long are its last ones that are not longer: count those behind this one
+        tiles = _ceil_div_up_to_zero(q_len, BLOCK_M)
+        longer_own = _tiles_above(blocks, q_len, kv_len, right, BLOCK_M, BLOCK_N, HAS_RIGHT)
+        rank += tiles - longer_own - 1 - m
+        high = tl.maximum(blocks, 1)
+        low = 0
+        if HAS_LEFT:
+            low = tl.minimum(tl.maximum(m * BLOCK_M + kv_len - q_len - left, 0) // BLOCK_N, high - 1)
+        record = table_ptr + rank.to(tl.int64) * 8
+        tl.store(record, m * BLOCK_M)
+        tl.store(record + 1, 0)
+        tl.store(record + 2, q_start)
+        tl.store(record + 3, q_len)
+        tl.store(record + 4, k_start)
+        tl.store(record + 5, kv_len)
+        tl.store(record + 6, low)
+        tl.store(record + 7, high)
+
+
+def tile_table(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, max_seqlen_q: int, window_size: tuple[int, int],
+    block_m: int, block_n: int,
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+    """-> (records (slots, 8) int32, longest tile first and -1 where there is no tile; a counter at 0; slots).
+
+    slots bounds the number of tiles without reading a length: each sequence adds less than one tile to total_q / block_m.
+    """
+    batch = cu_seqlens_q.shape[0] - 1
+    slots = min((total_q + batch * (block_m - 1)) // block_m, batch * -(-max_seqlen_q // block_m))
+    buffer = torch.empty((slots + 1) * RECORD, dtype=torch.int32, device=cu_seqlens_q.device)
+    table, counter = buffer[: slots * RECORD], buffer[slots * RECORD :]
+    left, right = window_size
+    key = (block_m, block_n, left >= 0, right >= 0, _CHUNK)
+    launch(_tile_table, key, (slots, 1, 1), (table, counter, cu_seqlens_q, cu_seqlens_k, batch, left, right, *key),
+           num_warps=1)  # fmt: skip
+    return table, counter, slots
+
+
+class TileCounters:
+    """Counters at zero for the dynamic schedule of dense batches, one int32 per launch that may run beside another.
+
+    The block that takes the last tile puts its counter back to zero, so a launch costs no memset. Launches on one stream run one
+    after the other and share a counter. A captured graph may be replayed on any stream, so each captured launch gets its own;
+    they repeat after 16,384, far more than the launches that could run at once.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, Tensor] = {}
+        self._by_stream: dict[tuple[torch.device, int], Tensor] = {}
+        self._taken = 0
+
+    def take(self, device: torch.device, stream: int, capturing: bool) -> Tensor:
+        key = (device, stream)
+        counter = None if capturing else self._by_stream.get(key)
+        if counter is None:
+            if device not in self._buffers:
+                self._buffers[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+            index = self._taken % _COUNTERS
+            self._taken += 1
+            counter = self._buffers[device][index : index + 1]
+            if not capturing:
+                self._by_stream[key] = counter
+        return counter

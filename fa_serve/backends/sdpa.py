@@ -1,0 +1,243 @@
+"""Attention through PyTorch's own fused operators: what a CPU uses, and any device or option that our kernels do not serve.
+
+On a CPU it calls the operator under scaled_dot_product_attention directly, because that one also returns the log-sum-exp,
+with which sinks cost one multiplication and lse nothing. Where a mask is needed (bottom-right causality with unequal lengths,
+windows, explicit masks) the queries are cut into chunks and each chunk sees only the keys its rows can reach, so memory stays
+linear in the sequence length. softcap has no fused operator and is computed openly, chunk by chunk.
+
+Everything here is differentiable. Left out: CUDA-graph safety (lengths are read by the host), and speed on GPUs.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fa_serve.spec import AttentionSpec
+
+CHUNK = 512  # query rows per mask: 512 x 32k keys in float32 is 64 MB, and a call of that size is long past its overhead
+NEG_INF = float("-inf")
+
+
+class SdpaBackend:
+    name = "sdpa"
+
+    def supports(self, spec: AttentionSpec) -> str | None:
+        if spec.layout == "paged" and spec.needs_grad:
+            return "a paged cache has no gradient"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
+        sinks: Tensor | None, mask: Tensor | None, out: Tensor | None, return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        result, lse = _attend(q, k, v, softmax_scale, window_size, softcap, sinks, mask, return_lse)
+        return result if out is None else out.copy_(result), lse
+
+    def forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int], softcap: float, sinks: Tensor | None,
+        out: Tensor | None, return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        outs, lses = [], []
+        ends_k = pairwise(cu_seqlens_k.tolist())
+        for (a, b), (c, d) in zip(pairwise(cu_seqlens_q.tolist()), ends_k, strict=True):
+            o, lse = _attend(
+                q[None, a:b], k[None, c:d], v[None, c:d], softmax_scale, window_size, softcap, sinks, None, return_lse
+            )
+            outs.append(o[0])
+            lses.append(lse)
+        result = torch.cat(outs) if outs else q.new_zeros(*q.shape[:2], v.shape[-1])
+        # rows past the last sequence belong to nobody: they are 0, as the reference has them
+        result = F.pad(result, (0, 0, 0, 0, 0, q.shape[0] - result.shape[0]))
+        merged = None
+        if return_lse:
+            parts = [x[0] for x in lses if x is not None]
+            merged = torch.cat(parts, dim=1) if parts else torch.empty(q.shape[1], 0, device=q.device)
+            merged = F.pad(merged, (0, q.shape[0] - merged.shape[1]), value=NEG_INF)
+        return result if out is None else out.copy_(result), merged
+
+    def forward_paged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int], softcap: float,
+        sinks: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int, out: Tensor | None,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        page_size, left = k_cache.shape[1], window_size[0]
+        rows, lengths = list(pairwise(cu_seqlens_q.tolist())), seqused_k.tolist()
+        result = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
+        lse = torch.full((q.shape[1], q.shape[0]), NEG_INF, device=q.device) if return_lse else None
+        if sinks is not None and lse is not None:
+            lse.copy_(sinks.float()[:, None].expand_as(lse))
+
+        single = [b for b, (start, end) in enumerate(rows) if end - start == 1 and lengths[b] > 0]
+        longest = max((lengths[b] for b in single), default=0)
+        if longest * len(single) > 2 * sum(lengths[b] for b in single) + 4096:
+            single = []  # padding to the longest would cost more than one call each
+        if single:
+            # one call for all decoding sequences: positions past a sequence's end read its first key and are masked out
+            index = torch.tensor(single, device=q.device)
+            position = torch.arange(longest, device=q.device)
+            hidden = position[None] >= seqused_k[index, None]
+            if left >= 0:
+                hidden |= position[None] < seqused_k[index, None] - 1 - left
+            position = position[None].expand_as(hidden).masked_fill(position[None] >= seqused_k[index, None], 0)
+            pages = block_table[index].long().gather(1, position // page_size)
+            k, v = (
+                _read(c, (pages, position % page_size), s, q.dtype) for c, s in ((k_cache, k_descale), (v_cache, v_descale))
+            )
+            at = cu_seqlens_q[index].long()
+            o, o_lse = _attend(q[at][:, None], k, v, softmax_scale, (-1, -1), softcap, sinks, ~hidden[:, None, None], return_lse)
+            result[at] = o[:, 0]
+            if lse is not None and o_lse is not None:
+                lse[:, at] = o_lse[:, :, 0].T.to(lse.dtype)
+        for b in sorted(set(range(len(rows))) - set(single)):
+            start, end = rows[b]
+            if start == end or lengths[b] == 0:
+                continue
+            pages = block_table[b, : -(-lengths[b] // page_size)].long()
+            k, v = (_read(c, (pages,), s, q.dtype).flatten(0, 1)[: lengths[b]]
+                    for c, s in ((k_cache, k_descale), (v_cache, v_descale)))  # fmt: skip
+            o, o_lse = _attend(q[None, start:end], k[None], v[None], softmax_scale, window_size, softcap, sinks, None, return_lse)
+            result[start:end] = o[0]
+            if lse is not None and o_lse is not None:
+                lse[:, start:end] = o_lse[0]
+        return result if out is None else out.copy_(result), lse
+
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
+        k_descale: Tensor | None, v_descale: Tensor | None,
+    ) -> None:  # fmt: skip
+        owned = slot_mapping >= 0
+        slots = slot_mapping[owned]
+        page, position = slots // k_cache.shape[1], slots % k_cache.shape[1]
+        for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, v_descale)):
+            x = x[owned]
+            if descale is not None:
+                x = (x.float() / descale[:, None]).clamp(-448.0, 448.0)  # e4m3fn saturates here, its cast would give NaN
+            cache[page, position] = x.to(cache.dtype)
+
+
+def _read(cache: Tensor, index: tuple[Tensor, ...], descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if descale is None:
+        return cache[index]
+    # float8 tensors cannot be indexed on every device: read their bytes
+    return (cache.view(torch.uint8)[index].view(cache.dtype).float() * descale[:, None]).to(dtype)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int], softcap: float, sinks: Tensor | None,
+    mask: Tensor | None, return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(batch, seqlen, heads, dim) -> out in the same layout, lse (batch, heads, seqlen_q) if wanted."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    if q.numel() == 0 or seqlen_k == 0:
+        # torch's operator divides by zero on empty input
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        lse = q.new_full((q.shape[0], q.shape[2], seqlen_q), NEG_INF, dtype=torch.promote_types(q.dtype, torch.float32))
+        return out, (lse if sinks is None else sinks.to(lse.dtype)[None, :, None].expand_as(lse)) if return_lse else None
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    left, right = window
+    offset = seqlen_k - seqlen_q
+    if right >= 0 and seqlen_q == 1:
+        right = -1  # the last query sees up to the last key: nothing to hide
+    implicit = left < 0 and (right < 0 or (right == 0 and offset == 0))
+    if implicit and (mask is None or right < 0) and (not softcap or seqlen_q <= CHUNK):
+        # torch keeps no score matrix here either: one call
+        bias = None if mask is None else _as_bias(mask, q)
+        out, lse = _one_call(q, k, v, scale, right == 0, softcap, sinks, bias, return_lse)
+        return out.transpose(1, 2), lse
+    outs, lses = [], []
+    for start in range(0, seqlen_q, CHUNK):
+        end = min(start + CHUNK, seqlen_q)
+        first = 0 if left < 0 else min(max(start + offset - left, 0), seqlen_k - 1)
+        last = seqlen_k if right < 0 else max(min(end + offset + right, seqlen_k), first + 1)
+        i = torch.arange(start, end, device=q.device)[:, None] + offset
+        j = torch.arange(first, last, device=q.device)[None, :]
+        keep = torch.ones(end - start, last - first, dtype=torch.bool, device=q.device)
+        if left >= 0:
+            keep &= j >= i - left
+        if right >= 0:
+            keep &= j <= i + right
+        bias = _as_bias(keep[None, None], q)
+        if mask is not None:
+            bias = bias + _as_bias(_slice(_slice(mask, 2, start, end), 3, first, last), q)
+        o, o_lse = _one_call(q[:, :, start:end], k[:, :, first:last], v[:, :, first:last], scale, False, softcap, sinks, bias,
+                         return_lse)  # fmt: skip
+        outs.append(o)
+        lses.append(o_lse)
+    return torch.cat(outs, dim=2).transpose(1, 2), torch.cat([x for x in lses if x is not None], dim=2) if return_lse else None
+
+
+def _slice(mask: Tensor, dim: int, start: int, end: int) -> Tensor:
+    return mask if mask.shape[dim] == 1 else mask.narrow(dim, start, end - start)
+
+
+def _as_bias(mask: Tensor, q: Tensor) -> Tensor:
+    # the CPU operator takes a float32 bias beside 16-bit queries; the others want q's dtype
+    dtype = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, NEG_INF)
+
+
+def _one_call(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float, sinks: Tensor | None, bias: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Head-first tensors, a square causal call or an additive bias, never both."""
+    dead = None
+    if bias is not None:
+        # a row that sees nothing has no softmax: let it see everything, then say what it is
+        dead = (bias == NEG_INF).all(dim=-1, keepdim=True)
+        bias = bias.masked_fill(dead, 0.0)
+    uses_lse = return_lse or sinks is not None
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if softcap or (uses_lse and (wants_grad or q.device.type != "cpu")):
+        # the fused operators have no softcap and no gradient through lse, and only the CPU's hands lse out
+        out, lse = _open(q, k, v, scale, causal, softcap, bias)
+    elif q.device.type == "cpu":
+        out, lse = _fused_cpu(q, k, v, scale, causal, bias)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=True)
+        return (out if dead is None else out.masked_fill(dead, 0.0)), None
+    if dead is not None:
+        lse = lse.masked_fill(dead.expand(*lse.shape, 1)[..., 0], NEG_INF)
+        out = out.masked_fill(dead, 0.0)
+    if sinks is not None:
+        sink = sinks.to(lse.dtype)[None, :, None]
+        # softmax with one more logit is the softmax without it, times the share of the rest
+        out = (out * torch.sigmoid(lse - sink)[..., None]).to(out.dtype)
+        lse = torch.logaddexp(lse, sink)
+    return out, lse if return_lse else None
+
+
+def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    dim, dim_v = q.shape[-1], v.shape[-1]
+    if dim != dim_v:  # the operator takes one head size: zeros change neither the scores nor the kept columns
+        q, k, v = (F.pad(x, (0, max(dim, dim_v) - x.shape[-1])) for x in (q, k, v))
+    if bias is not None:
+        bias = bias.expand(-1, -1, q.shape[2], k.shape[2])
+    operator: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = operator(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return out[..., :dim_v], lse
+
+
+def _open(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    dtype, groups = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+    keys, values = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (k, v))
+    s = (q.to(dtype) @ keys.mT) * scale
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias.to(dtype)
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), NEG_INF)
+    lse = torch.logsumexp(s, dim=-1)
+    return (torch.exp(s - lse[..., None]) @ values).to(q.dtype), lse

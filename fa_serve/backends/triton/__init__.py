@@ -1,0 +1,61 @@
+"""Portable Triton kernels: any GPU that Triton compiles for, and its interpreter on a CPU.
+
+`forward` is the FlashAttention-2 forward pass over dense, packed and paged keys; `decode` splits one sequence's keys among
+programs when the queries are few; `kv_cache` writes the paged cache; `primitives` are the shared steps of the algorithm and
+`tiles` the choice of tile. Left out: the backward pass, and everything that only Hopper has (see `backends.hopper`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from fa_serve.backends.triton.decode import launch_decode
+from fa_serve.backends.triton.forward import launch_forward
+from fa_serve.backends.triton.kv_cache import launch_store_kv
+from fa_serve.spec import AttentionSpec
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_DECODE_QUERIES = 16  # per sequence: beyond that rows fill a tile by themselves and splitting keys gains nothing
+
+
+class TritonBackend:
+    name = "triton"
+
+    def supports(self, spec: AttentionSpec) -> str | None:
+        interpreted = triton.knobs.runtime.interpret
+        if spec.device != "cuda" and not interpreted:
+            return f"runs on CUDA and ROCm devices, got {spec.device}"
+        if spec.device == "cuda" and 0 < spec.arch < 80 and torch.version.hip is None:
+            return f"needs compute capability 8.0 or newer, got {spec.arch / 10}"
+        if spec.dtype not in _DTYPES:
+            return f"computes float16, bfloat16 and float32, got {str(spec.dtype)[6:]}"
+        if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
+            return f"reads a cache of q's dtype or float8_e4m3fn, got {str(spec.kv_dtype)[6:]}"
+        if max(spec.head_dim, spec.head_dim_v) > 256:
+            return f"head_dim up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
+        if spec.needs_grad:
+            return "has no backward pass, and q, k or v require gradients"
+        return None
+
+    def forward(self, q, k, v, **options):
+        return launch_forward(q, k, v, **options)
+
+    def forward_varlen(self, q, k, v, **options):
+        return launch_forward(q, k, v, **options)
+
+    def forward_paged(self, q, k_cache, v_cache, *, max_seqlen_q, k_descale, v_descale, num_splits, **options):
+        quantised = k_cache.dtype != q.dtype
+        if max_seqlen_q <= MAX_DECODE_QUERIES or quantised or num_splits > 0:
+            return launch_decode(
+                q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits,
+                **options,
+            )  # fmt: skip
+        return launch_forward(q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, **options)
+
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
+        k_descale: Tensor | None, v_descale: Tensor | None,
+    ) -> None:  # fmt: skip
+        launch_store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale)

@@ -1,0 +1,66 @@
+"""The jit helpers that every kernel here is built from. Each does one step of the algorithm and says which.
+
+Scores live in base 2 throughout: exp(x) = exp2(x * log2(e)), and exp2 is one instruction. A row that has seen no key has a
+running maximum of -inf; `online_softmax_update` keeps it free of NaN, so no caller needs a special case.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def softcap_scores(s, scale, softcap, EXACT: tl.constexpr):
+    """softcap * tanh(s * scale / softcap), in base 2.
+
+    tanh(x) = 1 - 2 / (1 + exp(2x)) saturates without overflow, but cancels near 0: its error of 6e-8 * softcap is far below the
+    rounding of 16-bit inputs and above that of float32 ones. EXACT takes the Taylor series there (|x| < 1/4: error < 1e-8).
+    """
+    x = s * (scale / softcap)
+    tanh = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    if EXACT:
+        y = x * x
+        series = x * (1.0 + y * (-1.0 / 3.0 + y * (2.0 / 15.0 + y * (-17.0 / 315.0 + y * (62.0 / 2835.0)))))
+        tanh = tl.where(tl.abs(x) < 0.25, series, tanh)
+    return (softcap * LOG2E) * tanh
+
+
+@triton.jit
+def window_keep(rows, cols, kv_len, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """[BLOCK_M, BLOCK_N]: which keys a query sees. `rows` hold the bottom-right offset (query index + kv_len - q_len)."""
+    keep = (cols < kv_len)[None, :]
+    if HAS_RIGHT:
+        keep = keep & (cols[None, :] <= rows[:, None] + window_right)
+    if HAS_LEFT:
+        keep = keep & (cols[None, :] >= rows[:, None] - window_left)
+    return keep
+
+
+@triton.jit
+def online_softmax_update(s, row_max, row_sum):
+    """One step of the online softmax (FlashAttention, algorithm 1): -> p, the new maximum and sum, and what rescales the past.
+
+    s [BLOCK_M, BLOCK_N]: base-2 scores, -inf where hidden; row_max, row_sum [BLOCK_M]. The output stays
+    unscaled until the end (FlashAttention-2, 3.1.1).
+    """
+    m_new = tl.maximum(row_max, tl.max(s, 1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(row_max - m_safe)
+    return p, m_new, row_sum * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def finish_softmax(row_max, row_sum):
+    """-> 1 / row_sum and lse in natural units; a row that saw nothing gets 0 and -inf.
+
+    Such a row is found by its maximum: a sum of emulated exponentials is not exactly 0 everywhere.
+    """
+    live = row_max > float("-inf")
+    inverse = tl.where(live, 1.0 / row_sum, 0.0)
+    lse = tl.where(live, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
+    return inverse, lse

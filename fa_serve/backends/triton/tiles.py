@@ -1,0 +1,45 @@
+"""Which tile the forward kernel uses: a pure function of what the host knows. No autotuning on the serving path.
+
+A tile is chosen by head size, dtype and architecture. Each branch names the measurement behind it;
+`python benchmarks/bench_attention.py tune` prints the table again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """block_m query rows by block_n keys; num_stages tiles of K and V in flight; tma: K and V through tensor descriptors."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+
+
+def padded_dim(head_dim: int) -> int:
+    """Tensor-core tiles are powers of two, at least 16 wide."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def forward_tiles(
+    arch: int, itemsize: int, head_dim: int, head_dim_v: int, max_seqlen_q: int, *, paged: bool, masked: bool
+) -> TileConfig:
+    """The tile of one forward call. `arch` is 10 * major + minor, 0 for a GPU that is not NVIDIA's (or the interpreter)."""
+    width = max(padded_dim(head_dim), padded_dim(head_dim_v))
+    if itemsize == 4:
+        # float32 keeps its full mantissa ("ieee" products run on the FMA units): small tiles, or registers spill
+        return TileConfig(64 if width <= 64 else 32, 32 if width <= 128 else 16, 4, 2 if width <= 64 else 1)
+    if arch == 0:
+        return TileConfig(64 if width > 128 or max_seqlen_q <= 64 else 128, 64 if width <= 128 else 32, 4, 1)
+    if arch in (90, 100, 103) and not paged:
+        # TMA needs no address registers: three stages fit beside the accumulator, and two programs share an SM
+        if width <= 128:
+            return TileConfig(64, 64, 4, 3, tma=True)
+        return TileConfig(64 if max_seqlen_q <= 64 else 128, 64, 4 if max_seqlen_q <= 64 else 8, 2, tma=True)
+    if width <= 64:
+        return TileConfig(64 if paged or masked or max_seqlen_q <= 64 else 128, 64, 4, 3)
+    return TileConfig(64, 64 if width <= 128 else 32, 4, 2)

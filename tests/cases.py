@@ -1,0 +1,189 @@
+"""The kernel matrix, shared by every backend: odd lengths, head groups, head sizes, each option and their combinations.
+
+A `Case` says what to compute; `check(case, backend, dtype, device)` makes inputs, asks the float64 oracle, runs the backend
+through the public API and applies the 2x rule to every row, in all three layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import fa_serve
+from fa_serve.backends.reference import attention_reference
+from fa_serve.testing import (
+    assert_lse_matches,
+    assert_matches_reference,
+    cu_seqlens,
+    eager_attention,
+    make_paged,
+    make_qkv,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths_q: tuple[int, ...] = (63,)
+    lengths_k: tuple[int, ...] = (63,)
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 64
+    head_dim_v: int = 0
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    sinks: bool = False
+    mask: str = ""  # "" | "keys" | "bool" | "float"
+    page_size: int = 16
+
+    def __str__(self) -> str:
+        parts = [f"Q{'-'.join(map(str, self.lengths_q))}", f"K{'-'.join(map(str, self.lengths_k))}",
+                 f"H{self.heads}-{self.kv_heads}", f"D{self.head_dim}" + (f"-{self.head_dim_v}" if self.head_dim_v else "")]  # fmt: skip
+        parts += ["causal"] if self.causal else []
+        parts += [f"W{self.window[0]},{self.window[1]}"] if self.window != (-1, -1) else []
+        parts += ["softcap"] if self.softcap else []
+        parts += ["sinks"] if self.sinks else []
+        parts += [f"mask-{self.mask}"] if self.mask else []
+        parts += [f"P{self.page_size}"] if self.page_size != 16 else []
+        return "_".join(parts)
+
+
+def params(cases: list[Case]) -> list[Any]:
+    assert len({str(case) for case in cases}) == len(cases), "two cases of the same name"
+    return [pytest.param(case, id=str(case)) for case in cases]
+
+
+def _lengths() -> list[Case]:
+    odd = (1, 17, 63, 128, 1000)
+    same = [Case((n,), (n,), heads=2, kv_heads=1, causal=causal) for n in odd for causal in (False, True)]
+    unequal = ((1, 300), (17, 130), (130, 17), (100, 1), (5, 64))
+    other = [Case((q,), (k,), causal=causal) for q, k in unequal for causal in (False, True)]
+    return same + other
+
+
+def _shapes() -> list[Case]:
+    groups = [Case((70,), (90,), heads=8, kv_heads=n, causal=True) for n in (8, 2, 1)]
+    dims = [Case((70,), (90,), head_dim=d, causal=True) for d in (32, 80, 96, 128, 192, 256)]
+    values = [Case((70,), (90,), head_dim=d, head_dim_v=dv, causal=True) for d, dv in ((192, 128), (64, 128), (80, 24))]
+    return groups + dims + values
+
+
+def _options() -> list[Case]:
+    base = Case((70,), (150,), heads=4, kv_heads=2)
+    windows = ((-1, -1), (0, 0), (5, -1), (-1, 5), (40, 9), (200, 200))
+    cases = [replace(base, window=w, causal=causal) for w in windows for causal in (False, True)]
+    cases += [replace(case, softcap=20.0) for case in cases[::3]] + [replace(case, sinks=True) for case in cases[::3]]
+    cases += [replace(case, softcap=20.0, sinks=True) for case in cases[2:12:4]]
+    cases += [replace(base, lengths_q=(150,), lengths_k=(70,), causal=True, sinks=sinks, window=w)
+              for sinks in (False, True) for w in ((-1, -1), (9, -1))]  # rows that see no key  # fmt: skip
+    return cases
+
+
+def _masks() -> list[Case]:
+    base = Case((70, 70), (150, 150), heads=4, kv_heads=2)
+    cases = [replace(base, mask=mask, causal=causal) for mask in ("keys", "bool", "float") for causal in (False, True)]
+    return [*cases, replace(base, mask="keys", window=(20, -1), causal=True, softcap=20.0, sinks=True),
+            replace(base, mask="float", window=(20, 7), sinks=True)]  # fmt: skip
+
+
+DENSE = _lengths() + _shapes() + _options() + _masks()
+VARLEN = [
+    Case((17, 0, 128, 1, 63), (17, 0, 128, 1, 63), heads=4, kv_heads=1, causal=True),
+    Case((17, 5, 128, 1, 0), (33, 0, 100, 77, 63), heads=8, kv_heads=2, causal=True),
+    Case((17, 5, 128, 1, 0), (33, 0, 100, 77, 63), heads=2, kv_heads=2, head_dim=96),
+    Case((17, 5, 128, 1), (33, 9, 100, 77), heads=4, kv_heads=2, causal=True, window=(13, -1), softcap=20.0, sinks=True),
+    Case((17, 5, 128, 1), (33, 9, 100, 77), heads=4, kv_heads=2, head_dim=192, head_dim_v=128, window=(13, 4)),
+    Case((), (), causal=True),
+]
+PAGED = [
+    Case((17, 1, 128, 1, 0), (33, 300, 128, 16, 63), heads=4, kv_heads=1, causal=True),
+    Case((1, 1, 1), (33, 300, 0), heads=8, kv_heads=2, causal=True, page_size=16),
+    Case((1, 2, 5, 16), (33, 300, 5, 16), heads=8, kv_heads=1, causal=True, page_size=32),
+    Case((40, 1), (64, 300), heads=4, kv_heads=2, causal=True, window=(20, -1), softcap=20.0, sinks=True, page_size=64),
+    Case((1, 3), (257, 300), heads=8, kv_heads=2, causal=True, window=(20, -1), softcap=20.0, sinks=True, page_size=256),
+    Case((40, 33), (64, 70), heads=4, kv_heads=4, head_dim=80, page_size=16),
+    Case((1, 1), (64, 70), heads=4, kv_heads=4, head_dim=192, head_dim_v=128, causal=True),
+    Case((40, 9), (64, 9), heads=4, kv_heads=1, head_dim=256, causal=True, page_size=7),
+    Case((1, 1), (64, 9), heads=16, kv_heads=1, head_dim=256, causal=True),
+]
+
+
+def _sequences(case: Case, dtype: torch.dtype, device: str) -> list[tuple[torch.Tensor, ...]]:
+    return [
+        tuple(x[0] for x in make_qkv(1, q, k, case.heads, case.kv_heads, case.head_dim, case.head_dim_v or None,
+                                     dtype=dtype, device=device, seed=index))
+        for index, (q, k) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True))
+    ]  # fmt: skip
+
+
+def _options_of(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the API takes, and what the oracle takes."""
+    sinks = torch.linspace(-1.5, 2.0, case.heads, device=device) if case.sinks else None
+    api = {"causal": case.causal, "window_size": case.window, "softcap": case.softcap, "sinks": sinks}
+    window = (case.window[0], 0 if case.causal else case.window[1])
+    return api, {"softmax_scale": case.head_dim**-0.5, "window_size": window, "softcap": case.softcap, "sinks": sinks}
+
+
+def _mask(case: Case, device: str) -> torch.Tensor | None:
+    if not case.mask:
+        return None
+    batch, seqlen_q, seqlen_k = len(case.lengths_q), case.lengths_q[0], case.lengths_k[0]
+    shape = {
+        "keys": (batch, 1, 1, seqlen_k),
+        "bool": (batch, case.heads, seqlen_q, seqlen_k),
+        "float": (1, case.heads, seqlen_q, seqlen_k),
+    }
+    draw = torch.randn(shape[case.mask], generator=torch.Generator().manual_seed(7)).to(device)
+    return draw if case.mask == "float" else draw > -0.4
+
+
+def check(case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", layout: str = "dense", **extra: Any) -> None:
+    """Raises AssertionError where a row breaks the rule."""
+    api, oracle = _options_of(case, device)
+    sequences = _sequences(case, dtype, device)
+    mask = _mask(case, device)
+    masks = [None if mask is None else mask[i % mask.shape[0]][None] for i in range(len(sequences))]
+    expected = [
+        (attention_reference(*(x[None].double() for x in qkv), **oracle, mask=m),
+         eager_attention(*(x[None] for x in qkv), **oracle, mask=m))
+        for qkv, m in zip(sequences, masks, strict=True)
+    ]  # fmt: skip
+    outs, lses = _run(case, sequences, mask, api, backend, layout, device, dtype, extra)
+    for index, (((exact, lse), eager), out, actual_lse) in enumerate(zip(expected, outs, lses, strict=True)):
+        assert out.dtype == dtype
+        assert_matches_reference(out, exact[0], eager[0], f"sequence {index}")
+        assert_lse_matches(actual_lse, lse[0])
+
+
+def _run(
+    case: Case, sequences: list[tuple[torch.Tensor, ...]], mask: torch.Tensor | None, api: dict[str, Any], backend: str,
+    layout: str, device: str, dtype: torch.dtype, extra: dict[str, Any],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:  # fmt: skip
+    """Per sequence: out (q, heads, dim_v), lse (heads, q)."""
+    options = api | extra | {"return_lse": True, "backend": backend}
+    if layout == "dense":
+        q, k, v = (torch.stack(x) for x in zip(*sequences, strict=True))
+        out, lse = fa_serve.attention(q, k, v, mask=mask, **options)
+        return list(out), list(lse)
+    empty_q = torch.zeros(0, case.heads, case.head_dim, dtype=dtype, device=device)
+    empty_k = torch.zeros(0, case.kv_heads, case.head_dim, dtype=dtype, device=device)
+    empty_v = torch.zeros(0, case.kv_heads, case.head_dim_v or case.head_dim, dtype=dtype, device=device)
+    q = torch.cat([x[0] for x in sequences] or [empty_q])
+    cu_q, cu_k = cu_seqlens(case.lengths_q, device), cu_seqlens(case.lengths_k, device)
+    longest_q, longest_k = max(case.lengths_q, default=0), max(case.lengths_k, default=0)
+    if layout == "varlen":
+        k, v = torch.cat([x[1] for x in sequences] or [empty_k]), torch.cat([x[2] for x in sequences] or [empty_v])
+        # a neighbour full of NaN on either side, and after the last sequence
+        q, k, v = (torch.cat([x, x.new_full((70, *x.shape[1:]), float("nan"))]) for x in (q, k, v))
+        out, lse = fa_serve.attention_varlen(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest_q,
+                                             max_seqlen_k=longest_k, **options)  # fmt: skip
+    else:
+        k_cache, v_cache, table, used = make_paged([x[1] for x in sequences], [x[2] for x in sequences], case.page_size)
+        out, lse = fa_serve.attention_paged(q, k_cache, v_cache, block_table=table, seqused_k=used, cu_seqlens_q=cu_q,
+                                            max_seqlen_q=longest_q, **options)  # fmt: skip
+    ends = list(pairwise(cu_q.tolist()))
+    return [out[a:b] for a, b in ends], [lse[:, a:b] for a, b in ends]

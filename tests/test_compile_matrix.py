@@ -1,0 +1,84 @@
+"""Every portable kernel compiles for every target, from the launcher's own arguments, within a stated budget of spills."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cross_compile import TARGETS, compiling_for
+
+from fa_serve.backends.triton.forward import launch_forward
+from fa_serve.testing import cu_seqlens, make_qkv
+
+SPILL_BUDGET = 0  # bytes per thread, for every kernel and target below; raise it with the measurement that allows it
+
+DENSE = {
+    f"D{dim}{'-' + str(dim_v) if dim_v != dim else ''}-{name}": (dim, dim_v, dtype, options)
+    for name, dtype, options in (
+        ("causal", torch.bfloat16, {"window_size": (-1, 0)}),
+        ("window-softcap-sinks", torch.float16, {"window_size": (64, 0), "softcap": 30.0, "sinks": True}),
+    )
+    for dim, dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+}
+SHARED_BYTES = {"sm80": 163 << 10, "sm86": 99 << 10, "sm89": 99 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "sm120": 99 << 10,
+                "gfx942": 64 << 10}  # what one program may ask for  # fmt: skip
+
+
+def _launch(dim: int, dim_v: int, dtype: torch.dtype, layout: str = "dense", **options: object) -> None:
+    q, k, v = make_qkv(2, 256, 256, 8, 2, dim, dim_v, dtype=dtype)
+    case = {"softmax_scale": 0.1, "window_size": (-1, -1), "softcap": 0.0, "sinks": None, "out": None, "return_lse": True} | options
+    if case["sinks"]:
+        case["sinks"] = torch.zeros(8)
+    if layout == "dense":
+        launch_forward(q, k, v, **case)
+        return
+    cu = cu_seqlens([256, 256])
+    if layout == "varlen":
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        launch_forward(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=256, max_seqlen_k=256, **case)
+        return
+    table = torch.zeros(2, 16, dtype=torch.int32)
+    k, v = (x.reshape(32, 16, 2, -1).transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    launch_forward(q.flatten(0, 1), k, v, cu_seqlens_q=cu, block_table=table, seqused_k=torch.full((2,), 256, dtype=torch.int32),
+                   max_seqlen_q=256, max_seqlen_k=256, **case)  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", DENSE)
+def test_dense(name: str, target: str) -> None:
+    dim, dim_v, dtype, options = DENSE[name]
+    _expect(target, dim, dim_v, dtype, **options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layout", ["varlen", "paged"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_layouts(dim: int, layout: str, target: str) -> None:
+    _expect(target, dim, dim, torch.bfloat16, layout, window_size=(-1, 0))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("mask", [torch.bool, torch.float32], ids=str)
+def test_masks(mask: torch.dtype, target: str) -> None:
+    _expect(target, 64, 64, torch.bfloat16, mask=torch.ones(2, 1, 1, 256, dtype=mask))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_float32(dim: int, target: str) -> None:
+    _expect(target, dim, dim, torch.float32)
+
+
+def test_hopper_gets_tma_and_wgmma() -> None:
+    with compiling_for("sm90") as kernels:
+        _launch(128, 128, torch.bfloat16)
+    assert kernels[0].instructions["HGMMA"] > 0
+    assert kernels[0].instructions["UTMALDG"] > 0
+    assert kernels[0].instructions["LDL"] == 0
+
+
+def _expect(target: str, dim: int, dim_v: int, dtype: torch.dtype, layout: str = "dense", **options: object) -> None:
+    with compiling_for(target) as kernels:
+        _launch(dim, dim_v, dtype, layout, **options)
+    assert [kernel.name for kernel in kernels] == ["_attn_fwd"]
+    assert kernels[0].spill_bytes <= SPILL_BUDGET
+    assert kernels[0].shared_bytes <= SHARED_BYTES[target]
