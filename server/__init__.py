@@ -1,0 +1,17 @@
+"""The HTTP service: OpenAI's API over an `fa_serve.engine.AsyncEngine`. Installed as `fa_serve.server`.
+
+    app = create_app(AsyncEngine(config), Settings())        # from fa_serve.server.app and .settings
+
+    app.py          the application: middleware, routes and lifespan put together
+    routes.py       the endpoints, each a few lines
+    generation.py   one request's sequences, and how OpenAI writes them down: whole or as chunks
+    schemas.py      requests and replies as pydantic models; an unknown field is an error
+    service.py      what the handlers share: readiness, admission, the tokenizer
+    streaming.py    server-sent events, clients that leave, time limits
+    guard.py        plain ASGI middleware: request ids, API keys, body size
+    errors.py       every error in OpenAI's shape; no other file knows a status code's wording
+    settings.py     one table of settings: flags, environment, TOML file
+    process.py      uvicorn, signals and the start-up report
+
+Left out: everything about tensors and scheduling, which the engine owns. Nothing here is imported until it is served.
+"""

@@ -1,0 +1,51 @@
+"""The application, put together from its parts.
+
+    app = create_app(engine, settings)          # uvicorn, or any ASGI server, runs it; lifespan starts and stops the engine
+
+The port answers at once: while the model loads, /ready and every request get 503.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+import fa_serve
+
+from . import errors
+from .guard import BodyLimit, Keys, RequestIds
+from .routes import router
+from .service import Service
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from fa_serve.engine import AsyncEngine
+
+
+def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
+    service = Service(engine, settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(title="fa_serve", version=fa_serve.__version__, lifespan=lifespan, redoc_url=None)
+    app.state.service = service
+    app.include_router(router)
+    errors.install(app)
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    if keys := settings.all_keys:
+        public = {"/health", "/ready"} | ({"/metrics"} if settings.public_metrics else set())
+        app.add_middleware(Keys, keys=keys, open_paths=frozenset(public))
+    if settings.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(RequestIds)
+    return app

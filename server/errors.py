@@ -1,0 +1,151 @@
+"""Every error a client can see, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+    ApiError (500)
+    ├── BadRequest 400         a bad value, an unknown field, a prompt that is too long
+    ├── Unauthorized 401
+    ├── NotFound 404           a model or a path
+    ├── TooLarge 413           the body
+    ├── TooManyRequests 429    the queue is full; carries Retry-After
+    ├── ClientGone 499         nobody is left to read it; for the logs
+    ├── EngineFailed 500       the engine gave the request up
+    ├── Unavailable 503        loading, draining or dead; carries Retry-After
+    └── TimedOut 504
+
+Handlers raise these and know nothing of JSON; `install` teaches an application to write them, and FastAPI's own errors, in
+the same shape. A failure that nobody foresaw is a 500 without internals; its traceback goes to the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+UNFORESEEN = "The server failed on this request; the reason is in its log."
+
+
+class ApiError(Exception):
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = None):
+        super().__init__(message)
+        self.message, self.param, self.retry_after = message, param, retry_after
+        self.code = code or self.code
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return JSONResponse(self.body(), self.status, headers)
+
+
+class BadRequest(ApiError):
+    status, type = 400, "invalid_request_error"
+
+
+class Unauthorized(ApiError):
+    status, type, code = 401, "invalid_request_error", "invalid_api_key"
+
+    def response(self) -> JSONResponse:
+        response = super().response()
+        response.headers["www-authenticate"] = "Bearer"
+        return response
+
+
+class NotFound(ApiError):
+    status, type = 404, "invalid_request_error"
+
+
+class TooLarge(ApiError):
+    status, type, code = 413, "invalid_request_error", "request_too_large"
+
+
+class TooManyRequests(ApiError):
+    status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
+
+
+class ClientGone(ApiError):
+    status, type = 499, "client_closed_request"
+
+
+class EngineFailed(ApiError):
+    code = "engine_error"
+
+
+class Unavailable(ApiError):
+    status, type, code = 503, "service_unavailable_error", "service_unavailable"
+
+
+class TimedOut(ApiError):
+    status, type, code = 504, "timeout_error", "request_timeout"
+
+
+def install(app: FastAPI) -> None:
+    async def known(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return bad_request(error.errors()).response()
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        detail = f"Nothing at {request.method} {request.url.path}." if error.status_code in (404, 405) else str(error.detail)
+        body = {"message": detail, "type": "invalid_request_error", "param": None, "code": None}
+        return JSONResponse({"error": body}, error.status_code, error.headers)
+
+    async def unforeseen(_: Request, error: Exception) -> JSONResponse:
+        return ApiError(UNFORESEEN).response()
+
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unforeseen)
+
+
+def bad_request(errors: Sequence[Any]) -> BadRequest:
+    """One sentence from pydantic's list. Of a union's many complaints the deepest is the one about what was meant."""
+    error = max(errors, key=lambda e: len(e["loc"]))
+    param = _path(error["loc"])
+    match error["type"]:
+        case "extra_forbidden":
+            return BadRequest(f"Unknown or unsupported field: {param}.", param=param, code="unknown_parameter")
+        case "missing" if param:
+            return BadRequest(f"Missing required field: {param}.", param=param, code="missing_required_parameter")
+        case "model_attributes_type" | "model_type" | "dict_type" | "missing" if not param:
+            return BadRequest("The body must be a JSON object, sent with Content-Type: application/json.")
+        case "unsupported":
+            return BadRequest(error["msg"], param=error["ctx"]["field"], code="unsupported_parameter")
+        case "value_error":
+            return BadRequest(
+                _sentence(f"{param}: {error['ctx']['error']}" if param else str(error["ctx"]["error"])), param=param
+            )
+    return BadRequest(f"{param}: {error['msg']}, got {_short(error['input'])}.", param=param, code="invalid_value")
+
+
+def _path(loc: Sequence[str | int]) -> str | None:
+    """("body", "messages", 0, "list[TextPart]", 1, "type") -> "messages[0][1].type": fields and indices, no union tags."""
+    text = ""
+    for part in loc[1:]:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int"):
+            text += f".{part}" if text else part
+    return text or None
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else text + "."
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,231 @@
+"""One request's answer: its sequences, from admission to usage, and how OpenAI writes them down.
+
+    answer = ChatAnswer(body, service, key)
+    reply = await answer.whole()                     # or: async for chunk in answer.chunks()
+
+A request is `n` sequences for each of its prompts; choice `index` is sequence `index % n` of prompt `index // n`. `Answer` runs
+them and counts; its two children know only how one increment looks. Left out: connections (streaming.py).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fa_serve import __version__
+from fa_serve.engine import RequestOutput, SamplingParams
+
+from .errors import BadRequest, EngineFailed, Unavailable
+from .schemas import ChatRequest, CompletionRequest, SamplingRequest, Usage
+from .service import Service
+from .streaming import merge
+
+COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions generates when max_tokens is absent; a chat goes on to the end
+
+
+class Answer(ABC):
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, body: SamplingRequest, service: Service, key: str | None):
+        service.require_model(body.model)
+        self._body, self._service, self._key = body, service, key
+        self._n = body.n or 1
+        self._prompts: list[list[int]] = []
+        self._usage: Usage = {
+            "prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0},
+        }  # fmt: skip
+        self._head: dict[str, Any] = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model_name,
+            "system_fingerprint": f"fa_serve-{__version__}",
+        }  # fmt: skip
+
+    async def whole(self) -> Any:
+        """The plain reply."""
+        texts: dict[int, list[str]] = {}
+        ids: dict[int, list[int]] = {}
+        reasons: dict[int, str | None] = {}
+        async with aclosing(self._outputs()) as outputs:
+            async for index, output in outputs:
+                texts.setdefault(index, []).append(output.text)
+                ids.setdefault(index, []).extend(output.token_ids)
+                reasons[index] = output.finish_reason
+        choices = []
+        for index in sorted(texts):
+            choice = self._choice(index, "".join(texts[index]), ids[index], reasons[index])
+            choices.append(choice | self._prompt_ids(index))
+        return self._head | {"object": self.kind, "choices": choices, "usage": self._usage}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The reply as a stream of chunks, with the usage in a last one if it was asked for."""
+        options = self._body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        head = self._head | {"object": self.chunk_kind} | ({"usage": None} if with_usage else {})
+        begun: set[int] = set()
+        async with aclosing(self._outputs()) as outputs:
+            async for index, output in outputs:
+                if index not in begun:
+                    begun.add(index)
+                    for choice in self._opening(index):
+                        yield head | {"choices": [choice | self._prompt_ids(index)]}
+                if output.text or output.finished or self._body.return_token_ids:
+                    yield head | {"choices": [self._increment(index, output.text, output.token_ids, output.finish_reason)]}
+        if with_usage:
+            yield head | {"choices": [], "usage": self._usage}
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Admission, tokens, generation. The usage is complete when this ends."""
+        service, usage = self._service, self._usage
+        with service.admit(self._count() * self._n, self._key):
+            self._prompts = await self._encode()
+            sequences = []
+            for number, prompt in enumerate(self._prompts):
+                for sample in range(self._n):
+                    name = f"{self._head['id']}-{number * self._n + sample}"
+                    sequences.append(service.engine.generate(prompt, self._params(prompt, sample), name))
+            usage["prompt_tokens"] = usage["total_tokens"] = sum(map(len, self._prompts))
+            async with aclosing(merge(sequences)) as outputs:
+                async for index, output in outputs:
+                    if output.finish_reason == "error":
+                        raise EngineFailed(output.error or "The engine gave this request up.")
+                    if output.finish_reason == "abort":
+                        raise Unavailable("The request was aborted: the server is shutting down.", retry_after=5)
+                    if output.finished:
+                        usage["completion_tokens"] += output.num_output_tokens
+                        usage["total_tokens"] += output.num_output_tokens
+                        if index % self._n == 0:
+                            usage["prompt_tokens_details"]["cached_tokens"] += output.num_cached_tokens
+                    yield index, output
+
+    def _params(self, prompt: list[int], sample: int) -> SamplingParams:
+        body, room = self._body, self._service.engine.max_model_len - len(prompt)
+        wanted = self._max_tokens()
+        if not prompt:
+            raise BadRequest(f"{self._prompt_field} must hold at least one token.", param=self._prompt_field)
+        if room < (wanted or 1):
+            asked = f"{len(prompt)} in the prompt" + (
+                f", {wanted} for the answer" if wanted else " and none are left for the answer"
+            )
+            raise BadRequest(
+                f"This model's maximum context length is {room + len(prompt)} tokens; you asked for {asked}.",
+                param=self._prompt_field, code="context_length_exceeded",
+            )  # fmt: skip
+        given = {
+            "max_tokens": wanted or self._default_max_tokens(room),
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": None if body.top_k is None else max(body.top_k, 0),
+            "seed": None if body.seed is None else (body.seed + sample + 2**63) % 2**64 - 2**63,
+            "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+            "stop_token_ids": tuple(body.stop_token_ids or ()),
+            "ignore_eos": body.ignore_eos,
+        }
+        try:
+            return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        except ValueError as error:
+            raise BadRequest(f"{error}.", param=str(error).split()[0], code="invalid_value") from None
+
+    _prompt_field: str
+
+    @abstractmethod
+    def _count(self) -> int:
+        """How many prompts there are, before anything costly is done with them."""
+
+    @abstractmethod
+    async def _encode(self) -> list[list[int]]: ...
+
+    @abstractmethod
+    def _max_tokens(self) -> int | None: ...
+
+    @abstractmethod
+    def _default_max_tokens(self, room: int) -> int | None: ...
+
+    @abstractmethod
+    def _choice(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        """Choices to send before a sequence's first increment."""
+
+    @abstractmethod
+    def _increment(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]: ...
+
+    def _common(self, index: int, token_ids: list[int], reason: str | None) -> dict[str, Any]:
+        common = {"index": index, "finish_reason": reason, "logprobs": None}
+        return common | {"token_ids": token_ids} if self._body.return_token_ids else common
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompts[index // self._n]} if self._body.return_token_ids else {}
+
+
+class CompletionAnswer(Answer):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+    _prompt_field = "prompt"
+    _body: CompletionRequest
+
+    def _count(self) -> int:
+        if not (count := len(self._body.prompts())):
+            raise BadRequest("prompt must hold at least one prompt.", param="prompt")
+        return count
+
+    async def _encode(self) -> list[list[int]]:
+        prompts = self._body.prompts()
+        encoded = await self._service.encode(prompts)
+        if self._body.echo:
+            decode = self._service.decode
+            self._echo = [p if isinstance(p, str) else await decode(p) for p in prompts]
+        return encoded
+
+    def _max_tokens(self) -> int | None:
+        return self._body.max_tokens
+
+    def _default_max_tokens(self, room: int) -> int | None:
+        return min(COMPLETION_TOKENS, room)
+
+    def _choice(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]:
+        before = self._echo[index // self._n] if self._body.echo else ""
+        return self._common(index, token_ids, reason) | {"text": before + text}
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        if self._body.echo or self._body.return_token_ids:
+            return [self._choice(index, "", [], None)]
+        return []
+
+    def _increment(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]:
+        return self._common(index, token_ids, reason) | {"text": text}
+
+
+class ChatAnswer(Answer):
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    _prompt_field = "messages"
+    _body: ChatRequest
+
+    def _count(self) -> int:
+        return 1
+
+    async def _encode(self) -> list[list[int]]:
+        messages = [message.rendered() for message in self._body.messages]
+        return [await self._service.encode_chat(messages, self._body.chat_template_kwargs or {})]
+
+    def _max_tokens(self) -> int | None:
+        return self._body.max_completion_tokens or self._body.max_tokens
+
+    def _default_max_tokens(self, room: int) -> int | None:
+        return room
+
+    def _choice(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return self._common(index, token_ids, reason) | {"message": message}
+
+    def _opening(self, index: int) -> list[dict[str, Any]]:
+        return [self._common(index, [], None) | {"delta": {"role": "assistant", "content": ""}}]
+
+    def _increment(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]:
+        return self._common(index, token_ids, reason) | {"delta": {"content": text} if text else {}}

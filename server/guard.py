@@ -1,0 +1,119 @@
+"""What stands before the routes: request ids and the access log, API keys, the size of a body.
+
+Plain ASGI middleware, because FastAPI's `@app.middleware("http")` hides a client that leaves from the handlers behind it.
+The access log has method, path, status, time, the request's id and the `user` it named; never a prompt. Keys are compared by
+their SHA-256 in constant time, as a bearer token or, for a browser that opens the page at `/`, as the password of basic
+authentication. `scope["state"]` carries `request_id` and `key` (the key's hash) to the handlers.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import TooLarge, Unauthorized
+
+access_log = logging.getLogger("fa_serve.access")
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+class RequestIds:
+    """Takes X-Request-Id from the client or makes one, returns it, and logs one line when the response has ended."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        status, begin = 499, time.perf_counter()
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tagged)
+        finally:
+            seconds = time.perf_counter() - begin
+            user = f" user={state['user']!r}" if state.get("user") else ""
+            access_log.info("%s %s %d %.3fs %s%s", scope["method"], scope["path"], status, seconds, request_id, user)
+
+
+class Keys:
+    """401 for every path but the open ones unless the request carries one of the keys."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str]):
+        self._app, self._open = app, open_paths
+        self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open:
+            headers = Headers(scope=scope)
+            digest = hashlib.sha256(_credential(headers.get("authorization", ""))).digest()
+            if not sum(hmac.compare_digest(digest, known) for known in self._hashes):  # all of them, whatever the first says
+                response = Unauthorized("A valid API key is required: Authorization: Bearer KEY.").response()
+                if "text/html" in headers.get("accept", ""):
+                    response.headers["www-authenticate"] = 'Basic realm="fa_serve: the password is an API key"'
+                await response(scope, receive, send)
+                return
+            scope.setdefault("state", {})["key"] = digest.hex()
+        await self._app(scope, receive, send)
+
+
+def _credential(authorization: str) -> bytes:
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return b""
+
+
+class BodyLimit:
+    """413 for a body above the limit, whether its length is announced or found out while reading."""
+
+    def __init__(self, app: ASGIApp, limit: int):
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        message = f"The body may have {self._limit} bytes."
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdecimal() and int(announced) > self._limit:
+            await TooLarge(message).response()(scope, receive, send)
+            return
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            event = await receive()
+            read += len(event.get("body", b""))
+            if read > self._limit:
+                raise HTTPException(413, message)
+            return event
+
+        await self._app(scope, counted, send)

@@ -1,0 +1,84 @@
+"""The server as a process: uvicorn, the start-up report, and what signals mean.
+
+The first SIGTERM or SIGINT drains: /ready turns 503, new requests get 503, running ones have `drain_timeout` seconds; then the
+process ends with code 0. A second signal ends it at once. uvicorn alone would close its port at the first signal and end with
+the signal's code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from .service import Service
+
+log = logging.getLogger("fa_serve.server")
+
+
+class Server(uvicorn.Server):
+    """`run()` serves until a signal; `failure` then says what, if anything, went wrong."""
+
+    def __init__(self, app: FastAPI, host: str, port: int, drain_timeout: float, on_ready: Callable[[str], None]):
+        super().__init__(
+            uvicorn.Config(
+                app, host=host, port=port, log_config=None, access_log=False, server_header=False, timeout_keep_alive=60,
+                timeout_graceful_shutdown=1,
+            )
+        )  # fmt: skip
+        self.failure: BaseException | None = None
+        self._service: Service = app.state.service
+        self._drain_timeout, self._on_ready = drain_timeout, on_ready
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        self._spawn(self._announce())
+
+    async def _announce(self) -> None:
+        try:
+            await self._service.loaded()
+        except BaseException as error:
+            if not self.should_exit:
+                self.failure = error
+            self.should_exit = True
+        else:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal handler of Python's own: it may only set flags and wake the loop."""
+        name = signal.Signals(sig).name
+        if self._service.draining or not self.started:
+            self.should_exit = self.force_exit = True
+        else:
+            self._service.draining = True
+            self._loop.call_soon_threadsafe(self._spawn_drain, name)
+
+    def _spawn_drain(self, name: str) -> None:
+        self._spawn(self._drain(name))
+
+    async def _drain(self, name: str) -> None:
+        begin, running = time.perf_counter(), self._service.in_flight
+        log.warning("%s: draining, %d in flight, at most %g s", name, running, self._drain_timeout)
+        try:
+            await asyncio.wait_for(self._service.drain(), self._drain_timeout)
+        except asyncio.TimeoutError:
+            log.warning("%d are cut off", self._service.in_flight)
+        else:
+            log.warning("drained in %.1f s", time.perf_counter() - begin)
+        self.should_exit = True
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,111 @@
+"""The endpoints. Each says what it takes and gives; the work is done by `Answer` and `Service`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+
+import fa_serve
+
+from .errors import Unavailable
+from .generation import Answer, ChatAnswer, CompletionAnswer
+from .schemas import ChatCompletion, ChatRequest, Completion, CompletionRequest, ErrorReply, ModelCard, ModelList
+from .service import Service
+from .streaming import EventStream, attend
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorReply, "description": "The request's fault, or there is no room (429)."},
+    "5XX": {"model": ErrorReply, "description": "The server's fault, or it is not ready (503)."},
+}
+
+
+class JsonRequest(Request):
+    """Strict JSON, unlike Python's own parser: no NaN, no half of a surrogate pair, which no tokenizer could take."""
+
+    async def json(self) -> Any:
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise HTTPException(400, f"The body is not valid JSON: {error}.") from None
+
+
+class JsonRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
+router = APIRouter(responses=ERRORS, route_class=JsonRoute)
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+Shared = Annotated[Service, Depends(_service)]
+
+
+@router.post("/v1/completions", response_model=Completion, tags=["OpenAI"])
+async def completions(body: CompletionRequest, request: Request, service: Shared) -> Response:
+    """Continue a prompt, or a batch of prompts, given as text or as token ids."""
+    return await _respond(CompletionAnswer, body, request, service)
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion, tags=["OpenAI"])
+async def chat_completions(body: ChatRequest, request: Request, service: Shared) -> Response:
+    """Answer a conversation."""
+    return await _respond(ChatAnswer, body, request, service)
+
+
+async def _respond(kind: type[Answer], body: Any, request: Request, service: Service) -> Response:
+    request.state.user = body.user
+    settings = service.settings
+    answer = kind(body, service, getattr(request.state, "key", None))
+    if body.stream:
+        return EventStream(answer.chunks(), settings.request_timeout, settings.send_timeout)
+    return JSONResponse(await attend(answer.whole(), request.receive, settings.request_timeout))
+
+
+@router.get("/v1/models", tags=["OpenAI"])
+async def models(service: Shared) -> ModelList:
+    """The one model that is served here."""
+    service.require_ready()
+    return {"object": "list", "data": [service.model_card()]}
+
+
+@router.get("/v1/models/{model:path}", tags=["OpenAI"])
+async def model(model: str, service: Shared) -> ModelCard:
+    service.require_ready()
+    service.require_model(model)
+    return service.model_card()
+
+
+@router.get("/health", tags=["Operation"])
+async def health(service: Shared) -> dict[str, str]:
+    """Alive: loading and draining count, a dead engine does not."""
+    if reason := service.dead():
+        raise Unavailable(f"Dead: {reason}.")
+    return {"status": "alive"}
+
+
+@router.get("/ready", tags=["Operation"])
+async def ready(service: Shared) -> dict[str, str]:
+    """Ready for requests: 503 while loading or draining."""
+    service.require_ready()
+    return {"status": "ready"}
+
+
+@router.get("/version", tags=["Operation"])
+async def version() -> dict[str, str]:
+    return {"version": fa_serve.__version__}

@@ -1,0 +1,168 @@
+"""What all handlers share: is the service ready, is there room, and how text becomes tokens.
+
+`Service` owns everything between connections and the engine: loading (the port is open while weights load, and answers 503),
+draining, the bound on what is in flight, and the one thread that runs the tokenizer, so that a long prompt never holds up the
+event loop and the tokenizer is never used from two threads at once. Left out: what a request asks for (generation.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
+from .schemas import ModelCard
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from fa_serve.engine import AsyncEngine
+
+T = TypeVar("T")
+NAMES = re.compile(r"""message(\.name|\[['"]name['"]\]|\.get\(['"]name['"])""")
+
+
+class Service:
+    def __init__(self, engine: AsyncEngine, settings: Settings):
+        self.engine, self.settings = engine, settings
+        self.created = int(time.time())
+        self.draining = False
+        self._loading: asyncio.Task[None] | None = None
+        self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
+        self._template = settings.chat_template.read_text() if settings.chat_template else None
+        self._in_flight: Counter[str | None] = Counter()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # Life
+
+    async def start(self) -> None:
+        """Begin to load; `loaded` waits for the end of it."""
+        self._loading = asyncio.create_task(self.engine.start())
+
+    async def loaded(self) -> None:
+        """Returns when the engine serves; raises what kept it from loading."""
+        assert self._loading is not None
+        await asyncio.shield(self._loading)
+
+    async def stop(self) -> None:
+        self.draining = True
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.gather(self._loading, return_exceptions=True)
+        await self.engine.shutdown()
+        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def drain(self) -> None:
+        """Take nothing new; returns when nothing is in flight."""
+        self.draining = True
+        await self._idle.wait()
+
+    def dead(self) -> str | None:
+        """Why this process will never serve again, or None."""
+        if self._loading is not None and self._loading.done():
+            if self._loading.cancelled() or self._loading.exception() is not None:
+                return "the model could not be loaded"
+            if not self.engine.is_alive:
+                return "the engine has died"
+        return None
+
+    def unready(self) -> str | None:
+        """Why requests are refused now, or None."""
+        if self._loading is None or not self._loading.done():
+            return "the model is being loaded"
+        return self.dead() or ("the server is shutting down" if self.draining else None)
+
+    def require_ready(self) -> None:
+        if reason := self.unready():
+            raise Unavailable(f"Not ready: {reason}.", retry_after=5)
+
+    # Admission
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight.total()
+
+    @contextmanager
+    def admit(self, count: int, key: str | None) -> Iterator[None]:
+        """Room for `count` sequences while the context lasts; `key` names whose they are."""
+        self.require_ready()
+        limit = self.settings.max_num_seqs + self.settings.max_waiting
+        if count > min(limit, self.settings.max_n):
+            raise BadRequest(f"One request may ask for {min(limit, self.settings.max_n)} sequences, got {count}.", param="n")
+        if self.in_flight + count > limit:
+            raise TooManyRequests(f"The queue is full: {self.in_flight} sequences of {limit} are in flight.", retry_after=1)
+        mine = self.settings.max_per_key
+        if mine is not None and self._in_flight[key] + count > mine:
+            raise TooManyRequests(f"This API key may have {mine} sequences in flight.", retry_after=1)
+        self._in_flight[key] += count
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight[key] -= count
+            if not self._in_flight[key]:
+                del self._in_flight[key]
+            if not self._in_flight:
+                self._idle.set()
+
+    # The model
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.served_model_name or self.engine.model_name
+
+    def require_model(self, name: str) -> None:
+        if name != self.model_name:
+            raise NotFound(
+                f"No model {name!r} here; this server has {self.model_name!r}.", param="model", code="model_not_found"
+            )
+
+    def model_card(self) -> ModelCard:
+        return {
+            "id": self.model_name, "object": "model", "created": self.created, "owned_by": "fa_serve",
+            "max_model_len": self.engine.max_model_len,
+        }  # fmt: skip
+
+    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Prompts as token ids, with the special tokens that the tokenizer adds to plain text."""
+        return await self._tokenize(lambda: [self._ids(p, special=True) if isinstance(p, str) else p for p in prompts])
+
+    async def encode_chat(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> list[int]:
+        """A conversation through the chat template, up to where the assistant speaks."""
+        return await self._tokenize(lambda: self._ids(self._render(messages, variables), special=False))
+
+    async def decode(self, token_ids: list[int]) -> str:
+        return await self._tokenize(lambda: str(self.engine.tokenizer.decode(token_ids)))
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        return list(self.engine.tokenizer.encode(text, add_special_tokens=special))
+
+    def _render(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
+        import jinja2
+
+        tokenizer = self.engine.tokenizer
+        template = self._template or tokenizer.chat_template
+        if not template:
+            raise BadRequest("This model has no chat template; use /v1/completions.", param="messages")
+        if any("name" in message for message in messages) and not NAMES.search(str(template)):
+            raise BadRequest("This model's chat template has no use for names.", param="messages")
+        if taken := variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
+            raise BadRequest(f"{min(taken)!r} is not a variable of the chat template.", param="chat_template_kwargs")
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    messages, chat_template=self._template, tokenize=False, add_generation_prompt=True, **variables
+                )
+            )
+        except jinja2.TemplateError as error:
+            raise BadRequest(f"The chat template refuses these messages: {error}", param="messages") from None
+
+    async def _tokenize(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, work)

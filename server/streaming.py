@@ -1,0 +1,142 @@
+"""Connections that may end before their answer does.
+
+`attend` runs the work of one request while somebody waits for it: when the client leaves or the time is up, the work is
+cancelled, which aborts its sequences in the engine. Starlette does this for streams only, and only after the first byte.
+`EventStream` writes server-sent events under the same watch. Its headers wait for the first event, so that a request which
+fails before its first token gets an honest status; later failures become an error event, as OpenAI's clients expect. A client
+that leaves its stream unread holds up nobody: the engine's outputs merge while it dawdles, and it is cut off at a bound.
+`merge` interleaves the sequences of one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import UNFORESEEN, ApiError, ClientGone, TimedOut
+
+T = TypeVar("T")
+log = logging.getLogger("fa_serve.server")
+DONE = b"data: [DONE]\n\n"
+
+
+async def attend(work: Coroutine[Any, Any, T], receive: Receive, timeout: float | None) -> T:
+    """The work's result. Raises ClientGone or TimedOut after the work has been cancelled and has come to rest."""
+    task, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, leaving), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone("The client left.") if leaving.done() else TimedOut(f"The request took longer than {timeout:g} s.")
+    finally:
+        task.cancel()
+        leaving.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def merge(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """(index, item) from all iterators as they come; the first error ends it. Closing it closes them all."""
+    if len(iterators) == 1:
+        async with aclosing(iterators[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(len(iterators))
+
+    async def pump(index: int, iterator: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(iterator):
+                async for item in iterator:
+                    await queue.put((index, item))
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    pumps = [asyncio.create_task(pump(index, iterator)) for index, iterator in enumerate(iterators)]
+    try:
+        running = len(pumps)
+        while running:
+            entry = await queue.get()
+            if isinstance(entry, Exception):
+                raise entry
+            if entry is None:
+                running -= 1
+            else:
+                yield entry
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+class EventStream(Response):
+    """One `data:` line for each of `events`, then [DONE]."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[Any, None], timeout: float | None, send_timeout: float):
+        self.status_code, self.background = 200, None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._events, self._timeout, self._send_timeout = events, timeout, send_timeout
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await attend(self._write(send), receive, self._timeout)
+        except ClientGone as gone:
+            log.info("%s", gone.message)
+        except Exception as error:
+            if not self._started:
+                raise
+            if not isinstance(error, ApiError):
+                log.exception("a stream failed")
+                error = ApiError(UNFORESEEN)
+            with suppress(ClientGone):
+                await self._send(send, _event(error.body()), last=True)
+
+    async def _write(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            async for event in events:
+                if not self._started:
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                    self._started = True
+                await self._send(send, _event(event))
+        await self._send(send, DONE, last=True)
+
+    async def _send(self, send: Send, body: bytes, last: bool = False) -> None:
+        """`asyncio.wait_for` would cost a task for each token; a timer that is nearly always cancelled costs a microsecond."""
+        task = asyncio.current_task()
+        assert task is not None
+        unread = False
+
+        def cut_off() -> None:
+            nonlocal unread
+            unread = True
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._send_timeout, cut_off)
+        try:
+            await send({"type": "http.response.body", "body": body, "more_body": not last})
+        except asyncio.CancelledError:
+            if unread:
+                raise ClientGone(f"The client left its stream unread for {self._send_timeout:g} s.") from None
+            raise
+        finally:
+            timer.cancel()
+
+
+def _event(event: Any) -> bytes:
+    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,116 @@
+"""A byte-level tokenizer, an engine that repeats set words, and OpenAI's response schemas."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from fa_serve.server.app import create_app
+from fa_serve.server.settings import Settings
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fa_serve.engine import RequestOutput
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('a system message must come first') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, then the roles and the end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    roles = ["<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer.add_special_tokens([*roles, "<|end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+class FakeEngine:
+    """Answers every prompt with `words`, one token each. `gate` holds it back; `aborted` tells who left early."""
+
+    model_name, max_model_len, is_alive = "fake", 64, True
+
+    def __init__(self, words: tuple[str, ...] = ("Hello", ",", " wörld")):
+        self.words, self.tokenizer = words, byte_tokenizer()
+        self.gate, self.aborted, self.seen, self.error = asyncio.Event(), [], [], None
+        self.gate.set()
+
+    async def start(self) -> None: ...
+
+    async def shutdown(self) -> None: ...
+
+    async def generate(self, prompt: list[int], params: Any, request_id: str) -> AsyncIterator[RequestOutput]:
+        self.seen.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id))
+        words = self.words[: params.max_tokens]
+        ended = False
+        try:
+            for i, word in enumerate(words):
+                await self.gate.wait()
+                await asyncio.sleep(0)
+                ended = i + 1 == len(words)
+                reason = ("error" if self.error else "length" if len(words) < len(self.words) else "stop") if ended else None
+                yield RequestOutput(request_id, prompt, word, [i], ended, reason, self.error, len(prompt), i + 1, 2)
+        finally:
+            if not ended:
+                self.aborted.append(request_id)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def serving(engine: FakeEngine) -> Callable[..., Any]:
+    """`async with serving(setting=value) as client`: an httpx client of an application over the fake engine."""
+
+    @asynccontextmanager
+    async def start(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+        app = create_app(engine, Settings(**settings))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            await app.state.service.loaded()
+            client.service = app.state.service
+            yield client
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def conforms() -> Callable[[str, Any], None]:
+    """`conforms(name, reply)`: the reply is an instance of OpenAI's published schema of that name, with no key beyond it."""
+    document = json.loads((Path(__file__).parent / "openai_schemas.json").read_text())
+    schemas = _json_schema(document["components"]["schemas"])
+
+    def check(name: str, reply: Any) -> None:
+        jsonschema.validate(reply, {"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}})
+
+    return check
+
+
+def _json_schema(node: Any) -> Any:
+    """OpenAPI 3.0's `nullable` as JSON Schema has it."""
+    if isinstance(node, list):
+        return [_json_schema(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: _json_schema(value) for key, value in node.items() if key != "nullable"}
+    return {"anyOf": [kept, {"type": "null"}]} if node.get("nullable") is True else kept
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"

@@ -1,0 +1,248 @@
+"""The routes over a fake engine: status, shape, frames, and nothing accepted that is not honoured."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
+TEXT = {"model": "fake", "prompt": "Hi"}
+
+
+def frames(text: str) -> list[Any]:
+    lines = [line for line in text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+async def test_completion(serving, conforms):
+    async with serving() as client:
+        response = await client.post("/v1/completions", json=TEXT)
+    reply = response.json()
+    assert response.status_code == 200
+    conforms("CreateCompletionResponse", reply)
+    assert reply["choices"] == [{"index": 0, "text": "Hello, wörld", "finish_reason": "stop", "logprobs": None}]
+    assert reply["usage"] == {
+        "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 2},
+    }  # fmt: skip
+
+
+async def test_chat(serving, conforms, engine):
+    async with serving() as client:
+        reply = (await client.post("/v1/chat/completions", json=CHAT)).json()
+    conforms("CreateChatCompletionResponse", reply)
+    message = {"role": "assistant", "content": "Hello, wörld", "refusal": None}
+    assert reply["choices"] == [{"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}]
+    assert engine.tokenizer.decode(engine.seen[0].prompt) == "<|user|>Hi<|assistant|>"
+    assert engine.seen[0].params.max_tokens == engine.max_model_len - len(engine.seen[0].prompt)
+
+
+async def test_chat_stream(serving, conforms):
+    async with serving() as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    chunks = frames(response.text)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    for chunk in chunks:
+        conforms("CreateChatCompletionStreamResponse", chunk)
+        assert "usage" not in chunk
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [c["choices"][0]["delta"].get("content") for c in chunks[1:]] == ["Hello", ",", " wörld"]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None, None, None, "stop"]
+    assert len({c["id"] for c in chunks}) == 1
+
+
+async def test_completion_stream_with_usage(serving):
+    async with serving() as client:
+        body = {**TEXT, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 2}
+        chunks = frames((await client.post("/v1/completions", json=body)).text)
+    assert [c["choices"][0]["text"] for c in chunks[:-1]] == ["Hello", ","]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+    assert all(c["usage"] is None for c in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["total_tokens"] == 4
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_batch_times_n(serving, engine, stream):
+    async with serving() as client:
+        body = {"model": "fake", "prompt": [[1, 2], [3]], "n": 2, "seed": 5, "stream": stream}
+        response = await client.post("/v1/completions", json=body)
+    replies = frames(response.text) if stream else [response.json()]
+    texts: dict[int, str] = {}
+    for choice in (choice for reply in replies for choice in reply["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert texts == dict.fromkeys(range(4), "Hello, wörld")
+    assert [(s.prompt, s.params.seed) for s in engine.seen] == [([1, 2], 5), ([1, 2], 6), ([3], 5), ([3], 6)]
+    if not stream:
+        assert replies[0]["usage"]["prompt_tokens"] == 3
+        assert replies[0]["usage"]["completion_tokens"] == 12
+
+
+async def test_sampling_reaches_the_engine(serving, engine):
+    wanted = {"temperature": 0, "top_p": 0.5, "top_k": -1, "seed": 7, "stop": "x", "stop_token_ids": [3], "ignore_eos": True}
+    async with serving() as client:
+        assert (await client.post("/v1/completions", json={**TEXT, **wanted, "max_tokens": 9})).status_code == 200
+        assert (await client.post("/v1/chat/completions", json={**CHAT, "max_completion_tokens": 4})).status_code == 200
+    params = engine.seen[0].params
+    assert (params.temperature, params.top_p, params.top_k, params.seed, params.max_tokens) == (0, 0.5, 0, 7, 9)
+    assert (params.stop, params.stop_token_ids, params.ignore_eos) == (("x",), (3,), True)
+    assert engine.seen[1].params.max_tokens == 4
+
+
+async def test_echo_and_token_ids(serving):
+    body = {**TEXT, "echo": True, "return_token_ids": True}
+    async with serving() as client:
+        [choice] = (await client.post("/v1/completions", json=body)).json()["choices"]
+        chunks = frames((await client.post("/v1/completions", json={**body, "stream": True})).text)
+        [ids] = (await client.post("/v1/completions", json={**body, "prompt": [1, 2]})).json()["choices"]
+    assert choice["text"] == "HiHello, wörld"
+    assert choice["token_ids"] == [0, 1, 2]
+    assert len(choice["prompt_token_ids"]) == 2
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
+    assert ids["prompt_token_ids"] == [1, 2]
+
+
+async def test_models_and_operation(serving, conforms):
+    async with serving(served_model_name="org/name") as client:
+        listed = (await client.get("/v1/models")).json()
+        conforms("ListModelsResponse", listed)
+        conforms("Model", (await client.get("/v1/models/org/name")).json())
+        assert (await client.get("/v1/models/other")).status_code == 404
+        for path in ("/health", "/ready", "/version", "/docs"):
+            assert (await client.get(path)).status_code == 200
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        assert "422" not in json.dumps(paths)
+
+
+BAD = [
+    pytest.param("/v1/completions", {"prompt": "Hi"}, "model", id="no model"),
+    pytest.param("/v1/completions", {"model": "fake"}, "prompt", id="no prompt"),
+    pytest.param("/v1/completions", {**TEXT, "prompt": []}, "prompt", id="no prompts"),
+    pytest.param("/v1/completions", {**TEXT, "prompt": ""}, "prompt", id="empty prompt"),
+    pytest.param("/v1/completions", {**TEXT, "prompt": [1, "a"]}, "prompt", id="mixed prompt"),
+    pytest.param("/v1/completions", {**TEXT, "prompt": [-1]}, "prompt", id="negative token"),
+    pytest.param("/v1/completions", {**TEXT, "prompt": "x" * 64}, "prompt", id="long prompt"),
+    pytest.param("/v1/completions", {**TEXT, "max_tokens": 63}, "prompt", id="no room for the answer"),
+    pytest.param("/v1/completions", {**TEXT, "max_tokens": 0}, "max_tokens", id="no tokens"),
+    pytest.param("/v1/completions", {**TEXT, "temperature": 2.5}, "temperature", id="hot"),
+    pytest.param("/v1/completions", {**TEXT, "temperature": "1"}, "temperature", id="number as text"),
+    pytest.param("/v1/completions", {**TEXT, "n": True}, "n", id="bool as number"),
+    pytest.param("/v1/completions", {**TEXT, "n": 129}, "n", id="too many"),
+    pytest.param("/v1/completions", {**TEXT, "top_p": 0}, "top_p", id="top_p"),
+    pytest.param("/v1/completions", {**TEXT, "stop": [""]}, "stop", id="empty stop"),
+    pytest.param("/v1/completions", {**TEXT, "suffix": "x"}, "suffix", id="suffix"),
+    pytest.param("/v1/completions", {**TEXT, "stream_options": {}}, None, id="stream_options without stream"),
+    pytest.param("/v1/completions", {**TEXT, "nonsense": None}, "nonsense", id="unknown field"),
+    pytest.param("/v1/chat/completions", {**CHAT, "messages": []}, "messages", id="no messages"),
+    pytest.param("/v1/chat/completions", {**CHAT, "messages": [{"role": "user"}]}, "messages[0].content", id="no content"),
+    pytest.param("/v1/chat/completions", {**CHAT, "messages": [{"role": "me", "content": ""}]}, "messages[0].role", id="role"),
+    pytest.param(
+        "/v1/chat/completions",
+        {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+        id="image",
+    ),
+    pytest.param("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x" * 64}]}, "messages", id="long"),
+    pytest.param("/v1/chat/completions", {**CHAT, "messages": [*CHAT["messages"], {"role": "system", "content": "x"}]},
+                 "messages", id="the template refuses"),
+    pytest.param("/v1/chat/completions", {**CHAT, "messages": [{**CHAT["messages"][0], "name": "A"}]}, "messages", id="name"),
+    pytest.param("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools", id="tools"),
+    pytest.param("/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, None, id="two limits"),
+    pytest.param("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs",
+                 id="template"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize(("path", "body", "param"), BAD)
+async def test_bad_requests(serving, conforms, path, body, param, stream):
+    async with serving() as client:
+        content = json.dumps({**body, **({"stream": True} if stream and "stream_options" not in body else {})})
+        response = await client.post(path, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400, response.text
+        conforms("ErrorResponse", response.json())
+        assert response.json()["error"]["param"] == param
+        assert client.service.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "3", "null", '{"model": NaN}', '{"model": "\\ud800"}', "[" * 50_000], ids=range(8)
+)
+async def test_no_json_object(serving, conforms, content):
+    async with serving() as client:
+        response = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    conforms("ErrorResponse", response.json())
+
+
+async def test_defaults_that_ask_for_nothing(serving):
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "n": None, "stop": None, "user": "me"}
+    chat = {"logprobs": False, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False}
+    history = [{"role": "developer", "content": [{"type": "text", "text": "A"}]}, *CHAT["messages"],
+               {"role": "assistant", "content": "B", "refusal": None, "tool_calls": None}]  # fmt: skip
+    async with serving() as client:
+        assert (await client.post("/v1/completions", json={**TEXT, **neutral, "best_of": 1})).status_code == 200
+        response = await client.post("/v1/chat/completions", json={**CHAT, **neutral, **chat, "messages": history})
+        assert response.status_code == 200, response.text
+
+
+async def test_wrong_model_path_and_method(serving, conforms):
+    async with serving() as client:
+        responses = [
+            (404, await client.post("/v1/completions", json={**TEXT, "model": "gpt"})),
+            (404, await client.get("/nowhere")),
+            (405, await client.get("/v1/completions")),
+        ]
+    for status, response in responses:
+        assert response.status_code == status
+        conforms("ErrorResponse", response.json())
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_engine_error(serving, engine, conforms, stream):
+    engine.error = "out of pages"
+    async with serving() as client:
+        response = await client.post("/v1/completions", json={**TEXT, "stream": stream})
+    last = response.text.strip().split("data: ")[-1]
+    assert response.status_code == (200 if stream else 500)
+    conforms("ErrorResponse", json.loads(last))
+    assert "out of pages" in last
+
+
+async def test_unforeseen_failure_tells_no_internals(serving, engine, conforms):
+    engine.tokenizer = None
+    async with serving() as client:
+        response = await client.post("/v1/completions", json=TEXT)
+    assert response.status_code == 500
+    conforms("ErrorResponse", response.json())
+    assert "NoneType" not in response.text
+
+
+async def test_not_ready(serving, engine, conforms):
+    async with serving() as client:
+        client.service.draining = True
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        assert (response.status_code, (await client.get("/ready")).status_code) == (503, 503)
+        assert response.headers["retry-after"]
+        conforms("ErrorResponse", response.json())
+        assert (await client.get("/health")).status_code == 200
+        engine.is_alive = False
+        assert (await client.get("/health")).status_code == 503
+
+
+async def test_full_queue(serving, engine):
+    engine.gate.clear()
+    async with serving(max_num_seqs=1, max_waiting=1) as client:
+        waiting = [asyncio.create_task(client.post("/v1/completions", json=TEXT)) for _ in range(2)]
+        while client.service.in_flight < 2:
+            await asyncio.sleep(0.001)
+        refused = await client.post("/v1/completions", json=TEXT)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (await client.post("/v1/completions", json={**TEXT, "n": 3})).status_code == 400
+        engine.gate.set()
+        assert [response.status_code for response in await asyncio.gather(*waiting)] == [200, 200]
+        assert client.service.in_flight == 0
