@@ -1,0 +1,86 @@
+"""The whole kernel matrix on the GPU: every backend that serves a case, in bfloat16, float16 and float32, all layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import DENSE, PAGED, VARLEN, Case, check, params
+
+import fa_serve
+from fa_serve.testing import make_qkv
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _check(case: Case, backend: str, dtype: torch.dtype, layout: str) -> None:
+    try:
+        check(case, backend, dtype, "cuda", layout)
+    except fa_serve.UnsupportedError as error:
+        # `triton` serves the whole matrix; hopper says which part is its own
+        assert backend == "hopper", error
+        pytest.skip(str(error).splitlines()[-1].strip())
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", params(DENSE))
+def test_dense(case: Case, dtype: torch.dtype, backend: str) -> None:
+    _check(case, backend, dtype, "dense")
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", params(VARLEN))
+def test_varlen(case: Case, dtype: torch.dtype, backend: str) -> None:
+    _check(case, backend, dtype, "varlen")
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", params(PAGED))
+def test_paged(case: Case, dtype: torch.dtype, backend: str) -> None:
+    _check(case, backend, dtype, "paged")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_auto_equals_torch_at_length(causal: bool) -> None:
+    """8192 keys: many tiles, every stage of the pipeline reused."""
+    q, k, v = make_qkv(1, 8192, 8192, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
+    out = fa_serve.attention(q, k, v, causal=causal)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2).float() for x in (q, k, v)), is_causal=causal, enable_gqa=True
+    ).transpose(1, 2)
+    assert (out.float() - theirs).abs().max() <= 2 * 2**-8 * theirs.abs().max()
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    """int64 addressing: the last sequence of a batch of 2^31 + elements is right."""
+    q = torch.randn(70, 8192, 32, 128, device="cuda", dtype=torch.float16)
+    assert q.numel() > 2**31
+    k = torch.randn(70, 64, 2, 128, device="cuda", dtype=torch.float16)
+    out = fa_serve.attention(q, k, k, backend="triton")
+    expected = fa_serve.attention(q[-1:].clone(), k[-1:].clone(), k[-1:].clone(), backend="triton")
+    torch.testing.assert_close(out[-1:], expected, rtol=0, atol=0)
+
+
+def test_no_host_synchronisation() -> None:
+    q, k, v = make_qkv(2, 100, 100, 4, 2, 64, dtype=torch.float16, device="cuda")
+    cu = torch.tensor([0, 100, 200], dtype=torch.int32, device="cuda")
+    table = torch.arange(16, dtype=torch.int32, device="cuda").view(2, 8)
+    used = torch.tensor([100, 100], dtype=torch.int32, device="cuda")
+    cache = torch.zeros(16, 16, 2, 64, dtype=torch.float16, device="cuda")
+    slots = torch.arange(200, device="cuda")
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+
+    def everything() -> None:
+        fa_serve.attention(q, k, v, causal=True)
+        fa_serve.attention_varlen(*flat, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=100, max_seqlen_k=100)
+        fa_serve.store_kv(flat[1], flat[2], cache, cache.clone(), slots)
+        fa_serve.attention_paged(flat[0], cache, cache, block_table=table, seqused_k=used, cu_seqlens_q=cu, max_seqlen_q=100)
+
+    everything()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
