@@ -1,0 +1,73 @@
+# A clone needs two commands: `make serve` and `make test`. Both fill .venv on their first run and are instant after it.
+# Everything is installed under constraints.txt, from whatever index pip is configured with.
+
+PYTHON ?= python3
+VENV   ?= .venv
+HOST   ?= 127.0.0.1
+PORT   ?= 8000
+MODEL  ?=
+ARGS   ?=
+JOBS   ?= 2
+
+SHELL       := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help serve test lint types check format test-gpu bench clean
+
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --timeout 300 -q
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo "  variables: PYTHON=$(PYTHON) HOST=$(HOST) PORT=$(PORT) MODEL=<hub name or folder> ARGS=<more flags> JOBS=$(JOBS)"
+
+serve: $(VENV)/.server ## install and serve the embedded model (or MODEL) on HOST:PORT
+	@exec $(BIN)/fa-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: $(VENV)/.test ## install and run every test that needs no GPU
+ifeq ($(shell uname -s),Linux)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
+endif
+	$(PYTEST) tests --ignore tests/gpu
+
+lint: $(VENV)/.test ## ruff and hadolint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile
+
+types: $(VENV)/.test ## mypy --strict
+	$(BIN)/mypy
+
+check: lint types test ## what CI runs
+
+format: $(VENV)/.test ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix --exit-zero --quiet .
+	$(BIN)/ruff format .
+
+test-gpu: ## the GPU suite, with PYTHON as it is
+	@$(PYTHON) -c 'import torch; torch.cuda.is_available() or exit("make test-gpu: PYTHON=$(PYTHON) sees no GPU")'
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest tests/gpu $(ARGS)
+
+bench: ## the kernels against their peers on the GPU, with PYTHON as it is
+	@$(PYTHON) -c 'import torch; torch.cuda.is_available() or exit("make bench: PYTHON=$(PYTHON) sees no GPU")'
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/bench_attention.py prefill $(ARGS)
+
+clean: ## remove .venv, caches and build products
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or exit("constraints.txt needs Python 3.11 or later: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# the set of constraints.txt, or the one with a CUDA build of torch (see there): whichever pip can resolve on this machine
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/python
+	@if $(PIP) install --dry-run -c $< torch 'triton; sys_platform == "linux"' > $(VENV)/resolve.log 2>&1; then cp $< $@; \
+	elif grep -q "depends on triton" $(VENV)/resolve.log; then sed 's/^torch==.*/torch==2.11.0/' $< > $@; \
+	else cat $(VENV)/resolve.log; exit 1; fi
+
+$(VENV)/.server $(VENV)/.test: $(VENV)/.%: pyproject.toml $(VENV)/constraints.txt
+	@echo "installing fa-serve[$*] with $$(grep ^torch== $(VENV)/constraints.txt) into $(VENV); the first time takes a minute or more"
+	@$(PIP) install -qq -c $(VENV)/constraints.txt -e '.[$*]'
+	@touch $@
