@@ -414,9 +414,20 @@ def _source(model_class: type[PreTrainedModel]) -> str:
 
 
 def patch(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch a loaded model to fa_serve, in place, and return it. Raises UnsupportedModelError if it cannot be served."""
-    _check_class(type(model))
+    """Switch a loaded model to fa_serve, in place, and return it.
+
+    Raises UnsupportedModelError, and changes nothing, if a part of the model cannot be served. To serve some parts only, call
+    `model.set_attn_implementation({"text_config": "fa_serve"})`.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts:
+        _check_class(type(part))
     model.set_attn_implementation(NAME)
+    # transformers leaves out parts that have a copy of the whole model's config, such as the two stacks of T5
+    for part in parts:
+        if part.config._attn_implementation != NAME:
+            _admit(part)
+            part.config._attn_implementation = NAME
     return model
 
 

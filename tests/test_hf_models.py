@@ -1,0 +1,384 @@
+"""Every family in `hf_families` computes with fa_serve what it computes with transformers' eager attention.
+
+Strictly: every row of every batch, every valid position, values and not only tokens. Each check is a function, so that the
+last test can show that it fails for an adapter that drops the padding, a window, a sink and so on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_families import BY_NAME, FAMILIES, VOCAB, Family
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel, StaticCache
+
+import fa_serve
+from fa_serve import hf
+from fa_serve.spec import UnsupportedModelError
+
+LENGTH = 24
+DECODERS = [f for f in FAMILIES if f.kind == "decoder"]
+ENCODERS = [f for f in FAMILIES if f.kind == "encoder"]
+SEQ2SEQ = [f for f in FAMILIES if f.kind == "seq2seq"]
+VISION = [f for f in FAMILIES if f.kind == "vision"]
+
+
+def each(families: list[Family]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("family", families, ids=lambda f: f.name)
+
+
+@functools.lru_cache(maxsize=2)
+def pair(family: Family) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same weights twice: eager, and ours."""
+    eager = family.build()
+    return eager, fa_serve.patch(copy.deepcopy(eager))
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def through_fa_serve(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A test in which no attention reached us has compared eager with itself."""
+    calls = []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return hf.attention_forward(*args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "fa_serve", counting)
+    yield
+    assert calls
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padding_mask(kind: str, length: int = LENGTH) -> Tensor:
+    """(3, length): rows with different amounts of padding, one with none."""
+    mask = torch.ones(3, length, dtype=torch.int64)
+    if kind == "left":
+        mask[0, :9], mask[1, :1] = 0, 0
+    elif kind == "right":
+        mask[0, -9:], mask[1, -1:] = 0, 0
+    elif kind == "hole":
+        mask[0, 4:9], mask[1, 0:2], mask[1, 11:20] = 0, 0, 0
+    return mask
+
+
+def positions(mask: Tensor) -> Tensor:
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def assert_same(actual: Tensor, expected: Tensor, valid: Tensor | None = None) -> None:
+    """Both are float32, so they differ by a few roundings of the largest value; what an adapter loses moves it by percents."""
+    if valid is not None:
+        actual, expected = actual[valid.bool()], expected[valid.bool()]
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    error, allowed = (actual - expected).abs().max().item(), 4e-6 * expected.abs().max().item()
+    assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------------
+
+
+def check_forward(family: Family, kind: str) -> None:
+    eager, ours = pair(family)
+    mask = padding_mask(kind)
+    ids = tokens(*mask.shape)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    if family.kind == "decoder":
+        inputs["position_ids"] = positions(mask)
+    if kind == "none":
+        assert_same(ours(ids).logits, eager(ids).logits)
+    assert_same(ours(**inputs).logits, eager(**inputs).logits, mask)
+
+
+def check_packed(family: Family) -> None:
+    eager, ours = pair(family)
+    lengths = [7, 1, 12, 4]
+    ids = tokens(1, sum(lengths))
+    restarting = torch.cat([torch.arange(n) for n in lengths])[None]
+    separate = torch.cat([eager(part).logits for part in ids.split(lengths, dim=1)], dim=1)
+    assert_same(ours(ids, position_ids=restarting, use_cache=False).logits, separate)
+    starts = torch.tensor([0, 7, 8, 20, 24], dtype=torch.int32)
+    lens = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 12, "max_length_k": 12}
+    assert_same(ours(ids, position_ids=restarting, use_cache=False, **lens).logits, separate)
+    # with a cache to be filled transformers does not look for packing: only cu_seq_lens tell
+    if family.name != "llama4":
+        assert_same(ours(ids, position_ids=restarting, use_cache=True, **lens).logits, separate)
+
+
+def check_decode(family: Family, make_cache: Callable[[Any], Any] = lambda config: DynamicCache(config=config)) -> None:
+    """A left-padded prompt, then token by token."""
+    eager, ours = pair(family)
+    mask = padding_mask("left")
+    ids, at = tokens(*mask.shape), positions(mask)
+    caches = [DynamicCache(config=eager.config), make_cache(ours.config)]
+    for start, end in ((0, 14), *((i, i + 1) for i in range(14, LENGTH))):
+        expected, actual = (
+            model(
+                ids[:, start:end], attention_mask=mask[:, :end], position_ids=at[:, start:end], past_key_values=cache,
+                use_cache=True,
+            ).logits
+            for model, cache in zip((eager, ours), caches, strict=True)
+        )  # fmt: skip
+        assert_same(actual, expected, mask[:, start:end])
+
+
+def check_chunked_prefill(family: Family, make_cache: Callable[[Any], Any] = lambda config: DynamicCache(config=config)) -> None:
+    eager, ours = pair(family)
+    ids = tokens(2, LENGTH)
+    expected = eager(ids).logits
+    cache = make_cache(ours.config)
+    for start, end in ((0, 3), (3, 10), (10, 11), (11, LENGTH)):
+        at = torch.arange(start, end)[None]
+        actual = ours(ids[:, start:end], position_ids=at, past_key_values=cache, use_cache=True).logits
+        assert_same(actual, expected[:, start:end])
+
+
+def check_custom_mask(family: Family) -> None:
+    """Four dimensions of the user's own, bool and float, go around causality and windows."""
+    eager, ours = pair(family)
+    ids, at = tokens(2, LENGTH), torch.arange(LENGTH)[None].expand(2, -1)
+    keep = torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.4
+    keep |= torch.eye(LENGTH, dtype=torch.bool)
+    added = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
+    expected = eager(ids, attention_mask=added, position_ids=at, use_cache=False).logits
+    for mask in (keep, added):
+        assert_same(ours(ids, attention_mask=mask, position_ids=at, use_cache=False).logits, expected)
+
+
+def check_generate(family: Family, kind: str) -> None:
+    eager, ours = pair(family)
+    mask = padding_mask(kind, 12)
+    ids = tokens(*mask.shape).masked_fill(mask == 0, 0)
+    options: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "min_new_tokens": 10, "max_new_tokens": 10}
+    assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
+
+
+class Pages:
+    """Sequences in a paged cache, fed in steps of any lengths, as the engine does; unwritten slots are NaN."""
+
+    def __init__(self, model: PreTrainedModel, count: int, page_size: int = 4) -> None:
+        self.model, self.page_size, self.used = model, page_size, [0] * count
+        pages = -(-LENGTH // page_size)
+        order = torch.randperm(count * pages, generator=torch.Generator().manual_seed(0))
+        self.table = order.view(count, pages).to(torch.int32)
+        nan = functools.partial(torch.full, fill_value=float("nan"))
+        self.caches = [
+            (nan((count * pages, page_size, s.num_kv_heads, s.head_dim)), nan((count * pages, page_size, s.num_kv_heads, s.head_dim_v)))
+            for s in hf.attention_layers(model)
+        ]  # fmt: skip
+
+    def step(self, new: list[Tensor]) -> Tensor:
+        """The new tokens of each sequence -> logits of all of them, packed."""
+        at = [torch.arange(n, n + len(ids)) for n, ids in zip(self.used, new, strict=True)]
+        slots = [self.table[b, p // self.page_size].long() * self.page_size + p % self.page_size for b, p in enumerate(at)]
+        self.used = [n + len(ids) for n, ids in zip(self.used, new, strict=True)]
+        lengths = [len(ids) for ids in new]
+        batch = hf.PagedBatch(
+            kv_caches=self.caches, slot_mapping=torch.cat(slots), block_table=self.table,
+            seqused_k=torch.tensor(self.used, dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            max_seqlen_q=max(lengths), max_seqlen_k=max(self.used),
+        )  # fmt: skip
+        rows = torch.arange(sum(lengths)).flip(0)
+        return hf.paged_forward(self.model, torch.cat(new), torch.cat(at), batch, rows).flip(0)
+
+
+def check_paged(family: Family) -> None:
+    """Prompts, chunks of prompts and single tokens in one batch."""
+    eager, ours = pair(family)
+    ids = tokens(3, LENGTH)
+    expected = eager(ids).logits
+    pages = Pages(ours, 3)
+    done = [0, 0, 0]
+    for lengths in ([12, 3, 1], [1, 7, 1], [1, 1, 9], [5, 4, 1], [1, 1, 1]):
+        spans = [slice(n, n + more) for n, more in zip(done, lengths, strict=True)]
+        actual = pages.step([ids[b, span] for b, span in enumerate(spans)])
+        assert_same(actual, torch.cat([expected[b, span] for b, span in enumerate(spans)]))
+        done = [span.stop for span in spans]
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------------
+
+
+@each(DECODERS + ENCODERS)
+@pytest.mark.parametrize("kind", ["none", "left", "right", "hole"])
+def test_forward(family: Family, kind: str) -> None:
+    check_forward(family, kind)
+
+
+@each(DECODERS)
+def test_packed(family: Family) -> None:
+    check_packed(family)
+
+
+@each(DECODERS)
+def test_decode(family: Family) -> None:
+    check_decode(family)
+
+
+@each(DECODERS)
+def test_chunked_prefill(family: Family) -> None:
+    check_chunked_prefill(family)
+
+
+@each(DECODERS)
+@pytest.mark.parametrize("room", [LENGTH, 40], ids=["full", "room"])
+def test_static_cache(family: Family, room: int) -> None:
+    def make_cache(config: Any) -> StaticCache:
+        return StaticCache(config=config, max_cache_len=room)
+
+    check_decode(family, make_cache)
+    check_chunked_prefill(family, make_cache)
+
+
+@each(DECODERS)
+def test_custom_mask(family: Family) -> None:
+    check_custom_mask(family)
+
+
+@each(DECODERS + SEQ2SEQ)
+@pytest.mark.parametrize("kind", ["left", "right"])
+def test_generate(family: Family, kind: str) -> None:
+    check_generate(family, kind)
+
+
+@each([f for f in DECODERS if f.paged is True])
+def test_paged(family: Family) -> None:
+    check_paged(family)
+
+
+@each(SEQ2SEQ)
+@pytest.mark.parametrize("kind", ["none", "left", "right", "hole"])
+def test_seq2seq(family: Family, kind: str) -> None:
+    eager, ours = pair(family)
+    mask, decoder_mask = padding_mask(kind), padding_mask(kind, 13)
+    inputs = {
+        "input_ids": tokens(*mask.shape), "attention_mask": mask,
+        "decoder_input_ids": tokens(*decoder_mask.shape, seed=1), "decoder_attention_mask": decoder_mask,
+    }  # fmt: skip
+    assert_same(ours(**inputs).logits, eager(**inputs).logits, decoder_mask)
+
+
+@each(VISION)
+def test_vision(family: Family) -> None:
+    eager, ours = pair(family)
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    expected, actual = (
+        out.logits if "logits" in out else out.last_hidden_state for out in (eager(pixels), ours(pixels))
+    )  # fmt: skip
+    assert_same(actual, expected)
+
+
+# --- mutants of our own adapter ---------------------------------------------------------------------------------------------
+
+
+def without(**changes: Any) -> Callable[..., Any]:
+    """The attention function, blind to some of what it is told."""
+
+    def mutant(*args: Any, **kwargs: Any) -> Any:
+        return hf.attention_forward(*args, **{**kwargs, **changes})
+
+    return mutant
+
+
+def _blind_to_padding(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+    return hf.attention_forward(module, q, k, v, None if mask is not None and mask.dim() == 2 else mask, **kwargs)
+
+
+def _blind_to_masks(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+    return hf.attention_forward(module, q, k, v, None, **kwargs)
+
+
+def _window_off_by_one(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
+    return hf.attention_forward(*args, sliding_window=sliding_window and sliding_window + 1, **kwargs)
+
+
+def _causal_from_the_top(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+    if mask is None and 1 < q.shape[2] < k.shape[2]:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()[None, None]
+    return hf.attention_forward(module, q, k, v, mask, **kwargs)
+
+
+def _flash_style_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """What an implementation that knows padding only makes of every request."""
+    return attention_mask
+
+
+def _trusting_the_window(config: Any = None, **kwargs: Any) -> Tensor | None:
+    """Takes it for granted that the module passes its window on."""
+    hf._window_by_option[type(config)] = True
+    return hf.mask_forward(config=config, **kwargs)
+
+
+def _deaf_to_room(**kwargs: Any) -> Tensor | None:
+    """Takes all the room of a static cache for keys."""
+    mask = hf.mask_forward(**kwargs)
+    return None if mask is not None and mask.dim() == 2 and not mask.shape[0] else mask
+
+
+MUTANTS: list[tuple[str, str, Callable[[Family], None], dict[str, Callable[..., Any]]]] = [
+    ("padding ignored", "llama", lambda f: check_forward(f, "left"), {"attention": _blind_to_padding}),
+    ("padding ignored, decode", "llama", check_decode, {"attention": _blind_to_padding}),
+    ("padding ignored, encoder", "bert", lambda f: check_forward(f, "right"), {"attention": _blind_to_padding}),
+    ("causality ignored", "llama", lambda f: check_forward(f, "none"), {"attention": without(is_causal=False)}),
+    ("window ignored", "mistral", lambda f: check_forward(f, "none"), {"attention": without(sliding_window=None)}),
+    ("window ignored, paged", "gemma3", check_paged, {"attention": without(sliding_window=None)}),
+    ("window off by one", "gpt-oss", lambda f: check_forward(f, "none"), {"attention": _window_off_by_one}),
+    ("softcap dropped", "gemma2", lambda f: check_forward(f, "none"), {"attention": without(softcap=None)}),
+    ("softcap dropped, paged", "gemma2", check_paged, {"attention": without(softcap=None)}),
+    ("sinks dropped", "gpt-oss", lambda f: check_forward(f, "none"), {"attention": without(s_aux=None)}),
+    ("sinks dropped, paged", "gpt-oss", check_paged, {"attention": without(s_aux=None)}),
+    ("scaling dropped", "granite", lambda f: check_forward(f, "none"), {"attention": without(scaling=None)}),
+    ("offset wrong", "llama", check_chunked_prefill, {"attention": _causal_from_the_top}),
+    ("chunks ignored", "llama4", lambda f: check_forward(f, "none"), {"mask": _flash_style_mask}),
+    ("packing ignored", "llama", check_packed, {"mask": _flash_style_mask}),
+    ("own mask ignored", "llama", check_custom_mask, {"attention": _blind_to_masks}),
+    ("window in the mask alone", "qwen2-moe-window", lambda f: check_forward(f, "none"), {"mask": _trusting_the_window}),
+    ("room of a static cache", "llama", lambda f: check_chunked_prefill(f, lambda c: StaticCache(config=c, max_cache_len=40)),
+     {"mask": _deaf_to_room}),
+    ("position_bias dropped", "t5", lambda f: test_seq2seq(f, "none"), {"attention": without(position_bias=None)}),
+    ("mask dropped beside position_bias", "mt5", lambda f: test_seq2seq(f, "left"), {"attention": _blind_to_padding}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "check", "mutant"), [m[1:] for m in MUTANTS], ids=[m[0] for m in MUTANTS])
+def test_mutant_is_caught(
+    family: str, check: Callable[[Family], None], mutant: dict[str, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered = AttentionInterface._global_mapping["fa_serve"]
+    check(BY_NAME[family])
+    if "attention" in mutant:
+        monkeypatch.setitem(AttentionInterface._global_mapping, "fa_serve", mutant["attention"])
+    if "mask" in mutant:
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, "fa_serve", mutant["mask"])
+    monkeypatch.setattr(hf, "_window_by_option", dict(hf._window_by_option))
+    with pytest.raises(AssertionError, match="error .*, allowed"):
+        check(BY_NAME[family])
+    monkeypatch.setitem(AttentionInterface._global_mapping, "fa_serve", registered)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+@each([f for f in DECODERS if f.paged is not True])
+def test_not_paged(family: Family) -> None:
+    eager, ours = pair(family)
+    ours(tokens(1, 4))
+    with pytest.raises(UnsupportedModelError, match=str(family.paged)):
+        hf.check_model(ours)
+    with pytest.raises(UnsupportedModelError, match=str(family.paged)):
+        hf.check_model(eager.config)
