@@ -59,18 +59,18 @@ def decode_tiles(
     """A pure function of what the host knows. With `num_splits` given, batch and lengths have no say in it."""
     groups = num_heads // num_kv_heads
     rows = groups if num_splits else groups * max_seqlen_q
-    block_m = min(64, padded_dim(rows))
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
-    # BN 64, 2 warps, 4 stages was the fastest of all tried on the H200 nearly everywhere; wider rows want more warps
-    block_n, num_warps, num_stages = 64, 2 if block_m <= 16 else 4, 4
-    if width * kv_itemsize > 256:
-        block_n = 32
+    block_m = min(64, padded_dim(rows))
+    # 16 rows by 64 keys on 2 warps was the fastest of all tried on the H200 nearly everywhere (bf16, head_dim 64 and 128)
+    block_n, num_warps = 64 if width <= 128 else 32, 2 if block_m == 16 and width <= 128 else 4
+    if kv_itemsize == 1:
+        # what is converted on the way spills on 2 warps
+        num_warps = 4
     if itemsize == 4:
-        # float32 products run on the FMA units and live in registers
-        block_n, num_warps, num_stages = 32 if width <= 128 else 16, 4, 2
-        block_m = min(block_m, 32)
-    if arch == 0:
-        num_stages = min(num_stages, 2)
+        # float32 products run on the FMA units, their operands live in registers
+        block_m, block_n, num_warps = min(block_m, 32), 32 if width <= 128 else 16, 8
+    tile_bytes = block_n * (padded_dim(head_dim) + padded_dim(head_dim_v)) * kv_itemsize
+    num_stages = min(4, max(2, 1 + _pipeline_bytes(arch) // tile_bytes))
     if num_splits:
         return DecodeTiles(block_m, block_n, num_warps, num_stages, num_splits, False)
     units = num_kv_heads * triton.cdiv(groups * max_seqlen_q, block_m)
@@ -82,6 +82,13 @@ def decode_tiles(
     if batch == 1:
         return DecodeTiles(block_m, block_n, num_warps, num_stages, min(parts, max_blocks), False)
     return DecodeTiles(block_m, block_n, num_warps, num_stages, parts, True, 2)
+
+
+def _pipeline_bytes(arch: int) -> int:
+    """Shared memory for keys and values in flight, such that two programs fit on one SM."""
+    if arch in (90, 100):
+        return 100 << 10
+    return 72 << 10 if arch == 80 else 40 << 10 if arch else 24 << 10
 
 
 @triton.jit
@@ -191,14 +198,20 @@ def _decode(
     if HAS_RIGHT:
         last_token = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, q_len * GROUPS - 1) // GROUPS
         end = tl.minimum(end, (tl.maximum(last_token + offset + window_right + 1, 0) + BLOCK_N - 1) // BLOCK_N)
+    cols = begin * BLOCK_N + offs_n
+    page = tl.load(table_ptr + cols // PAGE_SIZE, mask=(cols >= first_key) & (cols < kv_len), other=0)
     for block in tl.range(begin, end):
         cols = block * BLOCK_N + offs_n
         # a page before the window may have gone to another sequence, and 0 * NaN is NaN: hidden keys are not read
-        owned = (cols >= first_key) & (cols < kv_len)
-        page = tl.load(table_ptr + cols // PAGE_SIZE, mask=owned, other=0).to(tl.int64)
-        k_ptrs = k_ptr + (page * stride_kp + (cols % PAGE_SIZE) * stride_kt)[None, :] + offs_d[:, None]
-        k = tl.load(k_ptrs, mask=owned[None, :] & (offs_d < DIM)[:, None], other=0.0)
-        s = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        owned = ((cols >= first_key) & (cols < kv_len))[:, None]
+        page64 = page.to(tl.int64)
+        slot = cols % PAGE_SIZE
+        # the next block's pages: a load that feeds an address one iteration later leaves K and V all the stages
+        ahead = cols + BLOCK_N
+        page = tl.load(table_ptr + ahead // PAGE_SIZE, mask=(ahead >= first_key) & (ahead < kv_len), other=0)
+        k_ptrs = k_ptr + (page64 * stride_kp + slot * stride_kt)[:, None] + offs_d[None, :]
+        k = tl.load(k_ptrs, mask=owned & (offs_d < DIM)[None, :], other=0.0)
+        s = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
         if HAS_SOFTCAP:
             s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
         else:
@@ -206,8 +219,8 @@ def _decode(
         keep = window_keep(rows // GROUPS + offset, cols, kv_len, window_left, window_right, HAS_LEFT, HAS_RIGHT)
         s = tl.where(keep, s, float("-inf"))
         p, m, l, alpha = online_softmax_update(s, m, l)
-        v_ptrs = v_ptr + (page * stride_vp + (cols % PAGE_SIZE) * stride_vt)[:, None] + offs_dv[None, :]
-        v = tl.load(v_ptrs, mask=owned[:, None] & (offs_dv < DIM_V)[None, :], other=0.0).to(q.dtype)
+        v_ptrs = v_ptr + (page64 * stride_vp + slot * stride_vt)[:, None] + offs_dv[None, :]
+        v = tl.load(v_ptrs, mask=owned & (offs_dv < DIM_V)[None, :], other=0.0).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
     inverse, lse = finish_softmax(m, l)
@@ -294,6 +307,7 @@ def launch_decode(
     """
     total_q, num_heads, dim = q.shape
     num_kv_heads, dim_v, batch = k_cache.shape[2], v_cache.shape[3], seqused_k.shape[0]
+    max_seqlen_q = max(max_seqlen_q, 1)
     arch = spec.arch_of(q.device)
     if tiles is None:
         tiles = decode_tiles(
@@ -316,7 +330,7 @@ def launch_decode(
     has_left, pdl = window_size[0] >= 0, arch >= 90
     options = {"launch_pdl": True} if pdl else {}
     stride_lh = 0 if lse is None else lse.stride(0)
-    if pieces * units > 0:
+    if batch > 0:
         _decode[(pieces * units,)](
             q, k_cache, v_cache, result, lse, part_out, part_lse, block_table, seqused_k, cu_seqlens_q, sinks, k_descale, v_descale,
             softmax_scale, softcap, batch, units, tiles_per_head, unit_rows, tiles.parts, tiles.min_blocks, *window_size,
@@ -328,7 +342,7 @@ def launch_decode(
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PDL=pdl,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
         )  # fmt: skip
-    if split and units > 0:
+    if batch > 0 and split:
         block_rows = max(1, 256 // block_dv)
         blocks_per_seq = -(-units * unit_rows // block_rows)
         _combine[(batch * blocks_per_seq,)](

@@ -1,0 +1,230 @@
+"""Split-KV decode in Triton's interpreter against the float64 oracle: every option, odd shapes, poisoned pages.
+
+Lengths on the device decide how the work is cut, so most cases mix lengths: none, one, a page more or less, 20 times the others.
+The interpreter computes in NumPy, which has no bfloat16: that is left to the GPU suite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from fa_serve.backends.reference import ReferenceBackend
+from fa_serve.backends.triton.decode import DecodeTiles, _batch_block, decode_tiles, launch_decode
+from fa_serve.testing import (
+    assert_lse_matches,
+    assert_matches_reference,
+    cu_seqlens,
+    eager_attention,
+    make_paged,
+)
+
+
+
+@dataclass(frozen=True)
+class Case:
+    q_lens: tuple[int, ...] = (1, 1, 1)
+    kv_lens: tuple[int, ...] = (17, 1, 150)
+    heads: tuple[int, int] = (8, 2)
+    head_dim: int = 32
+    head_dim_v: int = 0
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    window_size: tuple[int, int] = (-1, 0)
+    softcap: float = 0.0
+    sinks: bool = False
+    num_splits: int = 0
+    fp8: bool = False
+    head_major: bool = False
+
+
+def make(case: Case):
+    """Everything one call needs, and the dense keys and values of each sequence in float64 (dequantised)."""
+    generator = torch.Generator().manual_seed(sum(case.kv_lens))
+    dim_v = case.head_dim_v or case.head_dim
+    num_heads, num_kv_heads = case.heads
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(case.dtype)
+
+    q = draw(sum(case.q_lens), num_heads, case.head_dim)
+    keys = [draw(n, num_kv_heads, case.head_dim) for n in case.kv_lens]
+    values = [draw(n, num_kv_heads, dim_v) for n in case.kv_lens]
+    descales = (None, None)
+    if case.fp8:
+        descales = tuple(torch.rand(num_kv_heads, generator=generator) * 0.02 + 0.005 for _ in range(2))
+        keys = [(k.float() / descales[0][:, None]).clamp(-448, 448).to(torch.float8_e4m3fn) for k in keys]
+        values = [(v.float() / descales[1][:, None]).clamp(-448, 448).to(torch.float8_e4m3fn) for v in values]
+    k_cache, v_cache, block_table, seqused_k = make_paged(keys, values, case.page_size)
+    if case.head_major:
+        k_cache, v_cache = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k_cache, v_cache))
+    dense = [
+        tuple(x.double() if d is None else x.double() * d.double()[:, None] for x, d in zip(pair, descales, strict=True))
+        for pair in zip(keys, values, strict=True)
+    ]
+    options = dict(
+        block_table=block_table, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens(case.q_lens), max_seqlen_q=max(case.q_lens),
+        max_seqlen_k=max(*case.kv_lens, 1), softmax_scale=case.head_dim**-0.5, window_size=case.window_size,
+        softcap=case.softcap, sinks=draw(num_heads) if case.sinks else None, k_descale=descales[0], v_descale=descales[1],
+        num_splits=case.num_splits, out=None, return_lse=True,
+    )  # fmt: skip
+    return q, k_cache, v_cache, dense, options
+
+
+def check(case: Case, **overrides) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k_cache, v_cache, dense, options = make(case)
+    actual, lse = launch_decode(q, k_cache, v_cache, **(options | overrides))
+    exact_options = {name: options[name] for name in ("softmax_scale", "window_size", "softcap", "sinks")}
+    exact, exact_lse = ReferenceBackend._each_sequence(
+        q.double(), options["cu_seqlens_q"].tolist(), dense, actual.shape[-1], None, True, exact_options
+    )
+    eager = torch.zeros_like(actual)
+    row = 0
+    for n, (k, v) in zip(case.q_lens, dense, strict=True):
+        if n and len(k):
+            eager[row : row + n] = eager_attention(
+                q[row : row + n][None], k.to(q.dtype)[None], v.to(q.dtype)[None], **exact_options
+            )[0]
+        row += n
+    assert_matches_reference(actual, exact, eager)
+    assert_lse_matches(lse, exact_lse)
+    return actual, lse
+
+
+OPTIONS = [
+    pytest.param(Case(), id="plain"),
+    pytest.param(Case(q_lens=(1, 0, 1, 1), kv_lens=(0, 9, 63, 0)), id="empty-sequences"),
+    pytest.param(Case(q_lens=(2, 0, 1, 1), kv_lens=(0, 9, 63, 1), sinks=True, num_splits=3), id="empty-sequences-sinks-splits"),
+    pytest.param(Case(q_lens=(1,), kv_lens=(1000,)), id="one-sequence"),
+    pytest.param(Case(q_lens=(1,) * 6, kv_lens=(30, 31, 600, 33, 1, 32)), id="20-times-longer"),
+    pytest.param(Case(q_lens=(4, 1, 16), kv_lens=(64, 90, 128)), id="speculative-causal"),
+    pytest.param(Case(q_lens=(4, 2, 16), kv_lens=(64, 90, 128), window_size=(-1, -1)), id="speculative-full"),
+    pytest.param(Case(q_lens=(5, 3), kv_lens=(3, 1)), id="more-queries-than-keys"),
+    pytest.param(Case(q_lens=(40,), kv_lens=(70,), heads=(4, 1)), id="a-short-prompt"),
+    pytest.param(Case(q_lens=(3, 1), kv_lens=(200, 90), window_size=(20, 0), sinks=True), id="left-window"),
+    pytest.param(Case(q_lens=(3, 1), kv_lens=(200, 90), window_size=(0, 0)), id="window-of-itself"),
+    pytest.param(Case(q_lens=(6, 9), kv_lens=(150, 90), window_size=(9, 2), num_splits=2), id="both-windows-splits"),
+    pytest.param(Case(q_lens=(6, 9), kv_lens=(150, 90), window_size=(-1, 2)), id="right-window"),
+    pytest.param(Case(softcap=8.0), id="softcap"),
+    pytest.param(Case(q_lens=(2, 1, 3), softcap=3.0, sinks=True, window_size=(70, 0)), id="softcap-sinks-window"),
+    pytest.param(Case(sinks=True, num_splits=1), id="sinks-one-piece"),
+    pytest.param(Case(num_splits=40), id="more-splits-than-blocks"),
+]
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options(case: Case):
+    check(case)
+
+
+SHAPES = [
+    pytest.param(Case(heads=heads, head_dim=d, head_dim_v=dv, page_size=page, dtype=dtype, num_splits=splits, kv_lens=(63, 1, 190)),
+                 id=f"HQ{heads[0]}-HKV{heads[1]}-D{d}-DV{dv or d}-P{page}-{str(dtype)[6:]}-S{splits}")  # fmt: skip
+    for heads, d, dv, page, dtype, splits in (
+        ((4, 4), 64, 0, 1, torch.float16, 0),
+        ((7, 1), 80, 0, 16, torch.float16, 2),
+        ((8, 1), 128, 0, 256, torch.float16, 0),
+        ((6, 2), 96, 0, 33, torch.float16, 0),
+        ((4, 2), 192, 128, 64, torch.float16, 3),
+        ((2, 1), 256, 0, 32, torch.float16, 0),
+        ((71, 1), 64, 0, 16, torch.float16, 0),
+        ((2, 2), 5, 9, 16, torch.float32, 0),
+    )
+]
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes(case: Case):
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+@pytest.mark.parametrize("splits", [0, 2], ids=["balanced", "splits"])
+def test_fp8_cache(dtype: torch.dtype, splits: int):
+    check(Case(q_lens=(1, 2, 1), fp8=True, dtype=dtype, num_splits=splits, sinks=True, page_size=8))
+
+
+def test_head_major_cache_and_strided_inputs():
+    case = Case(q_lens=(2, 1), kv_lens=(40, 90), head_major=True)
+    expected, _ = check(case)
+    q, k_cache, v_cache, _, options = make(case)
+    wide = torch.full((3, 8, 64), float("nan"))
+    wide[..., :32] = q
+    out = torch.full((3, 8, 96), float("nan"))[:, :, ::3]
+    assert launch_decode(wide[..., :32], k_cache, v_cache, **(options | {"out": out}))[0] is out
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+def test_pages_before_the_window_are_never_read():
+    case = Case(q_lens=(2, 1), kv_lens=(200, 90), window_size=(20, 0))
+    q, k_cache, v_cache, _, options = make(case)
+    expected, _ = launch_decode(q, k_cache, v_cache, **options)
+    options["block_table"][0, : (200 - 2 - 20) // 16] = 2**28
+    actual, _ = launch_decode(q, k_cache, v_cache, **options)
+    assert torch.equal(actual, expected)
+
+
+def test_without_lse_and_without_queries():
+    q, k_cache, v_cache, _, options = make(Case(kv_lens=(40, 9, 90)))
+    out, lse = launch_decode(q, k_cache, v_cache, **(options | {"return_lse": False}))
+    assert lse is None
+    assert torch.equal(out, launch_decode(q, k_cache, v_cache, **options)[0])
+    nothing = options | {"cu_seqlens_q": cu_seqlens((0, 0, 0)), "max_seqlen_q": 0}
+    assert launch_decode(q[:0], k_cache, v_cache, **nothing)[0].shape == (0, 8, 32)
+
+
+@pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "fixed"])
+@pytest.mark.parametrize("parts", [1, 2, 7, 40])
+def test_every_cut_gives_the_same_answer(parts: int, balanced: bool):
+    tiles = DecodeTiles(16, 16, 2, 2, parts, balanced, min_blocks=1 + parts % 2)
+    check(Case(q_lens=(1, 2, 0, 1), kv_lens=(300, 17, 40, 2), sinks=True), tiles=tiles)
+
+
+def test_a_captured_graph_would_serve_shorter_lengths():
+    """The plan comes from max_seqlen_k on the host; the cut, from the lengths on the device."""
+    for splits in (0, 4):
+        check(Case(kv_lens=(17, 1, 150), num_splits=splits), max_seqlen_k=160 * 16)
+
+
+def test_batch_invariance():
+    """With num_splits given, a row is bitwise the same alone and in any company."""
+    case = Case(q_lens=(1, 16, 3), kv_lens=(150, 300, 90), num_splits=3, dtype=torch.float16)
+    q, k_cache, v_cache, _, options = make(case)
+    together, lse = launch_decode(q, k_cache, v_cache, **options)
+    row = 0
+    for index, n in enumerate(case.q_lens):
+        alone = options | {
+            "block_table": options["block_table"][index : index + 1], "seqused_k": options["seqused_k"][index : index + 1],
+            "cu_seqlens_q": cu_seqlens([n]), "max_seqlen_q": n, "max_seqlen_k": case.kv_lens[index],
+        }  # fmt: skip
+        out, alone_lse = launch_decode(q[row : row + n], k_cache, v_cache, **alone)
+        assert torch.equal(out, together[row : row + n])
+        assert torch.equal(alone_lse, lse[:, row : row + n])
+        row += n
+
+
+def test_tiles_depend_on_the_heads_alone_when_splits_are_given():
+    def tiles(batch: int, max_q: int, max_k: int, splits: int) -> DecodeTiles:
+        return decode_tiles(90, 132, 2, 2, 128, 128, 32, 8, batch, max_q, max_k, splits)
+
+    assert tiles(1, 1, 100, 4) == tiles(256, 16, 100_000, 4)
+    assert tiles(1, 1, 1024, 0) == replace(tiles(1, 1, 1024, 4), parts=16)
+    assert tiles(1, 1, 64, 0).parts == 1
+    assert tiles(64, 1, 8192, 0).balanced
+
+
+def test_balanced_pieces_fit_in_the_grid():
+    """However the lengths fall, a batch is never cut in more than parts + batch pieces."""
+    lengths = torch.randint(0, 2000, (50, 9), generator=torch.Generator().manual_seed(0))
+    for row in lengths.tolist():
+        blocks = [-(-n // 64) for n in row]
+        for parts in (1, 5, 66):
+            share = max(-(-sum(blocks) // parts), 1)
+            assert sum(max(-(-n // share), 1) for n in blocks) <= parts + len(row)
+
+
+def test_batch_block_covers_the_batch():
+    for batch in (1, 32, 33, 256, 257, 5000):
+        assert _batch_block(batch) >= batch
