@@ -21,7 +21,7 @@ FROM python:3.11-slim
 RUN useradd --create-home --uid 1000 fa-serve
 COPY --from=build /opt/fa-serve /opt/fa-serve
 ENV PATH=/opt/fa-serve/bin:$PATH PYTHONUNBUFFERED=1
-USER fa-serve
+USER 1000
 WORKDIR /home/fa-serve
 EXPOSE 8000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=120s \
