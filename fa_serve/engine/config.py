@@ -57,3 +57,11 @@ class EngineConfig:
             return "fa-serve-demo"
         path = Path(self.model)
         return path.resolve().name if path.exists() else str(self.model)
+
+    def model_path(self) -> str:
+        """What transformers loads: the hub name or folder, that of the embedded model if none is named."""
+        if self.model is None:
+            from fa_serve.demo import model_path
+
+            return str(model_path())
+        return str(self.model)

@@ -1,9 +1,10 @@
 """Who holds which page of the KV cache, and which pages are worth keeping. Plain Python, no torch.
 
     pages = table.allocate(3)
-    table.register(pages[0], page_hash)      # its tokens' keys and values are written: others may share it
+    table.register(pages[0], page_hash)      # it holds these tokens' keys and values: others may share it
     table.release(pages)
-    shared = table.acquire(hashes)           # the longest known prefix, held once more
+    shared = table.match(hashes)             # the longest known prefix
+    table.acquire(shared)                    # held once more
 
 A page is in exactly one of three states:
 
@@ -121,12 +122,11 @@ class PageTable:
             self._hash_of[page] = page_hash
             self._page_of[page_hash] = page
 
-    def forget(self) -> None:
-        """Empty the prefix cache: held pages stay held, but nothing more is shared."""
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._hash_of.clear()
-        self._page_of.clear()
+    def unregister(self, pages: Sequence[int]) -> None:
+        """The content of these pages, which somebody holds, is not to be trusted: nobody else may take them over."""
+        for page in pages:
+            if page in self._hash_of:
+                del self._page_of[self._hash_of.pop(page)]
 
     def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
         """free + cached + held == total, and the reference counts are those of `holders` (each sequence's pages)."""

@@ -100,31 +100,36 @@ class Completion:
 class Request:
     """One sequence on its way through the engine; the scheduler is the only one to change it.
 
-    tokens:       the prompt, then every token that is known on the host
+    tokens:       the prompt, then every sampled token that is known on the host
     num_pending:  sampled tokens that are still on the device (a step that has been launched and not yet read)
     num_computed: leading tokens whose keys and values are in the cache once all launched steps have run
+    num_shared:   leading pages that were found in the prefix cache; num_offered: leading pages that are registered there
     rank:         position in the queue; smaller is served first and preempted last
     slot:         row of per-sequence state on the device while it runs, else -1
     """
 
     request_id: str
-    tokens: list[int]
-    num_prompt_tokens: int
+    prompt: list[int]
     params: SamplingParams
     max_tokens: int
-    seed: int
+    seed: int = 0
     end_ids: frozenset[int] = frozenset()
     rank: tuple[float, int] = (0.0, 0)
 
+    tokens: list[int] = field(init=False)
     num_pending: int = 0
     num_computed: int = 0
     num_cached_tokens: int = 0
-    num_registered: int = 0
+    num_shared: int = 0
+    num_offered: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
 
     @property
     def num_tokens(self) -> int:
@@ -132,7 +137,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+        return len(self.tokens) - len(self.prompt)
 
     @property
     def finished(self) -> bool:

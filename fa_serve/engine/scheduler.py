@@ -10,6 +10,10 @@ known tokens when it is admitted, so only growth by sampled tokens can run out o
 is preempted: it loses its pages, goes back to its place in the queue and is computed again later. The first of all is never
 preempted by another, so there is always progress, and since rank never changes nobody starves.
 
+Pages are offered to other requests as soon as the step that fills them is scheduled, not when it is done: steps run in order,
+and within a step every layer writes all keys and values before it reads any. So requests with a common beginning share it even
+when they come in the same step.
+
 `schedule` may run ahead of `commit` (the device computes step n while step n + 1 is prepared): a request whose sampled token
 is not known yet is scheduled with a pending token, which the model runner keeps on the device. Whatever a request that has
 ended meanwhile gets from a step in flight is dropped.
@@ -110,17 +114,19 @@ class Scheduler:
             request = chunk.request
             if request.finished:
                 continue
-            if token is not None:
-                request.num_pending -= 1
-                if token == INVALID_TOKEN:
-                    self.finish(request, "error", "the model's logits are not finite for this request")
-                    continue
-                request.tokens.append(token)
-                gained.append((request, token))
-            self._register_pages(chunk)
-            if token is not None and token in request.end_ids:
+            if token is None:
+                continue
+            request.num_pending -= 1
+            if token == INVALID_TOKEN:
+                self._withdraw(request, 0)
+                self.finish(request, "error", "the model's logits are not finite for this request")
+                continue
+            request.tokens.append(token)
+            gained.append((request, token))
+            self._offer_pages(request)
+            if token in request.end_ids:
                 self.finish(request, "stop")
-            elif token is not None and request.num_output_tokens >= request.max_tokens:
+            elif request.num_output_tokens >= request.max_tokens:
                 self.finish(request, "length")
         return gained
 
@@ -133,15 +139,17 @@ class Scheduler:
 
     def fail(self, batch: ScheduledBatch, error: str) -> list[Request]:
         """End every request of a step that could not be computed."""
-        failed = [chunk.request for chunk in batch.chunks if not chunk.request.finished]
-        for request in failed:
-            self.finish(request, "error", error)
-        return failed
+        alive = [chunk for chunk in batch.chunks if not chunk.request.finished]
+        for chunk in alive:
+            self._withdraw(chunk.request, chunk.start)
+            self.finish(chunk.request, "error", error)
+        return [chunk.request for chunk in alive]
 
     def rollback(self, batch: ScheduledBatch) -> None:
         """Undo the last `schedule`: its step was not computed, and its requests wait for another try."""
         for chunk in batch.chunks:
             if not chunk.request.finished:
+                self._withdraw(chunk.request, chunk.start)
                 chunk.request.num_computed = chunk.start
                 chunk.request.num_pending -= chunk.samples
         for request in batch.admitted:
@@ -171,6 +179,7 @@ class Scheduler:
         batch.chunks.append(Chunk(request, request.slot, start, length, samples))
         request.num_computed += length
         request.num_pending += samples
+        self._offer_pages(request)
         return length
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
@@ -202,23 +211,27 @@ class Scheduler:
         self.pages.acquire(shared)
         request.pages = shared + self.pages.allocate(need)
         request.num_computed = len(shared) * self.pages.page_size
-        request.num_registered = len(shared)
+        request.num_shared = request.num_offered = len(shared)
         if not request.num_output_tokens:
             request.num_cached_tokens = request.num_computed
         request.slot = self._slots.pop()
         return True
 
-    def _register_pages(self, chunk: Chunk) -> None:
-        """Offer the pages that this chunk has filled to others."""
-        request = chunk.request
-        # a request that was preempted meanwhile has num_computed 0, and nothing to offer
-        full = min(chunk.start + chunk.length, request.num_computed) // self.pages.page_size
-        if full <= request.num_registered or not self.pages.prefix_caching:
+    def _offer_pages(self, request: Request) -> None:
+        """Register the pages that are full, or will be when the launched steps have run."""
+        full = min(request.num_computed, len(request.tokens)) // self.pages.page_size
+        if full <= request.num_offered or not self.pages.prefix_caching:
             return
         self.pages.hash_pages(request.tokens, request.page_hashes)
-        for index in range(request.num_registered, full):
+        for index in range(request.num_offered, full):
             self.pages.register(request.pages[index], request.page_hashes[index])
-        request.num_registered = full
+        request.num_offered = full
+
+    def _withdraw(self, request: Request, start: int) -> None:
+        """Nobody may take over what this request was to write from token `start` on: it was not, or it is not finite."""
+        first = max(start, request.num_shared * self.pages.page_size) // self.pages.page_size
+        self.pages.unregister(request.pages[first:])
+        request.num_offered = min(request.num_offered, first)
 
     def _requeue(self, request: Request) -> None:
         self._leave(request)
@@ -229,7 +242,7 @@ class Scheduler:
         self.running.remove(request)
         self.pages.release(request.pages)
         self._slots.append(request.slot)
-        request.pages, request.slot, request.num_registered = [], -1, 0
+        request.pages, request.slot, request.num_shared, request.num_offered = [], -1, 0, 0
 
 
 def _rank(request: Request) -> tuple[float, int]:

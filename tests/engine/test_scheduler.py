@@ -18,7 +18,7 @@ from fa_serve.engine.scheduler import INVALID_TOKEN, ScheduledBatch, Scheduler
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 8, serial: int = 0, **fields: object) -> Request:
-    return Request(name, list(prompt), len(prompt), SamplingParams(), max_tokens, seed=0, rank=(0.0, serial), **fields)
+    return Request(name, list(prompt), SamplingParams(), max_tokens, rank=(0.0, serial), **fields)
 
 
 def make_scheduler(num_pages: int = 16, page_size: int = 4, seqs: int = 4, tokens: int = 16, caching: bool = True) -> Scheduler:
@@ -43,12 +43,14 @@ class Device:
         assert 0 < batch.num_tokens <= self.scheduler.max_num_batched_tokens
         assert len({chunk.slot for chunk in batch.chunks}) == len(batch.chunks)
         sampled = []
-        for chunk in batch.chunks:
+        for chunk in batch.chunks:  # a layer writes the keys of the whole step before it reads any
             request, pages = chunk.request, chunk.request.pages
             for position in range(chunk.start, chunk.start + chunk.length):
                 known = position < len(request.tokens)
                 token = request.tokens[position] if known else self.last_token[chunk.slot]
                 self.memory[pages[position // size], position % size] = token
+        for chunk in batch.chunks:
+            request, pages = chunk.request, chunk.request.pages
             tokens = [self.memory[pages[i // size], i % size] for i in range(chunk.start + chunk.length)]
             assert tokens[: len(request.tokens)] == request.tokens[: len(tokens)], "a sequence does not find its own tokens"
             if chunk.samples:
@@ -189,6 +191,27 @@ def test_a_shared_prefix_is_computed_once() -> None:
     batch = scheduler.schedule()
     assert [(chunk.start, chunk.length) for chunk in batch.chunks] == [(8, 1), (0, 9)]
     assert (second.num_cached_tokens, other.num_cached_tokens) == (8, 0)
+
+
+def test_requests_of_one_step_share_their_common_beginning() -> None:
+    scheduler = make_scheduler(tokens=32)
+    for serial, last in enumerate([3, 4, 3]):
+        scheduler.add(make_request(str(serial), [1, 0, 2, 1, 2, 0, 1, 1, last], 1, serial))
+    batch = scheduler.schedule()
+    assert [(chunk.start, chunk.length) for chunk in batch.chunks] == [(0, 9), (8, 1), (8, 1)]
+    assert scheduler.pages.num_held == 2 + 3
+    scheduler.check_integrity()
+
+
+def test_pages_that_a_failed_step_should_have_filled_are_not_shared() -> None:
+    scheduler = make_scheduler()
+    prompt = [1, 0, 2, 1, 2, 0, 1, 1, 0]
+    scheduler.add(make_request("failed", prompt))
+    failed = scheduler.fail(scheduler.schedule(), "no such luck")
+    assert [(request.finish_reason, request.error) for request in failed] == [("error", "no such luck")]
+    scheduler.add(make_request("next", prompt))
+    assert scheduler.schedule().chunks[0].start == 0
+    scheduler.check_integrity()
 
 
 def test_a_prompt_of_whole_pages_still_computes_its_last_page() -> None:

@@ -1,0 +1,307 @@
+"""The engine: one synchronous step() that schedules, runs, samples and commits; and generate() on top of it.
+
+    engine = Engine(EngineConfig(model="Qwen/Qwen3-0.6B"))
+    for completion in engine.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+        print(completion.text)
+
+Online, requests come and go between steps:
+
+    engine.add_request("request-1", "Once upon a time", SamplingParams(stop=("\\n",)))
+    while engine.has_unfinished():
+        for output in engine.step(): ...     # at most one increment per request
+
+On a GPU the host works one step ahead: while step n + 1 runs, the tokens of step n are read, turned into text and handed out.
+An exception in a step fails the requests in it and no others. Left out: threads and asyncio (async_engine.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.detokenizer import TextStream
+from fa_serve.engine.model_runner import ModelRunner, PendingTokens
+from fa_serve.engine.pages import PageTable
+from fa_serve.engine.request import Completion, Request, RequestOutput, SamplingParams
+from fa_serve.engine.scheduler import ScheduledBatch, Scheduler
+from fa_serve.hf import NAME, patch
+
+log = logging.getLogger("fa_serve.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot; counters count from the start of the engine. Pages that only the prefix cache holds are not in use."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_pages_used: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+
+
+class Engine:
+    """Owner of the step. `config` holds no "auto" any more; `model` and `tokenizer` may be given instead of loaded.
+
+    Raises ValueError when the settings cannot work, with the numbers; UnsupportedModelError for a model that fa_serve cannot
+    serve. Without a tokenizer prompts are token ids and outputs have no text.
+    """
+
+    def __init__(
+        self, config: EngineConfig | None = None, *, model: PreTrainedModel | None = None, tokenizer: Any = None
+    ) -> None:
+        config = config or EngineConfig()
+        if model is None:
+            model, tokenizer = _load(config)
+        else:
+            patch(model)
+        self.tokenizer = tokenizer
+        self._text_tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
+        self._runner = ModelRunner(model, config)
+        num_pages, self.max_model_len = _sizes(config, self._runner)
+        self._runner.allocate(num_pages, self.max_model_len)
+        self.config = replace(
+            config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=self.max_model_len
+        )
+        log.info("KV cache: %d pages of %d tokens, max_model_len %d", num_pages, config.page_size, self.max_model_len)
+        self._scheduler = Scheduler(
+            PageTable(num_pages, config.page_size, prefix_caching=config.prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._eos_ids = _eos_ids(model)
+        self._depth = 1 if model.device.type == "cuda" else 0
+        self._inflight: deque[tuple[ScheduledBatch, PendingTokens]] = deque()
+        self._streams: dict[str, TextStream] = {}
+        self._serial = count()
+        self._random = random.Random(self.config.seed)
+        self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
+
+    def add_request(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0
+    ) -> None:
+        """Queue a request. A lower priority value is served sooner.
+
+        Raises ValueError for a prompt that is empty, too long or not of this vocabulary, and for an id that is in use.
+        """
+        params = params or SamplingParams()
+        tokens = self.tokenize(prompt)
+        if params.stop and self._text_tokenizer is None:
+            raise ValueError("stop must be empty: this engine has no tokenizer")
+        room = self.max_model_len - len(tokens)
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        request = Request(
+            request_id=request_id,
+            prompt=tokens,
+            params=params,
+            max_tokens=min(room, params.max_tokens or room),
+            seed=seed,
+            end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
+            rank=(time.monotonic() + PRIORITY_SECONDS * priority, next(self._serial)),
+        )
+        self._scheduler.add(request)
+        if self._text_tokenizer is not None:
+            self._streams[request_id] = TextStream(self._text_tokenizer, tokens, params.stop)
+
+    def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
+        """A prompt as this engine's token ids, checked. Safe to call from any thread."""
+        if isinstance(prompt, str):
+            if self._text_tokenizer is None:
+                raise ValueError("prompt must be token ids: this engine has no tokenizer")
+            tokens: list[int] = self._text_tokenizer.encode(prompt).ids
+        else:
+            tokens = list(prompt)
+            vocab = self._runner.vocab_size
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+                raise ValueError(f"prompt must hold token ids from 0 to {vocab - 1}, got {min(tokens)} to {max(tokens)}")
+        if not tokens:
+            raise ValueError("prompt must have at least one token, got none")
+        if len(tokens) >= self.max_model_len:
+            raise ValueError(
+                f"prompt must be shorter than max_model_len = {self.max_model_len} tokens, to leave room for an answer, "
+                f"got {len(tokens)}"
+            )
+        return tokens
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request; its pages are free when this returns. None if it has ended already or never was."""
+        request = self._scheduler.abort(request_id)
+        return None if request is None else self._output(request)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._scheduler.requests or self._inflight)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step and return what requests gained, at most one output for each."""
+        outputs = []
+        batch = self._scheduler.schedule()
+        if batch:
+            try:
+                self._inflight.append((batch, self._runner.launch(batch)))
+                self._num_steps += 1
+            except torch.OutOfMemoryError as error:
+                outputs += self._shrink(batch, error)
+            except Exception as error:
+                outputs += self._fail(batch, error)
+        if self._inflight and (len(self._inflight) > self._depth or not batch):
+            outputs += self._commit(*self._inflight.popleft())
+        return outputs
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Answers to all prompts, in their order; `params` for all, or one for each. Other requests' outputs are lost."""
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"params must be one, or one for each of {len(prompts)} prompts, got {len(params)}")
+        ids = [f"generate-{next(self._serial)}" for _ in prompts]
+        whole: dict[str, RequestOutput] = {}
+        try:
+            for request_id, prompt, wanted in zip(ids, prompts, params, strict=True):
+                self.add_request(request_id, prompt, wanted)
+            while self.has_unfinished():
+                for output in self.step():
+                    if output.request_id in whole:
+                        whole[output.request_id].absorb(output)
+                    else:
+                        whole[output.request_id] = output
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+        return [_completion(whole[request_id]) for request_id in ids]
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_pages=scheduler.pages.num_pages,
+            num_pages_used=scheduler.pages.num_held,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_preemptions=scheduler.num_preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that every page and slot is accounted for."""
+        self._scheduler.check_integrity()
+
+    def _commit(self, batch: ScheduledBatch, pending: PendingTokens) -> list[RequestOutput]:
+        try:
+            tokens = pending.tokens()
+        except Exception as error:
+            return self._fail(batch, error)
+        running = [chunk.request for chunk in batch.chunks if not chunk.request.finished]
+        gained = dict(self._scheduler.commit(batch, tokens))
+        self._num_output_tokens += len(gained)
+        # a request whose logits were not finite has ended without a token
+        return [self._output(r, gained.get(r)) for r in running if r in gained or r.finished]
+
+    def _output(self, request: Request, token: int | None = None) -> RequestOutput:
+        """What `request` gained by a token (None: nothing, it has just ended), as text too."""
+        text = ""
+        stream = self._streams.get(request.request_id)
+        if stream is not None and token is not None and token not in request.end_ids:
+            text = stream.push(token)
+            if stream.stopped and request.finished:
+                request.finish_reason = "stop"
+            elif stream.stopped:
+                self._scheduler.finish(request, "stop")
+        if request.finished and stream is not None:
+            text += stream.flush()
+            del self._streams[request.request_id]
+        if token is not None and request.num_output_tokens == 1:
+            self._num_prompt_tokens += len(request.prompt)
+            self._num_cached_tokens += request.num_cached_tokens
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt,
+            text=text,
+            token_ids=[] if token is None else [token],
+            finished=request.finished,
+            finish_reason=request.finish_reason,
+            error=request.error,
+            num_prompt_tokens=len(request.prompt),
+            num_output_tokens=request.num_output_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
+        """The device has no room for such a step: try again with half as many tokens, from now on."""
+        if batch.num_tokens == 1:
+            return self._fail(batch, error)
+        self._scheduler.rollback(batch)
+        self._scheduler.max_num_batched_tokens = batch.num_tokens // 2
+        torch.cuda.empty_cache()
+        log.warning("out of memory in a step of %d tokens: steps have at most half of that from now on", batch.num_tokens)
+        return []
+
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
+        if isinstance(error, torch.AcceleratorError):
+            raise error  # the device is lost: nothing more can be computed in this process
+        log.exception("a step failed; its %d requests end with an error", len(batch.chunks), exc_info=error)
+        failed = self._scheduler.fail(batch, f"the step failed: {type(error).__name__}: {error}")
+        return [self._output(request) for request in failed]
+
+
+PRIORITY_SECONDS = 10.0  # a request of priority p is served as if it had come p times so much later: nobody starves
+
+
+def _completion(output: RequestOutput) -> Completion:
+    assert output.finish_reason is not None
+    return Completion(
+        output.prompt_token_ids, output.text, output.token_ids, output.finish_reason, output.error, output.num_cached_tokens
+    )
+
+
+def _load(config: EngineConfig) -> tuple[PreTrainedModel, Any]:
+    path = config.model_path()
+    start = time.perf_counter()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=config.dtype, attn_implementation=NAME)
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    cast(torch.nn.Module, model).to(device)
+    log.info("weights: %s on %s in %.1f s", config.model_name, device, time.perf_counter() - start)
+    return model, tokenizer
+
+
+def _sizes(config: EngineConfig, runner: ModelRunner) -> tuple[int, int]:
+    """num_pages and max_model_len, from the settings, the model and the memory."""
+    own_limit = getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
+    length = config.max_model_len or own_limit
+    if length is None:
+        raise ValueError("max_model_len must be given: the model's config has no max_position_embeddings")
+    if own_limit is not None and length > own_limit:
+        raise ValueError(f"max_model_len must be at most {own_limit}, the model's max_position_embeddings, got {length}")
+    num_pages = config.num_pages or runner.fit_num_pages(config, length)
+    capacity = num_pages * config.page_size
+    if config.max_model_len is not None and length > capacity:
+        raise ValueError(
+            f"max_model_len must be at most {capacity}, what {num_pages} pages of {config.page_size} tokens hold, got {length}"
+        )
+    return num_pages, min(length, capacity)
+
+
+def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens that end an answer, as model.generate takes them."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)

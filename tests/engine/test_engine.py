@@ -1,0 +1,277 @@
+"""The engine on tiny models: the tokens are those of model.generate whatever happens to the batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+
+from .conftest import CONFIGS, VOCAB, greedy, make_model
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+
+
+def prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"max_num_batched_tokens": 11}, id="chunked"),
+        pytest.param({"num_pages": 16, "max_model_len": 64}, id="preempted"),
+        pytest.param({"num_pages": 19, "max_model_len": 50, "max_num_batched_tokens": 7, "page_size": 3}, id="all"),
+    ],
+)
+def test_greedy_tokens_are_those_of_generate(make_engine, family, settings) -> None:
+    reference = make_model(family)
+    asked = prompts(10)
+    engine = make_engine(family, **settings)
+    completions = engine.generate(asked, GREEDY)
+    assert [c.token_ids for c in completions] == [greedy(reference, prompt, 12) for prompt in asked]
+    assert {c.finish_reason for c in completions} == {"length"}
+    if "num_pages" in settings:
+        assert engine.stats().num_preemptions > 0
+    engine.check_integrity()
+    assert engine.stats().num_pages_used == 0
+
+
+def test_a_prefix_cache_hit_changes_nothing(make_engine) -> None:
+    engine = make_engine()
+    prompt = prompts(1)[0][:5] * 4
+    first, again = (engine.generate([prompt], GREEDY)[0] for _ in range(2))
+    # 20 tokens are 5 pages of 4; the last is computed in any case
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 16)
+    longer = [*prompt, *first.token_ids, 7, 8]
+    hit = engine.generate([longer], GREEDY)[0]
+    assert hit.num_cached_tokens == 28, "the pages of an answer are kept too"
+    assert first.token_ids == again.token_ids == greedy(make_model(), prompt, 12)
+    assert hit.token_ids == greedy(make_model(), longer, 12)
+    stats = engine.stats()
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_output_tokens) == (20 + 20 + 34, 16 + 28, 36)
+
+
+def test_requests_with_one_beginning_share_it_in_one_step(make_engine) -> None:
+    engine = make_engine()
+    head = list(range(2, 22))
+    asked = [[*head, last] for last in (30, 31, 32, 30)]
+    completions = engine.generate(asked, GREEDY)
+    assert [c.num_cached_tokens for c in completions] == [0, 20, 20, 20]
+    reference = make_model()
+    assert [c.token_ids for c in completions] == [greedy(reference, prompt, 12) for prompt in asked]
+
+
+def test_prefix_caching_can_be_turned_off(make_engine) -> None:
+    engine = make_engine(prefix_caching=False)
+    completions = engine.generate([[1] * 20] * 2, GREEDY) + engine.generate([[1] * 20], GREEDY)
+    assert [c.num_cached_tokens for c in completions] == [0, 0, 0]
+    assert len({tuple(c.token_ids) for c in completions}) == 1
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_any_batch(make_engine) -> None:
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=7)
+    prompt, *others = prompts(8)
+    alone = make_engine().generate([prompt], params)[0].token_ids
+    for settings in ({}, {"max_num_batched_tokens": 9}, {"num_pages": 16, "max_model_len": 64}):
+        engine = make_engine(**settings)
+        mixed = engine.generate([*others, prompt], [GREEDY, SamplingParams(max_tokens=20, top_p=0.8)] + [GREEDY] * 5 + [params])
+        assert mixed[-1].token_ids == alone
+    assert make_engine().generate([prompt], SamplingParams(max_tokens=16, seed=8))[0].token_ids != alone
+
+
+def test_requests_without_a_seed_differ_and_follow_the_engine_seed(make_engine) -> None:
+    params = SamplingParams(max_tokens=16)
+    one, same, other = (make_engine(seed=seed).generate([[5, 6]] * 2, params) for seed in (1, 1, 2))
+    assert one[0].token_ids != one[1].token_ids
+    assert [c.token_ids for c in one] == [c.token_ids for c in same]
+    assert [c.token_ids for c in one] != [c.token_ids for c in other]
+
+
+def test_end_tokens_end_an_answer(make_engine) -> None:
+    prompt = [3, 4, 5]
+    expected = greedy(make_model(), prompt, 12)
+    index = next(i for i, token in enumerate(expected) if token not in expected[:i] and i > 2)
+    model = make_model()
+    model.generation_config.eos_token_id = [expected[index], 1]
+    engine = make_engine(model=model)
+    by_eos, ignored = engine.generate([prompt] * 2, [GREEDY, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)])
+    by_id = make_engine().generate([prompt], SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(expected[index],)))[0]
+    for completion in (by_eos, by_id):
+        assert (completion.token_ids, completion.finish_reason) == (expected[: index + 1], "stop")
+        assert completion.text == by_eos.text
+    assert (ignored.token_ids, ignored.finish_reason) == (expected, "length")
+
+
+def test_text_is_what_the_tokenizer_writes_after_the_prompt(make_engine, tokenizer) -> None:
+    engine = make_engine()
+    prompt = tokenizer.encode("the quick")
+    completion = engine.generate(["the quick"], SamplingParams(max_tokens=40, seed=3))[0]
+    assert completion.prompt_token_ids == prompt
+    whole = tokenizer.decode(prompt + completion.token_ids, skip_special_tokens=True)
+    assert whole.rstrip("\ufffd") == ("the quick" + completion.text).rstrip("\ufffd")
+
+
+def test_a_stop_string_ends_the_answer_before_itself(make_engine, tokenizer) -> None:
+    params = SamplingParams(max_tokens=40, seed=3)
+    text = make_engine().generate(["the quick"], params)[0].text
+    middle = len(text) // 2
+    stop = text[middle : middle + 5]
+    engine = make_engine()
+    stopped = engine.generate(["the quick"], SamplingParams(max_tokens=40, seed=3, stop=("never", stop)))[0]
+    assert stopped.text == text[: text.index(stop)]
+    assert stopped.finish_reason == "stop"
+    assert len(stopped.token_ids) < 40
+    engine.check_integrity()
+    assert engine.stats().num_pages_used == 0
+
+
+def test_an_answer_is_cut_at_the_length_of_the_model(make_engine) -> None:
+    engine = make_engine(max_model_len=20)
+    for max_tokens in (None, 1000):
+        completion = engine.generate([[1] * 15], SamplingParams(max_tokens=max_tokens, temperature=0.0))[0]
+        assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        pytest.param([1] * 20, "shorter than max_model_len = 20 tokens.*got 20", id="long"),
+        pytest.param("the quick brown fox " * 20, "shorter than max_model_len = 20", id="long text"),
+        pytest.param([], "at least one token", id="empty"),
+        pytest.param("", "at least one token", id="empty text"),
+        pytest.param([VOCAB], f"from 0 to {VOCAB - 1}", id="large"),
+        pytest.param([-1], "from 0 to", id="negative"),
+    ],
+)
+def test_a_bad_prompt_is_refused(make_engine, prompt, message) -> None:
+    engine = make_engine(max_model_len=20)
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("bad", prompt)
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1),
+        ("seed", 2**63), ("stop", ("",)), ("stop", "text"), ("stop_token_ids", (-1,)),
+    ],
+)  # fmt: skip
+def test_bad_sampling_parameters_name_the_field(field, value) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_settings_that_cannot_work_are_refused_with_numbers(make_engine) -> None:
+    with pytest.raises(ValueError, match=r"max_model_len must be at most 64.*16 pages of 4 tokens.*got 65"):
+        make_engine(num_pages=16, max_model_len=65)
+    with pytest.raises(ValueError, match=r"at most 256.*max_position_embeddings, got 257"):
+        make_engine(max_model_len=257)
+    assert make_engine(num_pages=16).max_model_len == 64
+    assert make_engine(num_pages=None, max_num_seqs=2).config.num_pages == 2 * 256 // 4
+    for field, value in (("page_size", 0), ("dtype", "int8"), ("gpu_memory_utilization", 1.5)):
+        with pytest.raises(ValueError, match=field):
+            EngineConfig(**{field: value})
+
+
+def test_abort_frees_pages_at_once(make_engine) -> None:
+    engine = make_engine(max_num_seqs=2)
+    for name in ("running", "other", "waiting"):
+        engine.add_request(name, [1, 2, 3], GREEDY)
+    engine.step()
+    held = engine.stats().num_pages_used
+    output = engine.abort("running")
+    assert (output.finished, output.finish_reason, output.num_output_tokens) == (True, "abort", 1)
+    assert engine.stats().num_pages_used < held
+    assert engine.abort("waiting").finish_reason == "abort"
+    assert engine.abort("running") is None
+    engine.check_integrity()
+    outputs = [output for _ in range(20) for output in engine.step()]
+    assert {output.request_id for output in outputs} == {"other"}
+    assert outputs[-1].finished
+    assert not engine.has_unfinished()
+
+
+def test_a_failed_step_fails_its_requests_and_no_others(make_engine, monkeypatch, caplog) -> None:
+    engine = make_engine(max_num_seqs=2)
+    expected = greedy(make_model(), [9, 9], 12)
+    for name, prompt in (("a", [1]), ("b", [2]), ("c", [9, 9])):
+        engine.add_request(name, prompt, GREEDY)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("fa_serve.engine.model_runner.paged_forward", lambda *_: (_ for _ in ()).throw(KeyError("broken")))
+        outputs = engine.step()
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", "error"), ("b", "error")]
+    assert "KeyError: 'broken'" in outputs[0].error
+    assert "2 requests end with an error" in caplog.text
+    engine.check_integrity()
+    tokens = [token for _ in range(12) for output in engine.step() for token in output.token_ids]
+    assert tokens == expected
+    # what the failed step should have written is not taken from the prefix cache
+    assert engine.generate([[1]], GREEDY)[0].token_ids == greedy(make_model(), [1], 12)
+
+
+def test_out_of_memory_makes_steps_smaller_and_loses_nothing(make_engine, monkeypatch, caplog) -> None:
+    engine = make_engine(max_num_batched_tokens=64)
+    asked = prompts(6)
+    real = engine._runner.launch
+
+    def launch(batch):
+        if batch.num_tokens > 20:
+            raise torch.OutOfMemoryError("too large")
+        return real(batch)
+
+    monkeypatch.setattr(engine._runner, "launch", launch)
+    completions = engine.generate(asked, GREEDY)
+    reference = make_model()
+    assert [c.token_ids for c in completions] == [greedy(reference, prompt, 12) for prompt in asked]
+    assert "out of memory in a step of 64 tokens" in caplog.text
+    engine.check_integrity()
+
+
+def test_logits_that_are_not_numbers_fail_one_request(make_engine) -> None:
+    model = make_model()
+    poison = VOCAB - 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = float("nan")
+    engine = make_engine(model=model)
+    good, bad = engine.generate([[1, 2], [1, poison]], GREEDY)
+    assert (bad.finish_reason, bad.token_ids) == ("error", [])
+    assert "not finite" in bad.error
+    assert good.token_ids == greedy(make_model(), [1, 2], 12)
+    engine.check_integrity()
+
+
+def test_priority_goes_first_and_waiting_makes_up_for_it(make_engine, monkeypatch) -> None:
+    engine = make_engine(max_num_seqs=1)
+    now = [0.0]
+    monkeypatch.setattr("fa_serve.engine.engine.time.monotonic", lambda: now[0])
+    for name, priority, at in (("low", 1, 0.0), ("normal", 0, 1.0), ("late", 0, 11.0)):
+        now[0] = at
+        engine.add_request(name, [1], SamplingParams(max_tokens=1), priority=priority)
+    assert [output.request_id for _ in range(3) for output in engine.step()] == ["normal", "low", "late"]
+
+
+def test_loading_from_a_folder(model_folder) -> None:
+    engine = Engine(EngineConfig(model=model_folder, device="cpu", num_pages=32))
+    assert (engine.config.dtype, engine.config.device, engine.config.max_model_len) == ("float32", "cpu", 256)
+    assert engine.config.model_name == model_folder.name
+    prompt = engine.tokenizer.encode("the fox")
+    assert engine.generate(["the fox"], GREEDY)[0].token_ids == greedy(make_model(), prompt, 12)
+
+
+def test_without_a_tokenizer_there_are_only_tokens() -> None:
+    engine = Engine(EngineConfig(device="cpu", num_pages=32), model=make_model())
+    completion = engine.generate([[1, 2]], GREEDY)[0]
+    assert (completion.text, completion.token_ids) == ("", greedy(make_model(), [1, 2], 12))
+    with pytest.raises(ValueError, match="must be token ids"):
+        engine.generate(["text"])
+    with pytest.raises(ValueError, match="stop must be empty"):
+        engine.generate([[1]], SamplingParams(stop=("x",)))
+    assert not engine.has_unfinished()
