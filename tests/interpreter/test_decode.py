@@ -1,6 +1,6 @@
 """Split-KV decode in Triton's interpreter against the float64 oracle: every option, odd shapes, poisoned pages.
 
-Lengths on the device decide how the work is cut, so most cases mix lengths: none, one, a page more or less, 20 times the others.
+Lengths on the device decide how the work is cut, so most cases mix lengths: none, one, odd ones, 20 times the others.
 The interpreter computes in NumPy, which has no bfloat16: that is left to the GPU suite.
 """
 
@@ -20,7 +20,6 @@ from fa_serve.testing import (
     eager_attention,
     make_paged,
 )
-
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,12 @@ def make(case: Case):
         tuple(x.double() if d is None else x.double() * d.double()[:, None] for x, d in zip(pair, descales, strict=True))
         for pair in zip(keys, values, strict=True)
     ]
-    options = dict(
-        block_table=block_table, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens(case.q_lens), max_seqlen_q=max(case.q_lens),
-        max_seqlen_k=max(*case.kv_lens, 1), softmax_scale=case.head_dim**-0.5, window_size=case.window_size,
-        softcap=case.softcap, sinks=draw(num_heads) if case.sinks else None, k_descale=descales[0], v_descale=descales[1],
-        num_splits=case.num_splits, out=None, return_lse=True,
-    )  # fmt: skip
+    options = {
+        "block_table": block_table, "seqused_k": seqused_k, "cu_seqlens_q": cu_seqlens(case.q_lens),
+        "max_seqlen_q": max(case.q_lens), "max_seqlen_k": max(*case.kv_lens, 1), "softmax_scale": case.head_dim**-0.5,
+        "window_size": case.window_size, "softcap": case.softcap, "sinks": draw(num_heads) if case.sinks else None,
+        "k_descale": descales[0], "v_descale": descales[1], "num_splits": case.num_splits, "out": None, "return_lse": True,
+    }  # fmt: skip
     return q, k_cache, v_cache, dense, options
 
 
@@ -120,22 +119,23 @@ def test_options(case: Case):
 
 
 SHAPES = [
-    pytest.param(Case(heads=heads, head_dim=d, head_dim_v=dv, page_size=page, dtype=dtype, num_splits=splits, kv_lens=(63, 1, 190)),
-                 id=f"HQ{heads[0]}-HKV{heads[1]}-D{d}-DV{dv or d}-P{page}-{str(dtype)[6:]}-S{splits}")  # fmt: skip
-    for heads, d, dv, page, dtype, splits in (
-        ((4, 4), 64, 0, 1, torch.float16, 0),
-        ((7, 1), 80, 0, 16, torch.float16, 2),
-        ((8, 1), 128, 0, 256, torch.float16, 0),
-        ((6, 2), 96, 0, 33, torch.float16, 0),
-        ((4, 2), 192, 128, 64, torch.float16, 3),
-        ((2, 1), 256, 0, 32, torch.float16, 0),
-        ((71, 1), 64, 0, 16, torch.float16, 0),
-        ((2, 2), 5, 9, 16, torch.float32, 0),
-    )
+    Case(heads=(4, 4), head_dim=64, page_size=1, dtype=torch.float16),
+    Case(heads=(7, 1), head_dim=80, num_splits=2, dtype=torch.float16),
+    Case(heads=(8, 1), head_dim=128, page_size=256),
+    Case(heads=(6, 2), head_dim=96, page_size=33, dtype=torch.float16),
+    Case(heads=(4, 2), head_dim=192, head_dim_v=128, page_size=64, num_splits=3, dtype=torch.float16),
+    Case(heads=(2, 1), head_dim=256, page_size=32, dtype=torch.float16),
+    Case(heads=(71, 1), head_dim=64),
+    Case(heads=(2, 2), head_dim=5, head_dim_v=9),
 ]
 
 
-@pytest.mark.parametrize("case", SHAPES)
+def shape_id(case: Case) -> str:
+    heads, dims = case.heads, f"D{case.head_dim}-DV{case.head_dim_v or case.head_dim}"
+    return f"HQ{heads[0]}-HKV{heads[1]}-{dims}-P{case.page_size}-{str(case.dtype)[6:]}-S{case.num_splits}"
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=shape_id)
 def test_shapes(case: Case):
     check(case)
 

@@ -1,22 +1,22 @@
 """Split-KV flash decoding over a paged cache: few queries, many keys (Dao et al. 2023, "Flash-Decoding").
 
 One program holds the queries of one KV head, up to BLOCK_M packed (token, query head) rows, and walks one piece of one
-sequence's keys. Pieces are cut on the device from the lengths there, so that one captured CUDA graph is right for every length:
+sequence's keys. Pieces are cut on the device, from the lengths there, so one captured CUDA graph is right for every length:
 
-- balanced (`num_splits == 0`): the batch's key blocks are cut in about `parts` equal shares, so a sequence 20 times longer gets 20
-  times the programs. Each program finds its piece with a prefix sum over the batch.
-- fixed (`num_splits > 0`, or a batch of one): each sequence is cut in `parts` pieces by its own length alone, in tiles that depend
-  on nothing but the heads and the dtype: a row's result is bitwise the same whatever else is in the batch.
+- balanced (`num_splits == 0`): the batch's key blocks are cut in about `parts` equal shares, so a sequence 20 times longer gets
+  20 times the programs. Each program finds its piece with a prefix sum over the batch.
+- fixed (`num_splits > 0`, or a batch of one): each sequence is cut in `parts` pieces by its own length. With `num_splits` given
+  the tile, too, depends on nothing but heads and dtypes: a row's result is bitwise the same whatever else is in the batch.
 
-A sequence of one piece is written at once; the others leave (out, lse) per piece, which `_combine` merges. On Hopper and later both
-kernels are launched programmatically: the next starts while this one drains, and waits for its results with griddepcontrol.
+A sequence of one piece is written at once; the others leave (out, lse) per piece, which `_combine` merges. On Hopper and later
+both kernels are launched programmatically: the next starts while this one drains, and waits for its results (griddepcontrol).
 Left out: long prompts (forward.py) and writing the cache (kv_cache.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -93,7 +93,7 @@ def _pipeline_bytes(arch: int) -> int:
 
 @triton.jit
 def _wait_for_previous_kernel(PDL: tl.constexpr):
-    """Every program must wait, those with nothing to do as well: the next kernel takes our end as that of our predecessor too."""
+    """Every program waits, one with nothing to do as well: the next kernel takes our end for that of our predecessor too."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -114,7 +114,10 @@ def _balanced_pieces(
     used_k_ptr, cu_q_ptr, batch, parts, min_blocks, window_left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
     BATCH_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """-> sequence numbers and their pieces [BATCH_BLOCK]. At most parts + batch in all: ceil(n / share), share = ceil(sum n / parts)."""
+    """-> sequence numbers and how many pieces each gets [BATCH_BLOCK].
+
+    ceil(blocks / share) with share = ceil(all blocks / parts): at most parts + batch pieces in all.
+    """
     index = tl.arange(0, BATCH_BLOCK)
     live = index < batch
     q_len = tl.load(cu_q_ptr + index + 1, mask=live, other=0) - tl.load(cu_q_ptr + index, mask=live, other=0)
@@ -125,7 +128,9 @@ def _balanced_pieces(
     return index, tl.where(q_len > 0, tl.maximum((blocks + share - 1) // share, 1), 0)
 
 
-@triton.jit(do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "window_left", "window_right"]
+)
 def _decode(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, table_ptr, used_k_ptr, cu_q_ptr, sinks_ptr,
     k_descale_ptr, v_descale_ptr, scale, softcap, batch, units, tiles_per_head, unit_rows, parts, min_blocks, window_left,
@@ -184,13 +189,13 @@ def _decode(
         descale_v = tl.load(v_descale_ptr + head_kv)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
         # a sink is one more key that has a score and no value: the first piece starts from it
         sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
-        m = tl.where(part == 0, sink, m)
-        l = tl.where(part == 0, 1.0, l)
+        row_max = tl.where(part == 0, sink, row_max)
+        row_sum = tl.where(part == 0, 1.0, row_sum)
 
     offset = kv_len - q_len
     begin = first_block + blocks * part // num_parts
@@ -212,18 +217,15 @@ def _decode(
         k_ptrs = k_ptr + (page64 * stride_kp + slot * stride_kt)[:, None] + offs_d[None, :]
         k = tl.load(k_ptrs, mask=owned & (offs_d < DIM)[None, :], other=0.0)
         s = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
-        if HAS_SOFTCAP:
-            s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
-        else:
-            s = s * (scale * LOG2E)
+        s = softcap_scores(s, scale, softcap, PRECISION == "ieee") if HAS_SOFTCAP else s * (scale * LOG2E)
         keep = window_keep(rows // GROUPS + offset, cols, kv_len, window_left, window_right, HAS_LEFT, HAS_RIGHT)
         s = tl.where(keep, s, float("-inf"))
-        p, m, l, alpha = online_softmax_update(s, m, l)
+        p, row_max, row_sum, alpha = online_softmax_update(s, row_max, row_sum)
         v_ptrs = v_ptr + (page64 * stride_vp + slot * stride_vt)[:, None] + offs_dv[None, :]
         v = tl.load(v_ptrs, mask=owned & (offs_dv < DIM_V)[None, :], other=0.0).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
-    inverse, lse = finish_softmax(m, l)
+    inverse, lse = finish_softmax(row_max, row_sum)
     out = acc * (inverse * descale_v)[:, None]
     keep_out = live[:, None] & (offs_dv < DIM_V)[None, :]
     if num_parts == 1:
@@ -237,10 +239,12 @@ def _decode(
         tl.store(part_lse_ptr + slot, lse, mask=live)
 
 
-@triton.jit(do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "window_left", "blocks_per_seq"])
+@triton.jit(
+    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "window_left", "blocks_per_seq"]
+)
 def _combine(
-    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, used_k_ptr, cu_q_ptr, batch, units, tiles_per_head, unit_rows, parts, min_blocks,
-    window_left, blocks_per_seq, stride_ot, stride_oh, stride_lh,
+    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, used_k_ptr, cu_q_ptr, batch, units, tiles_per_head, unit_rows, parts,
+    min_blocks, window_left, blocks_per_seq, stride_ot, stride_oh, stride_lh,
     GROUPS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BATCH_BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BALANCED: tl.constexpr,
     HAS_LEFT: tl.constexpr, PDL: tl.constexpr,
@@ -269,8 +273,8 @@ def _combine(
     offs_p = tl.arange(0, BLOCK_PARTS)
     offs_dv = tl.arange(0, BLOCK_DV)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
-    m = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_ROWS], tl.float32)
+    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     for start in tl.range(0, num_parts, BLOCK_PARTS):
         part = start + offs_p
         keep = (part < num_parts)[:, None] & live[None, :]
@@ -278,15 +282,15 @@ def _combine(
         lse = tl.load(part_lse_ptr + at, mask=keep, other=float("-inf")) * LOG2E
         out = tl.load(part_out_ptr + at[:, :, None] * DIM_V + offs_dv[None, None, :],
                       mask=keep[:, :, None] & (offs_dv < DIM_V)[None, None, :], other=0.0)  # fmt: skip
-        m_new = tl.maximum(m, tl.max(lse, 0))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(lse - m_safe[None, :])
-        alpha = tl.exp2(m - m_safe)
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(lse - safe_max[None, :])
+        alpha = tl.exp2(row_max - safe_max)
         acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], 0)
-        l = l * alpha + tl.sum(weight, 0)
-        m = m_new
+        row_sum = row_sum * alpha + tl.sum(weight, 0)
+        row_max = new_max
 
-    inverse, lse = finish_softmax(m, l)
+    inverse, lse = finish_softmax(row_max, row_sum)
     token = tl.load(cu_q_ptr + seq).to(tl.int64) + rows // GROUPS
     head = (unit // tiles_per_head).to(tl.int64) * GROUPS + rows % GROUPS
     out_ptrs = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + offs_dv[None, :]
@@ -297,9 +301,9 @@ def _combine(
 
 def launch_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int], softcap: float, sinks: Tensor | None,
-    k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int, out: Tensor | None, return_lse: bool,
-    tiles: DecodeTiles | None = None,
+    max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int], softcap: float,
+    sinks: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int, out: Tensor | None,
+    return_lse: bool, tiles: DecodeTiles | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Arguments as in `fa_serve.attention_paged`. One launch, and a second one if any sequence may be cut in pieces.
 
@@ -307,8 +311,7 @@ def launch_decode(
     """
     total_q, num_heads, dim = q.shape
     num_kv_heads, dim_v, batch = k_cache.shape[2], v_cache.shape[3], seqused_k.shape[0]
-    max_seqlen_q = max(max_seqlen_q, 1)
-    arch = spec.arch_of(q.device)
+    groups, max_seqlen_q, arch = num_heads // num_kv_heads, max(max_seqlen_q, 1), spec.arch_of(q.device)
     if tiles is None:
         tiles = decode_tiles(
             arch, _num_sms(q.device), q.element_size(), k_cache.element_size(), dim, dim_v, num_heads, num_kv_heads, batch,
@@ -317,39 +320,39 @@ def launch_decode(
     q = q if q.stride(2) == 1 else q.contiguous()
     result = q.new_empty(total_q, num_heads, dim_v) if out is None or out.stride(2) != 1 else out
     lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=q.device) if return_lse else None
-    groups = num_heads // num_kv_heads
+    if batch == 0:
+        return result if out is None else out, lse
+
     tiles_per_head = -(-groups * max_seqlen_q // tiles.block_m)
     units, unit_rows = num_kv_heads * tiles_per_head, min(tiles.block_m, groups * max_seqlen_q)
     pieces = batch + tiles.parts if tiles.balanced else batch * tiles.parts
-    split = tiles.balanced or tiles.parts > 1
     part_out = part_lse = None
-    if split:
+    if tiles.balanced or tiles.parts > 1:
         part_out = torch.empty(pieces * units * unit_rows, dim_v, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(pieces * units * unit_rows, dtype=torch.float32, device=q.device)
-    block_dv, batch_block = padded_dim(dim_v), _batch_block(batch) if tiles.balanced else 1
-    has_left, pdl = window_size[0] >= 0, arch >= 90
-    options = {"launch_pdl": True} if pdl else {}
-    stride_lh = 0 if lse is None else lse.stride(0)
-    if batch > 0:
-        _decode[(pieces * units,)](
-            q, k_cache, v_cache, result, lse, part_out, part_lse, block_table, seqused_k, cu_seqlens_q, sinks, k_descale, v_descale,
-            softmax_scale, softcap, batch, units, tiles_per_head, unit_rows, tiles.parts, tiles.min_blocks, *window_size,
-            q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], result.stride(0), result.stride(1), stride_lh,
-            block_table.stride(0),
-            GROUPS=groups, DIM=dim, DIM_V=dim_v, BLOCK_D=padded_dim(dim), BLOCK_DV=block_dv, BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n, BATCH_BLOCK=batch_block, PAGE_SIZE=k_cache.shape[1], BALANCED=tiles.balanced,
-            HAS_LEFT=has_left, HAS_RIGHT=window_size[1] >= 0 and max_seqlen_q > 1, HAS_SOFTCAP=softcap != 0.0,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PDL=pdl,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
-        )  # fmt: skip
-    if batch > 0 and split:
+    block_dv = padded_dim(dim_v)
+    pdl = arch >= 90
+    plan = (batch, units, tiles_per_head, unit_rows, tiles.parts, tiles.min_blocks, window_size[0])
+    out_strides = (result.stride(0), result.stride(1), 0 if lse is None else lse.stride(0))
+    options = {
+        "GROUPS": groups, "DIM_V": dim_v, "BLOCK_DV": block_dv, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+        "BATCH_BLOCK": _batch_block(batch) if tiles.balanced else 1, "BALANCED": tiles.balanced,
+        "HAS_LEFT": window_size[0] >= 0, "PDL": pdl, **({"launch_pdl": True} if pdl else {}),
+    }  # fmt: skip
+    _decode[(pieces * units,)](
+        q, k_cache, v_cache, result, lse, part_out, part_lse, block_table, seqused_k, cu_seqlens_q, sinks, k_descale, v_descale,
+        softmax_scale, softcap, *plan, window_size[1], q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *out_strides, block_table.stride(0),
+        DIM=dim, BLOCK_D=padded_dim(dim), PAGE_SIZE=k_cache.shape[1], HAS_RIGHT=window_size[1] >= 0 and max_seqlen_q > 1,
+        HAS_SOFTCAP=softcap != 0.0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
+    )  # fmt: skip
+    if part_out is not None:
         block_rows = max(1, 256 // block_dv)
         blocks_per_seq = -(-units * unit_rows // block_rows)
         _combine[(batch * blocks_per_seq,)](
-            part_out, part_lse, result, lse, seqused_k, cu_seqlens_q, batch, units, tiles_per_head, unit_rows, tiles.parts,
-            tiles.min_blocks, window_size[0], blocks_per_seq, result.stride(0), result.stride(1), stride_lh,
-            GROUPS=groups, DIM_V=dim_v, BLOCK_DV=block_dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BATCH_BLOCK=batch_block,
-            BLOCK_PARTS=32, BLOCK_ROWS=block_rows, BALANCED=tiles.balanced, HAS_LEFT=has_left, PDL=pdl, num_warps=4, **options,
+            part_out, part_lse, result, lse, seqused_k, cu_seqlens_q, *plan, blocks_per_seq, *out_strides,
+            BLOCK_PARTS=32, BLOCK_ROWS=block_rows, num_warps=4, **options,
         )  # fmt: skip
     if out is not None and result is not out:
         return out.copy_(result), lse
@@ -364,7 +367,7 @@ def _batch_block(batch: int) -> int:
     return block
 
 
-@lru_cache(maxsize=None)
+@cache
 def _num_sms(device: torch.device) -> int:
     """Streaming multiprocessors (compute units on ROCm) to fill; a few on the CPU, for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

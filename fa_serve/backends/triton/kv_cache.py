@@ -1,12 +1,11 @@
 """Write new keys and values into the paged cache, quantising on the way where the cache is float8_e4m3fn.
 
-One program per token and block of heads writes K and V together. A slot is looked up once; -1 skips the token. Any strides, as long
-as the caches' last dimension is contiguous. Left out: reading the cache (decode.py, forward.py).
+One program per token and block of heads writes K and V together. A slot is looked up once; -1 skips the token. Any strides, as
+long as the caches' last dimension is contiguous. Left out: reading the cache (decode.py, forward.py).
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,9 +18,9 @@ _TILE = 2048  # elements of K and of V per program: 16 bytes per thread in fligh
 
 @triton.jit
 def _copy_heads(
-    x_ptr, cache_ptr, descale_ptr, heads, num_heads, stride_xh, stride_xd, stride_ch, DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """cache[heads, :] = x[heads, :] / descale[heads], saturated: float8_e4m3fn has no infinity, and 448 is its largest value."""
+    x_ptr, cache_ptr, descale_ptr, heads, num_heads, stride_xh, stride_xd, stride_ch, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """cache[heads, :] = x[heads, :] / descale[heads], saturated: the largest float8_e4m3fn is 448, and the next is NaN."""
     offs_d = tl.arange(0, BLOCK_D)
     keep = (heads < num_heads)[:, None] & (offs_d < DIM)[None, :]
     x = tl.load(x_ptr + heads[:, None] * stride_xh + offs_d[None, :] * stride_xd, mask=keep)
@@ -35,9 +34,9 @@ def _copy_heads(
 @triton.jit
 def _store_kv(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_descale_ptr, v_descale_ptr, page_size, num_heads, head_blocks,
-    stride_kt, stride_kh, stride_kd, stride_vt, stride_vh, stride_vd, stride_kcp, stride_kct, stride_kch, stride_vcp, stride_vct,
-    stride_vch, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr,
-    PDL: tl.constexpr,
+    stride_kt, stride_kh, stride_kd, stride_vt, stride_vh, stride_vd, stride_kcp, stride_kct, stride_kch, stride_vcp,
+    stride_vct, stride_vch, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # as in decode.py: whoever follows may start, and waits for our end
@@ -50,15 +49,18 @@ def _store_kv(
         return
     page = slot // page_size
     position = slot % page_size
-    _copy_heads(k_ptr + token * stride_kt, k_cache_ptr + page * stride_kcp + position * stride_kct, k_descale_ptr, heads, num_heads,
-                stride_kh, stride_kd, stride_kch, DIM, BLOCK_D)  # fmt: skip
-    _copy_heads(v_ptr + token * stride_vt, v_cache_ptr + page * stride_vcp + position * stride_vct, v_descale_ptr, heads, num_heads,
-                stride_vh, stride_vd, stride_vch, DIM_V, BLOCK_DV)  # fmt: skip
+    k_cache_ptr += page * stride_kcp + position * stride_kct
+    v_cache_ptr += page * stride_vcp + position * stride_vct
+    k_ptr += token * stride_kt
+    v_ptr += token * stride_vt
+    _copy_heads(k_ptr, k_cache_ptr, k_descale_ptr, heads, num_heads, stride_kh, stride_kd, stride_kch, DIM, BLOCK_D)
+    _copy_heads(v_ptr, v_cache_ptr, v_descale_ptr, heads, num_heads, stride_vh, stride_vd, stride_vch, DIM_V, BLOCK_DV)
 
 
 def launch_store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_descale: Tensor | None, v_descale: Tensor | None
-) -> None:
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_descale: Tensor | None,
+    v_descale: Tensor | None,
+) -> None:  # fmt: skip
     """Arguments as in `fa_serve.store_kv`. One launch."""
     total, num_heads, dim = k.shape
     dim_v = v.shape[2]
