@@ -1,12 +1,61 @@
-"""Kernels for Hopper (sm90) alone, in Gluon: TMA, warp specialisation, wgmma. Not written yet: nothing is chosen from here."""
+"""Kernels for Hopper (sm90) alone, in Gluon: TMA, warp specialisation, wgmma.
+
+`forward` is attention over dense and packed keys; `producer` and `consumer` are its two kinds of warps and `shared` what they
+share; `schedule` deals tiles, `tiles` chooses their shape, `launch` keeps the host's part of a call short. Left out: paged keys,
+explicit masks and the backward pass, which the portable kernels have.
+
+Gluon is Triton's experimental layer and changes with every release, so the kernel modules are imported only under the release
+that they are written for.
+"""
 
 from __future__ import annotations
 
+import torch
+import triton
+from torch import Tensor
+
+from fa_serve.backends.hopper.tiles import HEAD_DIMS
 from fa_serve.spec import AttentionSpec
+
+GLUON_OF_TRITON = "3.6."
 
 
 class HopperBackend:
     name = "hopper"
 
     def supports(self, spec: AttentionSpec) -> str | None:
-        return "the Hopper kernels are not in this version"
+        if spec.device != "cuda" or spec.arch != 90:
+            return f"runs on Hopper (compute capability 9.0) alone, got {spec.device}" + (f" {spec.arch / 10}" if spec.arch else "")
+        if not triton.__version__.startswith(GLUON_OF_TRITON):
+            return f"is written in the Gluon of Triton {GLUON_OF_TRITON}x, got Triton {triton.__version__}"
+        if triton.knobs.runtime.interpret:
+            return "has no interpreter: TRITON_INTERPRET is set"
+        if spec.dtype not in (torch.float16, torch.bfloat16):
+            return f"computes float16 and bfloat16, got {str(spec.dtype)[6:]}"
+        if spec.layout == "paged":
+            return "reads dense and packed keys, not a paged cache"
+        if (spec.head_dim, spec.head_dim_v) not in HEAD_DIMS:
+            known = ", ".join(str(d) if d == dv else f"{d} with head_dim_v {dv}" for d, dv in HEAD_DIMS)
+            got = str(spec.head_dim) if spec.head_dim == spec.head_dim_v else f"{spec.head_dim} with {spec.head_dim_v}"
+            return f"has head_dim {known}, got {got}"
+        if spec.mask is not None:
+            return "takes causality and windows, not an explicit mask"
+        if spec.needs_grad:
+            return "has no backward pass, and q, k or v require gradients"
+        return None
+
+    def forward(self, q, k, v, *, mask, **options):
+        from fa_serve.backends.hopper.forward import launch_forward
+
+        return launch_forward(q, k, v, **options)
+
+    def forward_varlen(self, q, k, v, **options):
+        from fa_serve.backends.hopper.forward import launch_forward
+
+        return launch_forward(q, k, v, **options)
+
+    def forward_paged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, **options):
+        raise NotImplementedError("the Hopper kernel does not read a paged cache; supports() says so")
+
+    def store_kv(self, *args, **options):
+        raise NotImplementedError("the Hopper kernel has no paged cache; supports() says so")

@@ -40,7 +40,7 @@ def _tiles_above(blocks, q_len, kv_len, right, BLOCK_M: tl.constexpr, BLOCK_N: t
     return tl.where(kv_len > blocks * BLOCK_N, tl.maximum(tiles - first, 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "left", "right"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])
 def _tile_table(
     table_ptr, counter_ptr, cu_q_ptr, cu_k_ptr, batch, left, right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
@@ -115,10 +115,12 @@ def tile_table(
     slots = min((total_q + batch * (block_m - 1)) // block_m, batch * -(-max_seqlen_q // block_m))
     buffer = torch.empty((slots + 1) * RECORD, dtype=torch.int32, device=cu_seqlens_q.device)
     table, counter = buffer[: slots * RECORD], buffer[slots * RECORD :]
+    if slots == 0:
+        return table, counter, 0
     left, right = window_size
     key = (block_m, block_n, left >= 0, right >= 0, _CHUNK)
     launch(_tile_table, key, (slots, 1, 1), (table, counter, cu_seqlens_q, cu_seqlens_k, batch, left, right, *key),
-           num_warps=1)  # fmt: skip
+           cu_seqlens_q.device, num_warps=1)  # fmt: skip
     return table, counter, slots
 
 
@@ -140,6 +142,8 @@ class TileCounters:
         counter = None if capturing else self._by_stream.get(key)
         if counter is None:
             if device not in self._buffers:
+                if capturing:  # memory from inside a capture belongs to that graph
+                    return torch.zeros(1, dtype=torch.int32, device=device)
                 self._buffers[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
             index = self._taken % _COUNTERS
             self._taken += 1

@@ -57,7 +57,7 @@ class TileConfig:
     def registers(self) -> tuple[int, int]:
         """(at launch for every thread, of a consumer thread after setmaxnreg); the producer warp keeps 24."""
         warpgroups = self.groups + 1
-        launch = min(65536 // (128 * warpgroups * self.blocks_per_sm) // 8 * 8, 255)
+        launch = min(65536 // (128 * warpgroups * self.blocks_per_sm) // 8 * 8, 240)
         consumer = min((launch * warpgroups - 24) // self.groups // 8 * 8, 240)
         return launch, consumer
 

@@ -1,0 +1,264 @@
+"""Attention forward for Hopper (sm90) in Gluon, after FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+
+A block has one producer warp and two or three consumer warpgroups of 64 query rows each, and works on one tile at a time:
+
+    producer   deals tiles (see `schedule`), and copies Q, K and V to shared memory with the tensor memory accelerator (TMA)
+    consumers  S = Q K^T and O += P V as asynchronous warpgroup MMAs (wgmma), softmax in registers, O out through TMA
+
+K and V go through rings of `stages` blocks, Q (and the record that says which tile it is) through a ring of `q_stages`; each slot
+has a "full" and an "empty" mbarrier. Within a warpgroup a step's S is issued before the previous step's P V and both run under
+the softmax; across tiles the next tile's first S is issued under this tile's last P V, and the epilogue runs under it; between
+warpgroups `pingpong` hands the tensor cores around. Scores are in base 2, the output is scaled once at the end.
+
+Packed sequences are bounded by the hardware: descriptors are ragged (Triton's `tools.ragged_tma`), rows past a sequence's end
+read as zero and are not written, so a neighbour's NaN can neither be read nor overwritten, and no tile needs a slow path.
+
+Left out: paged keys, explicit masks, the backward pass. `head_dim` 96 runs at the cost of 128.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.runtime.driver import driver
+
+from fa_serve.backends.hopper.consumer import consumer
+from fa_serve.backends.hopper.launch import Descriptor, launch
+from fa_serve.backends.hopper.producer import producer
+from fa_serve.backends.hopper.schedule import TileCounters, tile_table
+from fa_serve.backends.hopper.shared import RAGGED, Bars, Descs, Epilogue, Smem, Variant, Work
+from fa_serve.backends.hopper.tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "scale", "softcap", "lse_stride", "total", "num_m", "num_heads", "heads_per_kv", "head_group", "seqlen_q", "seqlen_k",
+        "left", "right",
+    ],
+    do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "counter_ptr"],
+)  # fmt: skip
+def _attention_forward(
+    q_desc, q1_desc, k_desc, k1_desc, v_desc, o_desc, lse_ptr, sinks_ptr, table_ptr, counter_ptr, scale, softcap, lse_stride,
+    total, num_m, num_heads, heads_per_kv, head_group, seqlen_q, seqlen_k, left, right, var: gl.constexpr,
+):  # fmt: skip
+    GROUPS: gl.constexpr = var.tiles.groups
+    STAGES: gl.constexpr = var.tiles.stages
+    Q_STAGES: gl.constexpr = var.tiles.q_stages
+    CONSUMER_REGISTERS: gl.constexpr = var.tiles.registers[1]
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    RECORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + q_desc.block_type.shape, q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    q1_smem = q_smem
+    k1_smem = k_smem
+    if var.d1 > 0:
+        q1_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + q1_desc.block_type.shape, q1_desc.layout)
+        k1_smem = gl.allocate_shared_memory(dtype, [STAGES] + k1_desc.block_type.shape, k1_desc.layout)
+    record = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], RECORD)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=GROUPS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
+    fence_async_shared()
+    if var.d1 == 0:
+        q1_desc = q_desc
+        k1_desc = k_desc
+    desc = Descs(q_desc, q1_desc, k_desc, k1_desc, v_desc, o_desc)
+    smem = Smem(q_smem, q1_smem, k_smem, k1_smem, v_smem, record)
+    bars = Bars(q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    work = Work(table_ptr, counter_ptr, total, num_m, num_heads, heads_per_kv, head_group, seqlen_q, seqlen_k, left, right)
+    epilogue = Epilogue(lse_ptr, sinks_ptr, lse_stride, num_heads, scale, softcap, left, right)
+    if GROUPS == 1:
+        gl.warp_specialize([
+            (consumer, (desc, smem, bars, epilogue, 0, var)),
+            (producer, (desc, smem, bars, work, var)),
+        ], [1], [24])  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize([
+            (consumer, (desc, smem, bars, epilogue, 0, var)),
+            (consumer, (desc, smem, bars, epilogue, 1, var)),
+            (producer, (desc, smem, bars, work, var)),
+        ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (desc, smem, bars, epilogue, 0, var)),
+            (consumer, (desc, smem, bars, epilogue, 1, var)),
+            (consumer, (desc, smem, bars, epilogue, 2, var)),
+            (producer, (desc, smem, bars, work, var)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])  # fmt: skip
+
+
+_LAYOUTS = {
+    (dtype, rank, width): gl.NVMMASharedLayout(min(2 * width, 128), 16, rank=rank)
+    for dtype in (torch.float16, torch.bfloat16) for rank in (4, 5) for width in (64, 128, 256)
+}  # fmt: skip
+_COUNTERS = TileCounters()
+_MULTIPROCESSORS: dict[int | None, int] = {}
+_NO_LIMIT = 1 << 30  # a window wider than any sequence; keeps int32 sums in range
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float, sinks: Tensor | None,
+    out: Tensor | None, return_lse: bool, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0, max_seqlen_k: int = 0, tiles: TileConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Dense q (batch, seqlen_q, heads, head_dim), or packed q (total_q, heads, head_dim) with cu_seqlens_*; see `api`.
+
+    `tiles` overrides the choice of `forward_tiles`. Tensors that the copy engine cannot address (a last dimension that is not
+    contiguous, other strides not multiples of 16 bytes) are copied first.
+    """
+    packed = cu_seqlens_q is not None
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    lse = _empty_lse(q, packed) if return_lse else None
+    result = q.new_empty(*q.shape[:-1], head_dim_v) if out is None else out
+    if q.shape[0] == 0 or q.shape[1] == 0 or k.shape[0] == 0 or k.shape[1] == 0:
+        _fill_without_keys(result, lse, sinks)
+        return result, lse
+    if softmax_scale <= 0.0:
+        # the kernel takes the maximum before it scales, which needs a positive scale
+        q, softmax_scale = q * softmax_scale, 1.0
+    q, k, v = _addressable(q), _addressable(k), _addressable(v)
+    target = result if _is_addressable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
+    if not packed:
+        max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
+    left, right = (min(limit, _NO_LIMIT) for limit in window_size)
+    if tiles is None:
+        tiles = forward_tiles(head_dim, head_dim_v, left >= 0 or right >= 0, max_seqlen_q, max_seqlen_k, packed)
+    _run(q, k, v, target, lse, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, softcap, (left, right),
+         tiles)  # fmt: skip
+    if target is not result:
+        result.copy_(target)
+    return result, lse
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None, cu_q: Tensor | None,
+    cu_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, scale: float, softcap: float, window: tuple[int, int],
+    tiles: TileConfig,
+) -> None:  # fmt: skip
+    device = q.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _run(q, k, v, out, lse, sinks, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, softcap, window, tiles)
+    num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
+    left, right = window
+    d0, d1, dv = HEAD_DIMS[q.shape[-1], v.shape[-1]]
+    var = _variant(tiles, d0, d1, dv, cu_q is not None, left >= 0, right >= 0, softcap != 0.0)
+    batch = q.shape[0]
+    num_m = -(-max_seqlen_q // tiles.block_m)
+    table, counter = None, None
+    if cu_q is not None:
+        batch = cu_q.shape[0] - 1
+        table, counter, slots = tile_table(cu_q, cu_k, q.shape[0], max_seqlen_q, window, tiles.block_m, tiles.block_n)
+        total = slots * num_heads
+        if slots == 0:
+            return None
+    else:
+        total = num_m * batch * num_heads
+        if tiles.schedule == Schedule.DYNAMIC:
+            counter = _counter(device)
+    heads_per_kv = num_heads // num_kv_heads
+    group = head_group(batch * num_heads, heads_per_kv, 2 * max_seqlen_k * (q.shape[-1] + v.shape[-1]))
+    blocks = total if tiles.schedule == Schedule.GRID else min(total, _multiprocessors(device) * tiles.blocks_per_sm)
+    descriptor = _ragged_descriptor if cu_q is not None else _dense_descriptor
+    args = (
+        descriptor(q, 64, d0), descriptor(q, 64, d1) if d1 else None,
+        descriptor(k, tiles.block_n, d0), descriptor(k, tiles.block_n, d1) if d1 else None,
+        descriptor(v, tiles.block_n, dv), descriptor(out, 64, dv),
+        lse, sinks, table, counter, *_base_2(scale, softcap),
+        q.shape[0] if cu_q is not None else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group, max_seqlen_q, max_seqlen_k,
+        left, right, var,
+    )  # fmt: skip
+    key = (var, q.dtype, lse is None, None if sinks is None else sinks.dtype)
+    launch(_attention_forward, key, (blocks, 1, 1), args, device, num_warps=4, maxnreg=tiles.registers[0])
+    return None
+
+
+_variant = lru_cache(maxsize=1024)(Variant)
+
+
+def _base_2(scale: float, softcap: float) -> tuple[float, float]:
+    """What turns a product into the exponent of 2 that the kernel takes: (factor, 0), or with a softcap the factor inside of
+    tanh, as exp2(factor * s) = exp(2 * scale * s / softcap), and the one outside."""
+    log2e = math.log2(math.e)
+    return (scale * 2.0 * log2e / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
+
+
+def _dense_descriptor(x: Tensor, rows: int, width: int) -> Descriptor:
+    """(batch, seqlen, heads, dim): what lies past seqlen or dim reads as zero and is not written."""
+    return Descriptor(x, x.shape, _strides(x), (1, rows, 1, width), _LAYOUTS[x.dtype, 4, width])
+
+
+def _ragged_descriptor(x: Tensor, rows: int, width: int) -> Descriptor:
+    """(total, heads, dim) with the end of each sequence as the hardware's bound.
+
+    Row r of the sequence [start, start + length) is addressed as (2^30, start + length, 2^30 - length + r): the bound 2^30 of the
+    third coordinate stops at the sequence's end, and 2^30 times the first stride, 2^34 - stride, cancels the rest modulo 2^64
+    bytes. After Triton's tools/ragged_tma.py.
+    """
+    row, head, last = _strides(x)
+    shape = (0x7FFF0000, 0x7FFF0000, RAGGED.value, x.shape[1], x.shape[2])
+    strides = ((1 << 34) - row, row, row, head, last)
+    return Descriptor(x, shape, strides, (1, 1, rows, 1, width), _LAYOUTS[x.dtype, 5, width])
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Strides in elements; that of a dimension of one is arbitrary, and is made one that the copy engine accepts."""
+    return tuple(8 if size == 1 and i < x.dim() - 1 else stride for i, (size, stride) in enumerate(zip(x.shape, x.stride())))
+
+
+def _is_addressable(x: Tensor) -> bool:
+    """Last dimension contiguous, everything else at multiples of 16 bytes, no dimension expanded."""
+    if x.stride(-1) != 1 or x.data_ptr() % 16:
+        return False
+    return all(size == 1 or (stride % 8 == 0 and stride > 0) for size, stride in zip(x.shape[:-1], x.stride()))
+
+
+def _addressable(x: Tensor) -> Tensor:
+    return x if _is_addressable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _empty_lse(q: Tensor, packed: bool) -> Tensor:
+    shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _fill_without_keys(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
+    """Nothing to attend to: 0, and the softmax's denominator is the sink alone or empty."""
+    out.zero_()
+    if lse is not None:
+        lse.fill_(float("-inf"))
+        if sinks is not None:
+            lse.copy_(sinks.to(torch.float32)[:, None].expand_as(lse))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # compiled for Hopper on a machine without one
+    if device.index not in _MULTIPROCESSORS:
+        _MULTIPROCESSORS[device.index] = torch.cuda.get_device_properties(device).multi_processor_count
+    return _MULTIPROCESSORS[device.index]
+
+
+def _counter(device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return torch.zeros(1, dtype=torch.int32)
+    return _COUNTERS.take(device, driver.active.get_current_stream(device.index), torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,178 @@
+"""The producer warp: deals tiles and keeps the copy engine busy.
+
+It asks for the next tile while the loads of this one are in flight, and hands each tile's record to the consumers through shared
+memory beside the tile's queries, so that nobody else decodes an index or reads a length.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from fa_serve.backends.hopper.shared import RAGGED, Tile
+
+
+@gluon.jit
+def _field(record, i: gl.constexpr, layout: gl.constexpr):
+    return gl.sum(gl.where(gl.arange(0, 8, layout=layout) == i, record, 0), 0)
+
+
+@gluon.jit
+def unpack_tile(record, layout: gl.constexpr):
+    return Tile(
+        _field(record, 0, layout), _field(record, 1, layout), _field(record, 2, layout), _field(record, 3, layout),
+        _field(record, 4, layout), _field(record, 5, layout), _field(record, 6, layout), _field(record, 7, layout),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _pack(tile, layout: gl.constexpr):
+    i = gl.arange(0, 8, layout=layout)
+    record = gl.where(i == 0, tile.row, tile.head)
+    record = gl.where(i == 2, tile.origin, record)
+    record = gl.where(i == 3, tile.q_len, record)
+    record = gl.where(i == 4, tile.k_origin, record)
+    record = gl.where(i == 5, tile.kv_len, record)
+    record = gl.where(i == 6, tile.low, record)
+    return gl.where(i == 7, tile.high, record)
+
+
+@gluon.jit
+def _dense_tile(index, work, var: gl.constexpr):
+    """Tiles of a group of heads together (their keys share the L2 cache), within it longest first, neighbours in head order."""
+    safe = gl.minimum(index, work.total - 1)
+    per_group = work.head_group * work.num_m
+    group = safe // per_group
+    rest = safe % per_group
+    size = gl.minimum(work.head_group, work.total // work.num_m - group * work.head_group)
+    m = rest // size
+    batch_head = group * work.head_group + rest % size
+    if var.has_right:
+        m = work.num_m - 1 - m
+    row = m * var.tiles.block_m
+    offset = work.seqlen_k - work.seqlen_q
+    end = work.seqlen_k
+    if var.has_right:
+        end = gl.minimum(end, row + var.tiles.block_m + offset + work.right)
+    # a tile that sees nothing still visits one block, wholly masked: every tile then runs the same code
+    high = gl.maximum((end + var.tiles.block_n - 1) // var.tiles.block_n, 1)
+    low = end * 0
+    if var.has_left:
+        low = gl.minimum(gl.maximum(row + offset - work.left, 0) // var.tiles.block_n, high - 1)
+    batch = batch_head // work.num_heads
+    row = gl.where(index < work.total, row, -1)
+    return Tile(row, batch_head % work.num_heads, batch, work.seqlen_q, batch, work.seqlen_k, low, high)
+
+
+@gluon.jit
+def _packed_tile(index, work, layout: gl.constexpr):
+    """The record of `schedule.tile_table`; the heads of one record follow each other."""
+    safe = gl.minimum(index, work.total - 1)
+    record = gl.load(work.table + (safe // work.num_heads) * 8 + gl.arange(0, 8, layout=layout))
+    tile = unpack_tile(record, layout)
+    row = gl.where(index < work.total, tile.row, -1)
+    return Tile(
+        row, safe % work.num_heads, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, tile.low, tile.high
+    )  # fmt: skip
+
+
+@gluon.jit
+def _tile(index, work, layout: gl.constexpr, var: gl.constexpr):
+    if var.varlen:
+        return _packed_tile(index, work, layout)
+    else:
+        return _dense_tile(index, work, var)
+
+
+@gluon.jit
+def _next_index(turn, work, var: gl.constexpr):
+    """Which tile this block does after its `turn`-th; one past the end when the schedule has no more for it."""
+    blocks = gl.num_programs(0)
+    if var.tiles.schedule == 0:
+        index = work.total
+    elif var.tiles.schedule == 1:
+        block = gl.program_id(0)
+        if turn % 2 == 0:
+            block = blocks - 1 - block
+        index = (turn + 1) * blocks + block
+    else:
+        taken = gl.atomic_add(work.counter, 1, sem="relaxed")
+        if not var.varlen:
+            # every tile is followed by one request: the last request of the launch leaves the counter as it was found
+            if taken == work.total - 1:
+                gl.store(work.counter, 0)
+        index = taken + blocks
+    return index
+
+
+@gluon.jit
+def _load(desc, origin, length, row, head, column: gl.constexpr, full, buffer, varlen: gl.constexpr):
+    """Start copying rows [row, ...) of one head; rows past `length` arrive as zeros."""
+    if varlen:
+        tma.async_copy_global_to_shared(desc, [RAGGED, origin + length, RAGGED - length + row, head, column], full, buffer)
+    else:
+        tma.async_copy_global_to_shared(desc, [origin, row, head, column], full, buffer)
+
+
+@gluon.jit
+def _load_queries(tile, slot, desc, smem, bars, var: gl.constexpr):
+    GROUPS: gl.constexpr = var.tiles.groups
+    full = bars.q_full.index(slot)
+    mbarrier.expect(full, 2 * 64 * GROUPS * (var.d0 + var.d1))
+    for g in gl.static_range(GROUPS):
+        row = tile.row + 64 * g
+        _load(desc.q, tile.origin, tile.q_len, row, tile.head, 0, full, smem.q.index(slot * GROUPS + g), var.varlen)
+        if var.d1 > 0:
+            _load(desc.q1, tile.origin, tile.q_len, row, tile.head, var.d0, full, smem.q1.index(slot * GROUPS + g), var.varlen)
+
+
+@gluon.jit
+def _load_keys(tile, kv_head, block, count, desc, smem, bars, var: gl.constexpr):
+    slot = count % var.tiles.stages
+    mbarrier.wait(bars.k_empty.index(slot), ((count // var.tiles.stages) & 1) ^ 1)
+    full = bars.k_full.index(slot)
+    mbarrier.expect(full, 2 * var.tiles.block_n * (var.d0 + var.d1))
+    row = block * var.tiles.block_n
+    _load(desc.k, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.k.index(slot), var.varlen)
+    if var.d1 > 0:
+        _load(desc.k1, tile.k_origin, tile.kv_len, row, kv_head, var.d0, full, smem.k1.index(slot), var.varlen)
+
+
+@gluon.jit
+def _load_values(tile, kv_head, block, count, desc, smem, bars, var: gl.constexpr):
+    slot = count % var.tiles.stages
+    mbarrier.wait(bars.v_empty.index(slot), ((count // var.tiles.stages) & 1) ^ 1)
+    full = bars.v_full.index(slot)
+    mbarrier.expect(full, 2 * var.tiles.block_n * var.dv)
+    _load(desc.v, tile.k_origin, tile.kv_len, block * var.tiles.block_n, kv_head, 0, full, smem.v.index(slot), var.varlen)
+
+
+@gluon.jit
+def producer(desc, smem, bars, work, var: gl.constexpr):
+    RECORD_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    turn = 0
+    count = 0
+    tile = _tile(gl.program_id(0), work, RECORD_LAYOUT, var)
+    while tile.row >= 0:
+        slot = turn % var.tiles.q_stages
+        mbarrier.wait(bars.q_empty.index(slot), ((turn // var.tiles.q_stages) & 1) ^ 1)
+        smem.record.index(slot).store(_pack(tile, RECORD_LAYOUT))
+        _load_queries(tile, slot, desc, smem, bars, var)
+        kv_head = tile.head // work.heads_per_kv
+        blocks = tile.high - tile.low
+        _load_keys(tile, kv_head, tile.high - 1, count, desc, smem, bars, var)
+        index = _next_index(turn, work, var)
+        for j in range(1, blocks + 1):  # from the last block to the first, K one step ahead of V: the consumers' order
+            if j < blocks:
+                _load_keys(tile, kv_head, tile.high - 1 - j, count + j, desc, smem, bars, var)
+            _load_values(tile, kv_head, tile.high - j, count + j - 1, desc, smem, bars, var)
+        count += blocks
+        turn += 1
+        tile = _tile(index, work, RECORD_LAYOUT, var)
+    # a grid's block that had a tile knows that it was the only one
+    if var.tiles.schedule != 0 or turn == 0:
+        slot = turn % var.tiles.q_stages
+        mbarrier.wait(bars.q_empty.index(slot), ((turn // var.tiles.q_stages) & 1) ^ 1)
+        smem.record.index(slot).store(_pack(tile, RECORD_LAYOUT))
+        mbarrier.arrive(bars.q_full.index(slot), count=1)
