@@ -255,8 +255,8 @@ def _check_options(
             f"sinks must be ({q.shape[-2]},) on {q.device}, one per query head, got {_show(sinks)} on {sinks.device}"
         )
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"softmax_scale must be finite and > 0, got {softmax_scale}")
     return scale, (left, 0 if causal else right)
 
 

@@ -79,7 +79,10 @@ def _walk(
         edge = (n < inner_lo) | (n >= inner_hi)
         k = _load_tile(k_tensor, n, cols, kv_len, where, False, DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, USE_TMA, VARLEN)
         s = tl.dot(q, k.T, input_precision=PRECISION)
-        s = softcap_scores(s, scale, softcap, PRECISION == "ieee") if HAS_SOFTCAP else s * (scale * LOG2E)
+        factor = scale * LOG2E
+        if HAS_SOFTCAP:
+            s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
+            factor = 1.0
         if MASK != "none":
             inside = (q_rows < q_len)[:, None] & (cols < kv_len)[None, :]
             mask_ptrs = mask_ptr + q_rows[:, None].to(tl.int64) * stride_mq + cols[None, :] * stride_mk
@@ -87,11 +90,12 @@ def _walk(
             if MASK == "bool":
                 s = tl.where(given != 0, s, float("-inf"))
             else:
-                s += given.to(tl.float32) * LOG2E
+                s = s * factor + given.to(tl.float32) * LOG2E
+                factor = 1.0
         if edge:
             keep = window_keep(q_rows + offset, cols, kv_len, window_left, window_right, HAS_LEFT, HAS_RIGHT)
             s = tl.where(keep, s, float("-inf"))
-        p, row_max, row_sum, alpha = online_softmax_update(s, row_max, row_sum)
+        p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
         v = _load_tile(v_tensor, n, cols, kv_len, where, edge, DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, USE_TMA, VARLEN)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum

@@ -41,15 +41,16 @@ def window_keep(rows, cols, kv_len, window_left, window_right, HAS_LEFT: tl.cons
 
 
 @triton.jit
-def online_softmax_update(s, row_max, row_sum):
+def online_softmax_update(s, factor, row_max, row_sum):
     """One step of the online softmax (FlashAttention, algorithm 1): -> p, the new maximum and sum, and what rescales the past.
 
-    s [BLOCK_M, BLOCK_N]: base-2 scores, -inf where hidden; row_max, row_sum [BLOCK_M]. The output stays
-    unscaled until the end (FlashAttention-2, 3.1.1).
+    s [BLOCK_M, BLOCK_N]: scores that `factor` > 0 turns into base 2, -inf where hidden; row_max (base 2), row_sum [BLOCK_M].
+    The factor is applied inside the exponent, where it is one fused multiply-add. The output stays unscaled until the end
+    (FlashAttention-2, 3.1.1).
     """
-    m_new = tl.maximum(row_max, tl.max(s, 1))
+    m_new = tl.maximum(row_max, tl.max(s, 1) * factor)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - m_safe[:, None])
+    p = tl.exp2(s * factor - m_safe[:, None])
     alpha = tl.exp2(row_max - m_safe)
     return p, m_new, row_sum * alpha + tl.sum(p, 1), alpha
 
