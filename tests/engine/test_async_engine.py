@@ -1,0 +1,182 @@
+"""The engine in its thread: streams, aborts, slow consumers, and what happens when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, SamplingParams
+
+from .conftest import greedy, make_model
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+
+
+@asynccontextmanager
+async def started(engine: Engine) -> AsyncIterator[AsyncEngine]:
+    running = AsyncEngine(engine)
+    await running.start()
+    try:
+        yield running
+    finally:
+        await running.shutdown()
+
+
+async def collect(engine: AsyncEngine, prompt, params=GREEDY, name="request"):
+    return [output async for output in engine.generate(prompt, params, name)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(4000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise TimeoutError
+
+
+def hold_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Let the engine compute one step for each release of the semaphore."""
+    gate, step = threading.Semaphore(0), engine.step
+
+    def gated():
+        if engine.has_unfinished():
+            assert gate.acquire(timeout=20)
+        return step()
+
+    monkeypatch.setattr(engine, "step", gated)
+    return gate
+
+
+def test_many_streams_at_once_are_exact(make_engine) -> None:
+    async def main():
+        async with started(make_engine()) as engine:
+            return await asyncio.gather(*(collect(engine, [i, 5], name=f"r{i}") for i in range(16)))
+
+    reference = make_model()
+    for i, outputs in enumerate(asyncio.run(main())):
+        assert [t for output in outputs for t in output.token_ids] == greedy(reference, [i, 5], 12)
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert (outputs[-1].finish_reason, outputs[-1].num_output_tokens, outputs[-1].num_prompt_tokens) == ("length", 12, 2)
+
+
+def test_a_slow_consumer_gets_everything_in_one_output(make_engine, tokenizer) -> None:
+    async def main():
+        async with started(make_engine()) as engine:
+            stream = engine.generate("the quick", GREEDY, "slow")
+            first = await anext(stream)
+            await until(lambda: not engine.engine.has_unfinished())
+            return [first] + [output async for output in stream]
+
+    outputs = asyncio.run(main())
+    assert len(outputs) == 2
+    expected = greedy(make_model(), tokenizer.encode("the quick"), 12)
+    assert outputs[0].token_ids + outputs[1].token_ids == expected
+    assert outputs[1].finished
+
+
+@pytest.mark.parametrize("how", ["aclose", "cancel", "abort"])
+def test_leaving_a_stream_frees_its_pages_within_a_step(make_engine, monkeypatch, how) -> None:
+    async def main():
+        inner = make_engine()
+        gate = hold_steps(inner, monkeypatch)
+        async with started(inner) as engine:
+            gate.release()
+            if how == "cancel":
+                task = asyncio.create_task(collect(engine, [1, 2], SamplingParams(max_tokens=200), "left"))
+                await until(lambda: engine.stats().num_output_tokens == 1)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                stream = engine.generate([1, 2], SamplingParams(max_tokens=200), "left")
+                await anext(stream)
+                if how == "aclose":
+                    await stream.aclose()
+                else:
+                    await engine.abort("left")
+                    gate.release()
+                    rest = [output async for output in stream]
+                    assert rest[-1].finish_reason == "abort"
+            gate.release()
+            await until(lambda: engine.stats().num_pages_used == 0)
+            assert engine.stats().num_output_tokens <= 2
+            gate.release(20)
+            assert (await collect(engine, [3], name="next"))[-1].finish_reason == "length"
+            inner.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_a_bad_request_raises_before_the_first_output(make_engine) -> None:
+    async def main():
+        async with started(make_engine(max_model_len=20)) as engine:
+            with pytest.raises(ValueError, match="max_model_len = 20"):
+                await collect(engine, [1] * 20)
+            stream = engine.generate([1], GREEDY, "twice")
+            await anext(stream)
+            with pytest.raises(ValueError, match="unique"):
+                await collect(engine, [1], name="twice")
+            await stream.aclose()
+            assert (await collect(engine, [1]))[-1].finished
+
+        without = Engine(EngineConfig(device="cpu", num_pages=32), model=make_model())
+        async with started(without) as engine:
+            with pytest.raises(ValueError, match="stop must be empty"):
+                await collect(engine, [1], SamplingParams(stop=("x",)))
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_fails_its_requests_and_refuses_new_ones(make_engine, monkeypatch, caplog) -> None:
+    async def main():
+        inner = make_engine()
+        gate = hold_steps(inner, monkeypatch)
+        async with started(inner) as engine:
+            streams = [asyncio.create_task(collect(engine, [i], name=str(i))) for i in range(3)]
+            await until(lambda: inner.has_unfinished())
+            monkeypatch.setattr(inner._scheduler, "schedule", lambda: 1 / 0)
+            gate.release()
+            for outputs in await asyncio.gather(*streams):
+                assert outputs[-1].finish_reason == "error"
+                assert "the engine has ended: ZeroDivisionError" in outputs[-1].error
+            assert not engine.is_alive
+            with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+                await collect(engine, [1])
+
+    asyncio.run(main())
+    assert "the engine has ended" in caplog.text
+
+
+def test_shutdown_ends_unfinished_requests(make_engine) -> None:
+    async def main():
+        engine = AsyncEngine(make_engine())
+        with pytest.raises(EngineDeadError, match="not been started"):
+            await collect(engine, [1])
+        await engine.start()
+        with pytest.raises(RuntimeError, match="started already"):
+            await engine.start()
+        task = asyncio.create_task(collect(engine, [1], SamplingParams(max_tokens=200)))
+        await until(lambda: engine.stats().num_output_tokens > 0)
+        await engine.shutdown()
+        outputs = await task
+        assert (outputs[-1].finish_reason, outputs[-1].error) == ("error", "the engine was shut down")
+        assert not engine.is_alive
+
+    asyncio.run(main())
+
+
+def test_start_loads_the_model(model_folder) -> None:
+    async def main():
+        engine = AsyncEngine(EngineConfig(model=model_folder, device="cpu", num_pages=32))
+        await engine.start()
+        assert (engine.model_name, engine.max_model_len, engine.is_alive) == (model_folder.name, 256, True)
+        outputs = await collect(engine, "the fox")
+        await engine.shutdown()
+        return engine.tokenizer.encode("the fox"), [t for output in outputs for t in output.token_ids]
+
+    prompt, tokens = asyncio.run(main())
+    assert tokens == greedy(make_model(), prompt, 12)
