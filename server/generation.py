@@ -9,6 +9,7 @@ them and counts; its two children know only how one increment looks. Left out: c
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fa_serve import __version__
+from fa_serve import FaServeError, __version__
 from fa_serve.engine import RequestOutput, SamplingParams
 
 from .errors import BadRequest, EngineFailed, Unavailable
@@ -33,9 +34,10 @@ class Answer(ABC):
     prefix: str
 
     def __init__(self, body: SamplingRequest, service: Service, key: str | None):
+        service.require_ready()
         service.require_model(body.model)
         self._body, self._service, self._key = body, service, key
-        self._n = body.n or 1
+        self._arrival, self._n = time.perf_counter(), body.n or 1
         self._prompts: list[list[int]] = []
         self._usage: Usage = {
             "prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0},
@@ -87,7 +89,7 @@ class Answer(ABC):
             for number, prompt in enumerate(self._prompts):
                 for sample in range(self._n):
                     name = f"{self._head['id']}-{number * self._n + sample}"
-                    sequences.append(service.engine.generate(prompt, self._params(prompt, sample), name))
+                    sequences.append(self._sequence(prompt, self._params(prompt, sample), name))
             usage["prompt_tokens"] = usage["total_tokens"] = sum(map(len, self._prompts))
             async with aclosing(merge(sequences)) as outputs:
                 async for index, output in outputs:
@@ -101,6 +103,21 @@ class Answer(ABC):
                         if index % self._n == 0:
                             usage["prompt_tokens_details"]["cached_tokens"] += output.num_cached_tokens
                     yield index, output
+
+    async def _sequence(self, prompt: list[int], params: SamplingParams, name: str) -> AsyncGenerator[RequestOutput, None]:
+        watch = self._service.metrics.watch(self._arrival)
+        try:
+            async with aclosing(self._service.engine.generate(prompt, params, name)) as outputs:
+                async for output in outputs:
+                    watch.saw(output)
+                    yield output
+        except (GeneratorExit, asyncio.CancelledError):
+            watch.ended("abort")
+            raise
+        except ValueError as error:  # the engine knows the size of the vocabulary
+            raise BadRequest(f"{error}.", param=self._prompt_field) from None
+        except FaServeError as error:
+            raise Unavailable(f"{error}.", retry_after=5) from None
 
     def _params(self, prompt: list[int], sample: int) -> SamplingParams:
         body, room = self._body, self._service.engine.max_model_len - len(prompt)

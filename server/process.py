@@ -1,8 +1,8 @@
 """The server as a process: uvicorn, the start-up report, and what signals mean.
 
 The first SIGTERM or SIGINT drains: /ready turns 503, new requests get 503, running ones have `drain_timeout` seconds; then the
-process ends with code 0. A second signal ends it at once. uvicorn alone would close its port at the first signal and end with
-the signal's code.
+process ends with code 0. A second signal, or one while the model is being loaded, ends it at once, as signals do. uvicorn alone
+would close its port at the first signal and end with the signal's code after a clean stop.
 """
 
 from __future__ import annotations
@@ -57,15 +57,11 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal handler of Python's own: it may only set flags and wake the loop."""
-        name = signal.Signals(sig).name
-        if self._service.draining or not self.started:
-            self.should_exit = self.force_exit = True
-        else:
-            self._service.draining = True
-            self._loop.call_soon_threadsafe(self._spawn_drain, name)
-
-    def _spawn_drain(self, name: str) -> None:
-        self._spawn(self._drain(name))
+        if self._service.draining or not self._service.running:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        self._service.draining = True
+        self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain(signal.Signals(sig).name)))
 
     async def _drain(self, name: str) -> None:
         begin, running = time.perf_counter(), self._service.in_flight

@@ -6,8 +6,9 @@ from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
@@ -104,6 +105,12 @@ async def ready(service: Shared) -> dict[str, str]:
     """Ready for requests: 503 while loading or draining."""
     service.require_ready()
     return {"status": "ready"}
+
+
+@router.get("/metrics", tags=["Operation"], response_class=PlainTextResponse)
+async def metrics(service: Shared) -> Response:
+    """Prometheus text."""
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/version", tags=["Operation"])

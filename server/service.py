@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
+from .metrics import Metrics
 from .schemas import ModelCard
 from .settings import Settings
 
@@ -37,6 +38,7 @@ class Service:
         self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
         self._template = settings.chat_template.read_text() if settings.chat_template else None
         self._in_flight: Counter[str | None] = Counter()
+        self.metrics = Metrics(self)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -63,6 +65,11 @@ class Service:
         """Take nothing new; returns when nothing is in flight."""
         self.draining = True
         await self._idle.wait()
+
+    @property
+    def running(self) -> bool:
+        """The engine is loaded and has not died."""
+        return self._loading is not None and self._loading.done() and self.dead() is None
 
     def dead(self) -> str | None:
         """Why this process will never serve again, or None."""

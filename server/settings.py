@@ -57,6 +57,9 @@ class Settings(BaseSettings):
     api_key_file: Path | None = _option(None, "File with one API key per line; # starts a comment.", "Access")
     public_metrics: bool = _option(False, "Serve /metrics without an API key.", "Access")
 
+    log_level: Literal["debug", "info", "warning", "error"] = _option("info", "What to log; info has the access log.", "Logs")
+    log_format: Literal["plain", "json"] = _option("plain", "How to log.", "Logs")
+
     max_waiting: int = _option(1024, "Sequences that may wait beyond the running ones; more get 429.", "Limits", ge=0)
     max_per_key: int | None = _option(None, "Sequences that one API key may have in flight.", "Limits", ge=1)
     max_n: int = _option(128, "Sequences that one request may ask for.", "Limits", ge=1)

@@ -25,7 +25,7 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte, then the roles and the end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
@@ -44,13 +44,17 @@ class FakeEngine:
     model_name, max_model_len, is_alive = "fake", 64, True
 
     def __init__(self, words: tuple[str, ...] = ("Hello", ",", " wörld")):
-        self.words, self.tokenizer = words, byte_tokenizer()
+        self.words, self.tokenizer = words, _byte_tokenizer()
         self.gate, self.aborted, self.seen, self.error = asyncio.Event(), [], [], None
         self.gate.set()
 
     async def start(self) -> None: ...
 
     async def shutdown(self) -> None: ...
+
+    def stats(self) -> SimpleNamespace:
+        return SimpleNamespace(num_running=1, num_waiting=2, num_pages=8, num_pages_used=4, num_steps=5, num_prompt_tokens=6,
+                               num_cached_tokens=7, num_output_tokens=8, num_preemptions=9)  # fmt: skip
 
     async def generate(self, prompt: list[int], params: Any, request_id: str) -> AsyncIterator[RequestOutput]:
         self.seen.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id))
@@ -66,6 +70,11 @@ class FakeEngine:
         finally:
             if not ended:
                 self.aborted.append(request_id)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Callable[[], PreTrainedTokenizerFast]:
+    return _byte_tokenizer
 
 
 @pytest.fixture

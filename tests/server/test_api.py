@@ -246,3 +246,25 @@ async def test_full_queue(serving, engine):
         engine.gate.set()
         assert [response.status_code for response in await asyncio.gather(*waiting)] == [200, 200]
         assert client.service.in_flight == 0
+
+
+async def test_metrics(serving, engine):
+    async with serving() as client:
+        assert (await client.post("/v1/completions", json={**TEXT, "n": 2})).status_code == 200
+        engine.gate.clear()
+        leaving = asyncio.create_task(client.post("/v1/completions", json=TEXT))
+        while len(engine.seen) < 3:
+            await asyncio.sleep(0.001)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        text = (await client.get("/metrics")).text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    label = 'model_name="fake"'
+    expected = {
+        f"fa_serve:num_requests_running{{{label}}}": 1, f"fa_serve:kv_cache_usage_perc{{{label}}}": 0.5,
+        f"fa_serve:generation_tokens_total{{{label}}}": 8, f"fa_serve:time_to_first_token_seconds_count{{{label}}}": 2,
+        f"fa_serve:inter_token_latency_seconds_count{{{label}}}": 4,
+        f'fa_serve:request_success_total{{finished_reason="stop",{label}}}': 2,
+        f'fa_serve:request_success_total{{finished_reason="abort",{label}}}': 1,
+    }  # fmt: skip
+    assert {name: float(values.get(name, "nan")) for name in expected} == expected

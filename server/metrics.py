@@ -1,0 +1,107 @@
+"""Prometheus metrics, spelled as vLLM spells them with our prefix, so that its dashboards need one replacement.
+
+Gauges and counters of the engine are read from its snapshot when somebody scrapes; times are taken here, where the client
+sees them: from the arrival of the request to the hand-over of each increment. Every metric has the label `model_name`. Left
+out: the metrics of the process, which are nobody's but the operating system's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fa_serve.engine import RequestOutput
+
+if TYPE_CHECKING:
+    from .service import Service
+
+PREFIX = "fa_serve:"
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+TOKENS = tuple(float(2**power) for power in range(18))
+
+
+class Metrics(Collector):
+    def __init__(self, service: Service):
+        self._service = service
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", REQUEST_SECONDS)
+        self.next = self._histogram("inter_token_latency_seconds", "From one token to the next.", TOKEN_SECONDS)
+        self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_SECONDS)
+        self.prompt = self._histogram("request_prompt_tokens", "Tokens of a finished sequence's prompt.", TOKENS)
+        self.output = self._histogram("request_generation_tokens", "Tokens of a finished sequence's answer.", TOKENS)
+        self.finished = Counter(
+            f"{PREFIX}request_success",
+            "Sequences that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+
+    def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(PREFIX + name, help, ["model_name"], registry=self._registry, buckets=tuple(buckets))
+
+    def watch(self, arrival: float) -> Watch:
+        return Watch(self, self._service.model_name, arrival)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's snapshot; nothing before the engine is there."""
+        if not self._service.running:
+            return
+        stats, label = self._service.engine.stats(), [self._service.model_name]
+        gauges = {
+            "num_requests_running": ("Sequences in the running batch.", stats.num_running),
+            "num_requests_waiting": ("Sequences that wait for a place in it.", stats.num_waiting),
+            "kv_cache_usage_perc": ("Share of the KV cache's pages in use, 0 to 1.", stats.num_pages_used / stats.num_pages),
+        }
+        counters = {
+            "num_preemptions": ("Sequences put back for want of pages.", stats.num_preemptions),
+            "prompt_tokens": ("Tokens of prompts.", stats.num_prompt_tokens),
+            "generation_tokens": ("Tokens of answers.", stats.num_output_tokens),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.num_prompt_tokens),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
+            "engine_steps": ("Steps of the engine.", stats.num_steps),
+        }
+        for name, (help, value) in gauges.items():
+            gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
+            gauge.add_metric(label, value)
+            yield gauge
+        for name, (help, value) in counters.items():
+            counter = CounterMetricFamily(PREFIX + name, help, labels=["model_name"])
+            counter.add_metric(label, value)
+            yield counter
+
+
+class Watch:
+    """The times of one sequence, from the arrival of its request."""
+
+    def __init__(self, metrics: Metrics, model_name: str, arrival: float):
+        self._metrics, self._model, self._arrival = metrics, model_name, arrival
+        self._last: float | None = None
+        self._next = metrics.next.labels(model_name)
+
+    def saw(self, output: RequestOutput) -> None:
+        now, count = time.perf_counter(), len(output.token_ids)
+        if count and self._last is None:
+            self._metrics.first.labels(self._model).observe(now - self._arrival)
+        elif self._last is not None:
+            for _ in range(count):
+                self._next.observe((now - self._last) / count)
+        if count:
+            self._last = now
+        if output.finished:
+            self._metrics.whole.labels(self._model).observe(now - self._arrival)
+            self._metrics.prompt.labels(self._model).observe(output.num_prompt_tokens)
+            self._metrics.output.labels(self._model).observe(output.num_output_tokens)
+            self.ended(output.finish_reason or "error")
+
+    def ended(self, reason: str) -> None:
+        self._metrics.finished.labels(self._model, reason).inc()

@@ -1,0 +1,222 @@
+"""A real server process with a tiny model, driven by openai-python as its users would."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+PROMPTS = [f"{'A story about ' * (i % 5)}number {i}" for i in range(16)]
+MESSAGES = [{"role": "user", "content": "Hello there"}]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory, byte_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.5, eos_token_id=259, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen
+    url: str
+    lines: list[str]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics").text
+        return float(re.search(rf"^fa_serve:{name}{{.*}} (\S+)$", text, re.MULTILINE)[1])
+
+
+def start(*arguments: str, **environment: str) -> Served:
+    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line.startswith("curl"):
+            break
+    watchdog.cancel()
+    url = next((line for line in lines if line.startswith("http://")), None)
+    assert url, lines
+    return Served(process, url, lines)
+
+
+@pytest.fixture(scope="module")
+def served(model_folder) -> Iterator[Served]:
+    served = start(str(model_folder), "--num-pages", "1024")
+    yield served
+    served.end()
+
+
+@pytest.fixture(scope="module")
+def client(served) -> openai.OpenAI:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def eventually(condition, seconds: float = 10.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it never came true"
+        time.sleep(0.02)
+
+
+def test_start_up_is_reported_by_phase(served):
+    phases = [line.split()[0] for line in served.lines if re.search(r"\d s ", line)]
+    assert phases == ["import", "config", "weights", "kv", "ready"]
+    printed = served.lines[-1].replace("curl", "curl -s -w '\\n%{http_code}'", 1)
+    assert subprocess.run(printed, shell=True, capture_output=True, text=True, check=True).stdout.endswith("200")
+
+
+def test_plain_and_streamed_chat_agree(client, conforms):
+    wanted = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 24}
+    reply = client.chat.completions.create(**wanted)
+    conforms("CreateChatCompletionResponse", reply.model_dump(exclude_unset=True))
+    chunks = list(client.chat.completions.create(**wanted, stream=True, stream_options={"include_usage": True}))
+    for chunk in chunks:
+        conforms("CreateChatCompletionStreamResponse", chunk.model_dump(exclude_unset=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == reply.choices[0].message.content
+    assert text
+    assert chunks[-2].choices[0].finish_reason == reply.choices[0].finish_reason
+    assert chunks[-1].usage.completion_tokens == reply.usage.completion_tokens
+    assert reply.usage.prompt_tokens == len("Hello there") + 2
+
+
+def test_batch_of_prompts_and_seed(client):
+    wanted = {"model": "tiny", "max_tokens": 8, "seed": 3, "n": 2, "extra_body": {"return_token_ids": True}}
+    reply = client.completions.create(prompt=PROMPTS[:2], **wanted)
+    again = client.completions.create(prompt=PROMPTS[1], **wanted)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in reply.choices[2:]] == [choice.text for choice in again.choices]
+    assert again.choices[0].text != again.choices[1].text
+    ids = client.completions.create(prompt=again.choices[0].prompt_token_ids, **wanted)
+    assert [choice.text for choice in ids.choices] == [choice.text for choice in again.choices]
+
+
+def test_stop_string(client):
+    wanted = {"model": "tiny", "prompt": "abc", "temperature": 0, "max_tokens": 32}
+    text = client.completions.create(**wanted).choices[0].text
+    stopped = client.completions.create(**wanted, stop=text[5:8]).choices[0]
+    assert stopped.text == text[: text.index(text[5:8])]
+    assert stopped.finish_reason == "stop"
+
+
+def test_many_at_once_equal_one_by_one(served, client):
+    wanted = {"model": "tiny", "temperature": 0, "max_tokens": 32}
+    alone = [client.completions.create(prompt=prompt, **wanted).choices[0].text for prompt in PROMPTS]
+
+    async def together() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(number: int) -> str:
+                stream = await client.completions.create(prompt=PROMPTS[number], **wanted, stream=True)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*map(one, range(len(PROMPTS))))
+
+    assert asyncio.run(together()) == alone
+    assert len(set(alone)) > 8
+
+
+def test_models_and_errors(client, conforms):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "fa_serve"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="other", messages=MESSAGES)
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="tiny", prompt="x" * 5000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="259"):
+        client.completions.create(model="tiny", prompt=[260])
+    with pytest.raises(openai.BadRequestError) as field:
+        client.completions.create(model="tiny", prompt="x", stream=True, extra_body={"beam_width": 3})
+    assert field.value.param == "beam_width"
+    conforms("ErrorResponse", field.value.response.json())
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_a_client_that_leaves_frees_its_pages(served, stream):
+    body = {"model": "tiny", "prompt": "x", "n": 4, "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+    url = f"{served.url}/v1/completions"
+    with contextlib.suppress(httpx.ReadTimeout), httpx.stream("POST", url, json=body, timeout=0.5) as response:
+        list(zip(response.iter_raw(), range(20), strict=False))
+    eventually(lambda: served.metric("num_requests_running") == 0)
+    assert served.metric("kv_cache_usage_perc") == 0
+    assert served.metric("generation_tokens_total") < 16_000, "they ran to their end"
+    text = httpx.get(f"{served.url}/metrics").text
+    assert float(re.search(r'request_success_total{finished_reason="abort",.*} (\S+)', text)[1]) % 4 == 0
+
+
+def test_drain(model_folder, tmp_path):
+    """Keys too, and the settings of a file."""
+    (tmp_path / "fa-serve.toml").write_text('served_model_name = "org/name"\nnum_pages = 1024\nlog_level = "warning"\n')
+    served = start(str(model_folder), "--config", str(tmp_path / "fa-serve.toml"), FA_SERVE_API_KEYS="key-1,key-2")
+    wanted = {"model": "org/name", "prompt": "x", "max_tokens": 600, "extra_body": {"ignore_eos": True}}
+    try:
+        assert httpx.get(f"{served.url}/v1/models").status_code == 401
+        assert httpx.get(f"{served.url}/metrics").status_code == 401
+        with (
+            openai.OpenAI(base_url=f"{served.url}/v1", api_key="key-2", max_retries=0) as client,
+            client.completions.create(stream=True, **wanted) as stream,
+        ):
+            next(stream)
+            served.process.send_signal(signal.SIGTERM)
+            eventually(lambda: httpx.get(f"{served.url}/ready").status_code == 503)
+            assert httpx.get(f"{served.url}/health").status_code == 200
+            with pytest.raises(openai.InternalServerError) as refused:
+                client.completions.create(**wanted)
+            assert refused.value.status_code == 503
+            assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert served.process.wait(30) == 0
+    finally:
+        served.end()
+
+
+def test_second_signal_ends_at_once(model_folder):
+    served = start(str(model_folder), "--num-pages", "1024")
+    body = {"model": "tiny", "prompt": "x", "stream": True, "max_tokens": 4000, "ignore_eos": True}
+    try:
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as response:
+            next(response.iter_raw())
+            served.process.send_signal(signal.SIGTERM)
+            eventually(lambda: httpx.get(f"{served.url}/ready").status_code == 503)
+            served.process.send_signal(signal.SIGTERM)
+            assert served.process.wait(10) == -signal.SIGTERM
+    finally:
+        served.end()
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path):
+    command = [sys.executable, "-m", "fa_serve", "serve", str(tmp_path), "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("fa-serve: ")
