@@ -217,10 +217,13 @@ def _decode(
         k_ptrs = k_ptr + (page64 * stride_kp + slot * stride_kt)[:, None] + offs_d[None, :]
         k = tl.load(k_ptrs, mask=owned & (offs_d < DIM)[None, :], other=0.0)
         s = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
-        s = softcap_scores(s, scale, softcap, PRECISION == "ieee") if HAS_SOFTCAP else s * (scale * LOG2E)
+        factor = scale * LOG2E
+        if HAS_SOFTCAP:
+            s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
+            factor = 1.0
         keep = window_keep(rows // GROUPS + offset, cols, kv_len, window_left, window_right, HAS_LEFT, HAS_RIGHT)
         s = tl.where(keep, s, float("-inf"))
-        p, row_max, row_sum, alpha = online_softmax_update(s, row_max, row_sum)
+        p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
         v_ptrs = v_ptr + (page64 * stride_vp + slot * stride_vt)[:, None] + offs_dv[None, :]
         v = tl.load(v_ptrs, mask=owned & (offs_dv < DIM_V)[None, :], other=0.0).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)

@@ -63,7 +63,6 @@ def finish_softmax(row_max, row_sum):
     """
     live = row_max > float("-inf")
     row_sum = tl.where(live, row_sum, 1.0)
-    row_sum = tl.where(live, row_sum, 1.0)
     inverse = tl.where(live, 1.0 / row_sum, 0.0)
     lse = tl.where(live, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
     return inverse, lse
