@@ -23,6 +23,8 @@ class Family:
 
     kind:  "decoder" (input_ids -> logits, has a KV cache), "encoder", "seq2seq", "vision" (pixel_values)
     paged: whether it runs on the engine's paged cache; if not, why (a part of the error's text)
+    packs: whether restarting positions alone tell transformers (and eager attention) of packed sequences
+    gain:  how wide the weights are
     """
 
     name: str
@@ -30,6 +32,8 @@ class Family:
     kind: str = "decoder"
     config: dict[str, Any] = field(default_factory=dict)
     paged: bool | str = True
+    packs: bool = True
+    gain: float = 1.5
 
     def build(self, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> PreTrainedModel:
         transformers = importlib.import_module("transformers")
@@ -43,7 +47,7 @@ class Family:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() >= 2:
-                    parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+                    parameter.normal_(std=self.gain * parameter.shape[-1] ** -0.5)
                 elif name.endswith(("sinks", "bias")):
                     parameter.normal_(std=0.5)
         return model.to(device=device, dtype=dtype)
@@ -51,11 +55,18 @@ class Family:
 
 _TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-_ENCODER = {**_TOKENS, **_SIZES, "max_position_embeddings": 128, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_ENCODER = {
+    **_TOKENS,
+    **_SIZES,
+    "max_position_embeddings": 128,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 _SEQ2SEQ = {
-    **_TOKENS, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_position_embeddings": 128, "decoder_start_token_id": 1,
-    "forced_eos_token_id": None, "forced_bos_token_id": None, "dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+    **_TOKENS, "d_model": 64, "max_position_embeddings": 128, "decoder_start_token_id": 1, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "dropout": 0.0,
+    **{f"{side}_{name}": value for side in ("encoder", "decoder")
+       for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96), ("layerdrop", 0.0))},
 }  # fmt: skip
 _T5 = {
     "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8,
@@ -67,6 +78,7 @@ _COMMON: dict[str, dict[str, Any]] = {
     "seq2seq": _SEQ2SEQ,
     "vision": {**_SIZES, "image_size": 16, "patch_size": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
+_QWEN_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _MASK_OF_ITS_OWN = "need a mask of their own"
@@ -76,10 +88,10 @@ FAMILIES = [
     Family("qwen2", "Qwen2ForCausalLM"),
     Family("qwen2-window", "Qwen2ForCausalLM", config={"use_sliding_window": True, **_ALTERNATING}),
     Family("qwen3", "Qwen3ForCausalLM", config={"head_dim": 32}),
-    Family("qwen3-moe", "Qwen3MoeForCausalLM", config={"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}),
+    Family("qwen3-moe", "Qwen3MoeForCausalLM", config=_QWEN_MOE),
     Family("qwen2-moe-window", "Qwen2MoeForCausalLM", config={
-        "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 32,
-        "use_sliding_window": True, **_ALTERNATING}, paged=_MASK_OF_ITS_OWN),
+        **_QWEN_MOE, "shared_expert_intermediate_size": 32, "use_sliding_window": True, **_ALTERNATING,
+    }, paged=_MASK_OF_ITS_OWN),
     Family("mixtral", "MixtralForCausalLM", config=_MOE),
     Family("mistral", "MistralForCausalLM", config={"sliding_window": WINDOW}),
     Family("phi3", "Phi3ForCausalLM", config={"sliding_window": WINDOW}),
@@ -93,16 +105,16 @@ FAMILIES = [
     Family("gemma2", "Gemma2ForCausalLM", config={
         **_ALTERNATING, "head_dim": 32, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
     Family("gemma3", "Gemma3ForCausalLM", config={**_ALTERNATING, "head_dim": 32, "query_pre_attn_scalar": 8}),
-    Family("gpt-oss", "GptOssForCausalLM", config={**_MOE, **_ALTERNATING, "head_dim": 32}),
+    Family("gpt-oss", "GptOssForCausalLM", config={**_MOE, **_ALTERNATING, "head_dim": 32}, packs=False),
     Family("deepseek-v3", "DeepseekV3ForCausalLM", config={
         "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
         "num_experts_per_tok": 2, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8, "v_head_dim": 16}),
     Family("llama4", "Llama4ForCausalLM", config={
         "head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 7, "intermediate_size_mlp": 96,
-        "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}, paged="chunked"),
+        "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}, paged="chunked", packs=False),
     Family("gpt2", "GPT2LMHeadModel", config={"n_inner": 96}),
-    Family("opt", "OPTForCausalLM", config={"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    Family("opt", "OPTForCausalLM", config={"ffn_dim": 96, "word_embed_proj_dim": 64}, packs=False),
     Family("gpt-neox", "GPTNeoXForCausalLM"),
     Family("bert", "BertForMaskedLM", "encoder"),
     Family("roberta", "RobertaForMaskedLM", "encoder", {"type_vocab_size": 1}),
@@ -111,8 +123,8 @@ FAMILIES = [
         "layer_types": ["sliding_attention", "full_attention"]}),
     Family("bart", "BartForConditionalGeneration", "seq2seq"),
     Family("m2m100", "M2M100ForConditionalGeneration", "seq2seq"),
-    Family("t5", "T5ForConditionalGeneration", "seq2seq", _T5),
-    Family("mt5", "MT5ForConditionalGeneration", "seq2seq", {**_T5, "feed_forward_proj": "gated-gelu"}),
+    Family("t5", "T5ForConditionalGeneration", "seq2seq", _T5, gain=0.7),
+    Family("mt5", "MT5ForConditionalGeneration", "seq2seq", {**_T5, "feed_forward_proj": "gated-gelu"}, gain=0.7),
     Family("vit", "ViTForImageClassification", "vision"),
     Family("siglip", "SiglipVisionModel", "vision"),
     Family("clip", "CLIPVisionModel", "vision"),

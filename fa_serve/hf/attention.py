@@ -1,0 +1,100 @@
+"""The attention function: transformers' words in, `fa_serve.api` calls out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fa_serve.api import attention, attention_varlen
+from fa_serve.spec import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from fa_serve.hf.paged import PagedBatch, Probe
+
+
+def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None,
+    max_length_k: int | None = None, output_attentions: bool = False, fa_serve_batch: PagedBatch | Probe | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention function of `attn_implementation="fa_serve"`.
+
+    query:          (batch, heads, seqlen_q, head_dim); key, value: (batch, kv_heads, seqlen_k, dim), not repeated
+    attention_mask: one of the forms that `fa_serve.hf` lists
+    sliding_window: keys that a query sees on either side, its own included
+    position_bias:  (1 or batch, heads, seqlen_q, seqlen_k), added to the scores
+    cu_seq_lens_*:  a batch of one is sequences packed end to end; they attend within themselves only
+    Returns out (batch, seqlen_q, heads, head_dim_v), and None for the weights.
+    """
+    if dropout:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks for attention dropout {dropout}, which fa_serve has not: call model.eval(), or set "
+            "the dropout of attention in the model's config to 0"
+        )
+    if output_attentions:
+        raise UnsupportedModelError('fa_serve never forms the attention weights: use attn_implementation="eager" for them')
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    if fa_serve_batch is not None:
+        if not causal or position_bias is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} is not causal self-attention: it cannot run on a paged cache")
+        window = -1 if sliding_window is None else sliding_window - 1
+        return fa_serve_batch.attend(module, query, key, value, window_size=(window, 0), **options), None
+
+    mask = attention_mask
+    if mask is not None and mask.dim() == 1:
+        cu_seq_lens_q, mask = mask if cu_seq_lens_q is None else cu_seq_lens_q, None
+    elif mask is not None and mask.dim() == 2:
+        n = mask.shape[1]
+        key, value = key[:, :, :n], value[:, :, :n]
+        position_bias = None if position_bias is None else position_bias[..., :n]
+        mask = mask[:, None, None, :] if mask.shape[0] else None
+    elif mask is not None:
+        causal, sliding_window = False, None
+    options["causal"] = causal
+    if sliding_window is not None and key.shape[2] > sliding_window:
+        options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
+
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if cu_seq_lens_q is not None:
+        if q.shape[0] != 1:
+            raise UnsupportedModelError(f"cu_seq_lens_q describes a batch of 1, packed end to end, got a batch of {q.shape[0]}")
+        cu_q = cu_seq_lens_q.to(torch.int32)
+        cu_k = cu_q if cu_seq_lens_k is None else cu_seq_lens_k.to(torch.int32)
+        if mask is None and position_bias is None:
+            out = attention_varlen(
+                q[0], k[0], v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=int(max_length_q or q.shape[1]),
+                max_seqlen_k=int(max_length_k or k.shape[1]), **options,
+            )  # fmt: skip
+            return cast(Tensor, out)[None], None
+        mask = _combine(mask, _same_sequence(cu_q, cu_k, q.shape[1], k.shape[1]))
+    if position_bias is not None:
+        mask = _combine(position_bias, mask)
+    return attention(q, k, v, mask=mask, **options), None
+
+
+def _same_sequence(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """(1, 1, seqlen_q, seqlen_k) bool: whether a query and a key belong to the same packed sequence."""
+    q, k = (
+        torch.searchsorted(starts, torch.arange(length, dtype=torch.int32, device=starts.device), right=True)
+        for starts, length in ((cu_seqlens_q, seqlen_q), (cu_seqlens_k, seqlen_k))
+    )
+    return (q[:, None] == k[None, :])[None, None]
+
+
+def _combine(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Both masks at once, each bool (keeps where True) or float (added), broadcastable to each other."""
+    if first is None or second is None:
+        return second if first is None else first
+    if first.dtype == torch.bool and second.dtype == torch.bool:
+        return first & second
+    if first.dtype == torch.bool:
+        first, second = second, first
+    if second.dtype == torch.bool:
+        return torch.where(second, first, float("-inf"))
+    return first + second

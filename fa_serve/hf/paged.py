@@ -1,0 +1,169 @@
+"""The engine's way into a transformers model: one forward over packed tokens whose keys and values live in pages.
+
+The batch rides along as an argument of the model's forward, which transformers hands down to every attention function. So no
+mask is built, nothing is read back from the device, and the model's own code runs as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_utils import PreTrainedModel
+
+from fa_serve.api import attention_paged, store_kv
+from fa_serve.hf.models import NAME, check_class
+from fa_serve.spec import AttentionSpec, UnsupportedModelError, arch_of
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """What one step of the engine tells every attention layer; tensors on the model's device, shapes as in `fa_serve.api`.
+
+    kv_caches: (k_cache, v_cache) by layer_idx
+    """
+
+    kv_caches: Sequence[tuple[Tensor, Tensor]]
+    slot_mapping: Tensor
+    block_table: Tensor
+    seqused_k: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    backend: str = "auto"
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Store this step's keys and values, then attend to the cache: (1, heads, total, dim) -> (1, total, heads, dim)."""
+        k_cache, v_cache = self.kv_caches[module.layer_idx]
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend)
+        out = attention_paged(
+            q, k_cache, v_cache, block_table=self.block_table, seqused_k=self.seqused_k, cu_seqlens_q=self.cu_seqlens_q,
+            max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, backend=self.backend, **options,
+        )  # fmt: skip
+        return cast(Tensor, out)[None]
+
+
+def paged_forward(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, batch: PagedBatch, logits_indices: Tensor
+) -> Tensor:
+    """One forward of a causal model over packed tokens, its keys and values in a paged cache.
+
+    input_ids, position_ids: (total,) int64, packed by batch.cu_seqlens_q; logits_indices: (n,) int64, rows of these
+    Returns logits (n, vocab). No mask is built and nothing is read back from the device.
+    """
+    return _packed_forward(model, input_ids, position_ids, batch, logits_indices)
+
+
+def _packed_forward(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, batch: PagedBatch | Probe, rows: Tensor
+) -> Tensor:
+    # a mask of four dimensions goes through transformers untouched, so that it neither builds one nor looks for packing
+    no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
+    output = model(
+        input_ids=input_ids[None], position_ids=position_ids[None], attention_mask=no_mask, use_cache=False,
+        logits_to_keep=rows, fa_serve_batch=batch,
+    )  # fmt: skip
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+class Probe:
+    """Rides in the place of a PagedBatch and writes down what each attention layer asks for; computes nothing."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, AttentionSpec] = {}
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *, window_size: tuple[int, int],
+        softmax_scale: float | None, softcap: float, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        self.layers[module.layer_idx] = AttentionSpec(
+            layout="paged", device=query.device.type, arch=arch_of(query.device), dtype=query.dtype, kv_dtype=key.dtype,
+            head_dim=query.shape[-1], head_dim_v=value.shape[-1], num_heads=query.shape[1], num_kv_heads=key.shape[1],
+            window_size=window_size, softcap=softcap != 0.0, sinks=sinks is not None,
+        )  # fmt: skip
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+def attention_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> list[AttentionSpec]:
+    """What each attention layer of a causal model needs from the paged attention, found by one forward of a single token.
+
+    A config is tried out on the meta device, without weights. Raises UnsupportedModelError with the reason if the model cannot
+    run on a paged cache: its state is not keys and values alone, its masks are more than causality and windows, ...
+    """
+    if isinstance(model_or_config, PreTrainedModel):
+        return _probe(model_or_config)
+    config = copy.deepcopy(model_or_config)
+    # the other implementations of a mixture of experts look at the router's choice, which the meta device has not
+    config._experts_implementation = "batched_mm"
+    auto: Any = transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            return _probe(auto.from_config(config, attn_implementation=NAME))
+    except UnsupportedModelError:
+        raise
+    except ValueError as error:
+        raise UnsupportedModelError(f"{type(config).__name__} is no causal language model of transformers: {error}") from error
+
+
+def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError, with the reason, unless `paged_forward` computes this model right."""
+    attention_layers(model_or_config)
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
+    name, config = type(model).__name__, model.config.get_text_config()
+    check_class(type(model))
+    missing = _CALLED_WITH - set(inspect.signature(model.forward).parameters)
+    layer_types = getattr(config, "layer_types", None) or ()
+    chunked = "chunked_attention" in layer_types or (getattr(config, "attention_chunk_size", None) and not layer_types)
+    for refused, reason in (
+        (config.is_encoder_decoder, "it is an encoder-decoder, whose cross-attention has no place in a paged cache"),
+        (getattr(model, "_is_stateful", False), "it keeps a recurrent state, and a paged cache holds keys and values only"),
+        (missing, f"its forward takes no {sorted(missing)}"),
+        (chunked, "its attention is chunked, which lives in a mask"),
+        (_rope_types(config) & {"dynamic", "longrope"}, "its rotary embedding depends on the longest sequence of the batch"),
+    ):
+        if refused:
+            raise UnsupportedModelError(f"{name} cannot run on a paged cache: {reason}")
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    if kinds:
+        raise UnsupportedModelError(f"{name} cannot run on a paged cache: it needs {sorted(k.__name__ for k in kinds)}")
+    # a sequence longer than any window; the meta device makes its masks for nothing, and we get None wherever that is enough
+    long = torch.empty((1, 2**24, 1), dtype=torch.bfloat16, device="meta")
+    masks = create_masks_for_generate(config, inputs_embeds=long, attention_mask=None, past_key_values=None)
+    for kind, mask in masks.items() if isinstance(masks, dict) else [("causal", masks)]:
+        if mask is not None:
+            raise UnsupportedModelError(f"{name} cannot run on a paged cache: its {kind} layers need a mask of their own")
+    probe, training = Probe(), model.training
+    zero = torch.zeros(1, dtype=torch.int64, device=model.device)
+    try:
+        _packed_forward(model.train(False), zero, zero, probe, zero)
+    finally:
+        model.train(training)
+    if sorted(probe.layers) != list(range(config.num_hidden_layers)):
+        raise UnsupportedModelError(
+            f"{name} cannot run on a paged cache: of its {config.num_hidden_layers} layers {sorted(probe.layers)} reach it"
+        )
+    return [probe.layers[i] for i in range(config.num_hidden_layers)]
+
+
+_CALLED_WITH = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep", "kwargs"}
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotary embedding in a config, which has one set of parameters or one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    return {p.get("rope_type", "default") for p in nested or [parameters]}
