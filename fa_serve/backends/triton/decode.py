@@ -70,7 +70,8 @@ def decode_tiles(
         # float32 products run on the FMA units, their operands live in registers
         block_m, block_n, num_warps = min(block_m, 32), 32 if width <= 128 else 16, 8
     tile_bytes = block_n * (padded_dim(head_dim) + padded_dim(head_dim_v)) * kv_itemsize
-    num_stages = min(4, max(2, 1 + _pipeline_bytes(arch) // tile_bytes))
+    q_bytes = block_m * padded_dim(head_dim) * itemsize
+    num_stages = min(4, max(2, 1 + (_pipeline_bytes(arch) - q_bytes) // tile_bytes))
     if num_splits:
         return DecodeTiles(block_m, block_n, num_warps, num_stages, num_splits, False)
     units = num_kv_heads * triton.cdiv(groups * max_seqlen_q, block_m)
@@ -85,7 +86,7 @@ def decode_tiles(
 
 
 def _pipeline_bytes(arch: int) -> int:
-    """Shared memory for keys and values in flight, such that two programs fit on one SM."""
+    """Shared memory for queries, and keys and values in flight, such that two programs fit on one SM."""
     if arch in (90, 100):
         return 100 << 10
     return 72 << 10 if arch == 80 else 40 << 10 if arch else 24 << 10

@@ -1,0 +1,129 @@
+"""Decode and the cache write compile for every target, from the launchers' own arguments, within the budgets stated here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cross_compile import TARGETS, Kernel, compiling_for
+
+from fa_serve.backends.triton import decode
+from fa_serve.backends.triton.decode import launch_decode
+from fa_serve.backends.triton.kv_cache import launch_store_kv
+
+SPILL_BUDGET = 0  # bytes per thread, every kernel and target
+SHARED_BUDGET = {  # bytes one program may ask for; on sm90 and sm100 two of them fit on an SM
+    "sm80": 163 << 10, "sm86": 99 << 10, "sm89": 99 << 10, "sm90": 113 << 10, "sm100": 113 << 10, "sm120": 99 << 10,
+    "gfx942": 64 << 10,
+}  # fmt: skip
+FP8_TARGETS = ("sm89", "sm90", "sm100", "sm120", "gfx942")
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    head_dim_v: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+    max_seqlen_q: int = 1
+    page_size: int = 16
+    every_option: bool = False
+    num_splits: int = 0
+
+    def __str__(self) -> str:
+        name = (
+            f"HQ{self.heads[0]}-HKV{self.heads[1]}-D{self.head_dim}-DV{self.head_dim_v}-Q{self.max_seqlen_q}-P{self.page_size}"
+        )
+        return name + ("-fp8" if self.fp8 else f"-{str(self.dtype)[6:]}") + ("-every-option" if self.every_option else "")
+
+
+EVERYWHERE = [
+    Shape(),
+    Shape(heads=(64, 8), head_dim=64, head_dim_v=64, max_seqlen_q=4, dtype=torch.float16, every_option=True),
+]
+ON_HOPPER = [
+    Shape(heads=(32, 32), head_dim=64, head_dim_v=64),
+    Shape(heads=(16, 8), head_dim=256, head_dim_v=256),
+    Shape(heads=(128, 128), head_dim=192, head_dim_v=128, page_size=64),
+    Shape(max_seqlen_q=16, page_size=33),
+    Shape(dtype=torch.float32),
+    Shape(num_splits=4, every_option=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def many_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_num_sms", lambda device: 132)
+
+
+def compile_decode(target: str, shape: Shape) -> list[Kernel]:
+    batch, (num_heads, num_kv_heads) = 3, shape.heads
+    cache_dtype = torch.float8_e4m3fn if shape.fp8 else shape.dtype
+    k_cache, v_cache = (
+        torch.zeros(4, shape.page_size, num_kv_heads, dim, dtype=cache_dtype) for dim in (shape.head_dim, shape.head_dim_v)
+    )
+    descale = torch.ones(num_kv_heads) if shape.fp8 else None
+    with compiling_for(target) as kernels:
+        launch_decode(
+            torch.zeros(batch * shape.max_seqlen_q, num_heads, shape.head_dim, dtype=shape.dtype), k_cache, v_cache,
+            block_table=torch.zeros(batch, 64, dtype=torch.int32), seqused_k=torch.zeros(batch, dtype=torch.int32),
+            cu_seqlens_q=torch.zeros(batch + 1, dtype=torch.int32), max_seqlen_q=shape.max_seqlen_q, max_seqlen_k=1024,
+            softmax_scale=0.1, window_size=(256, 0) if shape.every_option else (-1, 0), softcap=30.0 * shape.every_option,
+            sinks=torch.zeros(num_heads, dtype=shape.dtype) if shape.every_option else None, k_descale=descale,
+            v_descale=descale, num_splits=shape.num_splits, out=None, return_lse=shape.every_option,
+        )  # fmt: skip
+    return kernels
+
+
+def compile_store(target: str, fp8: bool) -> list[Kernel]:
+    cache = torch.zeros(4, 16, 8, 128, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    x, descale = torch.zeros(5, 8, 128, dtype=torch.bfloat16), torch.ones(8) if fp8 else None
+    with compiling_for(target) as kernels:
+        launch_store_kv(x, x, cache, cache, torch.zeros(5, dtype=torch.int64), descale, descale)
+    return kernels
+
+
+def assert_within_budgets(kernels: list[Kernel], names: list[str]) -> None:
+    assert [kernel.name for kernel in kernels] == names
+    for kernel in kernels:
+        assert kernel.spill_bytes <= SPILL_BUDGET, f"{kernel.name} spills {kernel.spill_bytes} bytes per thread"
+        assert kernel.shared_bytes <= SHARED_BUDGET[kernel.target], f"{kernel.name} wants {kernel.shared_bytes} bytes"
+
+
+@pytest.mark.parametrize("shape", EVERYWHERE, ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+def test_decode(target: str, shape: Shape) -> None:
+    assert_within_budgets(compile_decode(target, shape), ["_decode", "_combine"])
+
+
+@pytest.mark.parametrize("shape", ON_HOPPER, ids=str)
+def test_decode_on_hopper(shape: Shape) -> None:
+    assert_within_budgets(compile_decode("sm90", shape), ["_decode", "_combine"])
+
+
+@pytest.mark.parametrize("target", FP8_TARGETS)
+def test_decode_fp8(target: str) -> None:
+    assert_within_budgets(compile_decode(target, Shape(fp8=True)), ["_decode", "_combine"])
+    assert_within_budgets(compile_store(target, fp8=True), ["_store_kv"])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_store_kv(target: str) -> None:
+    assert_within_budgets(compile_store(target, fp8=False), ["_store_kv"])
+
+
+def test_hopper_keeps_three_blocks_in_flight_and_waits_programmatically() -> None:
+    """Loads are 16-byte asynchronous copies: 64 threads issue 32 each for a block; three ahead of the loop and one in it."""
+    kernel = compile_decode("sm90", Shape())[0]
+    block_bytes = 64 * (128 + 128) * 2
+    assert kernel.shared_bytes >= 3 * block_bytes
+    assert kernel.instructions["LDGSTS"] == 4 * block_bytes // (64 * 16)
+    assert kernel.instructions["HMMA"] > 0
+    assert kernel.instructions["LDL"] == kernel.instructions["STL"] == 0
+    assert "griddepcontrol.wait" in kernel.binary.asm["ptx"]
+
+
+def test_older_gpus_do_without_programmatic_launch() -> None:
+    assert "griddepcontrol" not in compile_decode("sm89", Shape())[0].binary.asm["ptx"]
