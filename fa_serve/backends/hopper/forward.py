@@ -134,7 +134,7 @@ def launch_forward(
         return result, lse
     if softmax_scale <= 0.0:
         # the kernel takes the maximum before it scales, which needs a positive scale
-        q, softmax_scale = q * softmax_scale, 1.0
+        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0.0 else (torch.zeros_like(q), 1.0)
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     target = result if _is_addressable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
     if not packed:

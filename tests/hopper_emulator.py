@@ -1,0 +1,409 @@
+"""Runs the Hopper kernel's own Python source on a CPU, with threads for its warps, to find what a GPU shows only by hanging.
+
+    with emulated():
+        out, lse = launch_forward(q, k, v, ...)       # CPU tensors; the launcher, the tile table and the kernel are the product's
+
+Every partition of every resident block is a thread. Barriers count arrivals and bytes as mbarriers do; a matrix product and an
+outgoing copy read shared memory only when they are waited for, as late as the hardware may; an incoming copy first fills its
+place with NaN. So a wrong phase is a deadlock (or a wrong result), a slot released too early is NaN, and a missing mask is a
+wrong value. Copies move through the descriptors' real addresses, modulo 2^64 bytes, with the hardware's bounds.
+
+`faults` edits the source before it runs: a test of the kernel is worth what it catches. Left out: layouts, registers, timing.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import random
+import re
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fa_serve.backends.hopper import consumer, forward, producer, schedule, shared
+from fa_serve.backends.hopper.launch import Descriptor
+
+
+class EmulationError(Exception):
+    """A deadlock, a barrier that is overrun, or an access outside of a tensor."""
+
+
+class _Thread(threading.local):
+    """What a warp group knows about itself."""
+
+    block: Block
+    products: list[_Product]
+    stores: list[Callable[[], None]]
+
+
+class Block:
+    """One thread block: its number, its named barriers."""
+
+    def __init__(self, index: int, grid: int, machine: Machine) -> None:
+        self.index, self.grid, self.machine = index, grid, machine
+        self.named: dict[int, _NamedBarrier] = {}
+
+
+class Machine:
+    """What outlives a block: failures, the lock of atomics, jitter. After `patience` seconds a wait counts as a deadlock."""
+
+    def __init__(self, seed: int, patience: float) -> None:
+        self.patience = patience
+        self.failures: list[BaseException] = []
+        self.lock = threading.Lock()
+        self.random = random.Random(seed)
+
+    def jitter(self) -> None:
+        if self.random.random() < 0.2:
+            time.sleep(self.random.random() * 1e-4)
+
+    def wait(self, condition: threading.Condition, ready: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self.patience
+        while not ready():
+            if self.failures or (not condition.wait(0.05) and time.monotonic() > deadline):
+                raise EmulationError(f"deadlock: {what}")
+
+
+class _Barrier:
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.phase, self.count, self.pending, self.bytes = 0, 1, 1, 0
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
+
+    def arrive(self, count: int = 1, expected_bytes: int = 0) -> None:
+        with self.condition:
+            self.pending -= count
+            self.bytes += expected_bytes
+            self._turn()
+
+    def complete(self, count: int) -> None:
+        with self.condition:
+            self.bytes -= count
+            self._turn()
+
+    def _turn(self) -> None:
+        if self.pending < 0:
+            raise EmulationError("more arrivals at an mbarrier than it counts")
+        if self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+            self.condition.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.condition:
+            _self.block.machine.wait(self.condition, lambda: (self.phase & 1) != parity, "mbarrier")
+
+
+class _NamedBarrier:
+    """Two warpgroups: one arrives, the other waits for it."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.arrived, self.turns = 0, 0
+
+    def arrive(self) -> int:
+        with self.condition:
+            turn = self.turns
+            self.arrived += 1
+            if self.arrived == 2:
+                self.arrived, self.turns = 0, self.turns + 1
+                self.condition.notify_all()
+            return turn
+
+    def sync(self) -> None:
+        turn = self.arrive()
+        with self.condition:
+            _self.block.machine.wait(self.condition, lambda: self.turns > turn, "named barrier")
+
+
+class _Shared:
+    """A view of shared memory."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def index(self, i: Any) -> _Shared:
+        return _Shared(self.data[int(i)])
+
+    def reshape(self, shape: list[int]) -> _Shared:
+        return _Shared(self.data.view(shape))
+
+    def permute(self, order: tuple[int, ...]) -> _Shared:
+        return _Shared(self.data.permute(order))
+
+    def store(self, value: torch.Tensor) -> None:
+        self.data.copy_(value)
+
+    def load(self, layout: object) -> torch.Tensor:
+        return self.data.clone()
+
+
+class _Barriers:
+    def __init__(self, count: int) -> None:
+        self.items = [_Barrier() for _ in range(count)]
+
+    def index(self, i: Any) -> _Barrier:
+        return self.items[int(i)]
+
+
+class _Pointer:
+    def __init__(self, data: torch.Tensor, offset: Any = 0) -> None:
+        self.data, self.offset = data, offset
+
+    def __add__(self, offset: Any) -> _Pointer:
+        return _Pointer(self.data, self.offset + offset)
+
+    def cells(self) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = self.data.view(-1)
+        offset = torch.as_tensor(self.offset)
+        return flat, offset
+
+    def load(self, mask: Any = None, other: Any = 0) -> torch.Tensor:
+        flat, offset = self.cells()
+        if mask is None:
+            return flat[offset].clone()
+        return torch.where(mask, flat[torch.where(mask, offset, 0)], other)
+
+    def store(self, value: Any, mask: Any = None) -> None:
+        flat, offset = self.cells()
+        value = torch.as_tensor(value).to(flat.dtype)
+        if mask is None:
+            flat[offset] = value
+        else:
+            offset, value, mask = torch.broadcast_tensors(offset, value, mask)
+            flat[offset[mask].long()] = value[mask]
+
+
+class _Copy:
+    """A tensor descriptor: 64-bit addresses, and bounds per coordinate as the copy engine has them."""
+
+    def __init__(self, descriptor: Descriptor) -> None:
+        self.descriptor = descriptor
+        self.dtype = descriptor.base.dtype
+        self.layout = None
+        self.block_type = types.SimpleNamespace(shape=list(descriptor.block_shape))
+        storage = descriptor.base.untyped_storage()
+        self.memory = torch.empty(0, dtype=self.dtype).set_(storage)
+
+    def _cells(self, corner: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        d = self.descriptor
+        for size, stride in zip(d.shape, d.strides, strict=True):
+            if size <= 0 or not 0 <= stride * d.base.element_size() < 1 << 40:
+                raise EmulationError(f"a descriptor cannot have {size} and stride {stride}")
+        if any(stride * d.base.element_size() % 16 for stride in d.strides[:-1]):
+            raise EmulationError(f"strides must be multiples of 16 bytes, got {d.strides}")
+        start = d.base.storage_offset()
+        offset = torch.zeros((), dtype=torch.int64)
+        inside = torch.ones((), dtype=torch.bool)
+        for at, extent, size, stride in zip(corner, d.block_shape, d.shape, d.strides, strict=True):
+            start += int(at) * stride
+            steps = torch.arange(extent)
+            offset = offset[..., None] + steps * stride
+            inside = inside[..., None] & (int(at) + steps >= 0) & (int(at) + steps < size)
+        start %= (1 << 64) // d.base.element_size()
+        cells = offset + start
+        if inside.any() and not (0 <= int(cells[inside].min()) and int(cells[inside].max()) < self.memory.numel()):
+            raise EmulationError("a copy inside its bounds reaches outside of the tensor")
+        return cells, inside
+
+    def load(self, corner: list[Any], barrier: _Barrier, target: _Shared) -> None:
+        target.data.fill_(float("nan"))
+        _self.block.machine.jitter()
+        cells, inside = self._cells(corner)
+        target.data.copy_(torch.where(inside, self.memory[torch.where(inside, cells, 0)], 0))
+        barrier.complete(target.data.numel() * target.data.element_size())
+
+    def store(self, corner: list[Any], source: _Shared) -> None:
+        cells, inside = self._cells(corner)
+
+        def run() -> None:
+            self.memory[cells[inside]] = source.data[inside]
+
+        _self.stores.append(run)
+
+
+class _Product:
+    """An asynchronous matrix product; it reads its operands when it is waited for."""
+
+    def __init__(self, a: Any, b: _Shared, acc: Any, use_acc: bool) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.value: torch.Tensor | None = None
+
+    def run(self) -> None:
+        a = self.a.data if isinstance(self.a, _Shared) else self.a
+        self.value = a.float() @ self.b.data.float()
+        if self.use_acc:
+            self.value = self.value + (self.acc.value if isinstance(self.acc, _Product) else self.acc)
+
+
+_self = _Thread()
+
+
+def _product(a: Any, b: _Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> _Product:
+    _self.products.append(_Product(a, b, acc, use_acc))
+    return _self.products[-1]
+
+
+def _wait_products(pending: int, deps: list[_Product]) -> torch.Tensor:
+    _self.block.machine.jitter()
+    while len(_self.products) > int(pending):
+        _self.products.pop(0).run()
+    (dep,) = deps
+    if dep.value is None:
+        raise EmulationError("the result of a product is used before it was waited for")
+    return dep.value
+
+
+def _wait_stores(pending: int) -> None:
+    _self.block.machine.jitter()
+    while len(_self.stores) > pending:
+        _self.stores.pop(0)()
+
+
+def _inline_assembly(text: str, *args: Any, **options: Any) -> None:
+    kind, number = re.match(r"bar\.(sync|arrive) (\d+), 256;", text).groups()  # type: ignore[union-attr]
+    block = _self.block
+    with block.machine.lock:
+        barrier = block.named.setdefault(int(number), _NamedBarrier())
+    getattr(barrier, kind)()
+
+
+def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    _run_threads([(_self.block, function, args) for function, args in partitions])
+
+
+def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]]) -> None:
+    machine = work[0][0].machine
+
+    def run(block: Block, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        _self.block, _self.products, _self.stores = block, [], []
+        try:
+            function(*args)
+            _wait_stores(0)
+        except BaseException as error:
+            machine.failures.append(error)
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if machine.failures:
+        raise EmulationError(str(machine.failures[0])) from machine.failures[0]
+
+
+def _atomic_add(pointer: _Pointer, value: int, sem: str = "") -> torch.Tensor:
+    with _self.block.machine.lock:
+        old = pointer.load()
+        pointer.store(old + value)
+    return old
+
+
+def _tensors(function: Callable[..., torch.Tensor], scalars: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(a: Any, b: Any) -> Any:
+        if torch.is_tensor(a) or torch.is_tensor(b):
+            return function(torch.as_tensor(a), torch.as_tensor(b))
+        return scalars(a, b)
+
+    return apply
+
+
+def _language() -> types.SimpleNamespace:
+    """What the sources use of `gl` and `tl`."""
+    anything = lambda *args, **options: None  # noqa: E731
+    return types.SimpleNamespace(
+        constexpr=lambda x: x, tensor=object, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+        BlockedLayout=anything, SliceLayout=anything, NVMMADistributedLayout=anything, DotOperandLayout=anything,
+        SwizzledSharedLayout=anything, NVMMASharedLayout=anything,
+        zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
+        arange=lambda a, b, layout=None: torch.arange(a, b, dtype=torch.int32),
+        maximum=_tensors(torch.maximum, max), minimum=_tensors(torch.minimum, min),
+        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis, dtype=x.dtype), cumsum=lambda x, axis: x.cumsum(axis),
+        exp2=torch.exp2, log2=torch.log2, expand_dims=lambda x, axis: x.unsqueeze(axis), convert_layout=lambda x, layout: x,
+        where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)),
+        static_range=range, load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+        store=lambda pointer, value, mask=None: pointer.store(value, mask), atomic_add=_atomic_add,
+        program_id=lambda axis: torch.tensor(_self.block.index), num_programs=lambda axis: _self.block.grid,
+        thread_barrier=anything, inline_asm_elementwise=_inline_assembly, warp_specialize=_specialize,
+        allocate_shared_memory=lambda dtype, shape, layout: (
+            _Barriers(shape[0]) if dtype == torch.int64
+            else _Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 2**30, dtype=dtype))
+        ),
+    )  # fmt: skip
+
+
+def _namespace(faults: dict[str, str]) -> dict[str, Any]:
+    """The kernel's modules, executed against the emulated language. A fault replaces a piece of source, which must be there."""
+
+    def jit(function: Any = None, **options: Any) -> Any:
+        return function if function is not None else lambda f: f
+
+    barrier = types.SimpleNamespace(
+        MBarrierLayout=lambda: None, init=lambda b, count: b.init(count), arrive=lambda b, count=1: b.arrive(count),
+        expect=lambda b, count: b.arrive(1, count), wait=lambda b, phase, pred=True: b.wait(int(phase)) if pred else None,
+    )  # fmt: skip
+    tma = types.SimpleNamespace(
+        async_copy_global_to_shared=lambda desc, corner, bar, target: desc.load(corner, bar, target),
+        async_copy_shared_to_global=lambda desc, corner, source: desc.store(corner, source), store_wait=_wait_stores,
+    )  # fmt: skip
+    language = _language()
+    names: dict[str, Any] = {
+        "__name__": "emulated", "gl": language, "tl": language, "gluon": types.SimpleNamespace(jit=jit),
+        "triton": types.SimpleNamespace(jit=jit), "mbarrier": barrier, "tma": tma, "fence_async_shared": lambda: None,
+        "warpgroup_mma": _product, "warpgroup_mma_wait": _wait_products, "RAGGED": shared.RAGGED.value,
+        "Tile": shared.Tile, "Descs": shared.Descs, "Smem": shared.Smem, "Bars": shared.Bars, "Work": shared.Work,
+        "Epilogue": shared.Epilogue,
+    }  # fmt: skip
+    unused = dict(faults)
+    for module in (schedule, producer, consumer, forward):
+        source = inspect.getsource(module)
+        for old, new in faults.items():
+            if old in source:
+                source = source.replace(old, new)
+                unused.pop(old, None)
+        wanted = [
+            node for node in ast.parse(source).body
+            if (isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list))
+            or (isinstance(node, ast.ClassDef) and any("NamedTuple" in ast.unparse(b) for b in node.bases))
+            or (isinstance(node, ast.Assign) and "constexpr" in ast.unparse(node.value))
+        ]  # fmt: skip
+        future = ast.parse("from __future__ import annotations\nfrom typing import NamedTuple").body
+        exec(compile(ast.Module(future + wanted, type_ignores=[]), module.__name__, "exec"), names)
+    if unused:
+        raise ValueError(f"the source no longer contains {sorted(unused)}")
+    return names
+
+
+@contextlib.contextmanager
+def emulated(
+    resident_blocks: int = 3, seed: int = 0, faults: dict[str, str] | None = None, patience: float = 20.0
+) -> Iterator[None]:
+    """Launches inside the block run here. Blocks of one launch run at once, up to `resident_blocks`, as on a small GPU."""
+    names = _namespace(faults or {})
+
+    def launch(kernel: Any, key: Any, grid: tuple[int, int, int], args: Any, device: torch.device, **options: Any) -> None:
+        machine = Machine(seed, patience)
+        function = names[kernel.__name__]
+        wrapped = [
+            _Copy(arg) if isinstance(arg, Descriptor) else _Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args
+        ]
+        for first in range(0, grid[0], resident_blocks):
+            blocks = [Block(i, grid[0], machine) for i in range(first, min(first + resident_blocks, grid[0]))]
+            _run_threads([(block, function, tuple(wrapped)) for block in blocks])
+
+    with (
+        mock.patch.object(forward, "launch", launch),
+        mock.patch.object(schedule, "launch", launch),
+        mock.patch.object(forward, "_multiprocessors", lambda device: resident_blocks),
+    ):
+        yield

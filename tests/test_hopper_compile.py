@@ -1,0 +1,85 @@
+"""The Hopper kernel compiled for sm90 without a GPU: the instructions it is written for are there, and nothing is spilled."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from cross_compile import Kernel, compiling_for
+
+from fa_serve.backends.hopper.forward import launch_forward
+from fa_serve.backends.hopper.tiles import Schedule, TileConfig, forward_tiles
+
+CAUSAL, FULL = (-1, 0), (-1, -1)
+
+
+def compile_forward(
+    head_dim: int, head_dim_v: int, window: tuple[int, int], *, packed: bool = False, dtype: torch.dtype = torch.bfloat16,
+    softcap: float = 0.0, sinks: bool = False, seqlen: int = 2048, tiles: TileConfig | None = None,
+) -> Kernel:  # fmt: skip
+    q = torch.zeros(1, seqlen, 4, head_dim, dtype=dtype)
+    k, v = torch.zeros(1, seqlen, 2, head_dim, dtype=dtype), torch.zeros(1, seqlen, 2, head_dim_v, dtype=dtype)
+    lengths = {}
+    if packed:
+        q, k, v = q[0], k[0], v[0]
+        cu = torch.tensor([0, seqlen], dtype=torch.int32)
+        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+    with compiling_for("sm90") as kernels:
+        launch_forward(
+            q, k, v, softmax_scale=0.1, window_size=window, softcap=softcap, sinks=torch.zeros(4, dtype=dtype) if sinks else None,
+            out=None, return_lse=True, tiles=tiles, **lengths,
+        )  # fmt: skip
+    *table, kernel = kernels
+    assert [t.name for t in table] == (["_tile_table"] if packed else [])
+    return kernel
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"head_dim": 64, "head_dim_v": 64, "window": FULL}, id="d64-full"),
+        pytest.param({"head_dim": 64, "head_dim_v": 64, "window": CAUSAL, "seqlen": 512}, id="d64-causal-short"),
+        pytest.param({"head_dim": 128, "head_dim_v": 128, "window": CAUSAL, "packed": True}, id="d128-causal-packed"),
+        pytest.param(
+            {"head_dim": 128, "head_dim_v": 128, "window": (500, 0), "softcap": 30.0, "sinks": True, "dtype": torch.float16},
+            id="d128-window-softcap-sinks-float16",
+        ),
+        pytest.param({"head_dim": 128, "head_dim_v": 128, "window": CAUSAL, "seqlen": 64}, id="d128-one-group"),
+        pytest.param({"head_dim": 192, "head_dim_v": 128, "window": CAUSAL}, id="d192-causal"),
+        pytest.param({"head_dim": 256, "head_dim_v": 256, "window": FULL}, id="d256-full"),
+    ],
+)
+def test_compiles_to_what_it_is_written_for(options: dict) -> None:
+    tiles = forward_tiles(
+        options["head_dim"], options["head_dim_v"], options["window"] != FULL, options.get("seqlen", 2048),
+        options.get("seqlen", 2048), options.get("packed", False),
+    )  # fmt: skip
+    kernel = compile_forward(**options)
+    found = kernel.instructions
+    assert found["HGMMA"] > 0
+    assert found["UTMALDG"] > 0, "K, V and Q must come through the copy engine"
+    assert found["UTMASTG"] > 0, "O must leave through the copy engine"
+    assert found["HMMA"] == 0
+    assert found["LDL"] == found["STL"] == kernel.spill_bytes == 0
+    assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
+    assert kernel.registers <= tiles.registers[0]
+    assert kernel.shared_bytes * tiles.blocks_per_sm <= 232_448
+    handed_out = {int(n, 16) for n in re.findall(r"USETMAXREG\S*\s+(?:\S+,\s*)?(0x[0-9a-f]+)", kernel.sass)}
+    assert tiles.groups == 1 or tiles.registers[1] in handed_out
+
+
+def test_products_stay_in_flight_under_the_softmax() -> None:
+    """Overlap shows in the machine code: some wait leaves a product running (DEPBAR with a count of 1), an ablated kernel's none."""
+    overlapped = compile_forward(128, 128, CAUSAL)
+    assert re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", overlapped.sass)
+    serial = compile_forward(128, 128, CAUSAL, tiles=TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, overlap=False))
+    assert not re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", serial.sass)
+
+
+def test_one_machine_code_for_all_lengths() -> None:
+    """Lengths, heads, windows and strides are run-time values: nothing is compiled again on a serving path."""
+    codes = set()
+    for seqlen, window in ((2048, (-1, 0)), (2047, (-1, 0)), (4000, (-1, 0))):
+        codes.add(compile_forward(128, 128, window, seqlen=seqlen).binary.asm["cubin"])
+    assert len(codes) == 1

@@ -1,0 +1,243 @@
+"""The Hopper kernel, launcher and tile table in the emulator: right on every schedule and option, and wrong when broken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hopper_emulator import EmulationError, emulated
+
+from fa_serve.backends.hopper.forward import launch_forward
+from fa_serve.backends.hopper.schedule import RECORD, tile_table
+from fa_serve.backends.hopper.tiles import Schedule, TileConfig
+from fa_serve.backends.reference import attention_reference
+from fa_serve.testing import assert_lse_matches, assert_matches_reference, cu_seqlens, eager_attention, make_qkv
+
+GRID, STATIC, DYNAMIC = Schedule.GRID, Schedule.STATIC, Schedule.DYNAMIC
+CAUSAL, FULL = (-1, 0), (-1, -1)
+
+
+@dataclass(frozen=True)
+class Case:
+    id: str
+    seqlen_q: int = 200
+    seqlen_k: int = 200
+    heads: tuple[int, int] = (2, 1)
+    head_dim: tuple[int, int] = (64, 64)
+    batch: int = 1
+    window: tuple[int, int] = CAUSAL
+    softcap: float = 0.0
+    sinks: bool = False
+    scale: float = 0.125
+    dtype: torch.dtype = torch.bfloat16
+    tiles: TileConfig | None = None
+
+
+CASES = [
+    Case("default"),
+    Case("full", window=FULL, batch=2),
+    Case("d96", head_dim=(96, 96), seqlen_q=65),
+    Case("d128-float16", head_dim=(128, 128), dtype=torch.float16),
+    Case("d192-dv128", head_dim=(192, 128), heads=(3, 3)),
+    Case("d256", head_dim=(256, 256), seqlen_q=130, seqlen_k=260),
+    Case("one-query", seqlen_q=1, seqlen_k=300, heads=(4, 1)),
+    Case("one-key", seqlen_q=70, seqlen_k=1, window=FULL),
+    Case("rows-without-keys", seqlen_q=300, seqlen_k=100),
+    Case("window-both", window=(30, 10), seqlen_q=150, seqlen_k=310),
+    Case("window-left", window=(70, -1), seqlen_q=150, seqlen_k=310),
+    Case("window-wider-than-int32", window=(1 << 40, 0)),
+    Case("softcap", softcap=5.0, scale=1.0),
+    Case("sinks", sinks=True),
+    Case("sinks-rows-without-keys", sinks=True, seqlen_q=200, seqlen_k=64),
+    Case("negative-scale", scale=-0.3),
+    Case("zero-scale", scale=0.0),
+    Case("grid-one-group", tiles=TileConfig(1, 64, 2, 1, GRID, blocks_per_sm=2)),
+    Case("static-one-q-stage", tiles=TileConfig(2, 64, 2, 1, STATIC)),
+    Case("static-two-q-stages", tiles=TileConfig(1, 64, 2, 2, STATIC), seqlen_q=500, seqlen_k=500),
+    Case("dynamic-pingpong", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True), seqlen_q=500, seqlen_k=500),
+    Case("dynamic-pingpong-three", tiles=TileConfig(3, 64, 3, 1, DYNAMIC, pingpong=True), seqlen_q=500, seqlen_k=500),
+    Case("grid-pingpong-three", tiles=TileConfig(3, 128, 2, 1, GRID, pingpong=True), seqlen_q=400, seqlen_k=400),
+    Case("no-overlap", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, overlap=False), seqlen_q=300, seqlen_k=300),
+    Case("one-stage", tiles=TileConfig(2, 64, 1, 2, DYNAMIC), seqlen_q=300, seqlen_k=300),
+]
+
+
+def inputs(case: Case):
+    q, k, v = make_qkv(case.batch, case.seqlen_q, case.seqlen_k, *case.heads, *case.head_dim, dtype=case.dtype)
+    sinks = torch.randn(case.heads[0], generator=torch.Generator().manual_seed(1)) if case.sinks else None
+    options = {"softmax_scale": case.scale, "window_size": case.window, "softcap": case.softcap, "sinks": sinks}
+    return q, k, v, options
+
+
+def check(out, lse, q, k, v, options) -> None:
+    exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), **options)
+    assert_matches_reference(out, exact, eager_attention(q, k, v, **options))
+    assert_lse_matches(lse, exact_lse)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_dense(case: Case) -> None:
+    q, k, v, options = inputs(case)
+    with emulated():
+        out, lse = launch_forward(q, k, v, out=None, return_lse=True, tiles=case.tiles, **options)
+    check(out, lse, q, k, v, options)
+
+
+@pytest.mark.parametrize("schedule", list(Schedule), ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("window", [FULL, CAUSAL, (40, 0)], ids=str)
+def test_packed_sequences_do_not_see_their_neighbours(schedule: Schedule, window: tuple[int, int]) -> None:
+    """Odd sequences are NaN as a whole, others must come out right; empty ones and rows behind the last are left alone."""
+    lengths_q, lengths_k = [70, 33, 0, 1, 150, 20, 130, 5], [70, 33, 40, 9, 150, 20, 260, 0]
+    q, k, v = make_qkv(1, sum(lengths_q) + 7, sum(lengths_k) + 7, 2, 1, 64, dtype=torch.bfloat16)
+    cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
+    for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
+        x[:, cu[-1] :] = float("nan")
+        for b in (1, 3, 5):
+            x[:, cu[b] : cu[b + 1]] = float("nan")
+    q, k, v = q[0], k[0], v[0]
+    options = {"softmax_scale": 0.125, "window_size": window, "softcap": 0.0, "sinks": None}
+    out = torch.full_like(q, 7.0)
+    with emulated():
+        _, lse = launch_forward(
+            q, k, v, out=out, return_lse=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=150, max_seqlen_k=260,
+            tiles=TileConfig(2, 64, 2, 2, schedule), **options,
+        )  # fmt: skip
+    assert (out[cu_q[-1] :] == 7.0).all()
+    for b in (0, 4, 6, 7):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        check(out[None, rows], lse[None, :, rows], q[None, rows], k[None, keys], v[None, keys], options)
+
+
+def test_dense_batches_do_not_see_their_neighbours() -> None:
+    """K and V are views into NaN: rows behind seqlen_k, and other batches, must not be read."""
+    q, k, v, options = inputs(Case("", batch=2, seqlen_q=100, seqlen_k=90))
+    wide = [torch.full((2, 128, 1, 64), float("nan"), dtype=torch.bfloat16) for _ in range(2)]
+    for x, data in zip(wide, (k, v), strict=True):
+        x[:, :90] = data
+    with emulated():
+        out, lse = launch_forward(q, wide[0][:, :90], wide[1][:, :90], out=None, return_lse=True, **options)
+    check(out, lse, q, k, v, options)
+
+
+def test_strides() -> None:
+    """Head-first memory goes to the copy engine as it is; a transposed last dimension, an odd stride and an expanded batch are
+    copied; an output that cannot be addressed is written through a copy."""
+    q, k, v, options = inputs(Case("", batch=2, heads=(4, 2)))
+    head_first = q.transpose(1, 2).contiguous().transpose(1, 2)
+    transposed = k.transpose(2, 3).contiguous().transpose(2, 3)
+    odd = torch.zeros(2, 200, 2, 67, dtype=torch.bfloat16)[..., 1:65].copy_(v)
+    out = torch.zeros(2, 200, 4, 66, dtype=torch.bfloat16)[..., 1:65]
+    with emulated():
+        result, lse = launch_forward(head_first, transposed, odd, out=out, return_lse=True, **options)
+        assert result is out
+        check(out, lse, q, k, v, options)
+        same_keys, same_values = k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1)
+        result, lse = launch_forward(q, same_keys, same_values, out=None, return_lse=True, **options)
+    check(result, lse, q, same_keys, same_values, options)
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])], ids=["plain", "sinks"])
+def test_nothing_to_attend_to(sinks: torch.Tensor | None) -> None:
+    q, k, v, options = inputs(Case(""))
+    options["sinks"] = sinks
+    with emulated():
+        out, lse = launch_forward(q, k[:, :0], v[:, :0], out=None, return_lse=True, **options)
+        assert launch_forward(q[:, :0], k, v, out=None, return_lse=False, **options)[0].shape == (1, 0, 2, 64)
+    assert (out == 0).all()
+    expected = torch.full((2,), float("-inf")) if sinks is None else sinks
+    assert torch.equal(lse, expected[None, :, None].expand(1, 2, 200))
+
+
+def test_the_counter_is_as_it_was_found() -> None:
+    """Two launches in a row: the second starts from the counter that the first put back."""
+    q, k, v, options = inputs(Case("", seqlen_q=300, seqlen_k=300))
+    counter = torch.zeros(1, dtype=torch.int32)
+    with emulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fa_serve.backends.hopper.forward._counter", lambda device: counter)
+        for _ in range(2):
+            tiles = TileConfig(1, 64, 2, 2, DYNAMIC)
+            out, lse = launch_forward(q, k, v, out=None, return_lse=True, tiles=tiles, **options)
+            assert counter.item() == 0
+            check(out, lse, q, k, v, options)
+
+
+@pytest.mark.parametrize("window", [FULL, CAUSAL, (-1, 50), (100, 0)], ids=str)
+def test_tile_table_is_every_tile_longest_first(window: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths_q = torch.randint(0, 300, (300,), generator=generator).tolist()
+    lengths_k = torch.randint(0, 300, (300,), generator=generator).tolist()
+    cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
+    with emulated(resident_blocks=64):
+        table, counter, slots = tile_table(cu_q, cu_k, sum(lengths_q), max(lengths_q), window, 128, 64)
+    records = table.view(slots, RECORD).tolist()
+    live = [r for r in records if r[0] >= 0]
+    assert records[: len(live)] == live
+    assert counter[0] == 0
+    tiles = {(b, m) for b, n in enumerate(lengths_q) for m in range(0, n, 128)}
+    starts = {start: b for b, start in enumerate(cu_q[:-1].tolist()) if lengths_q[b]}
+    assert {(starts[r[2]], r[0]) for r in live} == tiles
+    assert len(live) == len(tiles)
+
+    def reach(r: list[int]) -> int:
+        end = r[5] if window[1] < 0 else min(r[5], r[0] + 128 + r[5] - r[3] + window[1])
+        return -(-max(end, 0) // 64)
+
+    assert [reach(r) for r in live] == sorted((reach(r) for r in live), reverse=True)
+    for row, _, q0, q_len, k0, kv_len, low, high in live:
+        b = starts[q0]
+        assert (q_len, k0, kv_len) == (lengths_q[b], cu_k[b], lengths_k[b])
+        first = max(row + kv_len - q_len - window[0], 0) // 64 if window[0] >= 0 else 0
+        assert high == max(reach([row, 0, q0, q_len, k0, kv_len]), 1)
+        assert low == min(first, high - 1)
+
+
+FAULTS = {
+    "a wrong phase": {
+        "(count // var.tiles.stages) & 1) ^ 1)\n    full = bars.k_full": "(count // var.tiles.stages) & 1))\n    full = bars.k_full"
+    },
+    "V released before its product is done": {
+        "o_token = _issue_values(p, acc, count - 1, smem, bars, var)\n        _pass_turn":
+            "o_token = _issue_values(p, acc, count - 1, smem, bars, var)\n"
+            "        mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)\n        _pass_turn",
+        "        acc = warpgroup_mma_wait(0, deps=[o_token])\n    mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)":
+            "        acc = warpgroup_mma_wait(0, deps=[o_token])",
+    },
+    "K released before its product is done": {
+        "    _wait_keys(count, bars, var)\n    _take_turn(group, var)\n    if":
+            "    _wait_keys(count, bars, var)\n"
+            "    mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)\n    if",
+        "    mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)\n    p, state":
+            "    p, state",
+    },
+    "queries released before O has left their place": {
+        "    tma.store_wait(0)\n    gl.thread_barrier()\n": ""
+    },
+    "no mask": {"keep = columns < gl.expand_dims(limits.last, 1)": "keep = columns >= 0"},
+    "a mask that begins one block late": {"if (block >= limits.high)": "if (block > limits.high)"},
+    "the wrong tile's output": {"_write(acc, state, tile, turn - 1,": "_write(acc, state, upcoming, turn - 1,"},
+    "a turn that is never passed": {"    if group == var.tiles.groups - 1:\n        _pass_turn(group, var)\n": ""},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulator_sees(fault: str) -> None:
+    q, k, v, options = inputs(Case("", seqlen_q=500, seqlen_k=500))
+    tiles = TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True)
+    with emulated(faults=FAULTS[fault], patience=1.0), pytest.raises((EmulationError, AssertionError)):
+        out, lse = launch_forward(q, k, v, out=None, return_lse=True, tiles=tiles, **options)
+        check(out, lse, q, k, v, options)
+
+
+def test_the_emulator_sees_a_bound_past_the_sequence() -> None:
+    q, k, v = (x[0] for x in make_qkv(1, 96, 96, 2, 1, 64, dtype=torch.bfloat16))
+    v[48:] = float("nan")
+    cu = cu_seqlens([48, 30])
+    faults = {"[RAGGED, origin + length, RAGGED - length + row": "[RAGGED, origin + length + 9, RAGGED - length - 9 + row"}
+    options = {"softmax_scale": 0.125, "window_size": FULL, "softcap": 0.0, "sinks": None}
+    for expected, fault in ((True, {}), (False, faults)):
+        with emulated(faults=fault):
+            out, _ = launch_forward(
+                q, k, v, out=None, return_lse=False, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=48, max_seqlen_k=48, **options
+            )
+        assert bool(torch.isfinite(out[:48]).all()) == expected
