@@ -1,0 +1,50 @@
+"""How a model comes to use fa_serve: by name when it is loaded, or patched afterwards."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+
+from fa_serve.hf.attention import attention_forward
+from fa_serve.hf.masks import mask_forward
+from fa_serve.hf.models import NAME, admit, check_class
+
+
+def patch(model: PreTrainedModel) -> PreTrainedModel:
+    """Switch a loaded model to fa_serve, in place, and return it.
+
+    Raises UnsupportedModelError, and changes nothing, if a part of the model cannot be served. To serve some parts only, call
+    `model.set_attn_implementation({"text_config": "fa_serve"})`.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts:
+        check_class(type(part))
+    model.set_attn_implementation(NAME)
+    # transformers leaves out parts that have a copy of the whole model's config, such as the two stacks of T5
+    for part in parts:
+        if part.config._attn_implementation != NAME:
+            admit(part)
+            part.config._attn_implementation = NAME
+    return model
+
+
+def register() -> None:
+    """Make `attn_implementation="fa_serve"` known to transformers; called by `import fa_serve`, harmless when repeated."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_forward)
+    original: Any = PreTrainedModel.get_correct_attn_implementation
+    if getattr(original, "asks_fa_serve", False):
+        return
+
+    # transformers asks this of every model and submodel that it makes or switches; a name it knows it would accept for all
+    @functools.wraps(original)
+    def get_correct_attn_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
+        if requested == NAME:
+            admit(self)
+        return original(self, requested, *args, **kwargs)
+
+    get_correct_attn_implementation.__dict__["asks_fa_serve"] = True
+    setattr(PreTrainedModel, original.__name__, get_correct_attn_implementation)
