@@ -184,7 +184,7 @@ def next_token_loss(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bits_per_byte(model: LlamaForCausalLM, tokens: Tensor, text_bytes: int, *, rows: int = 16) -> float:
-    """Over windows of the longest length that do not overlap; a window's first token is predicted from nothing and left out."""
+    """Over windows of the longest length, side by side: every token is predicted once, with what its window holds before it."""
     length = min(model.config.max_position_embeddings, tokens.numel() - 1)
     windows = tokens[: (tokens.numel() - 1) // length * length + 1].unfold(0, length + 1, length).long()
     losses = [next_token_loss(model, part[:, None].expand(-1, 2, -1)) * len(part) for part in windows.split(rows)]

@@ -108,9 +108,10 @@ def test_every_phrasing_states_its_numbers() -> None:
 
 
 def test_short_functions_are_whole() -> None:
-    text = "import os\n\n\ndef one(x):\n    return x\n\n\nclass A:\n    def no(self):\n        pass\n\n\ndef two():\n\n    pass\nx = 1\n"
-    assert short_functions([text]) == [("one", "def one(x):\n    return x"), ("two", "def two():\n\n    pass")]
-    assert short_functions([text], longest=20) == []
+    one, two = "def one(x):\n    return x", "def two():\n\n    pass"
+    text = f"import os\n\n\n{one}\n\n\nclass A:\n    def no(self):\n        pass\n\n\n{two}\nx = 1\n"
+    assert short_functions([text]) == [("one", one), ("two", two)]
+    assert short_functions([text], longest=len(two)) == [("two", two)]
 
 
 @settings(deadline=None, max_examples=60)
