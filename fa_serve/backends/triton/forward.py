@@ -237,8 +237,9 @@ def launch_forward(
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     if tiles is None:
         tiles = forward_tiles(
-            spec.arch_of(q.device), q.element_size(), dim, dim_v, max_seqlen_q, paged=paged, masked=mask is not None
-        )
+            spec.arch_of(q.device), q.element_size(), dim, dim_v, max_seqlen_q, max_seqlen_k, causal=window_size[1] >= 0,
+            paged=paged, masked=mask is not None,
+        )  # fmt: skip
     use_tma = tiles.tma and not paged and _tma_reads(k) and _tma_reads(v)
     block_d, block_dv = padded_dim(dim), padded_dim(dim_v)
     num_m = triton.cdiv(max_seqlen_q, tiles.block_m)
