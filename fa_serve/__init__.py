@@ -2,20 +2,27 @@
 
 Importing the package registers `attn_implementation="fa_serve"` with transformers. The functions below work on plain
 tensors; `fa_serve.engine` holds the continuous-batching engine and `fa_serve.server` the HTTP service.
+
+The import itself costs milliseconds: the functions are loaded when they are first named, and the registration happens as soon
+as transformers has loaded the module that holds its registry, now or later. Without transformers all but `patch` works.
 """
 
-from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
-from fa_serve.spec import AttentionSpec, FaServeError, UnsupportedError, UnsupportedModelError
+from __future__ import annotations
 
-try:
-    from fa_serve.hf import patch, register
-except ImportError as error:  # the functions on tensors do without transformers
-    _reason = str(error)
+import importlib.util as _importlib_util
+import sys as _sys
+import typing as _typing
+from importlib import import_module as _import_module
+from importlib.abc import MetaPathFinder as _MetaPathFinder
 
-    def patch(model):  # type: ignore
-        raise ImportError(_reason)
-else:
-    register()
+if _typing.TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
+    from fa_serve.hf import patch
+    from fa_serve.spec import AttentionSpec, FaServeError, UnsupportedError, UnsupportedModelError
 
 __version__ = "0.1.0"
 
@@ -30,3 +37,52 @@ __all__ = [
     "patch",
     "store_kv",
 ]
+
+_HOMES = dict.fromkeys(("attention", "attention_paged", "attention_varlen", "store_kv"), "api") | {"patch": "hf"}
+_REGISTRY = "transformers.modeling_utils"
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(f"{__name__}.{_HOMES.get(name, 'spec')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _register() -> None:
+    try:
+        from fa_serve.hf import register
+    except ImportError:  # a transformers that is too old; `patch` says so
+        return
+    register()
+
+
+class _WhenLoaded(_MetaPathFinder):
+    """Finds nothing of its own; it lets transformers load its registry as ever and registers right after that."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _REGISTRY:
+            return None
+        _sys.meta_path.remove(self)
+        spec = _importlib_util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _REGISTRY in _sys.modules:
+    _register()
+else:
+    _sys.meta_path.insert(0, _WhenLoaded())

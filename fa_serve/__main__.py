@@ -14,11 +14,11 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -78,17 +78,16 @@ def serve(
     try:
         settings = load(given, config)
         keys = settings.all_keys
-    except (ValidationError, ValueError, OSError) as error:
-        _fail("\n".join(_complaints(error)), code=2)
+    except (ValueError, OSError) as error:
+        _fail(str(error), code=2)
     _log_to_stderr(settings.log_level, settings.log_format)
     import torch
-    import transformers
 
     from fa_serve.engine import AsyncEngine
     from fa_serve.server.app import create_app
     from fa_serve.server.process import Server
 
-    report.mark("import", f"torch {torch.__version__}, transformers {transformers.__version__}")
+    report.mark("import", f"torch {torch.__version__}, transformers {version('transformers')}")
     try:
         engine_config = settings.engine_config()
     except (ValueError, OSError) as error:
@@ -155,12 +154,6 @@ def _log_to_stderr(level: str, form: str) -> None:
     logging.getLogger("fa_serve").setLevel(level.upper())
 
 
-def _complaints(error: Exception) -> list[str]:
-    if isinstance(error, ValidationError):
-        return [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
-    return [str(error)]
-
-
 def _fail(message: str, code: int) -> NoReturn:
     typer.echo(f"fa-serve: {message}", err=True)
     raise typer.Exit(code)
@@ -170,7 +163,6 @@ def _fail(message: str, code: int) -> NoReturn:
 def info() -> None:
     """Show which attention backend each kind of call gets on this machine, and why the others were refused."""
     import torch
-    import transformers
 
     from fa_serve import __version__
     from fa_serve.backends import explain
@@ -179,8 +171,8 @@ def info() -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     console = Console(width=None if sys.stdout.isatty() else 160)
     versions = {"fa_serve": __version__, "python": platform.python_version(), "torch": torch.__version__,
-                "transformers": transformers.__version__}  # fmt: skip
-    console.print(", ".join(f"{package} {version}" for package, version in versions.items()), highlight=False)
+                "transformers": version("transformers")}  # fmt: skip
+    console.print(", ".join(f"{package} {number}" for package, number in versions.items()), highlight=False)
     console.print(f"{device}: {name}\n", highlight=False)
     table = Table("call", "spec", "backend", "why not the ones before", show_lines=True)
     for title, spec in _cases(device):

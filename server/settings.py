@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Settings(BaseSettings):
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
-    """Flags that were given, then the environment, then the file. Raises pydantic's ValidationError, OSError for the file."""
+    """Flags that were given, then the environment, then the file. Raises ValueError with one line for each bad setting."""
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"config must be an existing TOML file, got {file}")
 
@@ -107,4 +107,8 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
         ) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
             return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, file)
 
-    return Sourced(**flags)
+    try:
+        return Sourced(**flags)
+    except ValidationError as error:
+        bad = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
+        raise ValueError("; ".join(bad)) from None

@@ -1,0 +1,98 @@
+"""The command line, up to where a server starts (tests/server/test_process.py goes on from there)."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from fa_serve.server.settings import SECRETS, Settings, load
+from typer.testing import CliRunner
+
+from fa_serve.__main__ import app
+from fa_serve.engine import EngineConfig
+
+WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def run(*arguments: str, **environment: str):
+    return CliRunner().invoke(app, arguments, env={**WIDE, **environment})
+
+
+def test_help_is_quick():
+    """It imports neither torch nor transformers nor a web framework, which take seconds."""
+    program = """
+import sys
+from fa_serve.__main__ import app
+app(["serve", "--help"], standalone_mode=False)
+print(sorted({"torch", "transformers", "fastapi", "uvicorn"} & sys.modules.keys()))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_setting_is_a_flag():
+    text = run("serve", "--help").stdout
+    for name in Settings.model_fields:
+        flag = f"--{name.replace('_', '-')}"
+        assert (flag in text) == (name not in {*SECRETS, "model"}), name
+
+
+def test_engine_settings_are_the_engines():
+    for field in fields(EngineConfig):
+        assert Settings.model_fields[field.name].default == field.default, field.name
+
+
+def test_flags_over_environment_over_file(tmp_path, monkeypatch):
+    file = tmp_path / "fa-serve.toml"
+    file.write_text('port = 1\nmax_n = 2\nseed = 3\ncors_origins = ["https://a", "https://b"]\n')
+    monkeypatch.setenv("FA_SERVE_MAX_N", "20")
+    monkeypatch.setenv("FA_SERVE_SEED", "30")
+    settings = load({"seed": 300}, file)
+    assert (settings.port, settings.max_n, settings.seed) == (1, 20, 300)
+    assert settings.cors_origins == ["https://a", "https://b"]
+    assert load({}).port == 8000
+
+
+def test_keys_come_from_environment_and_file(tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("# ours\none\n\ntwo  # of them\n")
+    monkeypatch.setenv("FA_SERVE_API_KEYS", "three, four")
+    settings = load({"api_key_file": tmp_path / "keys"})
+    assert settings.all_keys == ("three", "four", "one", "two")
+    assert "three" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--port", "99999"], "port: Input should be less than or equal to 65535, got 99999"),
+        (["--config", "missing.toml"], "config must be an existing TOML file, got missing.toml"),
+        (["--api-key-file", "missing"], "missing"),
+        (["--dtype", "int4"], "int4"),
+        (["--max-num-seqs", "0"], "max_num_seqs"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_loaded(arguments, said):
+    result = run("serve", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_an_unknown_key_in_the_file_is_refused(tmp_path):
+    (tmp_path / "fa-serve.toml").write_text("prot = 1\n")
+    result = run("serve", "--config", str(tmp_path / "fa-serve.toml"))
+    assert result.exit_code == 2
+    assert "prot" in result.stderr
+
+
+def test_info_names_a_backend_for_every_case():
+    result = run("info")
+    assert result.exit_code == 0, result.output
+    assert "serving, Llama-3 8B" in result.stdout
+    assert "sdpa" in result.stdout or "triton" in result.stdout
+    assert "none" not in result.stdout
+
+
+def test_module_and_script_are_the_same():
+    for command in ([sys.executable, "-m", "fa_serve"], [str(Path(sys.executable).parent / "fa-serve")]):
+        assert "serve" in subprocess.run([*command, "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
