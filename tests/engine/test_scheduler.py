@@ -45,6 +45,7 @@ class Device:
         sampled = []
         for chunk in batch.chunks:  # a layer writes the keys of the whole step before it reads any
             request, pages = chunk.request, chunk.request.pages
+            assert chunk.start + chunk.length < len(request.prompt) + request.max_tokens, "more than was asked for"
             for position in range(chunk.start, chunk.start + chunk.length):
                 known = position < len(request.tokens)
                 token = request.tokens[position] if known else self.last_token[chunk.slot]
@@ -191,6 +192,18 @@ def test_a_shared_prefix_is_computed_once() -> None:
     batch = scheduler.schedule()
     assert [(chunk.start, chunk.length) for chunk in batch.chunks] == [(8, 1), (0, 9)]
     assert (second.num_cached_tokens, other.num_cached_tokens) == (8, 0)
+
+
+def test_pages_filled_chunk_by_chunk_are_all_shared() -> None:
+    scheduler = make_scheduler(tokens=3)
+    device = Device(scheduler)
+    prompt = [1, 0, 2, 1, 2, 0, 1, 1, 0, 2]
+    scheduler.add(make_request("first", prompt, 7))
+    run_to_end(scheduler, device)
+    second = make_request("second", prompt + expected_output(prompt, 7, frozenset()), 1)
+    scheduler.add(second)
+    scheduler.schedule()
+    assert second.num_cached_tokens == 16, "10 tokens of prompt and 7 of answer, of which the last was never computed"
 
 
 def test_requests_of_one_step_share_their_common_beginning() -> None:
