@@ -4,6 +4,7 @@
 is imported: hence a process of its own. `tests/gpu` is collected only where there is a GPU.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -15,6 +16,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
     torch.set_num_threads(1)
+
+with contextlib.suppress(ImportError):  # the GPU suite runs where only pytest is installed
+    import hypothesis
+
+    # a busy machine is slow, not wrong; CI tries the same examples each time
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("house", deadline=None, suppress_health_check=slow, derandomize="CI" in os.environ)
+    hypothesis.settings.load_profile("house")
 
 collect_ignore = []
 if os.environ.get("TRITON_INTERPRET") != "1":

@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -399,6 +400,13 @@ def test_exported_names_exist() -> None:
     for name in ("fa_serve", "fa_serve.engine"):
         module = importlib.import_module(name)
         assert [export for export in module.__all__ if not hasattr(module, export)] == []
+
+
+def test_fresh_memory_is_poisoned() -> None:
+    """By the fixture of conftest.py, which every test gets."""
+    assert torch.empty(3).isnan().all()
+    assert torch.empty(3, dtype=torch.bfloat16).isnan().all()
+    assert (torch.empty(3, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()
 
 
 ALONE = """
