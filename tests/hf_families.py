@@ -81,7 +81,7 @@ _COMMON: dict[str, dict[str, Any]] = {
 _QWEN_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-_MASK_OF_ITS_OWN = "need a mask of their own"
+_MASK_OF_ITS_OWN = "needs a mask of its own"
 
 FAMILIES = [
     Family("llama", "LlamaForCausalLM"),
@@ -112,7 +112,7 @@ FAMILIES = [
         "qk_rope_head_dim": 8, "v_head_dim": 16}),
     Family("llama4", "Llama4ForCausalLM", config={
         "head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 7, "intermediate_size_mlp": 96,
-        "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}, paged="chunked", packs=False),
+        "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}, paged=_MASK_OF_ITS_OWN, packs=False),
     Family("gpt2", "GPT2LMHeadModel", config={"n_inner": 96}),
     Family("opt", "OPTForCausalLM", config={"ffn_dim": 96, "word_embed_proj_dim": 64}, packs=False),
     Family("gpt-neox", "GPTNeoXForCausalLM"),

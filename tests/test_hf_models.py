@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import fa_serve
 from fa_serve import hf
-from fa_serve.hf import models
+from fa_serve.hf.masks import Implicit
 from fa_serve.spec import UnsupportedModelError
 
 LENGTH = 24
@@ -305,47 +306,56 @@ def without(**changes: Any) -> Callable[..., Any]:
 
 
 def _blind_to_padding(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    return hf.attention_forward(module, q, k, v, None if mask is not None and mask.dim() == 2 else mask, **kwargs)
+    return hf.attention_forward(module, q, k, v, replace(mask, padding=None) if isinstance(mask, Implicit) else mask, **kwargs)
 
 
 def _blind_to_masks(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
     return hf.attention_forward(module, q, k, v, None, **kwargs)
 
 
-def _window_off_by_one(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
-    return hf.attention_forward(*args, sliding_window=sliding_window and sliding_window + 1, **kwargs)
+def _blind_to_windows(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+    if isinstance(mask, Implicit):
+        mask = replace(mask, window_size=(-1, mask.window_size[1]))
+    return hf.attention_forward(module, q, k, v, mask, **{**kwargs, "sliding_window": None})
 
 
-def _causal_from_the_top(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    if mask is None and 1 < q.shape[2] < k.shape[2]:
+def _window_off_by_one(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+    if isinstance(mask, Implicit) and mask.window_size[0] > 0:
+        mask = replace(mask, window_size=(mask.window_size[0] + 1, mask.window_size[1]))
+    return hf.attention_forward(module, q, k, v, mask, **kwargs)
+
+
+def _causal_in_name_only(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+    if isinstance(mask, Implicit):
+        mask = replace(mask, window_size=(mask.window_size[0], -1))
+    return hf.attention_forward(module, q, k, v, mask, **kwargs)
+
+
+def _causal_from_the_top(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+    if 1 < q.shape[2] < k.shape[2]:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()[None, None]
     return hf.attention_forward(module, q, k, v, mask, **kwargs)
 
 
-def _flash_style_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """What an implementation that knows padding only makes of every request."""
-    return attention_mask
+def _flash_style_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """What an implementation that knows causality and padding only makes of every request."""
+    return Implicit((-1, 0), padding=attention_mask)
 
 
-def _trusting_the_window(config: Any = None, **kwargs: Any) -> Tensor | None:
-    """Takes it for granted that the module passes its window on."""
-    models._habits[type(config)] = models.Habits(passes_window=True, wants_masks=False)
-    return hf.mask_forward(config=config, **kwargs)
-
-
-def _deaf_to_room(**kwargs: Any) -> Tensor | None:
+def _deaf_to_room(**kwargs: Any) -> Any:
     """Takes all the room of a static cache for keys."""
     mask = hf.mask_forward(**kwargs)
-    return None if mask is not None and mask.dim() == 2 and not mask.shape[0] else mask
+    return replace(mask, keys=None) if isinstance(mask, Implicit) else mask
 
 
 MUTANTS: list[tuple[str, str, Callable[[Family], None], dict[str, Callable[..., Any]]]] = [
     ("padding ignored", "llama", lambda f: check_forward(f, "left"), {"attention": _blind_to_padding}),
     ("padding ignored, decode", "llama", check_decode, {"attention": _blind_to_padding}),
     ("padding ignored, encoder", "bert", lambda f: check_forward(f, "right"), {"attention": _blind_to_padding}),
-    ("causality ignored", "llama", lambda f: check_forward(f, "none"), {"attention": without(is_causal=False)}),
-    ("window ignored", "mistral", lambda f: check_forward(f, "none"), {"attention": without(sliding_window=None)}),
-    ("window ignored, paged", "gemma3", check_paged, {"attention": without(sliding_window=None)}),
+    ("causality ignored", "llama", lambda f: check_forward(f, "none"), {"attention": _causal_in_name_only}),
+    ("window ignored", "mistral", lambda f: check_forward(f, "none"), {"attention": _blind_to_windows}),
+    ("window ignored, encoder", "modernbert", lambda f: check_forward(f, "none"), {"attention": _blind_to_windows}),
+    ("window ignored, paged", "gemma3", check_paged, {"attention": _blind_to_windows}),
     ("window off by one", "gpt-oss", lambda f: check_forward(f, "none"), {"attention": _window_off_by_one}),
     ("softcap dropped", "gemma2", lambda f: check_forward(f, "none"), {"attention": without(softcap=None)}),
     ("softcap dropped, paged", "gemma2", check_paged, {"attention": without(softcap=None)}),
@@ -356,7 +366,7 @@ MUTANTS: list[tuple[str, str, Callable[[Family], None], dict[str, Callable[..., 
     ("chunks ignored", "llama4", lambda f: check_forward(f, "none"), {"mask": _flash_style_mask}),
     ("packing ignored", "llama", check_packed, {"mask": _flash_style_mask}),
     ("own mask ignored", "llama", check_custom_mask, {"attention": _blind_to_masks}),
-    ("window in the mask alone", "qwen2-moe-window", lambda f: check_forward(f, "none"), {"mask": _trusting_the_window}),
+    ("window in the mask alone", "qwen2-moe-window", lambda f: check_forward(f, "none"), {"mask": _flash_style_mask}),
     ("room of a static cache", "llama", lambda f: check_chunked_prefill(f, lambda c: StaticCache(config=c, max_cache_len=40)),
      {"mask": _deaf_to_room}),
     ("position_bias dropped", "t5", lambda f: test_seq2seq(f, "none"), {"attention": without(position_bias=None)}),
@@ -374,7 +384,6 @@ def test_mutant_is_caught(
         monkeypatch.setitem(AttentionInterface._global_mapping, "fa_serve", mutant["attention"])
     if "mask" in mutant:
         monkeypatch.setitem(AttentionMaskInterface._global_mapping, "fa_serve", mutant["mask"])
-    monkeypatch.setattr(models, "_habits", dict(models._habits))
     with pytest.raises(AssertionError, match=r"error .*, allowed"):
         check(BY_NAME[family])
     monkeypatch.setitem(AttentionInterface._global_mapping, "fa_serve", registered)

@@ -5,16 +5,8 @@
 
 transformers asks an implementation for two functions. The mask function (`masks.py`) turns "causal, window 128, this padding"
 into whatever the attention function wants to see; the attention function (`attention.py`) gets q, k, v, that mask and the
-model's own options. Between ours a mask means
-
-    None                          causal if the module is, windowed if the module passes a window; every key counts
-    bool (batch, n)               the same with padding; only the first n keys count (a static cache hands out all its room)
-    bool (0, n)                   the same without padding
-    int32 (n + 1,)                the same within each of n sequences packed end to end, given by their starts
-    bool or float, 4-dimensional  the whole truth: neither causality nor a window comes on top
-
-The first four are patterns that a kernel knows by itself, so that it can skip what nobody sees. Everything else (chunks, image
-blocks, masks of the user's own) is spelled out in four dimensions and honoured as such.
+model's own options. Between ours a mask is either `Implicit`, a pattern that a kernel knows by itself, so that it can skip what
+nobody sees; or, for chunks, image blocks and masks of the user's own, a tensor of four dimensions, honoured as it is.
 
 `register.py` is where both are made known; `models.py` says which models may come, and refuses the others when they are
 loaded; `paged.py` is the engine's way in.

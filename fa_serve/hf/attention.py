@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve.api import attention, attention_varlen
+from fa_serve.hf.masks import Implicit
 from fa_serve.spec import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Implicit | None,
     scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, sliding_window: int | None = None,
     softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None,
@@ -25,40 +26,45 @@ def attention_forward(
     """The attention function of `attn_implementation="fa_serve"`.
 
     query:          (batch, heads, seqlen_q, head_dim); key, value: (batch, kv_heads, seqlen_k, dim), not repeated
-    attention_mask: one of the forms that `fa_serve.hf` lists
-    sliding_window: keys that a query sees on either side, its own included
+    attention_mask: Implicit, or 4-dimensional, bool or float: either is the whole truth about who sees whom. With None it is
+                    the module's word that counts: is_causal, and sliding_window (keys seen on a side, the query's own included)
     position_bias:  (1 or batch, heads, seqlen_q, seqlen_k), added to the scores
     cu_seq_lens_*:  a batch of one is sequences packed end to end; they attend within themselves only
     Returns out (batch, seqlen_q, heads, head_dim_v), and None for the weights.
     """
+    name = type(module).__name__
     if dropout:
         raise UnsupportedModelError(
-            f"{type(module).__name__} asks for attention dropout {dropout}, which fa_serve has not: call model.eval(), or set "
-            "the dropout of attention in the model's config to 0"
+            f"{name} asks for attention dropout {dropout}, which fa_serve has not: call model.eval(), or set the dropout of "
+            "attention in the model's config to 0"
         )
     if output_attentions:
         raise UnsupportedModelError('fa_serve never forms the attention weights: use attn_implementation="eager" for them')
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    left = -1 if sliding_window is None else sliding_window - 1
+    window_size = (left, 0 if causal else left)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if fa_serve_batch is not None:
-        if not causal or position_bias is not None:
-            raise UnsupportedModelError(f"{type(module).__name__} is not causal self-attention: it cannot run on a paged cache")
-        window = -1 if sliding_window is None else sliding_window - 1
-        return fa_serve_batch.attend(module, query, key, value, window_size=(window, 0), **options), None
+        if position_bias is not None:
+            raise UnsupportedModelError(f"{name} adds a position_bias to its scores, which a paged cache has no place for")
+        return fa_serve_batch.attend(module, query, key, value, attention_mask, causal=causal, left=left, **options), None
 
-    mask = attention_mask
-    if mask is not None and mask.dim() == 1:
-        cu_seq_lens_q, mask = mask if cu_seq_lens_q is None else cu_seq_lens_q, None
-    elif mask is not None and mask.dim() == 2:
-        n = mask.shape[1]
-        key, value = key[:, :, :n], value[:, :, :n]
-        position_bias = None if position_bias is None else position_bias[..., :n]
-        mask = mask[:, None, None, :] if mask.shape[0] else None
-    elif mask is not None:
-        causal, sliding_window = False, None
-    options["causal"] = causal
-    if sliding_window is not None and key.shape[2] > sliding_window:
-        options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
+    mask: Tensor | None = None
+    if isinstance(attention_mask, Implicit):
+        window_size = attention_mask.window_size
+        if attention_mask.keys is not None:
+            key, value = key[:, :, : attention_mask.keys], value[:, :, : attention_mask.keys]
+            position_bias = None if position_bias is None else position_bias[..., : attention_mask.keys]
+        if attention_mask.padding is not None:
+            mask = attention_mask.padding[:, None, None, :]
+        if cu_seq_lens_q is None:
+            cu_seq_lens_q = attention_mask.starts
+    elif attention_mask is not None:
+        if attention_mask.dim() != 4:
+            raise UnsupportedModelError(f"{name} passes a mask of shape {tuple(attention_mask.shape)}, not of 4 dimensions")
+        mask, window_size = attention_mask, (-1, -1)
+    # a window that reaches over all keys is none
+    options["window_size"] = tuple(-1 if side >= key.shape[2] else side for side in window_size)
 
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if cu_seq_lens_q is not None:

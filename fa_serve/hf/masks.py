@@ -1,4 +1,4 @@
-"""The mask function: what transformers asks for is kept implicit where a kernel knows the pattern, else spelled out.
+"""The mask function: what transformers asks for stays implicit where a kernel knows the pattern, else it is spelled out.
 
 transformers describes a mask by a function of (batch, head, query, key) indices, composed of closures. Reading the closures
 tells the plain patterns (causal or not, a window, packed sequences) from everything else.
@@ -7,7 +7,7 @@ tells the plain patterns (causal or not, a window, packed sequences) from everyt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,49 +24,59 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from fa_serve.hf.models import Habits, habits_of
-
 MaskFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Implicit:
+    """A mask that a kernel knows by itself. It stands in the place of a tensor on its way through a model.
+
+    window_size: (left, right) as in `fa_serve.api`, aligned to the last of the keys that count; right is 0 if causal
+    keys:        how many of the first keys count: a static cache hands out all its room; None: all of them
+    padding:     bool (batch, keys), False where a key is padding, or None
+    starts:      int32 (n + 1,): a batch of one is n sequences packed end to end, each on its own; or None
+    """
+
+    window_size: tuple[int, int]
+    keys: int | None = None
+    padding: Tensor | None = None
+    starts: Tensor | None = None
+
+    ndim = 0  # transformers asks it of a mask that was made ahead of the forward
+
+    def to(self, *args: Any, **kwargs: Any) -> Implicit:
+        """Moved as a tensor would be; layers on several devices ask for it."""
+        moved = (None if x is None else x.to(*args, **kwargs) for x in (self.padding, self.starts))
+        return Implicit(self.window_size, self.keys, *moved)
+
 
 # closures of one function share its code
 _AND = and_masks(causal_mask_function).__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
-_WINDOWS = {
-    sliding_window_overlay(1).__code__: causal_mask_function,
-    sliding_window_bidirectional_overlay(1).__code__: bidirectional_mask_function,
-}
+_WINDOW = sliding_window_overlay(1).__code__
+_WINDOW_BOTH_WAYS = sliding_window_bidirectional_overlay(1).__code__
 
 
-@dataclass(frozen=True, eq=False)
-class Pattern:
-    """A mask that a kernel knows by itself.
-
-    window:    transformers' count: keys seen on the left with the query's own if causal, on either side without it if not
-    sequences: (batch, seqlen) int64: which packed sequence each token belongs to, or None
-    """
-
-    causal: bool
-    window: int | None = None
-    sequences: Tensor | None = None
-
-
-def classify(mask_function: MaskFunction) -> Pattern | None:
-    """The pattern that a mask function of transformers stands for; None if it is any other."""
+def classify(mask_function: MaskFunction) -> tuple[tuple[int, int], Tensor | None] | None:
+    """The window_size that a mask function of transformers stands for, and which packed sequence each token belongs to
+    ((batch, seqlen) int64, or None). None if the function is anything else."""
     if mask_function is causal_mask_function:
-        return Pattern(causal=True)
+        return (-1, 0), None
     if mask_function is bidirectional_mask_function:
-        return Pattern(causal=False)
+        return (-1, -1), None
     if _code(mask_function) is not _AND:
         return None
     parts = _closed_over(mask_function, "mask_functions")
     if len(parts) != 2:
         return None
     first, second = parts
-    if _WINDOWS.get(_code(first)) is second:
-        return Pattern(second is causal_mask_function, _closed_over(first, "sliding_window"))
+    if _code(first) is _WINDOW and second is causal_mask_function:
+        return (_closed_over(first, "sliding_window") - 1, 0), None
+    if _code(first) is _WINDOW_BOTH_WAYS and second is bidirectional_mask_function:
+        return (_closed_over(first, "sliding_window"),) * 2, None
     base = classify(first)
-    if base is not None and base.sequences is None and _code(second) is _PACKED:
-        return Pattern(base.causal, base.window, _closed_over(second, "packed_sequence_mask"))
+    if base is not None and base[1] is None and _code(second) is _PACKED:
+        return base[0], _closed_over(second, "packed_sequence_mask")
     return None
 
 
@@ -80,29 +90,32 @@ def _closed_over(function: Any, name: str) -> Any:
 
 def mask_forward(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
-    mask_function: MaskFunction = causal_mask_function, attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = True, config: Any = None, **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
+    mask_function: MaskFunction = causal_mask_function, attention_mask: Tensor | Implicit | None = None,
+    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = True, **kwargs: Any,
+) -> Tensor | Implicit:  # fmt: skip
     """The mask function of `attn_implementation="fa_serve"`: called by transformers once per forward and kind of layer.
 
-    attention_mask: bool (batch, any length) padding or None; q_offset is a tensor when a static cache is being filled
-    Returns a mask in one of the forms that `fa_serve.hf` lists.
+    attention_mask: bool (batch, any length), padding; or None; or what we made of it ahead of the forward
+    q_offset:       a tensor when a static cache is being filled
+    Returns bool (batch, 1, q_length, kv_length), True where a key is seen, or what stands for it.
     """
+    if isinstance(attention_mask, Implicit):
+        return attention_mask
     # a traced forward gets its mask in full: closures cannot be read there, nor the padding looked at
     pattern = None if is_tracing(attention_mask) else classify(mask_function)
     if pattern is not None:
-        habits = habits_of(config)
-        device = kwargs.get("device", "cpu")
-        keys = _countable_keys(pattern, habits, q_length, kv_length, q_offset, kv_offset)
-        if keys is not None and pattern.sequences is not None:
-            # transformers does not let a packed mask be skipped, whoever asks
-            if batch_size == 1 and keys == kv_length and not habits.wants_masks:
-                return _starts(pattern.sequences)
-        elif keys is not None and (allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip):
+        window_size, sequences = pattern
+        implicit = _implicit(window_size, q_length, kv_length, q_offset, kv_offset)
+        # a model that works on its masks forbids to skip them; packed ones transformers never allows to be skipped
+        may_skip = allow_is_causal_skip if window_size[1] == 0 else allow_is_bidirectional_skip
+        if implicit is not None and sequences is not None and batch_size == 1 and implicit.keys is None:
+            return replace(implicit, starts=_starts(sequences))
+        if implicit is not None and sequences is None and may_skip:
             padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-            if padding is not None and not (padding := padding[:, kv_offset : kv_offset + keys]).all():
-                return padding
-            return None if keys == kv_length else torch.empty((0, keys), dtype=torch.bool, device=device)
+            if padding is not None:
+                padding = padding[:, kv_offset : kv_offset + (implicit.keys or kv_length)]
+                padding = None if padding.all() else padding
+            return replace(implicit, padding=padding)
     mask: Tensor = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
@@ -111,25 +124,23 @@ def mask_forward(
     return mask
 
 
-def _countable_keys(
-    pattern: Pattern, habits: Habits, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int
-) -> int | None:
-    """How many of the first keys are there to be seen, or None when the pattern has to be spelled out."""
-    if not pattern.causal:
-        # a module's window is all we would have, and modules disagree on whether its edge is inside
-        return kv_length if pattern.window is None or kv_length <= pattern.window else None
+def _implicit(
+    window_size: tuple[int, int], q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int
+) -> Implicit | None:
+    """The window with the keys it is aligned to, or None when that cannot be had."""
+    if window_size == (-1, -1):
+        return Implicit(window_size)
     if isinstance(q_offset, Tensor):
         return None
-    # bottom-right alignment: the last query sees up to the last key
-    keys = q_offset - kv_offset + q_length
-    if not q_length <= keys <= kv_length:
-        return None
-    if pattern.window is not None and keys > pattern.window and not habits.passes_window:
-        return None
-    return keys
+    # where the last query stands among the keys; the static cache has room behind it
+    keys = q_offset + q_length - kv_offset
+    if keys == kv_length:
+        return Implicit(window_size)
+    return Implicit(window_size, keys) if window_size[1] == 0 and q_length <= keys < kv_length else None
 
 
 def _starts(sequences: Tensor) -> Tensor:
-    """(1, seqlen) numbers of sequences that rise along the row -> int32 (n + 1,): where each starts, and the end."""
+    """(1, seqlen), a number for each sequence -> int32 (n + 1,): where each starts, and the end."""
     edges = (sequences[0].diff() != 0).nonzero()[:, 0] + 1
-    return torch.nn.functional.pad(torch.nn.functional.pad(edges, (1, 0)), (0, 1), value=sequences.shape[1]).to(torch.int32)
+    ends = edges.new_tensor([0, sequences.shape[1]])
+    return torch.cat([ends[:1], edges, ends[1:]]).to(torch.int32)

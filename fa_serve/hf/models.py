@@ -8,9 +8,7 @@ swallow that too. Both are read from the model's source, as transformers itself 
 from __future__ import annotations
 
 import inspect
-import re
 import sys
-from dataclasses import dataclass
 
 from transformers.modeling_utils import PreTrainedModel
 
@@ -21,37 +19,6 @@ NAME = "fa_serve"
 # every option that a model's own eager attention may name, all of them handled or refused in `attention_forward`
 _KNOWN_OPTIONS = {"module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
                   "dropout", "softcap", "position_bias", "s_aux", "sliding_window", "is_causal", "kwargs"}  # fmt: skip
-_CALL = re.compile(r"attention_interface\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
-
-
-@dataclass(frozen=True)
-class Habits:
-    """What the mask function has to know of a model.
-
-    passes_window: its attention modules hand their window to the attention function; else it lives in the mask alone
-    wants_masks:   it asks for masks in full, because it works on them itself
-    """
-
-    passes_window: bool = False
-    wants_masks: bool = True
-
-
-_habits: dict[type, Habits] = {}
-
-
-def habits_of(config: object) -> Habits:
-    """The habits of the models with that config, or the most cautious assumption when none of them has been admitted."""
-    return _habits.get(type(config), Habits())
-
-
-def admit(model: PreTrainedModel) -> None:
-    """Check a model and note its habits."""
-    check_class(type(model))
-    source = _source(type(model))
-    _habits[type(model.config)] = Habits(
-        passes_window=any("sliding_window=" in call for call in _CALL.findall(source)),
-        wants_masks="_skip=False" in source or not source,
-    )
 
 
 def check_class(model_class: type[PreTrainedModel]) -> None:
@@ -67,10 +34,3 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
             unknown = [p for p in inspect.signature(function).parameters if p not in _KNOWN_OPTIONS]
             if unknown:
                 raise UnsupportedModelError(f"{model_class.__name__}: its {name} takes {unknown}, which fa_serve does not know")
-
-
-def _source(model_class: type[PreTrainedModel]) -> str:
-    try:
-        return inspect.getsource(sys.modules[model_class.__module__])
-    except (OSError, TypeError):
-        return ""

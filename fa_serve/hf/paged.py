@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.api import attention_paged, store_kv
+from fa_serve.hf.masks import Implicit
 from fa_serve.hf.models import NAME, check_class
 from fa_serve.spec import AttentionSpec, UnsupportedModelError, arch_of
 
@@ -41,14 +41,22 @@ class PagedBatch:
     max_seqlen_k: int
     backend: str = "auto"
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Implicit | None, *,
+        causal: bool, left: int, **options: Any,
+    ) -> Tensor:  # fmt: skip
         """Store this step's keys and values, then attend to the cache: (1, heads, total, dim) -> (1, total, heads, dim)."""
+        if not isinstance(mask, Tensor) or mask.numel():
+            raise UnsupportedModelError(
+                f"{type(module).__name__} makes a mask of its own, which a paged cache has no place for"
+            )
         k_cache, v_cache = self.kv_caches[module.layer_idx]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend)
         out = attention_paged(
             q, k_cache, v_cache, block_table=self.block_table, seqused_k=self.seqused_k, cu_seqlens_q=self.cu_seqlens_q,
-            max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, backend=self.backend, **options,
+            max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, window_size=(left, 0), backend=self.backend,
+            **options,
         )  # fmt: skip
         return cast(Tensor, out)[None]
 
@@ -59,22 +67,20 @@ def paged_forward(
     """One forward of a causal model over packed tokens, its keys and values in a paged cache.
 
     input_ids, position_ids: (total,) int64, packed by batch.cu_seqlens_q; logits_indices: (n,) int64, rows of these
-    Returns logits (n, vocab). No mask is built and nothing is read back from the device.
+    Returns logits (n, vocab). No mask is built and nothing is read back from the device. It is right for the models that
+    `check_model` lets pass.
     """
-    return _packed_forward(model, input_ids, position_ids, batch, logits_indices)
-
-
-def _packed_forward(
-    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, batch: PagedBatch | Probe, rows: Tensor
-) -> Tensor:
     # a mask of four dimensions goes through transformers untouched, so that it neither builds one nor looks for packing
     no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
     output = model(
         input_ids=input_ids[None], position_ids=position_ids[None], attention_mask=no_mask, use_cache=False,
-        logits_to_keep=rows, fa_serve_batch=batch,
+        logits_to_keep=logits_indices, fa_serve_batch=batch,
     )  # fmt: skip
     logits: Tensor = output.logits[0]
     return logits
+
+
+_CALLED_WITH = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep", "kwargs"}
 
 
 class Probe:
@@ -84,9 +90,13 @@ class Probe:
         self.layers: dict[int, AttentionSpec] = {}
 
     def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *, window_size: tuple[int, int],
-        softmax_scale: float | None, softcap: float, sinks: Tensor | None,
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Implicit | None, *,
+        causal: bool, left: int, softmax_scale: float | None, softcap: float, sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        """Note the layer. The mask is the one of an ordinary forward: without it the layer must still do what it says."""
+        window_size = (left, 0)
+        if not (mask.window_size == window_size if isinstance(mask, Implicit) else mask is None and causal):
+            raise UnsupportedModelError(f"layer {module.layer_idx} ({type(module).__name__}) needs a mask of its own")
         self.layers[module.layer_idx] = AttentionSpec(
             layout="paged", device=query.device.type, arch=arch_of(query.device), dtype=query.dtype, kv_dtype=key.dtype,
             head_dim=query.shape[-1], head_dim_v=value.shape[-1], num_heads=query.shape[1], num_kv_heads=key.shape[1],
@@ -123,43 +133,29 @@ def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
-    name, config = type(model).__name__, model.config.get_text_config()
     check_class(type(model))
+    config, probe, training = model.config.get_text_config(), Probe(), model.training
     missing = _CALLED_WITH - set(inspect.signature(model.forward).parameters)
-    layer_types = getattr(config, "layer_types", None) or ()
-    chunked = "chunked_attention" in layer_types or (getattr(config, "attention_chunk_size", None) and not layer_types)
+    layers: set[Any] = set()
+    if not missing and not config.is_encoder_decoder:
+        try:
+            token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+            output = model.train(False)(input_ids=token, use_cache=True, fa_serve_batch=probe)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
+        finally:
+            model.train(training)
+        layers = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
     for refused, reason in (
-        (config.is_encoder_decoder, "it is an encoder-decoder, whose cross-attention has no place in a paged cache"),
-        (getattr(model, "_is_stateful", False), "it keeps a recurrent state, and a paged cache holds keys and values only"),
+        (config.is_encoder_decoder, "it is an encoder-decoder, whose cross-attention has no place there"),
         (missing, f"its forward takes no {sorted(missing)}"),
-        (chunked, "its attention is chunked, which lives in a mask"),
+        (model._is_stateful or not layers <= {DynamicLayer, DynamicSlidingWindowLayer}, "it keeps more than keys and values"),
         (_rope_types(config) & {"dynamic", "longrope"}, "its rotary embedding depends on the longest sequence of the batch"),
+        (sorted(probe.layers) != list(range(config.num_hidden_layers)), f"only its layers {sorted(probe.layers)} reach it"),
     ):
         if refused:
-            raise UnsupportedModelError(f"{name} cannot run on a paged cache: {reason}")
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
-    if kinds:
-        raise UnsupportedModelError(f"{name} cannot run on a paged cache: it needs {sorted(k.__name__ for k in kinds)}")
-    # a sequence longer than any window; the meta device makes its masks for nothing, and we get None wherever that is enough
-    long = torch.empty((1, 2**24, 1), dtype=torch.bfloat16, device="meta")
-    masks = create_masks_for_generate(config, inputs_embeds=long, attention_mask=None, past_key_values=None)
-    for kind, mask in masks.items() if isinstance(masks, dict) else [("causal", masks)]:
-        if mask is not None:
-            raise UnsupportedModelError(f"{name} cannot run on a paged cache: its {kind} layers need a mask of their own")
-    probe, training = Probe(), model.training
-    zero = torch.zeros(1, dtype=torch.int64, device=model.device)
-    try:
-        _packed_forward(model.train(False), zero, zero, probe, zero)
-    finally:
-        model.train(training)
-    if sorted(probe.layers) != list(range(config.num_hidden_layers)):
-        raise UnsupportedModelError(
-            f"{name} cannot run on a paged cache: of its {config.num_hidden_layers} layers {sorted(probe.layers)} reach it"
-        )
-    return [probe.layers[i] for i in range(config.num_hidden_layers)]
-
-
-_CALLED_WITH = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep", "kwargs"}
+            raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {reason}")
+    return list(probe.layers.values())
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
