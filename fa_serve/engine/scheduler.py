@@ -200,7 +200,8 @@ class Scheduler:
 
         One page is left for each running sequence to grow into, lest the newcomer be preempted at once.
         """
-        assert not request.num_pending, "its tokens must be known: slots do not outlive a preemption"
+        if request.num_pending:
+            return False  # preempted while its token was on the way, which nobody keeps on the device for it
         self.pages.hash_pages(request.tokens, request.page_hashes)
         # the last token is computed in any case: its logits are wanted
         shared = self.pages.match(request.page_hashes[: (request.num_tokens - 1) // self.pages.page_size])

@@ -1,71 +1,16 @@
-"""Small models with random weights and a byte-level tokenizer: everything the engine's tests need, without a download."""
+"""Engines on tiny models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.trainers import BpeTrainer
-from transformers import (
-    Gemma2Config,
-    GenerationConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from tiny_models import make_model, make_tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from fa_serve.engine import Engine, EngineConfig
-
-VOCAB = 320
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": None,
-    "pad_token_id": 0, "initializer_range": 0.4, "tie_word_embeddings": False,
-}  # fmt: skip
-CONFIGS = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "qwen3": lambda: Qwen3Config(**SIZES),
-    "mistral": lambda: MistralConfig(**SIZES | {"sliding_window": 9}),
-    "gemma2": lambda: Gemma2Config(**SIZES | {"sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
-}
-
-
-def make_model(family: str = "llama") -> PreTrainedModel:
-    """A model of that family in float32, the same at each call; its logits are far enough apart to be told by argmax."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32, attn_implementation="eager")
-    model.generation_config = GenerationConfig(pad_token_id=0)
-    return model.eval()
-
-
-def greedy(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What transformers itself generates with eager attention."""
-    model.set_attn_implementation("eager")
-    ids = torch.tensor([list(prompt)], device=model.device)
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
-    return output[0, len(prompt) :].tolist()
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: all 256 bytes are tokens, so any sequence of ids is a text or the broken pieces of one."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog and then the other dog"] * 4, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 @pytest.fixture(scope="session")

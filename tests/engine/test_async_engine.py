@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from tiny_models import greedy, make_model
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, SamplingParams
-
-from .conftest import greedy, make_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import VOCAB, make_tokenizer
 
 from fa_serve.engine.detokenizer import MAX_UNSETTLED, TextStream
-
-from .conftest import VOCAB, make_tokenizer
 
 TOKENIZER = make_tokenizer().backend_tokenizer
 

@@ -6,10 +6,9 @@ import random
 
 import pytest
 import torch
+from tiny_models import CONFIGS, VOCAB, greedy, make_model
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-
-from .conftest import CONFIGS, VOCAB, greedy, make_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 

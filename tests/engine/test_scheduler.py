@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fa_serve.engine.pages import PageTable
@@ -83,7 +83,15 @@ arrivals = st.lists(
 )
 
 
+ONE = (0, [0], 1, frozenset(), 0, None)
+
+
 @settings(max_examples=150, deadline=None)
+@example(
+    # preempted while its token is on the way, by a step that is then rolled back
+    arrivals=[ONE, ONE, (0, [0], 9, frozenset(), 0, None), (0, [0] * 17, 5, frozenset(), 0, None)],
+    num_pages=8, max_num_seqs=2, budget=5, depth=1, caching=False, failing=set(), rolled_back={10},
+)  # fmt: skip
 @given(
     arrivals=arrivals,
     num_pages=st.integers(8, 24),
