@@ -1,0 +1,115 @@
+"""The engine on a GPU: exact tokens while the host works one step ahead, memory sized by the largest step, a long run."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONFIGS, VOCAB, greedy, make_model, make_tokenizer
+
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+
+
+@pytest.fixture(autouse=True)
+def full_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def make_engine(family: str = "llama", **settings: Any) -> Engine:
+    config = EngineConfig(**{"device": "cuda", "num_pages": 512, "max_num_seqs": 16, "seed": 0} | settings)
+    return Engine(config, model=make_model(family).to("cuda"), tokenizer=make_tokenizer())
+
+
+def prompts(count: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"max_num_batched_tokens": 27}, id="chunked"),
+        pytest.param({"num_pages": 16, "max_model_len": 128}, id="preempted"),
+    ],
+)
+def test_greedy_tokens_are_those_of_generate(family: str, settings: dict[str, Any]) -> None:
+    asked = prompts(24)
+    engine = make_engine(family, **settings)
+    completions = engine.generate(asked, GREEDY)
+    reference = make_model(family).to("cuda")
+    assert [c.token_ids for c in completions] == [greedy(reference, prompt, 24) for prompt in asked]
+    if "num_pages" in settings:
+        assert engine.stats().num_preemptions > 0
+    engine.check_integrity()
+    assert engine.stats().num_pages_used == 0
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_a_batch() -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, top_k=50, seed=7)
+    prompt, *others = prompts(12)
+    alone = make_engine().generate([prompt], params)[0].token_ids
+    mixed = make_engine().generate([*others, prompt], [SamplingParams(max_tokens=30)] * 11 + [params])
+    assert mixed[-1].token_ids == alone
+
+
+def test_one_step_ahead_gives_each_token_once() -> None:
+    engine = make_engine()
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    assert engine.step() == [], "the first step is still running while the second is queued"
+    counts = []
+    while engine.has_unfinished():
+        counts += [len(output.token_ids) for output in engine.step()]
+    assert counts == [1] * 24
+
+
+def test_the_cache_takes_what_is_left_of_the_share() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    share = 1 - free / total + 0.05
+    engine = make_engine(num_pages=None, gpu_memory_utilization=share)
+    used = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
+    assert engine.config.num_pages > 1000
+    assert used == pytest.approx(total * share, rel=0.05)
+    assert len(engine.generate(prompts(32), GREEDY)) == 32
+    with pytest.raises(ValueError, match="leaves no room for a KV cache"):
+        make_engine(num_pages=None, gpu_memory_utilization=0.001)
+
+
+@pytest.mark.timeout(600)
+def test_a_long_run_loses_no_request_no_page_and_no_memory() -> None:
+    """2,000 requests of random lengths, with aborts and preemptions."""
+    draw = random.Random(0)
+    engine = make_engine(num_pages=64, max_model_len=256, max_num_batched_tokens=96, max_num_seqs=32)
+    ended: dict[str, str] = {}
+    alive: set[str] = set()
+    added, baseline = 0, 0
+    while added < 2000 or engine.has_unfinished():
+        while added < 2000 and len(alive) < 40:
+            prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 120))]
+            engine.add_request(str(added), prompt, SamplingParams(max_tokens=draw.randint(1, 60), seed=added))
+            alive.add(str(added))
+            added += 1
+        outputs = engine.step()
+        if alive and draw.random() < 0.1 and (aborted := engine.abort(draw.choice(sorted(alive)))):
+            outputs.append(aborted)
+        for output in outputs:
+            if output.finished:
+                assert output.request_id not in ended
+                ended[output.request_id] = str(output.finish_reason)
+                alive.discard(output.request_id)
+        engine.check_integrity()
+        if added == 500 and not baseline:
+            baseline = torch.cuda.memory_allocated()
+    assert len(ended) == 2000
+    assert set(ended.values()) == {"length", "abort"}
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_pages_used == 0
+    assert torch.cuda.memory_allocated() <= baseline + (1 << 20)
