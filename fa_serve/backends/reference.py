@@ -12,6 +12,7 @@ Tests compare the other backends with it; those never import it. Left out: every
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +105,10 @@ class ReferenceBackend:
                 cache[slot // page_size, slot % page_size] = row.to(cache.dtype)
 
     @staticmethod
-    def _each_sequence(q, starts, keys, head_dim_v, out, return_lse, options):  # type: ignore[no-untyped-def]
+    def _each_sequence(
+        q: Tensor, starts: list[int], keys: list[tuple[Tensor, Tensor]], head_dim_v: int, out: Tensor | None, return_lse: bool,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         dtype = torch.promote_types(q.dtype, torch.float32)
         result = torch.zeros(*q.shape[:2], head_dim_v, dtype=dtype, device=q.device)
         lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=dtype, device=q.device)

@@ -91,7 +91,9 @@ class SdpaBackend:
                 _read(c, (pages, position % page_size), s, q.dtype) for c, s in ((k_cache, k_descale), (v_cache, v_descale))
             )
             at = cu_seqlens_q[index].long()
-            o, o_lse = _attend(q[at][:, None], k, v, softmax_scale, (-1, -1), softcap, sinks, ~hidden[:, None, None], return_lse)
+            o, o_lse = _attend(
+                q[at][:, None], k, v, softmax_scale, (-1, -1), softcap, sinks, ~hidden[:, None, None], return_lse
+            )
             result[at] = o[:, 0]
             if lse is not None and o_lse is not None:
                 lse[:, at] = o_lse[:, :, 0].T.to(lse.dtype)
@@ -102,7 +104,9 @@ class SdpaBackend:
             pages = block_table[b, : -(-lengths[b] // page_size)].long()
             k, v = (_read(c, (pages,), s, q.dtype).flatten(0, 1)[: lengths[b]]
                     for c, s in ((k_cache, k_descale), (v_cache, v_descale)))  # fmt: skip
-            o, o_lse = _attend(q[None, start:end], k[None], v[None], softmax_scale, window_size, softcap, sinks, None, return_lse)
+            o, o_lse = _attend(
+                q[None, start:end], k[None], v[None], softmax_scale, window_size, softcap, sinks, None, return_lse
+            )
             result[start:end] = o[0]
             if lse is not None and o_lse is not None:
                 lse[:, start:end] = o_lse[0]
@@ -149,8 +153,8 @@ def _attend(
     if implicit and (mask is None or right < 0) and (not softcap or seqlen_q <= CHUNK):
         # torch keeps no score matrix here either: one call
         bias = None if mask is None else _as_bias(mask, q)
-        out, lse = _one_call(q, k, v, scale, right == 0, softcap, sinks, bias, return_lse)
-        return out.transpose(1, 2), lse
+        out, one_lse = _one_call(q, k, v, scale, right == 0, softcap, sinks, bias, return_lse)
+        return out.transpose(1, 2), one_lse
     outs, lses = [], []
     for start in range(0, seqlen_q, CHUNK):
         end = min(start + CHUNK, seqlen_q)
