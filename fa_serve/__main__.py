@@ -80,7 +80,7 @@ def serve(
         keys = settings.all_keys
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
-    _log_to_stderr(settings.log_level, settings.log_format)
+    _log_to_stderr(settings.log_level, settings.log_format, report)
     import torch
 
     from fa_serve.engine import AsyncEngine
@@ -99,7 +99,7 @@ def serve(
         report.mark("ready", f"after {time.perf_counter() - report.begin:.2f} s in all")
         name = settings.served_model_name or engine.model_name
         if engine.tokenizer.chat_template or settings.chat_template:
-            path, body = "chat/completions", {"model": name, "messages": [{"role": "user", "content": "What is 17 plus 25?"}]}
+            path, body = "chat/completions", {"model": name, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
         else:
             path, body = "completions", {"model": name, "prompt": "def fibonacci(n):", "max_tokens": 64}
         key = " -H 'Authorization: Bearer KEY'" if keys else ""
@@ -127,9 +127,14 @@ class _StartUp(logging.Handler):
         self._last = now
         self._done = phase == "ready"
 
+    def tells(self, record: logging.LogRecord) -> bool:
+        """Whether a record is a phase, which needs no second line in the log."""
+        started = self._done or record.name != "fa_serve.engine" or record.levelno != logging.INFO
+        return not started and ": " in record.getMessage()
+
     def emit(self, record: logging.LogRecord) -> None:
-        phase, colon, detail = record.getMessage().partition(": ")
-        if colon and record.levelno == logging.INFO and not self._done:
+        if self.tells(record):
+            phase, _, detail = record.getMessage().partition(": ")
             self.mark(phase, detail)
 
 
@@ -146,9 +151,10 @@ class _Json(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
-def _log_to_stderr(level: str, form: str) -> None:
+def _log_to_stderr(level: str, form: str, report: _StartUp) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Json() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(lambda record: not report.tells(record))
     logging.getLogger().addHandler(handler)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("fa_serve").setLevel(level.upper())

@@ -18,7 +18,7 @@ from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from .errors import UNFORESEEN, ApiError, ClientGone, TimedOut
 
@@ -105,18 +105,19 @@ class EventStream(Response):
                 log.exception("a stream failed")
                 error = ApiError(UNFORESEEN)
             with suppress(ClientGone):
-                await self._send(send, _event(error.body()), last=True)
+                await self._send(send, _body(_event(error.body()), last=True))
 
     async def _write(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             async for event in events:
                 if not self._started:
-                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                    start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+                    await self._send(send, start)
                     self._started = True
-                await self._send(send, _event(event))
-        await self._send(send, DONE, last=True)
+                await self._send(send, _body(_event(event)))
+        await self._send(send, _body(DONE, last=True))
 
-    async def _send(self, send: Send, body: bytes, last: bool = False) -> None:
+    async def _send(self, send: Send, message: Message) -> None:
         """`asyncio.wait_for` would cost a task for each token; a timer that is nearly always cancelled costs a microsecond."""
         task = asyncio.current_task()
         assert task is not None
@@ -129,13 +130,17 @@ class EventStream(Response):
 
         timer = asyncio.get_running_loop().call_later(self._send_timeout, cut_off)
         try:
-            await send({"type": "http.response.body", "body": body, "more_body": not last})
+            await send(message)
         except asyncio.CancelledError:
             if unread:
                 raise ClientGone(f"The client left its stream unread for {self._send_timeout:g} s.") from None
             raise
         finally:
             timer.cancel()
+
+
+def _body(body: bytes, last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": not last}
 
 
 def _event(event: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""A real server process with a tiny model, driven by openai-python as its users would."""
+"""A real server process with the embedded model, driven by openai-python as its users would."""
 
 import asyncio
 import contextlib
@@ -16,24 +16,12 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-PROMPTS = [f"{'A story about ' * (i % 5)}number {i}" for i in range(16)]
-MESSAGES = [{"role": "user", "content": "Hello there"}]
+from fa_serve.demo import model_path
 
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory, byte_tokenizer) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.5, eos_token_id=259, bos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+MODEL = "fa-serve-demo"
+PROMPTS = [f"{'import os' * (i % 3)}\n\nclass {name}:\n" for i, name in enumerate("ABCDEFGHIJKLMNOP")]
+MESSAGES = [{"role": "user", "content": "What is 17 + 25?"}]
 
 
 @dataclass
@@ -53,7 +41,7 @@ class Served:
 
 
 def start(*arguments: str, **environment: str) -> Served:
-    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", *arguments]
+    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", "--num-pages", "1024", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
@@ -63,14 +51,16 @@ def start(*arguments: str, **environment: str) -> Served:
         if line.startswith("curl"):
             break
     watchdog.cancel()
-    url = next((line for line in lines if line.startswith("http://")), None)
-    assert url, lines
-    return Served(process, url, lines)
+    served = Served(process, next((line for line in lines if line.startswith("http://")), ""), lines)
+    if not served.url:
+        served.end()
+        pytest.fail(f"the server did not start: {lines}")
+    return served
 
 
 @pytest.fixture(scope="module")
-def served(model_folder) -> Iterator[Served]:
-    served = start(str(model_folder), "--num-pages", "1024")
+def served() -> Iterator[Served]:
+    served = start("--dtype", "float32")
     yield served
     served.end()
 
@@ -96,7 +86,7 @@ def test_start_up_is_reported_by_phase(served):
 
 
 def test_plain_and_streamed_chat_agree(client, conforms):
-    wanted = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 24}
+    wanted = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 24}
     reply = client.chat.completions.create(**wanted)
     conforms("CreateChatCompletionResponse", reply.model_dump(exclude_unset=True))
     chunks = list(client.chat.completions.create(**wanted, stream=True, stream_options={"include_usage": True}))
@@ -104,14 +94,14 @@ def test_plain_and_streamed_chat_agree(client, conforms):
         conforms("CreateChatCompletionStreamResponse", chunk.model_dump(exclude_unset=True))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert text == reply.choices[0].message.content
-    assert text
+    assert text == "17 + 25 = 42."
     assert chunks[-2].choices[0].finish_reason == reply.choices[0].finish_reason
     assert chunks[-1].usage.completion_tokens == reply.usage.completion_tokens
-    assert reply.usage.prompt_tokens == len("Hello there") + 2
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
 def test_batch_of_prompts_and_seed(client):
-    wanted = {"model": "tiny", "max_tokens": 8, "seed": 3, "n": 2, "extra_body": {"return_token_ids": True}}
+    wanted = {"model": MODEL, "max_tokens": 8, "seed": 3, "n": 2, "extra_body": {"return_token_ids": True}}
     reply = client.completions.create(prompt=PROMPTS[:2], **wanted)
     again = client.completions.create(prompt=PROMPTS[1], **wanted)
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
@@ -122,7 +112,7 @@ def test_batch_of_prompts_and_seed(client):
 
 
 def test_stop_string(client):
-    wanted = {"model": "tiny", "prompt": "abc", "temperature": 0, "max_tokens": 32}
+    wanted = {"model": MODEL, "prompt": "import os\n", "temperature": 0, "max_tokens": 32}
     text = client.completions.create(**wanted).choices[0].text
     stopped = client.completions.create(**wanted, stop=text[5:8]).choices[0]
     assert stopped.text == text[: text.index(text[5:8])]
@@ -130,7 +120,7 @@ def test_stop_string(client):
 
 
 def test_many_at_once_equal_one_by_one(served, client):
-    wanted = {"model": "tiny", "temperature": 0, "max_tokens": 32}
+    wanted = {"model": MODEL, "temperature": 0, "max_tokens": 32}
     alone = [client.completions.create(prompt=prompt, **wanted).choices[0].text for prompt in PROMPTS]
 
     async def together() -> list[str]:
@@ -147,39 +137,48 @@ def test_many_at_once_equal_one_by_one(served, client):
 
 
 def test_models_and_errors(client, conforms):
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").owned_by == "fa_serve"
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "fa_serve"
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="other", messages=MESSAGES)
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as long:
-        client.completions.create(model="tiny", prompt="x" * 5000)
+        client.completions.create(model=MODEL, prompt="x" * 5000)
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="259"):
-        client.completions.create(model="tiny", prompt=[260])
+    with pytest.raises(openai.BadRequestError, match="2047"):
+        client.completions.create(model=MODEL, prompt=[2048])
     with pytest.raises(openai.BadRequestError) as field:
-        client.completions.create(model="tiny", prompt="x", stream=True, extra_body={"beam_width": 3})
+        client.completions.create(model=MODEL, prompt="x", stream=True, extra_body={"beam_width": 3})
     assert field.value.param == "beam_width"
     conforms("ErrorResponse", field.value.response.json())
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_a_client_that_leaves_frees_its_pages(served, stream):
-    body = {"model": "tiny", "prompt": "x", "n": 4, "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+    body = {"model": MODEL, "prompt": "x", "n": 4, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
     url = f"{served.url}/v1/completions"
     with contextlib.suppress(httpx.ReadTimeout), httpx.stream("POST", url, json=body, timeout=0.5) as response:
         list(zip(response.iter_raw(), range(20), strict=False))
     eventually(lambda: served.metric("num_requests_running") == 0)
     assert served.metric("kv_cache_usage_perc") == 0
-    assert served.metric("generation_tokens_total") < 16_000, "they ran to their end"
+    assert served.metric("generation_tokens_total") < 7600, "they ran to their end"
     text = httpx.get(f"{served.url}/metrics").text
     assert float(re.search(r'request_success_total{finished_reason="abort",.*} (\S+)', text)[1]) % 4 == 0
 
 
-def test_drain(model_folder, tmp_path):
+def test_the_example_runs(served):
+    example = Path(__file__).parents[2] / "examples" / "openai_client.py"
+    ended = subprocess.run([sys.executable, str(example), "--url", served.url], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["chat:", "stream:", *["sample"] * 4, *(str(3 * i + 1) for i in range(8))]
+    assert "17 + 25 = 42" in lines[0]
+
+
+def test_drain(tmp_path):
     """Keys too, and the settings of a file."""
-    (tmp_path / "fa-serve.toml").write_text('served_model_name = "org/name"\nnum_pages = 1024\nlog_level = "warning"\n')
-    served = start(str(model_folder), "--config", str(tmp_path / "fa-serve.toml"), FA_SERVE_API_KEYS="key-1,key-2")
+    (tmp_path / "fa-serve.toml").write_text('served_model_name = "org/name"\nlog_level = "warning"\n')
+    served = start(str(model_path()), "--config", str(tmp_path / "fa-serve.toml"), FA_SERVE_API_KEYS="key-1,key-2")
     wanted = {"model": "org/name", "prompt": "x", "max_tokens": 600, "extra_body": {"ignore_eos": True}}
     try:
         assert httpx.get(f"{served.url}/v1/models").status_code == 401
@@ -201,9 +200,9 @@ def test_drain(model_folder, tmp_path):
         served.end()
 
 
-def test_second_signal_ends_at_once(model_folder):
-    served = start(str(model_folder), "--num-pages", "1024")
-    body = {"model": "tiny", "prompt": "x", "stream": True, "max_tokens": 4000, "ignore_eos": True}
+def test_second_signal_ends_at_once():
+    served = start()
+    body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 1900, "ignore_eos": True}
     try:
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as response:
             next(response.iter_raw())
