@@ -40,3 +40,5 @@ __all__ = [
     "patch",
     "register",
 ]
+
+register()

@@ -114,7 +114,8 @@ def mask_forward(
             padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
             if padding is not None:
                 padding = padding[:, kv_offset : kv_offset + (implicit.keys or kv_length)]
-                padding = None if padding.all() else padding
+                # a model that is tried out on the meta device has no padding to look at
+                padding = None if padding.is_meta or padding.all() else padding
             return replace(implicit, padding=padding)
     mask: Tensor = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,

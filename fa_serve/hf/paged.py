@@ -117,13 +117,10 @@ def attention_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> lis
     # the other implementations of a mixture of experts look at the router's choice, which the meta device has not
     config._experts_implementation = "batched_mm"
     auto: Any = transformers.AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            return _probe(auto.from_config(config, attn_implementation=NAME))
-    except UnsupportedModelError:
-        raise
-    except ValueError as error:
-        raise UnsupportedModelError(f"{type(config).__name__} is no causal language model of transformers: {error}") from error
+    if type(config) not in auto._model_mapping:
+        raise UnsupportedModelError(f"{type(config).__name__} is not the config of a causal language model in transformers")
+    with torch.device("meta"):
+        return _probe(auto.from_config(config, attn_implementation=NAME))
 
 
 def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
@@ -136,26 +133,28 @@ def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
     check_class(type(model))
     config, probe, training = model.config.get_text_config(), Probe(), model.training
     missing = _CALLED_WITH - set(inspect.signature(model.forward).parameters)
-    layers: set[Any] = set()
-    if not missing and not config.is_encoder_decoder:
-        try:
-            token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-            output = model.train(False)(input_ids=token, use_cache=True, fa_serve_batch=probe)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
-        finally:
-            model.train(training)
-        layers = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
-    for refused, reason in (
-        (config.is_encoder_decoder, "it is an encoder-decoder, whose cross-attention has no place there"),
-        (missing, f"its forward takes no {sorted(missing)}"),
-        (model._is_stateful or not layers <= {DynamicLayer, DynamicSlidingWindowLayer}, "it keeps more than keys and values"),
-        (_rope_types(config) & {"dynamic", "longrope"}, "its rotary embedding depends on the longest sequence of the batch"),
-        (sorted(probe.layers) != list(range(config.num_hidden_layers)), f"only its layers {sorted(probe.layers)} reach it"),
-    ):
-        if refused:
-            raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {reason}")
-    return list(probe.layers.values())
+    _refuse(model, config.is_encoder_decoder, "it is an encoder-decoder, whose cross-attention has no place there")
+    _refuse(model, model._is_stateful, "it keeps more than keys and values")
+    _refuse(model, missing, f"its forward takes no {sorted(missing)}")
+    changing = _rope_types(config) & {"dynamic", "longrope"}
+    _refuse(model, changing, f"its {changing} rotary embedding depends on the longest sequence of the batch")
+    try:
+        token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+        output = model.train(False)(input_ids=token, use_cache=True, fa_serve_batch=probe)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
+    finally:
+        model.train(training)
+    kinds = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
+    _refuse(model, kinds - {DynamicLayer, DynamicSlidingWindowLayer}, "it keeps more than keys and values")
+    complete = sorted(probe.layers) == list(range(config.num_hidden_layers))
+    _refuse(model, not complete, f"of its {config.num_hidden_layers} layers only {sorted(probe.layers)} reach it")
+    return [probe.layers[i] for i in sorted(probe.layers)]
+
+
+def _refuse(model: PreTrainedModel, condition: object, reason: str) -> None:
+    if condition:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {reason}")
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
