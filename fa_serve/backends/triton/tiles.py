@@ -33,7 +33,9 @@ def forward_tiles(
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
     if itemsize == 4:
         # float32 keeps its full mantissa ("ieee" products run on the FMA units): small tiles, or registers spill
-        return TileConfig(64 if width <= 64 else 32, 32 if width <= 128 else 16, 4, 2 if width <= 64 else 1)
+        if width <= 64:
+            return TileConfig(64, 32, 4, 2)
+        return TileConfig(32, 32, 8, 1) if width <= 128 else TileConfig(32, 16, 4, 1)
     if arch == 0:
         return TileConfig(64 if width > 128 or max_seqlen_q <= 64 else 128, 64 if width <= 128 else 32, 4, 1)
     if arch in (90, 100, 103) and not paged:
@@ -50,6 +52,9 @@ def forward_tiles(
         if max_seqlen_q > 64:
             return TileConfig(128, 64, 8, 2, tma=True)  # full 343 / 462 / 511, causal 240 / 428 / 515
         return TileConfig(64, 64, 4, 2, tma=True)
+    # compiled, not measured: the largest tiles without spills on sm80 to sm120
     if width <= 64:
-        return TileConfig(64 if paged or masked or max_seqlen_q <= 64 else 128, 64, 4, 3)
-    return TileConfig(64, 64 if width <= 128 else 32, 4, 2)
+        return TileConfig(64 if paged or masked or max_seqlen_q <= 64 else 128, 64, 4, 2 if paged else 3)
+    if width <= 128:
+        return TileConfig(64, 64, 4, 2)
+    return TileConfig(64, 32, 8 if paged else 4, 2)
