@@ -16,7 +16,19 @@ import fa_serve
 
 from .errors import Unavailable
 from .generation import Answer, ChatAnswer, CompletionAnswer
-from .schemas import ChatCompletion, ChatRequest, Completion, CompletionRequest, ErrorReply, ModelCard, ModelList
+from .schemas import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorReply,
+    ModelCard,
+    ModelList,
+    Text,
+    TokenizeRequest,
+    Tokens,
+)
 from .service import Service
 from .streaming import EventStream, attend
 
@@ -90,6 +102,29 @@ async def model(model: str, service: Shared) -> ModelCard:
     service.require_ready()
     service.require_model(model)
     return service.model_card()
+
+
+@router.post("/tokenize", tags=["Tokens"])
+async def tokenize(body: TokenizeRequest, service: Shared) -> Tokens:
+    """The token ids of a prompt or of a conversation, as generation would see them."""
+    service.require_ready()
+    if body.model is not None:
+        service.require_model(body.model)
+    if body.prompt is not None:
+        [tokens] = await service.encode([body.prompt], special=body.add_special_tokens is not False)
+    else:
+        messages = [message.rendered() for message in body.messages or []]
+        tokens = await service.encode_chat(messages, body.chat_template_kwargs or {})
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len}
+
+
+@router.post("/detokenize", tags=["Tokens"])
+async def detokenize(body: DetokenizeRequest, service: Shared) -> Text:
+    """The text of token ids, special tokens included."""
+    service.require_ready()
+    if body.model is not None:
+        service.require_model(body.model)
+    return {"prompt": await service.decode(body.tokens)}
 
 
 @router.get("/health", tags=["Operation"])

@@ -152,6 +152,41 @@ class ChatRequest(SamplingRequest):
         return self
 
 
+class TokenizeRequest(Request):
+    """A prompt as it is, or a conversation as the chat template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = Field(None, description="Of a prompt: what the tokenizer adds to plain text.")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of prompt and messages must be given")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise ValueError("add_special_tokens is for a prompt; the chat template writes its own")
+        if self.prompt is not None and self.chat_template_kwargs is not None:
+            raise ValueError("chat_template_kwargs is for messages")
+        return self
+
+
+class DetokenizeRequest(Request):
+    model: str | None = None
+    tokens: TokenIds
+
+
+class Tokens(TypedDict):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Text(TypedDict):
+    prompt: str
+
+
 class PromptTokensDetails(TypedDict):
     cached_tokens: int
 

@@ -137,16 +137,22 @@ class Service:
             "max_model_len": self.engine.max_model_len,
         }  # fmt: skip
 
-    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    async def encode(self, prompts: Sequence[str | list[int]], special: bool = True) -> list[list[int]]:
         """Prompts as token ids, with the special tokens that the tokenizer adds to plain text."""
-        return await self._tokenize(lambda: [self._ids(p, special=True) if isinstance(p, str) else p for p in prompts])
+        return await self._tokenize(lambda: [self._ids(p, special) if isinstance(p, str) else p for p in prompts])
 
     async def encode_chat(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> list[int]:
         """A conversation through the chat template, up to where the assistant speaks."""
         return await self._tokenize(lambda: self._ids(self._render(messages, variables), special=False))
 
     async def decode(self, token_ids: list[int]) -> str:
-        return await self._tokenize(lambda: str(self.engine.tokenizer.decode(token_ids)))
+        return await self._tokenize(lambda: self._text(token_ids))
+
+    def _text(self, token_ids: list[int]) -> str:
+        known = len(self.engine.tokenizer)
+        if token_ids and max(token_ids) >= known:
+            raise BadRequest(f"The tokenizer knows token ids from 0 to {known - 1}, got {max(token_ids)}.", param="tokens")
+        return str(self.engine.tokenizer.decode(token_ids))
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return list(self.engine.tokenizer.encode(text, add_special_tokens=special))

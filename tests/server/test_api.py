@@ -117,6 +117,27 @@ async def test_models_and_operation(serving, conforms):
         assert "422" not in json.dumps(paths)
 
 
+async def test_tokenize(serving, engine):
+    text = "Grüße"
+    async with serving() as client:
+        reply = (await client.post("/tokenize", json={"prompt": text})).json()
+        assert reply == {"tokens": engine.tokenizer.encode(text), "count": 7, "max_model_len": 64}
+        assert (await client.post("/detokenize", json={"tokens": reply["tokens"]})).json() == {"prompt": text}
+        chat = (await client.post("/tokenize", json={"model": "fake", "messages": CHAT["messages"]})).json()["tokens"]
+        assert (await client.post("/detokenize", json={"tokens": chat})).json() == {"prompt": "<|user|>Hi<|assistant|>"}
+        await client.post("/v1/chat/completions", json=CHAT)
+        assert engine.seen[0].prompt == chat
+        bad = [
+            await client.post("/tokenize", json={}),
+            await client.post("/tokenize", json={"prompt": "", "messages": CHAT["messages"]}),
+            await client.post("/tokenize", json={"messages": CHAT["messages"], "add_special_tokens": True}),
+            await client.post("/detokenize", json={"tokens": [10_000]}),
+            await client.post("/detokenize", json={"tokens": [2**80]}),
+        ]
+        assert [response.status_code for response in bad] == [400] * 5
+        assert (await client.post("/tokenize", json={"prompt": "", "model": "other"})).status_code == 404
+
+
 BAD = [
     pytest.param("/v1/completions", {"prompt": "Hi"}, "model", id="no model"),
     pytest.param("/v1/completions", {"model": "fake"}, "prompt", id="no prompt"),
