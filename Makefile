@@ -70,4 +70,4 @@ $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 $(VENV)/.server $(VENV)/.test: $(VENV)/.%: pyproject.toml $(VENV)/constraints.txt
 	@echo "installing fa-serve[$*] with $$(grep ^torch== $(VENV)/constraints.txt) into $(VENV); the first time takes a minute or more"
 	@$(PIP) install -qq -c $(VENV)/constraints.txt -e '.[$*]'
-	@touch $@
+	@touch $@ $(if $(filter test,$*),$(VENV)/.server) # [test] contains [server]
