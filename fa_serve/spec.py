@@ -79,8 +79,8 @@ _ARCH: dict[int, int] = {}
 
 
 def arch_of(device: torch.device) -> int:
-    """10 * major + minor of a CUDA device, 0 for anything else; asked of the driver once per device."""
-    if device.type != "cuda":
+    """10 * major + minor of an NVIDIA device, 0 for anything else; asked of the driver once per device."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
     if index not in _ARCH:

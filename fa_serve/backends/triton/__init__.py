@@ -33,6 +33,8 @@ class TritonBackend:
             return f"computes float16, bfloat16 and float32, got {str(spec.dtype)[6:]}"
         if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
             return f"reads a cache of q's dtype or float8_e4m3fn, got {str(spec.kv_dtype)[6:]}"
+        if spec.kv_dtype == torch.float8_e4m3fn and 0 < spec.arch < 89:
+            return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
         if max(spec.head_dim, spec.head_dim_v) > 256:
             return f"head_dim up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
         if spec.needs_grad:
