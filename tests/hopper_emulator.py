@@ -1,7 +1,7 @@
 """Runs the Hopper kernel's own Python source on a CPU, with threads for its warps, to find what a GPU shows only by hanging.
 
     with emulated():
-        out, lse = launch_forward(q, k, v, ...)       # CPU tensors; the launcher, the tile table and the kernel are the product's
+        out, lse = launch_forward(q, k, v, ...)       # CPU tensors; launcher, tile table and kernel are the product's
 
 Every partition of every resident block is a thread. Barriers count arrivals and bytes as mbarriers do; a matrix product and an
 outgoing copy read shared memory only when they are waited for, as late as the hardware may; an incoming copy first fills its
@@ -211,7 +211,7 @@ class _Copy:
             inside = inside[..., None] & (int(at) + steps >= 0) & (int(at) + steps < size)
         start %= (1 << 64) // d.base.element_size()
         cells = offset + start
-        if inside.any() and not (0 <= int(cells[inside].min()) and int(cells[inside].max()) < self.memory.numel()):
+        if inside.any() and (int(cells[inside].min()) < 0 or int(cells[inside].max()) >= self.memory.numel()):
             raise EmulationError("a copy inside its bounds reaches outside of the tensor")
         return cells, inside
 
@@ -384,6 +384,12 @@ def _namespace(faults: dict[str, str]) -> dict[str, Any]:
     return names
 
 
+def _on_device(arg: Any) -> Any:
+    if isinstance(arg, Descriptor):
+        return _Copy(arg)
+    return _Pointer(arg) if isinstance(arg, torch.Tensor) else arg
+
+
 @contextlib.contextmanager
 def emulated(
     resident_blocks: int = 3, seed: int = 0, faults: dict[str, str] | None = None, patience: float = 20.0
@@ -394,9 +400,7 @@ def emulated(
     def launch(kernel: Any, key: Any, grid: tuple[int, int, int], args: Any, device: torch.device, **options: Any) -> None:
         machine = Machine(seed, patience)
         function = names[kernel.__name__]
-        wrapped = [
-            _Copy(arg) if isinstance(arg, Descriptor) else _Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args
-        ]
+        wrapped = [_on_device(arg) for arg in args]
         for first in range(0, grid[0], resident_blocks):
             blocks = [Block(i, grid[0], machine) for i in range(first, min(first + resident_blocks, grid[0]))]
             _run_threads([(block, function, tuple(wrapped)) for block in blocks])
@@ -404,6 +408,6 @@ def emulated(
     with (
         mock.patch.object(forward, "launch", launch),
         mock.patch.object(schedule, "launch", launch),
-        mock.patch.object(forward, "_multiprocessors", lambda device: resident_blocks),
+        mock.patch.object(forward, "_multiprocessors", return_value=resident_blocks),
     ):
         yield

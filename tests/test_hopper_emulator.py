@@ -194,13 +194,15 @@ def test_tile_table_is_every_tile_longest_first(window: tuple[int, int]) -> None
 
 FAULTS = {
     "a wrong phase": {
-        "(count // var.tiles.stages) & 1) ^ 1)\n    full = bars.k_full": "(count // var.tiles.stages) & 1))\n    full = bars.k_full"
+        "(count // var.tiles.stages) & 1) ^ 1)\n    full = bars.k_full":
+            "(count // var.tiles.stages) & 1))\n    full = bars.k_full"
     },
     "V released before its product is done": {
         "o_token = _issue_values(p, acc, count - 1, smem, bars, var)\n        _pass_turn":
             "o_token = _issue_values(p, acc, count - 1, smem, bars, var)\n"
             "        mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)\n        _pass_turn",
-        "        acc = warpgroup_mma_wait(0, deps=[o_token])\n    mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)":
+        "        acc = warpgroup_mma_wait(0, deps=[o_token])\n"
+        "    mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)":
             "        acc = warpgroup_mma_wait(0, deps=[o_token])",
     },
     "K released before its product is done": {
@@ -224,9 +226,14 @@ FAULTS = {
 def test_the_emulator_sees(fault: str) -> None:
     q, k, v, options = inputs(Case("", seqlen_q=500, seqlen_k=500))
     tiles = TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True)
-    with emulated(faults=FAULTS[fault], patience=1.0), pytest.raises((EmulationError, AssertionError)):
-        out, lse = launch_forward(q, k, v, out=None, return_lse=True, tiles=tiles, **options)
+
+    def run() -> None:
+        with emulated(faults=FAULTS[fault], patience=1.0):
+            out, lse = launch_forward(q, k, v, out=None, return_lse=True, tiles=tiles, **options)
         check(out, lse, q, k, v, options)
+
+    with pytest.raises((EmulationError, AssertionError)):
+        run()
 
 
 def test_the_emulator_sees_a_bound_past_the_sequence() -> None:
@@ -238,6 +245,7 @@ def test_the_emulator_sees_a_bound_past_the_sequence() -> None:
     for expected, fault in ((True, {}), (False, faults)):
         with emulated(faults=fault):
             out, _ = launch_forward(
-                q, k, v, out=None, return_lse=False, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=48, max_seqlen_k=48, **options
-            )
+                q, k, v, out=None, return_lse=False, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=48, max_seqlen_k=48,
+                **options,
+            )  # fmt: skip
         assert bool(torch.isfinite(out[:48]).all()) == expected

@@ -1,8 +1,8 @@
 """Kernels for Hopper (sm90) alone, in Gluon: TMA, warp specialisation, wgmma.
 
-`forward` is attention over dense and packed keys; `producer` and `consumer` are its two kinds of warps and `shared` what they
-share; `schedule` deals tiles, `tiles` chooses their shape, `launch` keeps the host's part of a call short. Left out: paged keys,
-explicit masks and the backward pass, which the portable kernels have.
+`forward` is attention over dense and packed keys; `producer` and `consumer` are its two kinds of warps and `shared` what
+they share; `schedule` deals tiles, `tiles` chooses their shape, `launch` keeps the host's part of a call short. Left out:
+paged keys, explicit masks and the backward pass, which the portable kernels have.
 
 Gluon is Triton's experimental layer and changes with every release, so the kernel modules are imported only under the release
 that they are written for.
@@ -25,7 +25,8 @@ class HopperBackend:
 
     def supports(self, spec: AttentionSpec) -> str | None:
         if spec.device != "cuda" or spec.arch != 90:
-            return f"runs on Hopper (compute capability 9.0) alone, got {spec.device}" + (f" {spec.arch / 10}" if spec.arch else "")
+            got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
+            return f"runs on Hopper (compute capability 9.0) alone, got {got}"
         if not triton.__version__.startswith(GLUON_OF_TRITON):
             return f"is written in the Gluon of Triton {GLUON_OF_TRITON}x, got Triton {triton.__version__}"
         if triton.knobs.runtime.interpret:

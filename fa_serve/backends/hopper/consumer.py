@@ -43,23 +43,25 @@ class Limits(NamedTuple):
 
 
 @gluon.jit
+def _named_barrier(kind: gl.constexpr, number: gl.constexpr):
+    """One instruction in each of the warpgroup's threads; the move is what inline assembly needs for a result."""
+    zero = gl.full([128], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    asm: gl.constexpr = f"bar.{kind} {number}, 256; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(asm, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _take_turn(group: gl.constexpr, var: gl.constexpr):
     """Ping-pong: wait until the warpgroup before this one has issued its products."""
     if var.tiles.pingpong:
-        THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        ID: gl.constexpr = FIRST_NAMED_BARRIER + group
-        zero = gl.full([128], 0, gl.int32, layout=THREADS)
-        gl.inline_asm_elementwise(f"bar.sync {ID}, 256; mov.u32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+        _named_barrier("sync", FIRST_NAMED_BARRIER + group)
 
 
 @gluon.jit
 def _pass_turn(group: gl.constexpr, var: gl.constexpr):
     """Ping-pong: let the next warpgroup issue its products."""
     if var.tiles.pingpong:
-        THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        ID: gl.constexpr = FIRST_NAMED_BARRIER + (group + 1) % var.tiles.groups
-        zero = gl.full([128], 0, gl.int32, layout=THREADS)
-        gl.inline_asm_elementwise(f"bar.arrive {ID}, 256; mov.u32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+        _named_barrier("arrive", FIRST_NAMED_BARRIER + (group + 1) % var.tiles.groups)
 
 
 @gluon.jit
@@ -128,7 +130,7 @@ def _limits(tile, epilogue, group: gl.constexpr, layout: gl.constexpr, var: gl.c
 
 @gluon.jit
 def _online_softmax(s, state, block, limits, epilogue, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr):
-    """One step of the online softmax (FlashAttention-2, algorithm 1): scores -> P in `dtype`, the new state, what rescales O."""
+    """One step of the online softmax (FlashAttention-2, algorithm 1): scores -> P in `dtype`, new state, what rescales O."""
     BLOCK_N: gl.constexpr = var.tiles.block_n
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, var.dv, 16])
@@ -138,8 +140,9 @@ def _online_softmax(s, state, block, limits, epilogue, dtype: gl.constexpr, mask
         # tanh(x) = 1 - 2 / (1 + exp(2 x)) is exact enough where the hardware's tanh.approx (2^-11) is not
         s = (1.0 - 2.0 / (1.0 + gl.exp2(s * epilogue.scale))) * epilogue.softcap
         scale = 1.0
-    if masked:
-        if (block >= limits.high) | (block < limits.low):  # uniform, and one loop body: P stays packed in registers
+    if masked:  # noqa: SIM102
+        # one loop body with a uniform branch: P stays packed in registers
+        if (block >= limits.high) | (block < limits.low):
             columns = gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
             keep = columns < gl.expand_dims(limits.last, 1)
             if var.has_left:
@@ -265,10 +268,10 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
             s = warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)
         acc = gl.zeros([64, DV], gl.float32, layout=O_LAYOUT)
-        p, state, alpha = _online_softmax(
+        p, state, _ = _online_softmax(
             s, _first_state(tile, epilogue, ROWS), tile.high - 1, limits, epilogue, dtype, True, var
         )  # fmt: skip
-        if AHEAD:
+        if AHEAD:  # noqa: SIM102
             if turn > 0:
                 _release_queries(turn - 1, bars, var)
         blocks = tile.high - tile.low
@@ -299,5 +302,6 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
                 _release_queries(turn - 1, bars, var)
                 tile = _receive(turn, smem, bars, var)
             else:
-                tile = Tile(tile.row * 0 - 1, tile.head, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, tile.low, tile.high)
+                end = tile.row * 0 - 1
+                tile = Tile(end, tile.head, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, tile.low, tile.high)
     tma.store_wait(0)

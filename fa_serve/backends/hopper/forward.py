@@ -5,10 +5,10 @@ A block has one producer warp and two or three consumer warpgroups of 64 query r
     producer   deals tiles (see `schedule`), and copies Q, K and V to shared memory with the tensor memory accelerator (TMA)
     consumers  S = Q K^T and O += P V as asynchronous warpgroup MMAs (wgmma), softmax in registers, O out through TMA
 
-K and V go through rings of `stages` blocks, Q (and the record that says which tile it is) through a ring of `q_stages`; each slot
-has a "full" and an "empty" mbarrier. Within a warpgroup a step's S is issued before the previous step's P V and both run under
-the softmax; across tiles the next tile's first S is issued under this tile's last P V, and the epilogue runs under it; between
-warpgroups `pingpong` hands the tensor cores around. Scores are in base 2, the output is scaled once at the end.
+K and V go through rings of `stages` blocks, Q (and the record that says which tile it is) through a ring of `q_stages`; each
+slot has a "full" and an "empty" mbarrier. Within a warpgroup a step's S is issued before the previous step's P V and both
+run under the softmax; across tiles the next tile's first S is issued under this tile's last P V, and the epilogue runs under
+it; between warpgroups `pingpong` hands the tensor cores around. Scores are in base 2, the output is scaled once at the end.
 
 Packed sequences are bounded by the hardware: descriptors are ragged (Triton's `tools.ragged_tma`), rows past a sequence's end
 read as zero and are not written, so a neighbour's NaN can neither be read nor overwritten, and no tile needs a slow path.
@@ -54,14 +54,16 @@ def _attention_forward(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     RECORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + q_desc.block_type.shape, q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + q_desc.block_type.shape, q_desc.layout)  # noqa: RUF005
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
     q1_smem = q_smem
     k1_smem = k_smem
     if var.d1 > 0:
-        q1_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + q1_desc.block_type.shape, q1_desc.layout)
-        k1_smem = gl.allocate_shared_memory(dtype, [STAGES] + k1_desc.block_type.shape, k1_desc.layout)
+        q1_shape: gl.constexpr = [Q_STAGES * GROUPS] + q1_desc.block_type.shape  # noqa: RUF005
+        k1_shape: gl.constexpr = [STAGES] + k1_desc.block_type.shape  # noqa: RUF005
+        q1_smem = gl.allocate_shared_memory(dtype, q1_shape, q1_desc.layout)
+        k1_smem = gl.allocate_shared_memory(dtype, k1_shape, k1_desc.layout)
     record = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], RECORD)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
@@ -116,9 +118,9 @@ _NO_LIMIT = 1 << 30  # a window wider than any sequence; keeps int32 sums in ran
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float, sinks: Tensor | None,
-    out: Tensor | None, return_lse: bool, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int = 0, max_seqlen_k: int = 0, tiles: TileConfig | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
+    sinks: Tensor | None, out: Tensor | None, return_lse: bool, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, tiles: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Dense q (batch, seqlen_q, heads, head_dim), or packed q (total_q, heads, head_dim) with cu_seqlens_*; see `api`.
 
@@ -142,8 +144,10 @@ def launch_forward(
     left, right = (min(limit, _NO_LIMIT) for limit in window_size)
     if tiles is None:
         tiles = forward_tiles(head_dim, head_dim_v, left >= 0 or right >= 0, max_seqlen_q, max_seqlen_k, packed)
-    _run(q, k, v, target, lse, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, softcap, (left, right),
-         tiles)  # fmt: skip
+    _run(
+        q, k, v, target, lse, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, softcap,
+        (left, right), tiles,
+    )  # fmt: skip
     if target is not result:
         result.copy_(target)
     return result, lse
@@ -165,7 +169,7 @@ def _run(
     batch = q.shape[0]
     num_m = -(-max_seqlen_q // tiles.block_m)
     table, counter = None, None
-    if cu_q is not None:
+    if cu_q is not None and cu_k is not None:
         batch = cu_q.shape[0] - 1
         table, counter, slots = tile_table(cu_q, cu_k, q.shape[0], max_seqlen_q, window, tiles.block_m, tiles.block_n)
         total = slots * num_heads
@@ -184,8 +188,8 @@ def _run(
         descriptor(k, tiles.block_n, d0), descriptor(k, tiles.block_n, d1) if d1 else None,
         descriptor(v, tiles.block_n, dv), descriptor(out, 64, dv),
         lse, sinks, table, counter, *_base_2(scale, softcap),
-        q.shape[0] if cu_q is not None else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group, max_seqlen_q, max_seqlen_k,
-        left, right, var,
+        q.shape[0] if cu_q is not None else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group,
+        max_seqlen_q, max_seqlen_k, left, right, var,
     )  # fmt: skip
     key = (var, q.dtype, lse is None, None if sinks is None else sinks.dtype)
     launch(_attention_forward, key, (blocks, 1, 1), args, device, num_warps=4, maxnreg=tiles.registers[0])
@@ -210,9 +214,9 @@ def _dense_descriptor(x: Tensor, rows: int, width: int) -> Descriptor:
 def _ragged_descriptor(x: Tensor, rows: int, width: int) -> Descriptor:
     """(total, heads, dim) with the end of each sequence as the hardware's bound.
 
-    Row r of the sequence [start, start + length) is addressed as (2^30, start + length, 2^30 - length + r): the bound 2^30 of the
-    third coordinate stops at the sequence's end, and 2^30 times the first stride, 2^34 - stride, cancels the rest modulo 2^64
-    bytes. After Triton's tools/ragged_tma.py.
+    Row r of the sequence [start, start + length) is addressed as (2^30, start + length, 2^30 - length + r): the bound 2^30
+    of the third coordinate stops at the sequence's end, and 2^30 times the first stride, 2^34 - stride, cancels the rest
+    modulo 2^64 bytes. After Triton's tools/ragged_tma.py.
     """
     row, head, last = _strides(x)
     shape = (0x7FFF0000, 0x7FFF0000, RAGGED.value, x.shape[1], x.shape[2])
@@ -222,14 +226,17 @@ def _ragged_descriptor(x: Tensor, rows: int, width: int) -> Descriptor:
 
 def _strides(x: Tensor) -> tuple[int, ...]:
     """Strides in elements; that of a dimension of one is arbitrary, and is made one that the copy engine accepts."""
-    return tuple(8 if size == 1 and i < x.dim() - 1 else stride for i, (size, stride) in enumerate(zip(x.shape, x.stride())))
+    *outer, last = x.stride()
+    return (*(8 if size == 1 else stride for size, stride in zip(x.shape[:-1], outer, strict=True)), last)
 
 
 def _is_addressable(x: Tensor) -> bool:
     """Last dimension contiguous, everything else at multiples of 16 bytes, no dimension expanded."""
     if x.stride(-1) != 1 or x.data_ptr() % 16:
         return False
-    return all(size == 1 or (stride % 8 == 0 and stride > 0) for size, stride in zip(x.shape[:-1], x.stride()))
+    return all(
+        size == 1 or (stride % 8 == 0 and stride > 0) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
 
 
 def _addressable(x: Tensor) -> Tensor:

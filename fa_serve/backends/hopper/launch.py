@@ -1,8 +1,8 @@
 """Launching a compiled kernel without asking the JIT again: the host's part of a call's cost.
 
-`kernel[grid](...)` derives a key from every argument at each call, tens of microseconds with tensor descriptors. Here the caller
-states the key, so a launch is one dictionary lookup and the driver's own call. The first launch of a key goes through the JIT,
-which compiles, specialises and checks as ever.
+`kernel[grid](...)` derives a key from every argument at each call, tens of microseconds with tensor descriptors. Here the
+caller states the key, so a launch is one dictionary lookup and the driver's own call. The first launch of a key goes through
+the JIT, which compiles, specialises and checks as ever.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The producer warp: deals tiles and keeps the copy engine busy.
 
-It asks for the next tile while the loads of this one are in flight, and hands each tile's record to the consumers through shared
-memory beside the tile's queries, so that nobody else decodes an index or reads a length.
+It asks for the next tile while the loads of this one are in flight, and hands each tile's record to the consumers through
+shared memory beside the tile's queries, so that nobody else decodes an index or reads a length.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _packed_tile(index, work, layout: gl.constexpr):
 def _tile(index, work, layout: gl.constexpr, var: gl.constexpr):
     if var.varlen:
         return _packed_tile(index, work, layout)
-    else:
+    else:  # noqa: RET505
         return _dense_tile(index, work, var)
 
 
@@ -98,7 +98,7 @@ def _next_index(turn, work, var: gl.constexpr):
         index = (turn + 1) * blocks + block
     else:
         taken = gl.atomic_add(work.counter, 1, sem="relaxed")
-        if not var.varlen:
+        if not var.varlen:  # noqa: SIM102
             # every tile is followed by one request: the last request of the launch leaves the counter as it was found
             if taken == work.total - 1:
                 gl.store(work.counter, 0)

@@ -127,9 +127,9 @@ def tile_table(
 class TileCounters:
     """Counters at zero for the dynamic schedule of dense batches, one int32 per launch that may run beside another.
 
-    The block that takes the last tile puts its counter back to zero, so a launch costs no memset. Launches on one stream run one
-    after the other and share a counter. A captured graph may be replayed on any stream, so each captured launch gets its own;
-    they repeat after 16,384, far more than the launches that could run at once.
+    The block that takes the last tile puts its counter back to zero, so a launch costs no memset. Launches on one stream run
+    one after the other and share a counter. A captured graph may be replayed on any stream, so each captured launch gets its
+    own; they repeat after 16,384, far more than the launches that could run at once.
     """
 
     def __init__(self) -> None:

@@ -62,7 +62,13 @@ class TileConfig:
         return launch, consumer
 
 
-HEAD_DIMS = {(64, 64): (64, 0, 64), (96, 96): (128, 0, 128), (128, 128): (128, 0, 128), (192, 128): (128, 64, 128), (256, 256): (256, 0, 256)}  # fmt: skip
+HEAD_DIMS = {
+    (64, 64): (64, 0, 64),
+    (96, 96): (128, 0, 128),
+    (128, 128): (128, 0, 128),
+    (192, 128): (128, 64, 128),
+    (256, 256): (256, 0, 256),
+}
 """(head_dim, head_dim_v) -> widths in shared memory (first part of Q and K, second part or 0, V). 96 is padded with zeros by
 the copy engine; 192 is computed as 128 + 64, because tiles are powers of two."""
 
@@ -76,7 +82,9 @@ def shared_bytes(tiles: TileConfig, head_dim: int, head_dim_v: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def forward_tiles(head_dim: int, head_dim_v: int, masked: bool, max_seqlen_q: int, max_seqlen_k: int, varlen: bool) -> TileConfig:
+def forward_tiles(
+    head_dim: int, head_dim_v: int, masked: bool, max_seqlen_q: int, max_seqlen_k: int, varlen: bool
+) -> TileConfig:
     """The tile of one call; `masked` is any causal or window limit.
 
     The figures (TFLOPS on one H200, bf16, 16k tokens, 4,096 keys) are those of the measurements behind each choice.

@@ -1,0 +1,401 @@
+"""Chooses the Hopper kernel's tiles: checks every variant, then times each over the prefill grid beside its peers.
+
+    python3 benchmarks/tune_hopper.py [--budget 440] [--head-dims 64,128,256] [--seqlens 512,1024,...] [--skip-check]
+
+Every check and every timing is a job in a child process with a time limit, so that a kernel that hangs costs its own job and
+nothing else. Checks (float64 reference, poisoned neighbours, three runs bitwise equal) run in several processes at once, which
+also compiles everything. A variant that fails any check is not timed. The tables come last: TFLOPS of every variant, of what
+`forward_tiles` chooses ("chosen"), of cuDNN and of FlashAttention-3 if it can be imported; then the host time of a call. All
+rows go to tune_hopper.jsonl in $OUT or in benchmarks/results.
+
+A variant's name: warpgroups x block_n, s stages, q query stages, then Grid, Static or Dynamic, P ping-pong, o no overlap,
+/n blocks per multiprocessor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import queue
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fa_serve.backends.hopper.tiles import Schedule, TileConfig
+
+G, S, D = Schedule.GRID, Schedule.STATIC, Schedule.DYNAMIC
+VARIANTS: dict[tuple[int, int], list[TileConfig]] = {
+    (64, 64): [
+        TileConfig(3, 128, 2, 2, S, pingpong=True),
+        TileConfig(3, 128, 2, 2, D, pingpong=True),
+        TileConfig(3, 128, 2, 2, D),
+        TileConfig(2, 128, 2, 2, D, pingpong=True),
+        TileConfig(2, 128, 3, 2, D),
+        TileConfig(2, 64, 4, 2, D),
+        TileConfig(1, 64, 2, 1, G, blocks_per_sm=3),
+        TileConfig(1, 128, 2, 2, D, blocks_per_sm=2),
+        TileConfig(3, 128, 2, 2, D, pingpong=True, overlap=False),
+    ],
+    (128, 128): [
+        TileConfig(2, 128, 2, 2, S),
+        TileConfig(2, 128, 2, 2, D),
+        TileConfig(2, 128, 2, 2, D, pingpong=True),
+        TileConfig(2, 128, 2, 1, G),
+        TileConfig(2, 128, 2, 1, D),
+        TileConfig(2, 64, 4, 2, D),
+        TileConfig(3, 64, 3, 1, D, pingpong=True),
+        TileConfig(1, 64, 2, 2, D, blocks_per_sm=2),
+        TileConfig(2, 128, 2, 2, D, overlap=False),
+    ],
+    (256, 256): [
+        TileConfig(2, 64, 2, 1, S, pingpong=True),
+        TileConfig(2, 64, 2, 1, D),
+        TileConfig(2, 64, 2, 1, D, pingpong=True),
+        TileConfig(2, 64, 2, 1, G),
+        TileConfig(2, 32, 4, 1, D),
+    ],
+    (192, 128): [TileConfig(2, 128, 2, 1, D), TileConfig(2, 64, 2, 2, D)],
+    (96, 96): [],
+}
+PACKED = {
+    "64 sequences, log-uniform 32-8192": [TileConfig(2, 128, 2, 2, s, pingpong=p) for s in (D, G) for p in (False, True)]
+    + [TileConfig(2, 64, 4, 2, D)],
+    "512 sequences of 64": [
+        TileConfig(1, 64, 2, 1, G, blocks_per_sm=2),
+        TileConfig(1, 64, 2, 2, S, blocks_per_sm=2),
+        TileConfig(1, 64, 2, 2, D, blocks_per_sm=2),
+    ],
+}
+FEATURES = [  # (head dims, options), with the tiles that forward_tiles chooses
+    ((64, 64), {"window": (100, 0)}), ((64, 64), {"window": (60, 30)}), ((128, 128), {"window": (300, -1)}),
+    ((128, 128), {"softcap": 8.0, "scale": 0.5}), ((64, 64), {"sinks": True}), ((128, 128), {"dtype": "float16"}),
+    ((64, 64), {"scale": -0.2}), ((256, 256), {"window": (100, 0), "sinks": True}), ((128, 128), {"strided": True}),
+]  # fmt: skip
+SHAPES = [  # batch, seqlen_q, seqlen_k, heads, kv heads
+    (2, 333, 333, 4, 2), (1, 129, 700, 4, 1), (1, 1500, 1500, 3, 3), (1, 300, 100, 2, 1), (40, 64, 64, 8, 8), (2, 1, 900, 4, 4),
+]  # fmt: skip
+
+
+def label(tiles: TileConfig | None) -> str:
+    if tiles is None:
+        return "chosen"
+    return (
+        f"{tiles.groups}x{tiles.block_n}s{tiles.stages}q{tiles.q_stages}{'GSD'[tiles.schedule]}"
+        + "P" * tiles.pingpong + "o" * (not tiles.overlap) + (f"/{tiles.blocks_per_sm}" if tiles.blocks_per_sm > 1 else "")
+    )  # fmt: skip
+
+
+# ---- jobs, in a child process ----------------------------------------------------------------------------------------------
+
+
+def _compare(out: Any, lse: Any, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
+    from fa_serve.backends.reference import attention_reference
+    from fa_serve.testing import assert_lse_matches, assert_matches_reference, eager_attention
+
+    exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), **options)
+    assert_matches_reference(out, exact, eager_attention(q, k, v, **options))
+    assert_lse_matches(lse, exact_lse)
+
+
+def check(head_dims: tuple[int, int], tiles: TileConfig | None, causal: bool, feature: dict[str, Any]) -> None:
+    """Dense shapes, then packed sequences of which every other one is NaN; each three times, bitwise equal."""
+    import torch
+
+    from fa_serve.backends.hopper.forward import launch_forward
+    from fa_serve.testing import cu_seqlens, make_qkv
+
+    dtype = getattr(torch, feature.get("dtype", "bfloat16"))
+
+    def three_runs(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        results = []
+        for _ in range(3):
+            out = torch.full((*args[0].shape[:-1], args[2].shape[-1]), float("nan"), dtype=dtype, device="cuda")
+            results.append(launch_forward(*args, out=out, return_lse=True, tiles=tiles, **kwargs))
+        for out, lse in results[1:]:
+            assert torch.equal(out.view(torch.int16), results[0][0].view(torch.int16)), "out differs from run to run"
+            assert torch.equal(lse.view(torch.int32), results[0][1].view(torch.int32)), "lse differs from run to run"
+        return results[0]
+
+    def options_of(heads: int) -> dict[str, Any]:
+        sinks = torch.randn(heads, device="cuda") if feature.get("sinks") else None
+        window = feature.get("window", (-1, 0 if causal else -1))
+        scale = feature.get("scale", head_dims[0] ** -0.5)
+        return {"softmax_scale": scale, "window_size": window, "softcap": feature.get("softcap", 0.0), "sinks": sinks}
+
+    for batch, seqlen_q, seqlen_k, heads, kv_heads in SHAPES:
+        q, k, v = make_qkv(batch, seqlen_q, seqlen_k, heads, kv_heads, *head_dims, dtype=dtype, device="cuda")
+        if feature.get("strided"):
+            q, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, v))
+        options = options_of(heads)
+        out, lse = three_runs(q, k, v, **options)
+        try:
+            _compare(out, lse, q, k, v, options)
+        except AssertionError as error:
+            raise AssertionError(f"{(batch, seqlen_q, seqlen_k, heads, kv_heads)}: {error}") from None
+    lengths_q, lengths_k = [70, 33, 0, 1, 450, 20, 130, 5, 128], [70, 33, 40, 9, 450, 20, 260, 0, 128]
+    q, k, v = (x[0] for x in make_qkv(1, sum(lengths_q), sum(lengths_k), 4, 2, *head_dims, dtype=dtype, device="cuda"))
+    cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
+    for b in (1, 3, 5):
+        q[cu_q[b] : cu_q[b + 1]] = k[cu_k[b] : cu_k[b + 1]] = v[cu_k[b] : cu_k[b + 1]] = float("nan")
+    options = options_of(4)
+    packing = {"cu_seqlens_q": cu_q.cuda(), "cu_seqlens_k": cu_k.cuda(), "max_seqlen_q": 450, "max_seqlen_k": 450}
+    out, lse = three_runs(q, k, v, **packing, **options)
+    for b in (0, 4, 6, 7, 8):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        try:
+            _compare(out[None, rows], lse[None, :, rows], q[None, rows], k[None, keys], v[None, keys], options)
+        except AssertionError as error:
+            raise AssertionError(f"packed sequence {b}: {error}") from None
+
+
+_TENSORS: dict[Any, Any] = {}
+
+
+def _once(key: Any, make: Any) -> Any:
+    """The inputs of the cell at hand, shared by the jobs that follow each other."""
+    if key not in _TENSORS:
+        _TENSORS.clear()
+        _TENSORS[key] = make()
+    return _TENSORS[key]
+
+
+def time_dense(head_dims: tuple[int, int], causal: bool, seqlen: int, who: TileConfig | str | None) -> float:
+    """TFLOPS over 16,384 tokens of hidden size 2048, as in the paper."""
+    import torch
+    from measure import fa3, milliseconds, sdpa
+    from torch.nn.attention import SDPBackend
+
+    from fa_serve.backends.hopper.forward import launch_forward
+
+    heads, batch = 2048 // head_dims[1], max(1, 16384 // seqlen)
+
+    def make() -> list[Any]:
+        return [torch.randn(batch, seqlen, heads, d, device="cuda", dtype=torch.bfloat16) for d in (*head_dims[:1], *head_dims)]
+
+    q, k, v = _once((head_dims, seqlen), make)
+    if who == "cudnn":
+        call = sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
+    elif who == "fa3":
+        function = fa3()
+        if function is None:
+            return float("nan")
+        cu = torch.arange(0, (batch + 1) * seqlen, seqlen, device="cuda", dtype=torch.int32)
+        packed = [x.flatten(0, 1) for x in (q, k, v)]
+        call = lambda: function(*packed, seqlen, cu, seqlen, cu_seqlens_k=cu, causal=causal, fa_version=3)  # noqa: E731
+    else:
+        options = {"window_size": (-1, 0 if causal else -1), "softcap": 0.0, "sinks": None, "out": None, "return_lse": False}
+        call = lambda: launch_forward(q, k, v, softmax_scale=head_dims[0] ** -0.5, tiles=who, **options)  # noqa: E731
+    flops = 2 * batch * heads * seqlen * seqlen * sum(head_dims) * (0.5 if causal else 1.0)
+    return flops / milliseconds(call, rep=50) * 1e-9
+
+
+def time_packed(case: str, who: TileConfig | str | None) -> float:
+    """TFLOPS of causal attention over packed sequences, 32 query and 8 key heads of 128."""
+    import torch
+    from measure import fa3, milliseconds, sdpa
+    from torch.nn.attention import SDPBackend
+
+    from fa_serve.backends.hopper.forward import launch_forward
+    from fa_serve.testing import cu_seqlens
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = [64] * 512
+    if case.startswith("64 "):
+        lengths = (32 * 256 ** torch.rand(64, generator=generator)).int().tolist()
+    total, longest = sum(lengths), max(lengths)
+
+    def make() -> list[Any]:
+        return [torch.randn(total, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (32, 8, 8)]
+
+    q, k, v = _once(case, make)
+    cu = cu_seqlens(lengths, "cuda")
+    if who == "cudnn":
+        padded = [torch.zeros(len(lengths), longest, x.shape[1], 128, device="cuda", dtype=x.dtype) for x in (q, k, v)]
+        call = sdpa(SDPBackend.CUDNN_ATTENTION, *padded, True)
+    elif who == "fa3":
+        function = fa3()
+        if function is None:
+            return float("nan")
+        call = lambda: function(q, k, v, longest, cu, longest, cu_seqlens_k=cu, causal=True, fa_version=3)  # noqa: E731
+    else:
+        options = {"window_size": (-1, 0), "softcap": 0.0, "sinks": None, "out": None, "return_lse": False}
+        lengths_of = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        call = lambda: launch_forward(q, k, v, softmax_scale=128**-0.5, tiles=who, **lengths_of, **options)  # noqa: E731
+    flops = sum(2 * 32 * n * n * 128 for n in lengths)
+    return flops / milliseconds(call, rep=50) * 1e-9
+
+
+def time_host(packed: bool, public: bool) -> float:
+    """Microseconds of host time per call of a small problem."""
+    import torch
+    from measure import host_microseconds
+
+    import fa_serve
+    from fa_serve.backends.hopper.forward import launch_forward
+    from fa_serve.testing import cu_seqlens, make_qkv
+
+    q, k, v = make_qkv(1, 128, 128, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
+    lengths: dict[str, Any] = {}
+    if packed:
+        q, k, v = q[0], k[0], v[0]
+        cu = cu_seqlens([64, 64], "cuda")
+        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 64, "max_seqlen_k": 64}
+    options = {"softmax_scale": 0.1, "window_size": (-1, 0), "softcap": 0.0, "sinks": None, "out": None, "return_lse": False}
+    if not public:
+        return host_microseconds(lambda: launch_forward(q, k, v, **lengths, **options))
+    function = fa_serve.attention_varlen if packed else fa_serve.attention
+    return host_microseconds(lambda: function(q, k, v, causal=True, backend="hopper", **lengths))
+
+
+# ---- running them -----------------------------------------------------------------------------------------------------------
+
+
+def _work(inbox: Any, outbox: Any, number: int) -> None:
+    """Jobs until None comes; the parent learns what is running, so that it knows what hung."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    while (job := inbox.get()) is not None:
+        index, function, args = job
+        outbox.put(("start", number, index, None))
+        try:
+            outbox.put(("done", number, index, globals()[function](*args)))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+            outbox.put(("failed", number, index, text))
+            if "CUDA" in text or "illegal" in text:
+                return
+
+
+def run_jobs(jobs: list[tuple[str, tuple[Any, ...]]], processes: int, limit: float, deadline: float) -> list[Any]:
+    """Results in order: a value, None, or an Exception with what went wrong."""
+    context = mp.get_context("spawn")
+    inbox, outbox = context.Queue(), context.Queue()
+    results: list[Any] = [TimeoutError("not run: out of time")] * len(jobs)
+    workers: dict[int, Any] = {}
+    running: dict[int, tuple[int, float]] = {}
+    finished: set[int] = set()
+
+    def start() -> None:
+        number = len(started)
+        started.append(number)
+        workers[number] = context.Process(target=_work, args=(inbox, outbox, number), daemon=True)
+        workers[number].start()
+
+    started: list[int] = []
+    for index, (function, args) in enumerate(jobs):
+        inbox.put((index, function, args))
+    for _ in range(min(processes, len(jobs))):
+        start()
+    while len(finished) < len(jobs) and time.monotonic() < deadline:
+        try:
+            kind, number, index, value = outbox.get(timeout=0.5)
+            if kind == "start":
+                running[number] = (index, time.monotonic())
+            else:
+                running.pop(number, None)
+                finished.add(index)
+                results[index] = value if kind == "done" else RuntimeError(value)
+            continue
+        except queue.Empty:
+            pass
+        for number, process in list(workers.items()):
+            index, since = running.get(number, (-1, time.monotonic()))
+            hung = time.monotonic() - since > limit
+            if hung or not process.is_alive():
+                process.kill()
+                process.join()
+                del workers[number]
+                if running.pop(number, None) is not None:
+                    finished.add(index)
+                    results[index] = TimeoutError(f"hung for {limit:.0f} s" if hung else "its process died")
+                    print(f"  {results[index]}: {jobs[index]}", flush=True)
+                if len(finished) < len(jobs):
+                    start()
+    for process in workers.values():
+        process.kill()
+    return results
+
+
+def table(title: str, columns: list[str], rows: list[tuple[str, list[float]]]) -> None:
+    width = [max(7, len(c) + 1) for c in columns]
+    print(f"{title}\n{'':>7}" + "".join(f"{c:>{w}}" for c, w in zip(columns, width, strict=True)) + "  best/peer chosen/peer")
+    for name, values in rows:
+        ours = {c: x for c, x in zip(columns, values, strict=True) if c not in ("cudnn", "fa3") and x == x}
+        peer = max((x for c, x in zip(columns, values, strict=True) if c in ("cudnn", "fa3") and x == x), default=float("nan"))
+        best = max(ours.values(), default=float("nan"))
+        print(f"{name:>7}" + "".join(f"{x:{w}.0f}" for x, w in zip(values, width, strict=True))
+              + f"  {best / peer:9.2f} {ours.get('chosen', float('nan')) / peer:11.2f}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=440, help="seconds for everything")
+    parser.add_argument("--head-dims", default="64,128,256")
+    parser.add_argument("--seqlens", default="512,1024,2048,4096,8192,16384")
+    parser.add_argument("--processes", type=int, default=8, help="for the checks")
+    parser.add_argument("--skip-check", action="store_true")
+    options = parser.parse_args()
+    began = time.monotonic()
+    deadline = began + options.budget
+    dims = [(d, d) for d in map(int, options.head_dims.split(","))]
+    seqlens = [int(s) for s in options.seqlens.split(",")]
+
+    jobs: list[tuple[str, tuple[Any, ...]]] = []
+    for head_dims, variants in VARIANTS.items():
+        for causal in (True, False):
+            jobs += [("check", (head_dims, tiles, causal, {})) for tiles in (None, *variants)]
+    packed_variants = {tiles for variants in PACKED.values() for tiles in variants} - set(VARIANTS[128, 128])
+    jobs += [("check", ((128, 128), tiles, True, {})) for tiles in sorted(packed_variants, key=label)]
+    jobs += [("check", (head_dims, None, True, feature)) for head_dims, feature in FEATURES]
+    bad: set[tuple[Any, Any, bool]] = set()
+    if not options.skip_check:
+        for (_, (head_dims, tiles, causal, feature)), result in zip(
+            jobs, run_jobs(jobs, options.processes, 90, deadline - 60), strict=True
+        ):
+            if isinstance(result, Exception):
+                bad.add((head_dims, tiles, causal))
+                print(f"BAD d{head_dims} {label(tiles)} causal={causal} {feature}: {result}", flush=True)
+        print(f"checks: {len(jobs)} jobs, {len(bad)} bad, {time.monotonic() - began:.0f} s", flush=True)
+
+    cells: list[tuple[str, str, list[Any], list[tuple[str, tuple[Any, ...]]]]] = []
+    for head_dims in dims:
+        for causal in (False, True):
+            who = ["cudnn", "fa3", None, *(t for t in VARIANTS[head_dims] if (head_dims, t, causal) not in bad)]
+            for seqlen in seqlens:
+                work = [("time_dense", (head_dims, causal, seqlen, w)) for w in who]
+                cells.append((f"d{head_dims[0]} {'causal' if causal else 'full'}", str(seqlen), who, work))
+    for case, variants in PACKED.items():
+        who = ["cudnn", "fa3", None, *(t for t in variants if ((128, 128), t, True) not in bad)]
+        cells.append((case, "", who, [("time_packed", (case, w)) for w in who]))
+    timing = [job for cell in cells for job in cell[3]]
+    host = [("time_host", (packed, public)) for packed in (False, True) for public in (False, True)]
+    results = run_jobs(host + timing, 1, 30, deadline)
+    host_times, results = results[: len(host)], results[len(host) :]
+
+    folder = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
+    titles = dict.fromkeys(cell[0] for cell in cells)
+    rows: dict[str, list[tuple[str, list[float]]]] = {title: [] for title in titles}
+    columns: dict[str, list[str]] = {}
+    with open(folder / "tune_hopper.jsonl", "w") as file:
+        for title, name, who, work in cells:
+            values, results = results[: len(work)], results[len(work) :]
+            columns[title] = [w if isinstance(w, str) else label(w) for w in who]
+            for (_, args), value in zip(work, values, strict=True):
+                if isinstance(value, Exception):
+                    print(f"  {title} {name} {args[-1]}: {value}")
+            numbers = [float("nan") if isinstance(value, Exception) else value for value in values]
+            rows[title].append((name, numbers))
+            file.write(json.dumps({"case": f"{title} {name}".strip(), "unit": "TFLOPS",
+                                   **dict(zip(columns[title], numbers, strict=True))}) + "\n")  # fmt: skip
+    for title in titles:
+        table(title, columns[title], rows[title])
+    for (_, (packed, public)), value in zip(host, host_times, strict=True):
+        what = f"{'packed' if packed else 'dense'}, {'public function' if public else 'launcher'}"
+        print(f"host time, {what}: {value if isinstance(value, Exception) else f'{value:.1f} us'}")
+    print(f"{time.monotonic() - began:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
