@@ -1,0 +1,75 @@
+"""What the Hopper backend accepts, in words, and the tiles it chooses: no GPU, no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+
+from fa_serve.backends.hopper import HopperBackend
+from fa_serve.backends.hopper.tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group, shared_bytes
+from fa_serve.spec import AttentionSpec
+
+H200 = AttentionSpec("varlen", "cuda", 90, torch.bfloat16, torch.bfloat16, 128, 128, 32, 8, window_size=(-1, 0))
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_accepts(dims: tuple[int, int], layout: str) -> None:
+    spec = replace(H200, layout=layout, head_dim=dims[0], head_dim_v=dims[1], softcap=True, sinks=True, window_size=(100, 20))
+    assert HopperBackend().supports(spec) is None
+    assert HopperBackend().supports(replace(spec, dtype=torch.float16, kv_dtype=torch.float16)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device": "cpu", "arch": 0}, "got cpu"),
+        ({"arch": 100}, "got compute capability 10.0"),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "got float32"),
+        ({"layout": "paged", "page_size": 16}, "paged"),
+        ({"head_dim": 80, "head_dim_v": 80}, "got 80"),
+        ({"head_dim": 128, "head_dim_v": 64}, "got 128 with 64"),
+        ({"mask": "bool"}, "explicit mask"),
+        ({"needs_grad": True}, "gradients"),
+    ],
+)
+def test_refuses_in_words(change: dict, words: str) -> None:
+    reason = HopperBackend().supports(replace(H200, **change))
+    assert reason is not None
+    assert words in reason
+
+
+def test_refuses_another_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    assert "3.7.0" in str(HopperBackend().supports(H200))
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("seqlen", [1, 64, 65, 512, 1024, 2048, 4096, 100_000])
+@pytest.mark.parametrize("masked", [False, True])
+def test_chosen_tiles_fit_the_chip(dims: tuple[int, int], seqlen: int, masked: bool) -> None:
+    for varlen in (False, True):
+        tiles = forward_tiles(*dims, masked, seqlen, seqlen, varlen)
+        assert shared_bytes(tiles, *dims) <= 232_448
+        assert tiles.blocks_per_sm * shared_bytes(tiles, *dims) <= 233_472
+        at_launch, consumer = tiles.registers
+        threads = 128 * (tiles.groups + 1)
+        assert at_launch % 8 == 0
+        assert consumer % 8 == 0
+        assert tiles.blocks_per_sm * threads * at_launch <= 65_536
+        assert 128 * (tiles.groups * consumer + 24) <= threads * at_launch
+
+
+def test_a_name_for_each_schedule() -> None:
+    assert [schedule.name for schedule in Schedule] == ["GRID", "STATIC", "DYNAMIC"]
+    assert TileConfig(3, 128, 2, 2, Schedule.GRID).block_m == 192
+
+
+def test_head_group_keeps_heads_of_one_key_head_together() -> None:
+    assert head_group(64, 4, 1 << 20) == 64
+    assert head_group(64, 4, 8 << 20) == 12
+    assert head_group(64, 4, 1 << 30) == 4
+    assert head_group(2, 1, 0) == 2
