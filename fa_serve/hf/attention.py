@@ -1,14 +1,14 @@
-"""The attention function: transformers' words in, `fa_serve.api` calls out."""
+"""The attention function: transformers' words in, ours out."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fa_serve.api import attention, attention_varlen
 from fa_serve.hf.masks import Implicit
+from fa_serve.hf.ops import attention, attention_varlen
 from fa_serve.spec import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -73,11 +73,8 @@ def attention_forward(
         cu_q = cu_seq_lens_q.to(torch.int32)
         cu_k = cu_q if cu_seq_lens_k is None else cu_seq_lens_k.to(torch.int32)
         if mask is None and position_bias is None:
-            out = attention_varlen(
-                q[0], k[0], v[0], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=int(max_length_q or q.shape[1]),
-                max_seqlen_k=int(max_length_k or k.shape[1]), **options,
-            )  # fmt: skip
-            return cast(Tensor, out)[None], None
+            lengths = int(max_length_q or q.shape[1]), int(max_length_k or k.shape[1])
+            return attention_varlen(q[0], k[0], v[0], cu_q, cu_k, *lengths, **options)[None], None
         mask = _combine(mask, _same_sequence(cu_q, cu_k, q.shape[1], k.shape[1]))
     if position_bias is not None:
         mask = _combine(position_bias, mask)

@@ -1,0 +1,406 @@
+"""The plugin as a user meets it: registration, the three ways to switch a model over, refusals, and the adapter's own parts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_families import BY_NAME, VOCAB
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, masking_utils
+
+import fa_serve
+from fa_serve import hf
+from fa_serve.backends.reference import attention_reference, visible_keys
+from fa_serve.hf.masks import Implicit, classify
+from fa_serve.hf.models import check_class
+from fa_serve.spec import UnsupportedModelError
+from fa_serve.testing import make_qkv
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(0))
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------------
+
+REGISTERED = """
+from transformers import AttentionInterface, AttentionMaskInterface
+assert 'fa_serve' in AttentionInterface() and 'fa_serve' in AttentionMaskInterface()
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["import fa_serve, transformers.modeling_utils", "import fa_serve.hf", "import transformers.modeling_utils, fa_serve"],
+)
+def test_any_order_of_imports_registers(first: str) -> None:
+    done = python(first + REGISTERED)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_transformers_only_patch_is_missing() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import fa_serve; fa_serve.attention; fa_serve.patch"
+    done = python(code)
+    assert done.returncode == 1
+    assert "fa_serve's adapter needs transformers >= 5.17 (pip install 'transformers>=5.17')" in done.stderr
+
+
+def test_an_old_transformers_is_named() -> None:
+    done = python("import transformers; transformers.__version__ = '5.16.2'; import fa_serve.hf")
+    assert done.returncode == 1
+    assert "needs transformers >= 5.17 (pip install 'transformers>=5.17'): found 5.16.2" in done.stderr
+
+
+# --- ways to switch over ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_three_ways_to_the_same_tokens(tmp_path: Path) -> None:
+    eager = BY_NAME["llama"].build()
+    eager.save_pretrained(tmp_path)
+    ids = tokens(2, 9)
+    expected = eager.generate(ids, do_sample=False, max_new_tokens=8)
+
+    named = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="fa_serve")
+    switched = AutoModelForCausalLM.from_pretrained(tmp_path)
+    switched.set_attn_implementation("fa_serve")
+    patched = fa_serve.patch(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"))
+    for model in (named, switched, patched):
+        assert model.config._attn_implementation == "fa_serve"
+        assert torch.equal(model.generate(ids, do_sample=False, max_new_tokens=8), expected)
+
+
+def test_patch_reaches_parts_with_a_config_of_their_own() -> None:
+    model = fa_serve.patch(BY_NAME["t5"].build())
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"fa_serve"}
+
+
+def test_only_some_parts() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "llava",
+        text_config={"model_type": "llama", "vocab_size": 32, "num_key_value_heads": 2, **sizes},
+        vision_config={"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **sizes},
+    )
+    model = AutoModel.from_config(config, attn_implementation={"text_config": "fa_serve", "vision_config": "eager"})
+    assert model.language_model.config._attn_implementation == "fa_serve"
+    assert model.vision_tower.config._attn_implementation == "eager"
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "gptj", "gpt_neo", "codegen", "xlnet", "reformer"])
+def test_a_model_that_computes_its_own_attention_is_refused_at_load(name: str) -> None:
+    config = AutoConfig.for_model(name)
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match=r"computes its attention by itself.*eager"):
+        AutoModel.from_config(config, attn_implementation="fa_serve")
+
+
+def test_patch_refuses_before_it_changes_anything() -> None:
+    config = AutoConfig.for_model("bloom", n_layer=1, hidden_size=32, n_head=2, vocab_size=32)
+    model = AutoModel.from_config(config, attn_implementation="eager")
+    with pytest.raises(UnsupportedModelError, match="BloomModel computes its attention by itself"):
+        fa_serve.patch(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_an_option_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eager_attention_forward(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, alibi: Any = None
+    ) -> None: ...
+
+    model_class = type(BY_NAME["llama"].build())
+    check_class(model_class)
+    monkeypatch.setattr(sys.modules[model_class.__module__], "eager_attention_forward", eager_attention_forward)
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*takes \['alibi'\], which fa_serve does not know"):
+        check_class(model_class)
+
+
+def test_dropout_is_refused() -> None:
+    model = fa_serve.patch(BY_NAME["llama"].build(attention_dropout=0.1))
+    model(tokens(1, 4))
+    with pytest.raises(UnsupportedModelError, match=r"LlamaAttention asks for attention dropout 0\.1"):
+        model.train()(tokens(1, 4))
+
+
+def test_attention_weights_are_refused() -> None:
+    model = fa_serve.patch(BY_NAME["llama"].build())
+    with pytest.raises(UnsupportedModelError, match="never forms the attention weights"):
+        model(tokens(1, 4), output_attentions=True)
+    with pytest.raises(ValueError, match=r"output_attentions.*eager"):
+        model.config.output_attentions = True
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("mamba", {}, "it keeps more than keys and values"),
+        ("jamba", {}, "it keeps more than keys and values"),
+        ("bart", {}, "takes no"),
+        ("t5", {}, "not the config of a causal language model"),
+        ("bert", {}, "needs a mask of its own"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "depends on the longest"),
+        ("bloom", {}, "computes its attention by itself"),
+    ],
+)  # fmt: skip
+def test_configs_that_no_paged_cache_can_serve(model_type: str, changes: dict[str, Any], reason: str) -> None:
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 32, "num_attention_heads": 4}
+    with pytest.raises(UnsupportedModelError, match=reason):
+        hf.check_model(AutoConfig.for_model(model_type, **small, **changes))
+
+
+def test_layers_are_told_from_a_config_alone() -> None:
+    family = BY_NAME["gpt-oss"]
+    layers = hf.attention_layers(family.build().config)
+    assert [(s.window_size, s.sinks, s.head_dim, s.num_heads, s.num_kv_heads) for s in layers] == [
+        ((4, 0), True, 32, 4, 2),
+        ((-1, 0), True, 32, 4, 2),
+    ]
+    large = LlamaConfig(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=3)
+    assert [s.head_dim for s in hf.attention_layers(large)] == [128] * 3
+
+
+# --- the mask function ------------------------------------------------------------------------------------------------------
+
+CAUSAL, FULL = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 2]])
+SEQUENCES = masking_utils.packed_sequence_mask_function(NUMBERS)
+SLIDING = masking_utils.sliding_window_causal_mask_function(3)
+SLIDING_FULL = masking_utils.sliding_window_bidirectional_mask_function(3)
+
+
+def test_plain_patterns_are_recognised() -> None:
+    assert classify(CAUSAL) == ((-1, 0), None)
+    assert classify(FULL) == ((-1, -1), None)
+    assert classify(SLIDING) == ((2, 0), None)
+    assert classify(SLIDING_FULL) == ((3, 3), None)
+    assert classify(masking_utils.and_masks(CAUSAL, SEQUENCES)) == ((-1, 0), NUMBERS)
+    assert classify(masking_utils.and_masks(SLIDING, SEQUENCES)) == ((2, 0), NUMBERS)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        masking_utils.or_masks(CAUSAL, SLIDING),
+        masking_utils.and_masks(CAUSAL, lambda b, h, q, k: q != k),
+        masking_utils.and_masks(CAUSAL, SLIDING, SEQUENCES),
+        masking_utils.and_masks(SLIDING, masking_utils.sliding_window_overlay(2)),
+        masking_utils.and_masks(masking_utils.and_masks(CAUSAL, SEQUENCES), SEQUENCES),
+        masking_utils.and_masks(masking_utils.sliding_window_overlay(3), FULL),
+        masking_utils.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64)),
+        masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(NUMBERS)),
+        lambda b, h, q, k: k <= q,
+    ],
+)
+def test_everything_else_is_not(function: Any) -> None:
+    assert classify(function) is None
+
+
+def seen(mask: Tensor | Implicit, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """A mask in either form, spelled out."""
+    if isinstance(mask, Tensor):
+        return mask.expand(batch, 1, seqlen_q, seqlen_k)
+    keys = mask.keys or seqlen_k
+    keep = visible_keys(seqlen_q, keys, mask.window_size, torch.device("cpu")).expand(batch, 1, -1, -1)
+    if mask.padding is not None:
+        keep = keep & mask.padding[:, None, None, :]
+    if mask.starts is not None:
+        number = torch.bucketize(torch.arange(keys), mask.starts[1:], right=True)
+        keep = keep & (number[:, None] == number[None, :])
+    return torch.nn.functional.pad(keep, (0, seqlen_k - keys))
+
+
+LAYOUTS = {
+    "no cache": (6, 6, 0, 0),
+    "continued": (3, 11, 8, 0),
+    "decode": (1, 11, 10, 0),
+    "static, empty": (6, 16, 0, 0),
+    "static, sliding": (6, 16, 2, 0),
+    "static, filled": (4, 16, torch.tensor(5), 0),
+    "rolled": (4, 6, 9, 7),
+    "rolled, decode": (1, 3, 9, 7),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("padding", ["none", "left", "right", "short"])
+@pytest.mark.parametrize("function", [CAUSAL, SLIDING, FULL, SLIDING_FULL], ids=["causal", "sliding", "full", "sliding-full"])
+def test_mask_says_what_transformers_says(function: Any, padding: str, layout: tuple[int, int, Any, int]) -> None:
+    q_length, kv_length, q_offset, kv_offset = layout
+    mask = None
+    if padding != "none":
+        mask = torch.ones(2, kv_length + kv_offset - (padding == "short"), dtype=torch.bool)
+        mask[0, slice(0, 3) if padding == "left" else slice(-2, None)] = False
+    arguments = {
+        "batch_size": 2, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset,
+        "mask_function": function, "attention_mask": mask,
+    }  # fmt: skip
+    ours = hf.mask_forward(**arguments)
+    theirs = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    assert torch.equal(seen(ours, 2, q_length, kv_length), theirs.expand(2, 1, q_length, kv_length))
+    if function is CAUSAL and not isinstance(q_offset, Tensor):
+        assert isinstance(ours, Implicit)
+
+
+def test_packed_sequences_stay_packed() -> None:
+    arguments = {"batch_size": 1, "q_length": 6, "kv_length": 6, "mask_function": masking_utils.and_masks(SLIDING, SEQUENCES)}
+    ours = hf.mask_forward(**arguments)
+    assert isinstance(ours, Implicit)
+    assert ours.starts is not None
+    assert ours.starts.tolist() == [0, 3, 5, 6]
+    assert torch.equal(seen(ours, 1, 6, 6), masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False))
+
+
+def test_a_mask_that_must_not_be_skipped_is_spelled_out() -> None:
+    arguments = {"batch_size": 1, "q_length": 6, "kv_length": 6, "mask_function": CAUSAL, "allow_is_causal_skip": False}
+    assert isinstance(hf.mask_forward(**arguments), Tensor)
+
+
+# --- the attention function -------------------------------------------------------------------------------------------------
+
+
+class Module(torch.nn.Module):
+    is_causal = True
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Implicit | None, **options: Any) -> Tensor:
+    head_first = (x.transpose(1, 2) for x in (q, k, v))
+    out, weights = hf.attention_forward(Module(), *head_first, mask, **options)
+    assert weights is None
+    return out
+
+
+def test_a_row_that_sees_only_padding_is_zero() -> None:
+    q, k, v = make_qkv(2, 6, 6, 4, 2, 16)
+    padding = torch.ones(2, 6, dtype=torch.bool)
+    padding[0, :3] = False
+    out = attend(q, k, v, Implicit((-1, 0), padding=padding))
+    assert torch.equal(out[0, :3], torch.zeros(3, 4, 16))
+    assert (out[0, 3:].abs().amax(-1) > 0).all()
+    assert (out[1].abs().amax(-1) > 0).all()
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "bool", "float"])
+@pytest.mark.parametrize("room", [0, 5])
+def test_position_bias_is_added_to_any_mask(mask: str, room: int) -> None:
+    q, k, v = make_qkv(2, 7, 9 + room, 4, 4, 16)
+    bias = torch.randn(1, 4, 7, 9 + room, generator=torch.Generator().manual_seed(1))
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    padding[0, :2] = False
+    keep = torch.nn.functional.pad(torch.rand(2, 1, 7, 9, generator=torch.Generator().manual_seed(2)) < 0.7, (0, room))
+    keep[..., 0] = True
+    causal = torch.nn.functional.pad(visible_keys(7, 9, (-1, 0), q.device), (0, room))
+    given, truth = {
+        "none": (Implicit((-1, 0), keys=9), causal),
+        "padding": (
+            Implicit((-1, 0), keys=9, padding=padding),
+            causal & torch.nn.functional.pad(padding, (0, room))[:, None, None],
+        ),
+        "bool": (keep, keep),
+        "float": (torch.where(keep, 0.0, float("-inf")), keep),
+    }[mask]
+    expected, _ = attention_reference(q, k, v, softmax_scale=1.0, mask=torch.where(truth, bias, float("-inf")))
+    torch.testing.assert_close(attend(q, k, v, given, scaling=1.0, position_bias=bias), expected)
+
+
+def test_without_a_mask_the_module_has_the_word() -> None:
+    q, k, v = make_qkv(1, 6, 6, 2, 2, 16)
+    for options, window in (({}, (-1, 0)), ({"is_causal": False}, (-1, -1)), ({"sliding_window": 3}, (2, 0)),
+                            ({"sliding_window": 3, "is_causal": False}, (2, 2))):  # fmt: skip
+        expected, _ = attention_reference(q, k, v, softmax_scale=0.25, window_size=window)
+        torch.testing.assert_close(attend(q, k, v, None, **options), expected)
+
+
+def test_a_mask_is_believed_before_the_module() -> None:
+    q, k, v = make_qkv(1, 6, 6, 2, 2, 16)
+    for window in ((-1, 0), (-1, -1), (1, 0), (2, 2)):
+        expected, _ = attention_reference(q, k, v, softmax_scale=0.25, window_size=window)
+        torch.testing.assert_close(attend(q, k, v, Implicit(window), is_causal=False, sliding_window=4), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (1, 6, 6)])
+def test_masks_of_other_dimensions_are_refused(shape: tuple[int, ...]) -> None:
+    q, k, v = make_qkv(1, 6, 6, 2, 2, 16)
+    with pytest.raises(UnsupportedModelError, match="not of 4 dimensions"):
+        attend(q, k, v, torch.ones(shape, dtype=torch.bool))
+
+
+def test_packed_sequences_need_a_batch_of_one() -> None:
+    q, k, v = make_qkv(2, 6, 6, 2, 2, 16)
+    with pytest.raises(UnsupportedModelError, match="a batch of 1, packed end to end, got a batch of 2"):
+        attend(q, k, v, None, cu_seq_lens_q=torch.tensor([0, 6], dtype=torch.int32))
+
+
+# --- generation, compilation, training --------------------------------------------------------------------------------------
+
+GENERATE = {
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "beams": {"num_beams": 3},
+    "sampling": {"do_sample": True, "top_k": 10},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3, "batch": 1},
+    "prefill in chunks": {"prefill_chunk_size": 4},
+    "no cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("options", GENERATE.values(), ids=GENERATE)
+def test_ways_to_generate(family: str, options: dict[str, Any]) -> None:
+    options = dict(options)
+    mask = torch.ones(options.pop("batch", 2), 12, dtype=torch.int64)
+    mask[0, :4] = 0
+    ids = tokens(*mask.shape).masked_fill(mask == 0, 0)
+    results = []
+    for model in (BY_NAME[family].build(), fa_serve.patch(BY_NAME[family].build())):
+        torch.manual_seed(0)
+        results.append(
+            model.generate(ids, attention_mask=mask, min_new_tokens=8, max_new_tokens=8, **{"do_sample": False, **options})
+        )
+    assert torch.equal(*results)
+
+
+@torch.no_grad()
+def test_a_draft_model_may_assist() -> None:
+    ids = tokens(1, 9)
+    eager, ours = BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())
+    draft = fa_serve.patch(BY_NAME["llama"].build(seed=1))
+    expected = eager.generate(ids, do_sample=False, min_new_tokens=8, max_new_tokens=8)
+    assert torch.equal(ours.generate(ids, do_sample=False, min_new_tokens=8, max_new_tokens=8, assistant_model=draft), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+@torch.no_grad()
+def test_compiles_without_a_graph_break(family: str) -> None:
+    eager, ours = BY_NAME[family].build(), fa_serve.patch(BY_NAME[family].build())
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[0, :4] = 0
+    ids = tokens(*mask.shape)
+    torch.compiler.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    actual = compiled(ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(actual[mask.bool()], eager(ids, attention_mask=mask).logits[mask.bool()], atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_gradients(family: str) -> None:
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[0, -4:] = 0
+    ids = tokens(*mask.shape)
+    models = [BY_NAME[family].build(), fa_serve.patch(BY_NAME[family].build())]
+    for model in models:
+        model.train()(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+    for (name, expected), actual in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert actual.grad is not None, name
+        torch.testing.assert_close(
+            actual.grad, expected.grad, atol=1e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
