@@ -1,4 +1,4 @@
-"""The command line: `fa-serve serve | info`, also as `python -m fa_serve`.
+"""The command line: `fa-serve serve | chat | bench | info`, also as `python -m fa_serve`.
 
 Flags are generated from the table of settings, so that a flag, its environment variable and its key in the TOML file cannot
 drift apart. torch and transformers are imported when a command needs them. Left out: what the commands do, which lives in
@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fa_serve.server.logs import StartUp, log_to_stderr
 from fa_serve.server.settings import SECRETS, Settings, load
 
 if TYPE_CHECKING:
@@ -73,14 +74,14 @@ def serve(
     Every option is also FA_SERVE_<NAME> in the environment and <name> in the TOML file; a flag wins over the environment, the
     environment over the file. API keys: FA_SERVE_API_KEYS, or --api-key-file.
     """
-    report = _StartUp()
+    report = StartUp()
     given = {name: value for name, value in {"model": model, **flags}.items() if value is not None}
     try:
         settings = load(given, config)
         keys = settings.all_keys
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
-    _log_to_stderr(settings.log_level, settings.log_format, report)
+    log_to_stderr(settings.log_level, settings.log_format, report)
     import torch
 
     from fa_serve.engine import AsyncEngine
@@ -112,57 +113,96 @@ def serve(
         _fail(f"the model could not be loaded: {server.failure}", code=1)
 
 
-class _StartUp(logging.Handler):
-    """One line for each phase of the start, with the time since the one before; the engine logs its own as "phase: detail"."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.begin = self._last = time.perf_counter()
-        self._done = False
-
-    def mark(self, phase: str, detail: str) -> None:
-        now = time.perf_counter()
-        typer.echo(f"{phase.lower():<10}{now - self._last:7.2f} s   {detail}")
-        sys.stdout.flush()
-        self._last = now
-        self._done = phase == "ready"
-
-    def tells(self, record: logging.LogRecord) -> bool:
-        """Whether a record is a phase, which needs no second line in the log."""
-        started = self._done or record.name != "fa_serve.engine" or record.levelno != logging.INFO
-        return not started and ": " in record.getMessage()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.tells(record):
-            phase, _, detail = record.getMessage().partition(": ")
-            self.mark(phase, detail)
-
-
-class _Json(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        entry = {
-            "time": self.formatTime(record),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
-
-
-def _log_to_stderr(level: str, form: str, report: _StartUp) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Json() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.addFilter(lambda record: not report.tells(record))
-    logging.getLogger().addHandler(handler)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.getLogger("fa_serve").setLevel(level.upper())
-
-
 def _fail(message: str, code: int) -> NoReturn:
     typer.echo(f"fa-serve: {message}", err=True)
     raise typer.Exit(code)
+
+
+URL = Annotated[str, typer.Option(help="Where the server listens.")]
+KEY = Annotated[str | None, typer.Option(envvar="FA_SERVE_API_KEY", help="API key, if the server wants one.")]
+MODEL = Annotated[str | None, typer.Option(help="Name of the model; none is the first that the server lists.")]
+
+
+@app.command()
+def chat(
+    question: Annotated[str | None, typer.Argument(help="Ask this and leave; none begins a conversation.")] = None,
+    url: URL = "http://127.0.0.1:8000",
+    key: KEY = None,
+    model: MODEL = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; none is the server's default.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer at most.")] = None,
+) -> None:
+    """Talk to a server. Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets what was said."""
+    from fa_serve.server.chat import ChatError, Conversation
+
+    options = {"temperature": temperature, "max_completion_tokens": max_tokens}
+    with Conversation(url, key=key, model=model, system=system, **options) as conversation:
+        asked = question
+        while True:
+            try:
+                asked = input("> ") if question is None else question
+            except (EOFError, KeyboardInterrupt):
+                typer.echo()
+                return
+            if asked == "/reset":
+                conversation.reset()
+                continue
+            try:
+                for text in conversation.ask(asked):
+                    typer.echo(text, nl=False)
+                    sys.stdout.flush()
+            except KeyboardInterrupt:
+                typer.echo(" (stopped)", nl=False)
+            except ChatError as error:
+                if question is not None:
+                    _fail(str(error), code=1)
+                typer.echo(f"fa-serve: {error}", err=True, nl=False)
+            typer.echo()
+            if question is not None:
+                return
+
+
+@app.command()
+def bench(
+    url: URL = "http://127.0.0.1:8000",
+    key: KEY = None,
+    model: MODEL = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests in all.")] = 200,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="How many at once; with --rate none is no bound.")] = None,
+    rate: Annotated[float | None, typer.Option(min=1e-6, help="Requests per second, as a Poisson process.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Random tokens of each prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 128,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    out: Annotated[Path | None, typer.Option("--json", help="File to append the report to, as one JSON line.")] = None,
+) -> None:
+    """Put a load on a server and report latencies and throughput. Without --rate, 32 requests run at once."""
+    import asyncio
+
+    from rich.progress import Progress
+
+    from fa_serve.server.bench import Load, run
+
+    load_ = Load(url=url, key=key, model=model, requests=requests, rate=rate, prompt_tokens=prompt_tokens, seed=seed,
+                 output_tokens=output_tokens, concurrency=concurrency or (32 if rate is None else None))  # fmt: skip
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("requests", total=requests)
+        try:
+            report = asyncio.run(run(load_, lambda n: bar.advance(task, n)))
+        except (RuntimeError, OSError) as error:
+            _fail(str(error), code=1)
+    columns = ["", *report["e2e_ms"]]
+    table = Table(*columns, title=f"{report['model']}: {requests - report['failed']} of {requests} in {report['seconds']} s")
+    for name, row in {"first token": "ttft_ms", "between tokens": "itl_ms", "whole request": "e2e_ms"}.items():
+        table.add_row(f"{name}, ms", *(f"{value:.2f}" for value in report[row].values()))
+    console = Console()
+    console.print(table)
+    console.print(f"{report['output_tokens_per_s']:.0f} tokens/s, {report['requests_per_s']:.2f} requests/s", highlight=False)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(report) + "\n")
+    if report["failed"]:
+        _fail(f"{report['failed']} requests failed: {'; '.join(report['errors'])}", code=1)
 
 
 @app.command()

@@ -10,8 +10,11 @@
     streaming.py    server-sent events, clients that leave, time limits
     guard.py        plain ASGI middleware: request ids, API keys, body size
     errors.py       every error in OpenAI's shape; no other file knows a status code's wording
+    metrics.py      Prometheus
     settings.py     one table of settings: flags, environment, TOML file
-    process.py      uvicorn, signals and the start-up report
+    process.py      uvicorn, and what signals mean
+    logs.py         the start-up report and the log
+    chat.py, bench.py   clients: a conversation in the terminal, a load with percentiles
 
 Left out: everything about tensors and scheduling, which the engine owns. Nothing here is imported until it is served.
 """

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -175,11 +176,32 @@ def test_the_example_runs(served):
     assert "17 + 25 = 42" in lines[0]
 
 
+def test_chat_and_bench_commands(served, tmp_path):
+    def run(*arguments, **options):
+        command = [sys.executable, "-m", "fa_serve", *arguments, "--url", served.url]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+    talk = run("chat", "--temperature", "0", input="What is 17 + 25?\nNow 3 plus 4.\n/reset\n")
+    assert (talk.returncode, talk.stdout) == (0, "> 17 + 25 = 42.\n> 3 + 4 = 7.\n> > \n")
+    refused = run("chat", "Hi", "--model", "other")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "No model 'other' here" in refused.stderr
+
+    load = ["--requests", "12", "--concurrency", "4", "--prompt-tokens", "20", "--output-tokens", "5"]
+    bench = run("bench", *load, "--json", str(tmp_path / "report.jsonl"))
+    assert bench.returncode == 0, bench.stderr
+    report = json.loads((tmp_path / "report.jsonl").read_text())
+    assert (report["requests"], report["failed"], report["model"]) == (12, 0, MODEL)
+    assert report["output_tokens_per_s"] == pytest.approx(60 / report["seconds"], rel=0.01)
+    assert 0 < report["ttft_ms"]["p50"] <= report["ttft_ms"]["p99"] <= report["e2e_ms"]["p99"]
+    assert "context length" in run("bench", "--prompt-tokens", "5000").stderr
+
+
 def test_drain(tmp_path):
     """Keys too, and the settings of a file."""
     (tmp_path / "fa-serve.toml").write_text('served_model_name = "org/name"\nlog_level = "warning"\n')
     served = start(str(model_path()), "--config", str(tmp_path / "fa-serve.toml"), FA_SERVE_API_KEYS="key-1,key-2")
-    wanted = {"model": "org/name", "prompt": "x", "max_tokens": 600, "extra_body": {"ignore_eos": True}}
+    wanted = {"model": "org/name", "prompt": "x", "max_tokens": 300, "extra_body": {"ignore_eos": True}}
     try:
         assert httpx.get(f"{served.url}/v1/models").status_code == 401
         assert httpx.get(f"{served.url}/metrics").status_code == 401

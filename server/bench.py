@@ -1,0 +1,218 @@
+"""A load client for any OpenAI-compatible server: `fa-serve bench`.
+
+    report = asyncio.run(run(Load(url="http://127.0.0.1:8000", requests=200, concurrency=32)))
+
+Prompts are random token ids, so that no server can answer from a cache, and answers have a fixed length. Requests arrive as a
+Poisson process (`rate`), or as fast as `concurrency` lets them. A client in Python is easily slower than the server it
+measures: each stream is one asyncio protocol over httptools that does nothing but note when events arrive; they are read
+when the stream has ended. Left out: what the numbers mean (docs/serving.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import httptools
+import httpx
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class Load:
+    """
+    requests:     how many in all, after `warmup` ones that are not counted
+    concurrency:  how many at once; None is no bound, for use with a rate
+    rate:         requests per second, arriving as a Poisson process; None starts each as soon as concurrency allows
+    prompt_tokens, output_tokens: of each request; token ids are drawn from `ids`
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    model: str | None = None
+    key: str | None = None
+    requests: int = 200
+    concurrency: int | None = 32
+    rate: float | None = None
+    prompt_tokens: int = 128
+    output_tokens: int = 128
+    ids: tuple[int, int] = (100, 1000)
+    warmup: int = 4
+    seed: int = 0
+
+
+@dataclass
+class Exchange:
+    """One request: when it was sent, when each event came, and what they said."""
+
+    sent: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    events: list[bytes] = field(default_factory=list)
+    status: int = 0
+    error: str | None = None
+
+    def settle(self) -> None:
+        """Judge the stream now that it has ended."""
+        if self.error is None and self.status != 200:
+            self.error = f"status {self.status}: {b''.join(self.events)[:200].decode(errors='replace')}"
+        elif self.error is None and (not self.events or self.events[-1] != b"[DONE]"):
+            self.error = "the stream ended without [DONE]"
+
+    @property
+    def tokens(self) -> int:
+        usage = json.loads(self.events[-2]).get("usage") or {}
+        return int(usage.get("completion_tokens", 0))
+
+    @property
+    def token_arrivals(self) -> list[float]:
+        return self.arrivals[:-2]  # all but the usage and [DONE]
+
+
+class _Stream(asyncio.Protocol):
+    """Sends one request and notes events; httptools takes the chunks apart."""
+
+    def __init__(self, request: bytes, exchange: Exchange):
+        self._request, self._exchange, self._rest = request, exchange, b""
+        self._parser = httptools.HttpResponseParser(self)
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._exchange.sent = time.perf_counter()
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._exchange.error = f"not HTTP: {error}"
+            self._transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._exchange.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        now, exchange = time.perf_counter(), self._exchange
+        if exchange.status != 200:
+            exchange.events.append(body)
+            return
+        *lines, self._rest = (self._rest + body).split(b"\n\n")
+        for line in lines:
+            exchange.arrivals.append(now)
+            exchange.events.append(line.removeprefix(b"data: "))
+
+    def on_message_complete(self) -> None:
+        self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            self._exchange.error = f"connection lost: {exc}"
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+async def run(load: Load, progress: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
+    """Run the load and return its report, ready for JSON. `progress` is told of each request that has ended."""
+    where, model = urlsplit(load.url), load.model or await first_model(load.url, load.key)
+    rng = random.Random(load.seed)
+    bodies = [_body(load, model, rng) for _ in range(load.warmup + load.requests)]
+    for body in bodies[: load.warmup]:
+        exchange = await _exchange(where, _request(where, load.key, body))
+        if exchange.error:
+            raise RuntimeError(f"warm-up failed: {exchange.error}")
+    gate = asyncio.Semaphore(load.concurrency or load.requests)
+
+    async def one(body: bytes) -> Exchange:
+        async with gate:
+            exchange = await _exchange(where, _request(where, load.key, body))
+        progress(1)
+        return exchange
+
+    begin = time.perf_counter()
+    tasks = []
+    due = begin
+    for body in bodies[load.warmup :]:
+        if load.rate is not None:
+            due += rng.expovariate(load.rate)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        tasks.append(asyncio.create_task(one(body)))
+    exchanges = await asyncio.gather(*tasks)
+    return _report(load, model, exchanges, time.perf_counter() - begin)
+
+
+async def first_model(url: str, key: str | None) -> str:
+    """The name of the first model that the server lists."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        async with httpx.AsyncClient(headers=headers) as client:
+            response = await client.get(f"{url}/v1/models")
+            response.raise_for_status()
+    except httpx.HTTPError as error:
+        raise RuntimeError(f"{url}: {error}") from None
+    return str(response.json()["data"][0]["id"])
+
+
+def _body(load: Load, model: str, rng: random.Random) -> bytes:
+    low, high = load.ids
+    return json.dumps(
+        {
+            "model": model, "prompt": [rng.randrange(low, high) for _ in range(load.prompt_tokens)], "temperature": 0,
+            "max_tokens": load.output_tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        }
+    ).encode()  # fmt: skip
+
+
+def _request(where: SplitResult, key: str | None, body: bytes) -> bytes:
+    lines = [f"POST {where.path.rstrip('/')}/v1/completions HTTP/1.1", f"Host: {where.netloc}", "Connection: close",
+             "Content-Type: application/json", f"Content-Length: {len(body)}"]  # fmt: skip
+    if key:
+        lines.append(f"Authorization: Bearer {key}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+async def _exchange(where: SplitResult, request: bytes) -> Exchange:
+    exchange = Exchange()
+    secure = where.scheme == "https"
+    try:
+        _, stream = await asyncio.get_running_loop().create_connection(
+            lambda: _Stream(request, exchange), where.hostname or where.netloc, where.port or (443 if secure else 80),
+            ssl=ssl.create_default_context() if secure else None,
+        )  # fmt: skip
+        await stream.ended
+    except OSError as error:
+        exchange.error = f"no connection: {error}"
+    exchange.settle()
+    return exchange
+
+
+def _report(load: Load, model: str, exchanges: list[Exchange], seconds: float) -> dict[str, Any]:
+    good = [exchange for exchange in exchanges if exchange.error is None]
+    first = [exchange.arrivals[0] - exchange.sent for exchange in good]
+    whole = [exchange.arrivals[-1] - exchange.sent for exchange in good]
+    gaps = [b - a for exchange in good for a, b in zip(exchange.token_arrivals, exchange.token_arrivals[1:], strict=False)]
+    tokens = sum(exchange.tokens for exchange in good)
+    errors = sorted({exchange.error for exchange in exchanges if exchange.error})
+    return {
+        "model": model, "requests": load.requests, "failed": len(exchanges) - len(good), "errors": errors[:5],
+        "concurrency": load.concurrency, "rate": load.rate, "prompt_tokens": load.prompt_tokens,
+        "output_tokens": load.output_tokens, "seconds": round(seconds, 3), "requests_per_s": round(len(good) / seconds, 3),
+        "output_tokens_per_s": round(tokens / seconds, 1), "ttft_ms": _quantiles(first), "itl_ms": _quantiles(gaps),
+        "e2e_ms": _quantiles(whole),
+    }  # fmt: skip
+
+
+def _quantiles(seconds: list[float]) -> dict[str, float]:
+    """Milliseconds, by nearest rank; empty when there is nothing to rank."""
+    if not seconds:
+        return {}
+    ranked = sorted(seconds)
+    found = {f"p{q * 100:g}": ranked[min(len(ranked) - 1, int(q * len(ranked)))] for q in QUANTILES}
+    return {name: round(value * 1e3, 3) for name, value in {"mean": sum(ranked) / len(ranked), **found}.items()}
