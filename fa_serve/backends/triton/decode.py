@@ -232,14 +232,13 @@ def _decode(
     inverse, lse = finish_softmax(row_max, row_sum)
     out = acc * (inverse * descale_v)[:, None]
     keep_out = live[:, None] & (offs_dv < DIM_V)[None, :]
-    partial = False
+    final = True
     if part_out_ptr is not None:
-        partial = num_parts > 1
-    if partial:
+        final = num_parts == 1
         slot = (piece.to(tl.int64) * units + unit) * unit_rows + tl.arange(0, BLOCK_M)
-        tl.store(part_out_ptr + slot[:, None] * DIM_V + offs_dv[None, :], out, mask=keep_out)
-        tl.store(part_lse_ptr + slot, lse, mask=live)
-    else:
+        tl.store(part_out_ptr + slot[:, None] * DIM_V + offs_dv[None, :], out, mask=keep_out & (num_parts > 1))
+        tl.store(part_lse_ptr + slot, lse, mask=live & (num_parts > 1))
+    if final:
         out_ptrs = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + offs_dv[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=keep_out)
         if lse_ptr is not None:
