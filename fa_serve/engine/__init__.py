@@ -3,7 +3,7 @@
 from fa_serve.engine.async_engine import AsyncEngine, EngineDeadError
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine import Engine, EngineStats
-from fa_serve.engine.request import Completion, RequestOutput, SamplingParams
+from fa_serve.engine.request import Completion, RequestOutput, SamplingParams, TokenLogprob
 
 __all__ = [
     "AsyncEngine",
@@ -14,4 +14,5 @@ __all__ = [
     "EngineStats",
     "RequestOutput",
     "SamplingParams",
+    "TokenLogprob",
 ]

@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.detokenizer import TextStream
-from fa_serve.engine.model_runner import ModelRunner, PendingTokens
+from fa_serve.engine.model_runner import ModelRunner, PendingResult
 from fa_serve.engine.pages import PageTable
-from fa_serve.engine.request import Completion, Request, RequestOutput, SamplingParams
+from fa_serve.engine.request import Completion, Request, RequestOutput, SamplingParams, TokenLogprob
 from fa_serve.engine.scheduler import ScheduledBatch, Scheduler
 from fa_serve.hf import NAME, patch
 
@@ -85,7 +85,7 @@ class Engine:
         )
         self._eos_ids = _eos_ids(model)
         self._depth = 1 if model.device.type == "cuda" else 0
-        self._inflight: deque[tuple[ScheduledBatch, PendingTokens]] = deque()
+        self._inflight: deque[tuple[ScheduledBatch, PendingResult]] = deque()
         self._streams: dict[str, TextStream] = {}
         self._serial = count()
         self._random = random.Random(self.config.seed)
@@ -102,6 +102,8 @@ class Engine:
         tokens = self.tokenize(prompt)
         if params.stop and self._text_tokenizer is None:
             raise ValueError("stop must be empty: this engine has no tokenizer")
+        if (largest := max(params.token_ids(), default=0)) >= self._runner.vocab_size:
+            raise ValueError(f"token ids must be below {self._runner.vocab_size}, the size of the vocabulary, got {largest}")
         room = self.max_model_len - len(tokens)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         request = Request(
@@ -203,18 +205,20 @@ class Engine:
         """Assert that every page and slot is accounted for."""
         self._scheduler.check_integrity()
 
-    def _commit(self, batch: ScheduledBatch, pending: PendingTokens) -> list[RequestOutput]:
+    def _commit(self, batch: ScheduledBatch, pending: PendingResult) -> list[RequestOutput]:
         try:
-            tokens = pending.tokens()
+            result = pending.read()
         except Exception as error:
             return self._fail(batch, error)
         running = [chunk.request for chunk in batch.chunks if not chunk.request.finished]
-        gained = dict(self._scheduler.commit(batch, tokens))
+        gained = dict(self._scheduler.commit(batch, result.tokens))
+        sampling = (chunk.request for chunk in batch.chunks if chunk.samples)
+        logprobs = dict(zip(sampling, result.logprobs, strict=True))
         self._num_output_tokens += len(gained)
         # a request whose logits were not finite has ended without a token
-        return [self._output(r, gained.get(r)) for r in running if r in gained or r.finished]
+        return [self._output(r, gained.get(r), logprobs[r]) for r in running if r in gained or r.finished]
 
-    def _output(self, request: Request, token: int | None = None) -> RequestOutput:
+    def _output(self, request: Request, token: int | None = None, logprob: TokenLogprob | None = None) -> RequestOutput:
         """What `request` gained by a token (None: nothing, it has just ended), as text too."""
         text = ""
         stream = self._streams.get(request.request_id)
@@ -235,6 +239,7 @@ class Engine:
             prompt_token_ids=request.prompt,
             text=text,
             token_ids=[] if token is None else [token],
+            logprobs=None if token is None or logprob is None else [logprob],
             finished=request.finished,
             finish_reason=request.finish_reason,
             error=request.error,
@@ -267,7 +272,13 @@ PRIORITY_SECONDS = 10.0  # a request of priority p is served as if it had come p
 def _completion(output: RequestOutput) -> Completion:
     assert output.finish_reason is not None
     return Completion(
-        output.prompt_token_ids, output.text, output.token_ids, output.finish_reason, output.error, output.num_cached_tokens
+        prompt_token_ids=output.prompt_token_ids,
+        text=output.text,
+        token_ids=output.token_ids,
+        finish_reason=output.finish_reason,
+        logprobs=output.logprobs,
+        error=output.error,
+        num_cached_tokens=output.num_cached_tokens,
     )
 
 

@@ -2,7 +2,7 @@
 
     runner = ModelRunner(model, config)
     pending = runner.launch(batch)           # returns when the work is queued, not when it is done
-    tokens = pending.tokens()                # waits for the device; one token for each chunk that samples
+    result = pending.read()                  # waits for the device; one token for each chunk that samples
 
 A step's numbers are put together in one block of host memory and sent in one copy. A token that was sampled by the step before
 may not be known on the host yet: the device keeps the last sampled token of each slot, and an input id -(slot + 1) stands for
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,24 +23,46 @@ from transformers import PreTrainedModel
 
 from fa_serve.engine import kv_cache
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.request import Request, SamplingParams
-from fa_serve.engine.sampler import SampleParams, random_keys, sample
+from fa_serve.engine.request import Request, SamplingParams, TokenLogprob
+from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.scheduler import Chunk, ScheduledBatch
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward
 
+ALIGN = 16  # bytes, of each array in the block
+
 
 @dataclass(slots=True)
-class PendingTokens:
-    """The tokens of a launched step, on their way to the host."""
+class StepResult:
+    """For each chunk that samples, in order: its token, and its log-probabilities if they were asked for."""
 
-    host: Tensor
-    arrived: torch.Event | None
+    tokens: list[int]
+    logprobs: list[TokenLogprob | None]
 
-    def tokens(self) -> list[int]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        tokens: list[int] = self.host.tolist()
-        return tokens
+
+class PendingResult:
+    """The outcome of a launched step, on its way to the host."""
+
+    def __init__(self, tokens: Tensor, wanted: list[int | None], logprobs: Sequence[Tensor]) -> None:
+        self._wanted = wanted
+        self._host = [tokens, *logprobs]
+        self._arrived: torch.Event | None = None
+        if tokens.is_cuda:
+            self._host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in self._host]
+            self._arrived = torch.Event("cuda")
+            self._arrived.record()
+
+    def read(self) -> StepResult:
+        """Wait for the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, *logprobs = (x.tolist() for x in self._host)
+        result = StepResult(tokens, [None] * len(tokens))
+        if logprobs:
+            rows = [row for row, wanted in enumerate(self._wanted) if wanted is not None]
+            for row, chosen, values, ids in zip(rows, *logprobs, strict=True):
+                top = list(zip(ids, values, strict=True))[: self._wanted[row]]
+                result.logprobs[row] = TokenLogprob(tokens[row], chosen, top)
+        return result
 
 
 class ModelRunner:
@@ -54,6 +76,7 @@ class ModelRunner:
         self.max_num_seqs = config.max_num_seqs
         self.layers = attention_layers(model)
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
+        self._counts: TokenCounts | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         # per slot, on the host: the pages of its sequence, and how many of them are filled in
         self._table = np.zeros((config.max_num_seqs, 0), dtype=np.int32)
@@ -74,7 +97,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.allocate(1, max_model_len)
-        self.launch(_largest_step(config, max_model_len)).tokens()
+        self.launch(_largest_step(config, max_model_len)).read()
         peak = torch.cuda.max_memory_allocated(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
@@ -89,26 +112,35 @@ class ModelRunner:
         return room // size
 
     @torch.inference_mode()
-    def launch(self, batch: ScheduledBatch) -> PendingTokens:
+    def launch(self, batch: ScheduledBatch) -> PendingResult:
         """Queue one step: forward, sampling, and the copy of the tokens back to the host."""
+        for request in batch.admitted:
+            self._filled[request.slot] = 0
+            if request.params.penalised:
+                self._token_counts().start(request)
         step = self._prepare(batch)
         input_ids = torch.where(step.input_ids < 0, self._last_tokens[(-1 - step.input_ids).clamp(min=0)], step.input_ids)
         logits = paged_forward(self.model, input_ids, step.position_ids, step.paged, step.logits_indices)
-        if not len(step.sampled_slots):
-            return PendingTokens(torch.empty(0, dtype=torch.int64), None)
-        tokens = sample(logits, step.sampling)
-        self._last_tokens[step.sampled_slots] = tokens
-        if self.device.type != "cuda":
-            return PendingTokens(tokens, None)
-        host = torch.empty(tokens.shape, dtype=torch.int64, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        arrived = torch.Event("cuda")
-        arrived.record()
-        return PendingTokens(host, arrived)
+        if not len(logits):
+            return PendingResult(torch.empty(0, dtype=torch.int64), [], [])
+        slots = step.sampled_slots
+        tokens = sample(logits, step.sampling, self._counts, slots)
+        self._last_tokens[slots] = tokens
+        if step.sampling.repetition is not None:
+            self._token_counts().record(slots, tokens)
+        wanted = [chunk.request.params.logprobs for chunk in batch.chunks if chunk.samples]
+        logprobs: tuple[Tensor, ...] = ()
+        if step.logprob_rows is not None:
+            rows = step.logprob_rows
+            logprobs = log_probabilities(logits[rows], tokens[rows], max(count or 0 for count in wanted))
+        return PendingResult(tokens, wanted, logprobs)
+
+    def _token_counts(self) -> TokenCounts:
+        if self._counts is None:
+            self._counts = TokenCounts(self.max_num_seqs, self.vocab_size, self.device)
+        return self._counts
 
     def _prepare(self, batch: ScheduledBatch) -> _Step:
-        for request in batch.admitted:
-            self._filled[request.slot] = 0
         ids: list[int] = []
         for chunk in batch.chunks:
             self._fill_table(chunk)
@@ -116,45 +148,49 @@ class ModelRunner:
             ids += chunk.request.tokens[chunk.start : end]
             if end > len(chunk.request.tokens):
                 ids.append(-1 - chunk.slot)
-        chunks, sampling = batch.chunks, [chunk for chunk in batch.chunks if chunk.samples]
-        slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
-        starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-        lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+        slots = np.array([chunk.slot for chunk in batch.chunks], dtype=np.int64)
+        starts = np.array([chunk.start for chunk in batch.chunks], dtype=np.int64)
+        lengths = np.array([chunk.length for chunk in batch.chunks], dtype=np.int64)
         ends = np.cumsum(lengths)
         seqused = starts + lengths
         # token t of the batch is token t - (ends - lengths)[its chunk] of its chunk
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
-        rows = np.repeat(slots, lengths)
-        slot_mapping = (
-            self._table[rows, positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
-        )
+        pages = self._table[np.repeat(slots, lengths), positions // self.page_size].astype(np.int64)
         max_seqlen_k = int(seqused.max())
-        table = self._table[slots, : -(-max_seqlen_k // self.page_size)]
-        samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
-
-        block = _Block()
-        input_ids = block.add(np.array(ids, dtype=np.int64))
-        position_ids = block.add(positions)
-        slot_ids = block.add(slot_mapping)
-        logits_indices = block.add(ends[samples] - 1)
-        sampled_slots = block.add(slots[samples])
-        cu_seqlens_q = block.add(np.concatenate([[0], ends]).astype(np.int32))
-        seqused_k = block.add(seqused.astype(np.int32))
-        block_table = block.add(table)
-        params = _add_params(block, sampling)
-        tensors = block.send(self.device)
+        samples = np.array([chunk.samples for chunk in batch.chunks], dtype=bool)
+        arrays: dict[str, NDArray[Any]] = {
+            "input_ids": np.array(ids, dtype=np.int64),
+            "position_ids": positions,
+            "slot_mapping": pages * self.page_size + positions % self.page_size,
+            "logits_indices": ends[samples] - 1,
+            "sampled_slots": slots[samples],
+            "cu_seqlens_q": np.concatenate([[0], ends]).astype(np.int32),
+            "seqused_k": seqused.astype(np.int32),
+            "block_table": self._table[slots, : -(-max_seqlen_k // self.page_size)],
+        }
+        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
+        sampling = sampling_arrays(requests, seqused[samples].tolist(), self.vocab_size)
+        wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+        if wanted:
+            arrays["logprob_rows"] = np.array(wanted, dtype=np.int64)
+        on_device = _send(arrays | sampling, self.device)
         return _Step(
-            input_ids=tensors[input_ids],
-            position_ids=tensors[position_ids],
-            logits_indices=tensors[logits_indices],
-            sampled_slots=tensors[sampled_slots],
+            input_ids=on_device["input_ids"],
+            position_ids=on_device["position_ids"],
+            logits_indices=on_device["logits_indices"],
+            sampled_slots=on_device["sampled_slots"],
+            logprob_rows=on_device.get("logprob_rows"),
+            sampling=SampleParams(**{name: on_device[name] for name in sampling}),
             paged=PagedBatch(
-                kv_caches=self.kv_caches, slot_mapping=tensors[slot_ids], block_table=tensors[block_table],
-                seqused_k=tensors[seqused_k], cu_seqlens_q=tensors[cu_seqlens_q], max_seqlen_q=int(lengths.max()),
+                kv_caches=self.kv_caches,
+                slot_mapping=on_device["slot_mapping"],
+                block_table=on_device["block_table"],
+                seqused_k=on_device["seqused_k"],
+                cu_seqlens_q=on_device["cu_seqlens_q"],
+                max_seqlen_q=int(lengths.max()),
                 max_seqlen_k=max_seqlen_k,
             ),
-            sampling=SampleParams(**{name: tensors[index] for name, index in params.items()}),
-        )  # fmt: skip
+        )
 
     def _fill_table(self, chunk: Chunk) -> None:
         pages, slot = chunk.request.pages, chunk.slot
@@ -169,37 +205,27 @@ class _Step:
     position_ids: Tensor
     logits_indices: Tensor
     sampled_slots: Tensor
-    paged: PagedBatch
+    logprob_rows: Tensor | None
     sampling: SampleParams
+    paged: PagedBatch
 
 
-class _Block:
-    """Arrays of several types that travel to the device in one copy."""
-
-    ALIGN = 16
-
-    def __init__(self) -> None:
-        self._arrays: list[NDArray[np.generic]] = []
-
-    def add(self, array: NDArray[np.generic]) -> int:
-        self._arrays.append(np.ascontiguousarray(array))
-        return len(self._arrays) - 1
-
-    def send(self, device: torch.device) -> list[Tensor]:
-        starts, size = [], 0
-        for array in self._arrays:
-            starts.append(size)
-            size += -(-array.nbytes // self.ALIGN) * self.ALIGN
-        # the pinned memory goes back to torch's cache, which waits for the copy before it hands it out again
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        view = host.numpy()
-        for start, array in zip(starts, self._arrays, strict=True):
-            view[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        block = host.to(device, non_blocking=True)
-        return [
-            block[start : start + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
-            for start, array in zip(starts, self._arrays, strict=True)
-        ]
+def _send(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
+    """Arrays of several types, to the device in one copy."""
+    starts, size = {}, 0
+    for name, array in arrays.items():
+        starts[name] = size
+        size += -(-array.nbytes // ALIGN) * ALIGN
+    # the pinned memory goes back to torch's cache, which waits for the copy before it hands it out again
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    view = host.numpy()
+    for name, array in arrays.items():
+        view[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    block = host.to(device, non_blocking=True)
+    return {
+        name: block[starts[name] : starts[name] + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
+        for name, array in arrays.items()
+    }
 
 
 def _largest_step(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
@@ -208,26 +234,14 @@ def _largest_step(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
     length = min(config.max_num_batched_tokens // count, max_model_len)
     batch = ScheduledBatch()
     for slot in range(count):
-        request = Request(f"largest-{slot}", [0] * length, SamplingParams(top_p=0.9, top_k=50), 1, slot=slot)
+        request = Request(
+            f"largest-{slot}",
+            [0] * length,
+            SamplingParams(top_p=0.9, top_k=50, frequency_penalty=0.1, logprobs=20),
+            1,
+            slot=slot,
+        )
         request.pages = [0] * -(-length // config.page_size)
         batch.admitted.append(request)
         batch.chunks.append(Chunk(request, slot, 0, length, samples=True))
     return batch
-
-
-def _add_params(block: _Block, sampling: Sequence[Chunk]) -> dict[str, int]:
-    """Add what the sampler needs to the block, as far as some request asks for it; field of SampleParams -> index."""
-    params = [chunk.request.params for chunk in sampling]
-    if all(p.greedy for p in params):
-        return {}
-    seeds = np.array([chunk.request.seed for chunk in sampling], dtype=np.int64)
-    positions = np.array([chunk.start + chunk.length for chunk in sampling], dtype=np.int64)
-    fields = {
-        "keys": block.add(random_keys(seeds, positions)),
-        "temperature": block.add(np.array([p.temperature for p in params], dtype=np.float32)),
-    }
-    if any(p.top_k for p in params):
-        fields["top_k"] = block.add(np.array([p.top_k or 1 << 62 for p in params], dtype=np.int64))
-    if any(p.top_p < 1.0 for p in params):
-        fields["top_p"] = block.add(np.array([p.top_p for p in params], dtype=np.float32))
-    return fields

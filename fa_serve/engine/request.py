@@ -9,7 +9,9 @@ state (detokenizer.py) and everything on a device (model_runner.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -23,26 +25,55 @@ class SamplingParams:
     temperature:    0 is greedy; 1 samples from the model's own distribution
     top_p:          keep the most likely tokens whose probabilities first sum to at least top_p, in (0, 1]
     top_k:          keep the k most likely tokens; 0 keeps all
+    min_p:          keep tokens at least min_p times as likely as the most likely one
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once or for each time
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the answer; 1 is off
+    logit_bias:     token id -> what is added to its logit
+    allowed_token_ids: nothing but these is generated; bad_token_ids: none of these is
+    min_tokens:     tokens before which no end token is generated
     seed:           the same seed gives the same random numbers, alone or in any batch; None draws one
     stop:           strings that end the text; they may span tokens and are not part of it
     stop_token_ids: tokens that end the text, on top of the model's own end-of-sequence tokens
     ignore_eos:     generate past the model's end-of-sequence tokens (for benchmarks)
+    logprobs:       report each token's log-probability under the model, and those of so many most likely ones
+
+    The order: penalties and biases change the logits, temperature scales them, then top_k, top_p and min_p choose what is kept.
     """
 
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1 or None", self.max_tokens)
         _require(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100", self.temperature)
         _require(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)
         _require(self.top_k >= 0, "top_k", "0 (all) or positive", self.top_k)
+        _require(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1", self.min_p)
+        _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2", self.presence_penalty)
+        _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2", self.frequency_penalty)
+        _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "above 0 and at most 10", self.repetition_penalty)
+        bias = self.logit_bias or {}
+        _require(all(t >= 0 and abs(b) <= 100 for t, b in bias.items()), "logit_bias", "ids >= 0 with -100 to 100 each", bias)
+        allowed = self.allowed_token_ids
+        _require(allowed is None or (len(allowed) > 0 and min(allowed) >= 0), "allowed_token_ids", "token ids >= 0", allowed)
+        _require(all(t >= 0 for t in self.bad_token_ids), "bad_token_ids", "token ids >= 0", self.bad_token_ids)
+        _require(0 <= self.min_tokens <= (self.max_tokens or self.min_tokens), "min_tokens", "0 to max_tokens", self.min_tokens)
+        _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "0 to 20 or None", self.logprobs)
         _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer or None", self.seed)
         _require(not isinstance(self.stop, str) and all(self.stop), "stop", "a tuple of non-empty strings", self.stop)
         _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids >= 0", self.stop_token_ids)
@@ -51,6 +82,15 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def penalised(self) -> bool:
+        """Whether a token's logit depends on where it has been before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    def token_ids(self) -> Iterator[int]:
+        """Every token id that these parameters name."""
+        return chain(self.logit_bias or (), self.allowed_token_ids or (), self.bad_token_ids, self.stop_token_ids)
+
 
 def _require(holds: bool, name: str, rule: str, value: object) -> None:
     if not holds:
@@ -58,10 +98,20 @@ def _require(holds: bool, name: str, rule: str, value: object) -> None:
 
 
 @dataclass(slots=True)
+class TokenLogprob:
+    """A token with its log-probability, and the most likely tokens in its place, the likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """What one request gained since its last output. `text` never ends inside a character; tokens may run ahead of it.
 
     finish_reason: "stop" (an end token or a stop string), "length", "abort", "error" (then `error` says what happened)
+    logprobs:      one for each of token_ids, if they were asked for
     num_*:         totals so far; num_cached_tokens are prompt tokens whose keys and values came from the prefix cache
     """
 
@@ -69,6 +119,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
     finished: bool = False
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -80,6 +131,8 @@ class RequestOutput:
         """Become the one increment that spans this and a later output of the same request."""
         self.text += later.text
         self.token_ids = self.token_ids + later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
         self.finished, self.finish_reason, self.error = later.finished, later.finish_reason, later.error
         self.num_output_tokens, self.num_cached_tokens = later.num_output_tokens, later.num_cached_tokens
 
@@ -92,6 +145,7 @@ class Completion:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None = None
     error: str | None = None
     num_cached_tokens: int = 0
 

@@ -1,5 +1,6 @@
 """Logits into tokens, for a whole batch on the device and without waiting for it.
 
+    params = SampleParams(**on_device(sampling_arrays(requests, positions, vocab)))
     tokens = sample(logits, params)          # int64 (n,); -1 where the logits are not finite
 
 Each row is drawn by itself: its random numbers are a hash of the request's seed and the token's position, so a seed gives the
@@ -13,13 +14,16 @@ detokenizer.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fa_serve.engine.request import Request
 from fa_serve.engine.scheduler import INVALID_TOKEN
 
 BLOCK = 256
@@ -32,27 +36,129 @@ _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 class SampleParams:
     """Per row of the logits, on their device; None means that no row uses it.
 
-    keys:        (n,) int64, from `random_keys`; None when every row is greedy
-    temperature: (n,) float32, 0 is greedy
-    top_k:       (n,) int64, at least 1; top_p: (n,) float32
+    keys:          (n,) int64, from `random_keys`; None when every row is greedy
+    temperature:   (n,) float32, 0 is greedy
+    top_k:         (n,) int64, at least 1; top_p, min_p: (n,) float32
+    presence, frequency, repetition: (n,) float32 penalties, which need a `TokenCounts`
+    bias_index:    (m,) int64, row * vocab + token, each at most once; bias: (m,) float32, added there
+    allowed_index: (m,) int64, the only places of the rows `allowed_rows` that are kept
     """
 
     keys: Tensor | None = None
     temperature: Tensor | None = None
     top_k: Tensor | None = None
     top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    presence: Tensor | None = None
+    frequency: Tensor | None = None
+    repetition: Tensor | None = None
+    bias_index: Tensor | None = None
+    bias: Tensor | None = None
+    allowed_index: Tensor | None = None
+    allowed_rows: Tensor | None = None
 
 
-def sample(logits: Tensor, params: SampleParams) -> Tensor:
-    """logits (n, vocab), any float dtype -> (n,) int64."""
-    best, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
+class TokenCounts:
+    """Per slot, which tokens its sequence holds and how often each was generated: what penalties ask for."""
+
+    def __init__(self, num_slots: int, vocab: int, device: torch.device) -> None:
+        self.generated = torch.zeros(num_slots, vocab, dtype=torch.int16, device=device)
+        self.present = torch.zeros(num_slots, vocab, dtype=torch.bool, device=device)
+
+    def start(self, request: Request) -> None:
+        """A sequence, all of whose tokens are known, has been given a slot."""
+        tokens = torch.tensor(request.tokens, dtype=torch.int64).to(self.present.device, non_blocking=True)
+        self.present[request.slot] = False
+        self.present[request.slot].index_fill_(0, tokens, True)
+        generated = tokens[len(request.prompt) :]
+        self.generated[request.slot] = 0
+        self.generated[request.slot].index_add_(0, generated, torch.ones_like(generated, dtype=torch.int16))
+
+    def record(self, slots: Tensor, tokens: Tensor) -> None:
+        """Each slot gains a token; -1 ends its request, so it may count for anything."""
+        self.generated[slots, tokens] += 1
+        self.present[slots, tokens] = True
+
+    def penalise(self, scores: Tensor, slots: Tensor, params: SampleParams) -> Tensor:
+        """(n, vocab) float32 scores of the sequences in `slots`."""
+        assert params.repetition is not None and params.presence is not None and params.frequency is not None  # noqa: PT018
+        factor = torch.where(scores > 0, 1.0 / params.repetition[:, None], params.repetition[:, None])
+        scores = torch.where(self.present[slots], scores * factor, scores)
+        times = self.generated[slots]
+        return scores - params.frequency[:, None] * times - params.presence[:, None] * (times > 0)
+
+
+def sample(logits: Tensor, params: SampleParams, counts: TokenCounts | None = None, slots: Tensor | None = None) -> Tensor:
+    """logits (n, vocab), any float dtype; slots (n,) int64, for the counts -> (n,) int64."""
+    scores = _adjust(logits, params, counts, slots)
+    best, tokens = scores.max(dim=-1)  # a NaN anywhere in a row is its maximum
     if params.keys is not None and params.temperature is not None:
         greedy = params.temperature == 0
-        scores = logits.float() / params.temperature.masked_fill(greedy, 1.0)[:, None]
+        scores = scores.float() / params.temperature.masked_fill(greedy, 1.0)[:, None]
         if params.top_k is not None or params.top_p is not None:
             scores = scores.masked_fill(scores < _threshold(scores, params)[:, None], NEG_INF)
+        if params.min_p is not None:
+            least = scores.max(dim=-1).values + params.min_p.log()
+            scores = scores.masked_fill(scores < least[:, None], NEG_INF)
         tokens = torch.where(greedy, tokens, _race(scores, params.keys))
     return tokens.masked_fill(~torch.isfinite(best), INVALID_TOKEN)
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the model's own distribution: the chosen tokens' (n,), the `top` most likely tokens' (n, top), and those tokens."""
+    logits = logits.float()
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    values, indices = logits.topk(top, dim=-1)
+    return (logits.gather(1, tokens.clamp(min=0)[:, None]) - total)[:, 0], values - total, indices
+
+
+def sampling_arrays(requests: Sequence[Request], positions: Sequence[int], vocab: int) -> dict[str, NDArray[Any]]:
+    """The fields of `SampleParams` that these requests need, on the host.
+
+    positions: of the tokens to be sampled
+    """
+    params = [request.params for request in requests]
+    arrays: dict[str, NDArray[Any]] = {}
+
+    def floats(name: str, values: list[float]) -> None:
+        arrays[name] = np.array(values, dtype=np.float32)
+
+    if not all(p.greedy for p in params):
+        seeds = np.array([request.seed for request in requests], dtype=np.int64)
+        arrays["keys"] = random_keys(seeds, np.array(positions, dtype=np.int64))
+        floats("temperature", [p.temperature for p in params])
+        if any(p.top_k for p in params):
+            arrays["top_k"] = np.array([p.top_k or vocab for p in params], dtype=np.int64)
+        if any(p.top_p < 1.0 for p in params):
+            floats("top_p", [p.top_p for p in params])
+        if any(p.min_p for p in params):
+            floats("min_p", [p.min_p for p in params])
+    if any(p.penalised for p in params):
+        floats("presence", [p.presence_penalty for p in params])
+        floats("frequency", [p.frequency_penalty for p in params])
+        floats("repetition", [p.repetition_penalty for p in params])
+    index: list[int] = []
+    bias: list[float] = []
+    allowed: list[int] = []
+    rows: list[int] = []
+    for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
+        p = request.params
+        if p.logit_bias or p.bad_token_ids or p.min_tokens:
+            change = dict(p.logit_bias or {}) | dict.fromkeys(p.bad_token_ids, NEG_INF)
+            if position - len(request.prompt) < p.min_tokens:
+                change |= dict.fromkeys((t for t in request.end_ids if t < vocab), NEG_INF)
+            index += [row * vocab + token for token in change]
+            bias += change.values()
+        if p.allowed_token_ids is not None:
+            allowed += [row * vocab + token for token in p.allowed_token_ids]
+            rows.append(row)
+    if index:
+        arrays["bias_index"] = np.array(index, dtype=np.int64)
+        floats("bias", bias)
+    if rows:
+        arrays["allowed_index"] = np.array(allowed, dtype=np.int64)
+        arrays["allowed_rows"] = np.array(rows, dtype=np.int64)
+    return arrays
 
 
 def random_keys(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -66,6 +172,21 @@ def _mix_host(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX2)
     return x ^ (x >> np.uint64(31))
+
+
+def _adjust(logits: Tensor, params: SampleParams, counts: TokenCounts | None, slots: Tensor | None) -> Tensor:
+    """Penalties, biases, and what is allowed at all."""
+    scores = logits
+    if params.repetition is not None:
+        assert counts is not None and slots is not None  # noqa: PT018
+        scores = counts.penalise(logits.float(), slots, params)
+    if params.bias_index is not None and params.bias is not None:
+        scores = scores.float().flatten().index_add(0, params.bias_index, params.bias).view(logits.shape)
+    if params.allowed_index is not None and params.allowed_rows is not None:
+        kept = scores.flatten()[params.allowed_index]
+        scores = scores.index_fill(0, params.allowed_rows, NEG_INF)
+        scores = scores.flatten().index_copy(0, params.allowed_index, kept).view(logits.shape)
+    return scores
 
 
 def _threshold(scores: Tensor, params: SampleParams) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fa_serve.engine.sampler import BLOCK, SampleParams, random_keys, sample
+from fa_serve.engine.sampler import BLOCK, SampleParams, log_probabilities, random_keys, sample
 from fa_serve.engine.scheduler import INVALID_TOKEN
 
 DRAWS = 20_000
@@ -151,3 +151,25 @@ def test_one_allowed_token_is_always_drawn() -> None:
     logits = torch.full((600,), float("-inf"))
     logits[599] = 0.0
     assert draw(logits)[599] == DRAWS
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.2, 1.0])
+def test_min_p_keeps_what_is_likely_enough(min_p) -> None:
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(5)) * 2
+    probabilities = logits.double().softmax(-1)
+    kept = probabilities >= min_p * probabilities.max()
+    params = SampleParams(keys(DRAWS), torch.ones(DRAWS), min_p=torch.full((DRAWS,), min_p))
+    counts = torch.bincount(sample(logits.expand(DRAWS, -1), params), minlength=300)
+    assert not counts[~kept].any()
+    if kept.sum() > 1:
+        assert_distribution(counts, logits.masked_fill(~kept, float("-inf")).softmax(-1))
+
+
+def test_log_probabilities_are_those_of_the_softmax() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(6)).bfloat16()
+    tokens = torch.tensor([3, 49, 0, INVALID_TOKEN])
+    exact = logits.double().log_softmax(-1)
+    chosen, values, ids = log_probabilities(logits, tokens, 5)
+    assert torch.allclose(chosen[:3].double(), exact[range(3), tokens[:3]], atol=1e-6)
+    assert torch.allclose(values.double(), exact.topk(5).values, atol=1e-6)
+    assert torch.equal(exact.gather(1, ids), exact.topk(5).values)

@@ -1,0 +1,127 @@
+"""Every parameter, from the request to the tokens: the engine against a loop over the eager model, after the text book."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import VOCAB, greedy, make_model
+
+from fa_serve.engine import SamplingParams
+
+PROMPT = [5, 6, 7, 8, 9, 5, 6]
+
+
+def text_book(prompt: list[int], params: SamplingParams) -> tuple[list[int], list[torch.Tensor]]:
+    """Greedy tokens under penalties and biases, and the model's own log-probabilities at each."""
+    model, tokens, logprobs = make_model(), list(prompt), []
+    while len(tokens) - len(prompt) < params.max_tokens:
+        with torch.no_grad():
+            raw = model(torch.tensor([tokens])).logits[0, -1]
+        logprobs.append(raw.log_softmax(-1))
+        logits, answer = raw.clone(), tokens[len(prompt) :]
+        for token in set(tokens):
+            logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+        for token in set(answer):
+            logits[token] -= params.presence_penalty + params.frequency_penalty * answer.count(token)
+        for token, bias in (params.logit_bias or {}).items():
+            logits[token] += bias
+        logits[list(params.bad_token_ids)] = float("-inf")
+        if len(answer) < params.min_tokens:
+            logits[list(params.stop_token_ids)] = float("-inf")
+        if params.allowed_token_ids is not None:
+            kept = list(params.allowed_token_ids)
+            logits = torch.full_like(logits, float("-inf")).index_copy(0, torch.tensor(kept), logits[kept])
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] in params.stop_token_ids:
+            break
+    return tokens[len(prompt) :], logprobs
+
+
+PLAIN = greedy(make_model(), PROMPT, 16)
+CASES = {
+    "presence": {"presence_penalty": 2.0},
+    "negative presence": {"presence_penalty": -2.0},
+    "frequency": {"frequency_penalty": 1.5},
+    "repetition": {"repetition_penalty": 1.8},
+    "all penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
+    "bias": {"logit_bias": {PLAIN[0]: -100.0, 11: 4.0, 300: 2.5}},
+    "bad": {"bad_token_ids": tuple(PLAIN[:3])},
+    "allowed": {"allowed_token_ids": (4, 9, 40, 41, 42)},
+    "allowed and biased": {"allowed_token_ids": (4, 9, 40, 41, 42), "bad_token_ids": (9,), "logit_bias": {4: 3.0}},
+    "stop id": {"stop_token_ids": (PLAIN[4],)},
+    "min_tokens": {"stop_token_ids": (PLAIN[4],), "min_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_follow_the_text_book(make_engine, case) -> None:
+    """Among requests with every other parameter, in one batch, with and without preemption."""
+    all_params = {name: SamplingParams(max_tokens=16, temperature=0.0, **values) for name, values in CASES.items()}
+    expected, _ = text_book(PROMPT, all_params[case])
+    assert expected != PLAIN, "the case should change something"
+    assert make_engine().generate([PROMPT], all_params[case])[0].token_ids == expected
+    for settings in ({}, {"num_pages": 16, "max_model_len": 48, "max_num_seqs": 5}):
+        engine = make_engine(**settings)
+        completions = dict(zip(all_params, engine.generate([PROMPT] * len(CASES), list(all_params.values())), strict=True))
+        assert completions[case].token_ids == expected
+        assert not settings or engine.stats().num_preemptions > 0
+
+
+def test_a_slot_forgets_the_tokens_of_its_last_request(make_engine) -> None:
+    engine = make_engine(max_num_seqs=1)
+    params = SamplingParams(max_tokens=16, temperature=0.0, presence_penalty=2.0, repetition_penalty=1.5)
+    completions = engine.generate([[30, 31, 32], PROMPT], params)
+    assert completions[1].token_ids == text_book(PROMPT, params)[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_logprobs_are_those_of_the_model(make_engine, count) -> None:
+    asked = SamplingParams(max_tokens=16, temperature=0.0, logprobs=count, presence_penalty=1.0)
+    expected, exact = text_book(PROMPT, asked)
+    others = [SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_tokens=8, seed=1, logprobs=20)]
+    completions = make_engine(max_num_batched_tokens=9).generate([[3, 4], PROMPT, [1] * 12], [others[0], asked, others[1]])
+    assert completions[0].logprobs is None
+    assert [len(x.top) for x in completions[2].logprobs] == [20] * 8
+    got = completions[1].logprobs
+    assert [x.token_id for x in got] == completions[1].token_ids == expected
+    for entry, truth in zip(got, exact, strict=True):
+        assert entry.logprob == pytest.approx(truth[entry.token_id].item(), abs=1e-3)
+        values, ids = truth.topk(count)
+        assert [token for token, _ in entry.top] == ids.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-3)
+
+
+def test_logprobs_keep_step_with_joined_outputs(make_engine) -> None:
+    engine = make_engine()
+    engine.add_request("a", PROMPT, SamplingParams(max_tokens=6, temperature=0.0, logprobs=1))
+    outputs = [output for _ in range(6) for output in engine.step()]
+    whole = outputs[0]
+    for output in outputs[1:]:
+        whole.absorb(output)
+    assert [x.token_id for x in whole.logprobs] == whole.token_ids == PLAIN[:6]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_p", 1.1), ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0.0),
+        ("logit_bias", {1: 101.0}), ("logit_bias", {-1: 0.0}), ("allowed_token_ids", ()), ("allowed_token_ids", (-1,)),
+        ("bad_token_ids", (-1,)), ("min_tokens", -1), ("logprobs", 21), ("logprobs", -1),
+    ],
+)  # fmt: skip
+def test_bad_values_name_the_field(field, value) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_more_tokens_than_allowed_cannot_be_asked_for() -> None:
+    with pytest.raises(ValueError, match="min_tokens must be 0 to max_tokens, got 5"):
+        SamplingParams(max_tokens=4, min_tokens=5)
+
+
+@pytest.mark.parametrize(
+    "values", [{"logit_bias": {VOCAB: 1.0}}, {"bad_token_ids": (VOCAB,)}, {"allowed_token_ids": (1, VOCAB)}], ids=str
+)
+def test_tokens_outside_the_vocabulary_are_refused(make_engine, values) -> None:
+    with pytest.raises(ValueError, match=f"below {VOCAB}.*got {VOCAB}"):
+        make_engine().generate([[1]], SamplingParams(**values))
