@@ -11,12 +11,12 @@ that leaves its stream unread holds up nobody: the engine's outputs merge while 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -144,4 +144,4 @@ def _body(body: bytes, last: bool = False) -> Message:
 
 
 def _event(event: Any) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(event) + b"\n\n"  # a tenth of the time of Python's own json

@@ -66,7 +66,10 @@ class FakeEngine:
                 await asyncio.sleep(0)
                 ended = i + 1 == len(words)
                 reason = ("error" if self.error else "length" if len(words) < len(self.words) else "stop") if ended else None
-                yield RequestOutput(request_id, prompt, word, [i], ended, reason, self.error, len(prompt), i + 1, 2)
+                yield RequestOutput(
+                    request_id, prompt, word, [i], finished=ended, finish_reason=reason, error=self.error,
+                    num_prompt_tokens=len(prompt), num_output_tokens=i + 1, num_cached_tokens=2,
+                )  # fmt: skip
         finally:
             if not ended:
                 self.aborted.append(request_id)
