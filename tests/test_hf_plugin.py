@@ -11,7 +11,7 @@ import pytest
 import torch
 from hf_families import BY_NAME, VOCAB
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, masking_utils
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig, masking_utils
 
 import fa_serve
 from fa_serve import hf
@@ -378,7 +378,7 @@ def test_a_draft_model_may_assist() -> None:
     assert torch.equal(ours.generate(ids, do_sample=False, min_new_tokens=8, max_new_tokens=8, assistant_model=draft), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @torch.no_grad()
 def test_compiles_without_a_graph_break(family: str) -> None:
     eager, ours = BY_NAME[family].build(), fa_serve.patch(BY_NAME[family].build())
@@ -389,6 +389,25 @@ def test_compiles_without_a_graph_break(family: str) -> None:
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     actual = compiled(ids, attention_mask=mask, use_cache=False).logits
     torch.testing.assert_close(actual[mask.bool()], eager(ids, attention_mask=mask).logits[mask.bool()], atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "graphs"),
+    [("llama", 1), ("gemma3", 2)],  # a sliding static cache takes another way once it is full
+)
+def test_compiled_decoding_does_not_recompile(family: str, graphs: int) -> None:
+    eager, ours = BY_NAME[family].build(), fa_serve.patch(BY_NAME[family].build())
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[0, :4] = 0
+    ids = tokens(*mask.shape)
+    options = {"attention_mask": mask, "do_sample": False, "min_new_tokens": 8, "max_new_tokens": 8}
+    compile_config = CompileConfig(backend="eager", fullgraph=True)
+    compile_config._compile_all_devices = True
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    actual = ours.generate(ids, **options, cache_implementation="static", compile_config=compile_config)
+    assert torch.equal(actual, eager.generate(ids, **options))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
