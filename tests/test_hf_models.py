@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import BY_NAME, FAMILIES, VOCAB, Family
+from hf_families import BY_NAME, FAMILIES, VOCAB, Family, assert_same
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel, StaticCache
 
@@ -79,16 +79,6 @@ def padding_mask(kind: str, length: int = LENGTH) -> Tensor:
 
 def positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
-
-
-def assert_same(actual: Tensor, expected: Tensor, valid: Tensor | None = None) -> None:
-    """Both are float32, so they differ by a few roundings of the largest value; what an adapter loses moves it by percents."""
-    if valid is not None:
-        actual, expected = actual[valid.bool()], expected[valid.bool()]
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    error, allowed = (actual - expected).abs().max().item(), 4e-6 * expected.abs().max().item()
-    assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------------
