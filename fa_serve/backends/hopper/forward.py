@@ -138,10 +138,12 @@ def launch_forward(
         # the kernel takes the maximum before it scales, which needs a positive scale
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0.0 else (torch.zeros_like(q), 1.0)
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
-    target = result if _is_addressable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
+    target = result
+    if _addressable_strides(result) is None:
+        target = torch.empty_like(result, memory_format=torch.contiguous_format)
     if not packed:
         max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
-    left, right = (min(limit, _NO_LIMIT) for limit in window_size)
+    left, right = min(window_size[0], _NO_LIMIT), min(window_size[1], _NO_LIMIT)
     if tiles is None:
         tiles = forward_tiles(head_dim, head_dim_v, left >= 0 or right >= 0, max_seqlen_q, max_seqlen_k, packed)
     _run(
@@ -192,11 +194,16 @@ def _run(
         max_seqlen_q, max_seqlen_k, left, right, var,
     )  # fmt: skip
     key = (var, q.dtype, lse is None, None if sinks is None else sinks.dtype)
-    launch(_attention_forward, key, (blocks, 1, 1), args, device, num_warps=4, maxnreg=tiles.registers[0])
+    launch(_attention_forward, key, (blocks, 1, 1), args, device, num_warps=4, maxnreg=_registers_at_launch(tiles))
     return None
 
 
 _variant = lru_cache(maxsize=1024)(Variant)
+
+
+@lru_cache(maxsize=1024)
+def _registers_at_launch(tiles: TileConfig) -> int:
+    return tiles.registers[0]
 
 
 def _base_2(scale: float, softcap: float) -> tuple[float, float]:
@@ -208,7 +215,9 @@ def _base_2(scale: float, softcap: float) -> tuple[float, float]:
 
 def _dense_descriptor(x: Tensor, rows: int, width: int) -> Descriptor:
     """(batch, seqlen, heads, dim): what lies past seqlen or dim reads as zero and is not written."""
-    return Descriptor(x, x.shape, _strides(x), (1, rows, 1, width), _LAYOUTS[x.dtype, 4, width])
+    strides = _addressable_strides(x)
+    assert strides is not None
+    return Descriptor(x, x.shape, strides, (1, rows, 1, width), _LAYOUTS[x.dtype, 4, width])
 
 
 def _ragged_descriptor(x: Tensor, rows: int, width: int) -> Descriptor:
@@ -218,29 +227,31 @@ def _ragged_descriptor(x: Tensor, rows: int, width: int) -> Descriptor:
     of the third coordinate stops at the sequence's end, and 2^30 times the first stride, 2^34 - stride, cancels the rest
     modulo 2^64 bytes. After Triton's tools/ragged_tma.py.
     """
-    row, head, last = _strides(x)
-    shape = (0x7FFF0000, 0x7FFF0000, RAGGED.value, x.shape[1], x.shape[2])
-    strides = ((1 << 34) - row, row, row, head, last)
-    return Descriptor(x, shape, strides, (1, 1, rows, 1, width), _LAYOUTS[x.dtype, 5, width])
+    _, heads, dim = x.shape
+    strides = _addressable_strides(x)
+    assert strides is not None
+    row, head, last = strides
+    shape = (0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim)
+    return Descriptor(x, shape, ((1 << 34) - row, row, row, head, last), (1, 1, rows, 1, width), _LAYOUTS[x.dtype, 5, width])
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """Strides in elements; that of a dimension of one is arbitrary, and is made one that the copy engine accepts."""
-    *outer, last = x.stride()
-    return (*(8 if size == 1 else stride for size, stride in zip(x.shape[:-1], outer, strict=True)), last)
-
-
-def _is_addressable(x: Tensor) -> bool:
-    """Last dimension contiguous, everything else at multiples of 16 bytes, no dimension expanded."""
-    if x.stride(-1) != 1 or x.data_ptr() % 16:
-        return False
-    return all(
-        size == 1 or (stride % 8 == 0 and stride > 0) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    )
+def _addressable_strides(x: Tensor) -> tuple[int, ...] | None:
+    """Strides for the copy engine, or None: the last dimension must be contiguous, everything else at multiples of 16 bytes,
+    and no dimension expanded. The stride of a dimension of one means nothing, and is made one that is accepted."""
+    strides = x.stride()
+    if strides[-1] != 1 or x.data_ptr() & 15:
+        return None
+    for stride in strides[:-1]:
+        if stride & 7 or not stride:
+            break
+    else:
+        return strides
+    outer = [8 if size == 1 else stride for size, stride in zip(x.shape[:-1], strides[:-1], strict=True)]
+    return None if any(stride & 7 or not stride for stride in outer) else (*outer, 1)
 
 
 def _addressable(x: Tensor) -> Tensor:
-    return x if _is_addressable(x) else x.clone(memory_format=torch.contiguous_format)
+    return x.clone(memory_format=torch.contiguous_format) if _addressable_strides(x) is None else x
 
 
 def _empty_lse(q: Tensor, packed: bool) -> Tensor:
