@@ -231,7 +231,7 @@ def _ragged_descriptor(x: Tensor, rows: int, width: int) -> Descriptor:
     strides = _addressable_strides(x)
     assert strides is not None
     row, head, last = strides
-    shape = (0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim)
+    shape = (0x7FFF0000, 0x7FFF0000, RAGGED.value, heads, dim)
     return Descriptor(x, shape, ((1 << 34) - row, row, row, head, last), (1, 1, rows, 1, width), _LAYOUTS[x.dtype, 5, width])
 
 
