@@ -6,6 +6,8 @@ logits by far more than rounding does. Windows and chunks are shorter than the s
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import fa_serve
+
+ROUNDING = 4e-6  # of the largest value, in float32
 VOCAB = 96
 WINDOW = 5
+LENGTH = 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +42,7 @@ class Family:
     packs: bool = True
     gain: float = 1.5
 
-    def build(self, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> PreTrainedModel:
+    def build(self, seed: int = 0, **changes: Any) -> PreTrainedModel:
         transformers = importlib.import_module("transformers")
         model_class = getattr(transformers, self.model)
         common = _COMMON[self.kind] if "text_config" not in self.config else {}
@@ -51,7 +57,7 @@ class Family:
                     parameter.normal_(std=self.gain * parameter.shape[-1] ** -0.5)
                 elif name.endswith(("sinks", "bias")):
                     parameter.normal_(std=0.5)
-        return model.to(device=device, dtype=dtype)
+        return model
 
 
 _TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -133,11 +139,47 @@ FAMILIES = [
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
+def here() -> torch.device:
+    """Where tensors are made; the GPU suite changes it."""
+    return torch.get_default_device()
+
+
+@functools.lru_cache(maxsize=2)
+def _pair(family: Family, device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel]:
+    eager = family.build().to(device)
+    return eager, fa_serve.patch(copy.deepcopy(eager))
+
+
+def pair(family: Family) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same weights twice: eager, and ours."""
+    return _pair(family, here())
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(here())
+
+
+def padding_mask(kind: str, length: int = LENGTH) -> Tensor:
+    """(3, length): rows with different amounts of padding, one with none."""
+    mask = torch.ones(3, length, dtype=torch.int64)
+    if kind == "left":
+        mask[0, :9], mask[1, :1] = 0, 0
+    elif kind == "right":
+        mask[0, -9:], mask[1, -1:] = 0, 0
+    elif kind == "hole":
+        mask[0, 4:9], mask[1, 0:2], mask[1, 11:20] = 0, 0, 0
+    return mask
+
+
+def positions(mask: Tensor) -> Tensor:
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
 def assert_same(actual: Tensor, expected: Tensor, valid: Tensor | None = None) -> None:
     """Both are float32, so they differ by a few roundings of the largest value; what an adapter loses moves it by percents."""
     if valid is not None:
         actual, expected = actual[valid.bool()], expected[valid.bool()]
     assert actual.shape == expected.shape
     assert torch.isfinite(actual).all()
-    error, allowed = (actual - expected).abs().max().item(), 4e-6 * expected.abs().max().item()
+    error, allowed = (actual - expected).abs().max().item(), ROUNDING * expected.abs().max().item()
     assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"

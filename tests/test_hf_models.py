@@ -6,24 +6,20 @@ last test can show that it fails for an adapter that drops the padding, a window
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hf_families import BY_NAME, FAMILIES, VOCAB, Family, assert_same
+from hf_families import BY_NAME, FAMILIES, LENGTH, Family, assert_same, here, padding_mask, pair, positions, tokens
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel, StaticCache
 
-import fa_serve
 from fa_serve import hf
 from fa_serve.hf.masks import Implicit
 from fa_serve.spec import UnsupportedModelError
 
-LENGTH = 24
 DECODERS = [f for f in FAMILIES if f.kind == "decoder"]
 ENCODERS = [f for f in FAMILIES if f.kind == "encoder"]
 SEQ2SEQ = [f for f in FAMILIES if f.kind == "seq2seq"]
@@ -32,13 +28,6 @@ VISION = [f for f in FAMILIES if f.kind == "vision"]
 
 def each(families: list[Family]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("family", families, ids=lambda f: f.name)
-
-
-@functools.lru_cache(maxsize=2)
-def pair(family: Family) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The same weights twice: eager, and ours."""
-    eager = family.build()
-    return eager, fa_serve.patch(copy.deepcopy(eager))
 
 
 @pytest.fixture(autouse=True)
@@ -59,26 +48,6 @@ def through_fa_serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(AttentionInterface._global_mapping, "fa_serve", counting)
     yield
     assert calls
-
-
-def tokens(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def padding_mask(kind: str, length: int = LENGTH) -> Tensor:
-    """(3, length): rows with different amounts of padding, one with none."""
-    mask = torch.ones(3, length, dtype=torch.int64)
-    if kind == "left":
-        mask[0, :9], mask[1, :1] = 0, 0
-    elif kind == "right":
-        mask[0, -9:], mask[1, -1:] = 0, 0
-    elif kind == "hole":
-        mask[0, 4:9], mask[1, 0:2], mask[1, 11:20] = 0, 0, 0
-    return mask
-
-
-def positions(mask: Tensor) -> Tensor:
-    return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------------
@@ -149,7 +118,7 @@ def check_custom_mask(family: Family) -> None:
     """Four dimensions of the user's own, bool and float, go around causality and windows."""
     eager, ours = pair(family)
     ids, at = tokens(2, LENGTH), torch.arange(LENGTH)[None].expand(2, -1)
-    keep = torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.4
+    keep = (torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1), device="cpu") < 0.4).to(here())
     keep |= torch.eye(LENGTH, dtype=torch.bool)
     added = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
     expected = eager(ids, attention_mask=added, position_ids=at, use_cache=False).logits
@@ -173,7 +142,7 @@ class Pages:
     def __init__(self, model: PreTrainedModel, count: int, page_size: int = 4) -> None:
         self.model, self.page_size, self.used = model, page_size, [0] * count
         pages = -(-LENGTH // page_size)
-        order = torch.randperm(count * pages, generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(count * pages, generator=torch.Generator().manual_seed(0), device="cpu").to(here())
         self.table = order.view(count, pages).to(torch.int32)
         self.caches = [
             (torch.full((*shape, s.head_dim), float("nan")), torch.full((*shape, s.head_dim_v), float("nan")))
@@ -276,7 +245,7 @@ def test_seq2seq(family: Family, kind: str) -> None:
 @each(VISION)
 def test_vision(family: Family) -> None:
     eager, ours = pair(family)
-    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), device="cpu").to(here())
     expected, actual = (
         out.logits if "logits" in out else out.last_hidden_state for out in (eager(pixels), ours(pixels))
     )  # fmt: skip
