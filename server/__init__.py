@@ -5,6 +5,8 @@
     app.py          the application: middleware, routes and lifespan put together
     routes.py       the endpoints, each a few lines
     generation.py   one request's sequences, and how OpenAI writes them down: whole or as chunks
+    sampling.py     a request's fields as the engine's parameters
+    logprobs.py     log-probabilities in OpenAI's two shapes
     schemas.py      requests and replies as pydantic models; an unknown field is an error
     service.py      what the handlers share: readiness, admission, the tokenizer
     streaming.py    server-sent events, clients that leave, time limits

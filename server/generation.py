@@ -21,6 +21,8 @@ from fa_serve import FaServeError, __version__
 from fa_serve.engine import RequestOutput, SamplingParams
 
 from .errors import BadRequest, EngineFailed, Unavailable
+from .logprobs import for_chat, for_completion
+from .sampling import sampling_params
 from .schemas import ChatRequest, CompletionRequest, SamplingRequest, Usage
 from .service import Service
 from .streaming import merge
@@ -49,18 +51,14 @@ class Answer(ABC):
 
     async def whole(self) -> Any:
         """The plain reply."""
-        texts: dict[int, list[str]] = {}
-        ids: dict[int, list[int]] = {}
-        reasons: dict[int, str | None] = {}
+        sums: dict[int, RequestOutput] = {}
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
-                texts.setdefault(index, []).append(output.text)
-                ids.setdefault(index, []).extend(output.token_ids)
-                reasons[index] = output.finish_reason
-        choices = []
-        for index in sorted(texts):
-            choice = self._choice(index, "".join(texts[index]), ids[index], reasons[index])
-            choices.append(choice | self._prompt_ids(index))
+                if index in sums:
+                    sums[index].absorb(output)
+                else:
+                    sums[index] = output
+        choices = [self._choice(index, sums[index]) | self._prompt_ids(index) for index in sorted(sums)]
         return self._head | {"object": self.kind, "choices": choices, "usage": self._usage}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -75,8 +73,8 @@ class Answer(ABC):
                     begun.add(index)
                     for choice in self._opening(index):
                         yield head | {"choices": [choice | self._prompt_ids(index)]}
-                if output.text or output.finished or self._body.return_token_ids:
-                    yield head | {"choices": [self._increment(index, output.text, output.token_ids, output.finish_reason)]}
+                if output.text or output.finished or output.logprobs or self._body.return_token_ids:
+                    yield head | {"choices": [self._increment(index, output)]}
         if with_usage:
             yield head | {"choices": [], "usage": self._usage}
 
@@ -132,20 +130,7 @@ class Answer(ABC):
                 f"This model's maximum context length is {room + len(prompt)} tokens; you asked for {asked}.",
                 param=self._prompt_field, code="context_length_exceeded",
             )  # fmt: skip
-        given = {
-            "max_tokens": wanted or self._default_max_tokens(room),
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": None if body.top_k is None else max(body.top_k, 0),
-            "seed": None if body.seed is None else (body.seed + sample + 2**63) % 2**64 - 2**63,
-            "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-            "stop_token_ids": tuple(body.stop_token_ids or ()),
-            "ignore_eos": body.ignore_eos,
-        }
-        try:
-            return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-        except ValueError as error:
-            raise BadRequest(f"{error}.", param=str(error).split()[0], code="invalid_value") from None
+        return sampling_params(body, wanted or self._default_max_tokens(room), self._logprobs(), sample)
 
     _prompt_field: str
 
@@ -160,21 +145,25 @@ class Answer(ABC):
     def _max_tokens(self) -> int | None: ...
 
     @abstractmethod
-    def _default_max_tokens(self, room: int) -> int | None: ...
+    def _default_max_tokens(self, room: int) -> int: ...
 
     @abstractmethod
-    def _choice(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]: ...
+    def _logprobs(self) -> int | None:
+        """How many most likely tokens to report with each token; None reports nothing."""
+
+    @abstractmethod
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]: ...
 
     @abstractmethod
     def _opening(self, index: int) -> list[dict[str, Any]]:
         """Choices to send before a sequence's first increment."""
 
     @abstractmethod
-    def _increment(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]: ...
+    def _increment(self, index: int, output: RequestOutput) -> dict[str, Any]: ...
 
-    def _common(self, index: int, token_ids: list[int], reason: str | None) -> dict[str, Any]:
-        common = {"index": index, "finish_reason": reason, "logprobs": None}
-        return common | {"token_ids": token_ids} if self._body.return_token_ids else common
+    def _common(self, index: int, output: RequestOutput | None = None) -> dict[str, Any]:
+        common = {"index": index, "finish_reason": output and output.finish_reason, "logprobs": None}
+        return common | {"token_ids": output.token_ids if output else []} if self._body.return_token_ids else common
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         return {"prompt_token_ids": self._prompts[index // self._n]} if self._body.return_token_ids else {}
@@ -192,6 +181,7 @@ class CompletionAnswer(Answer):
         return count
 
     async def _encode(self) -> list[list[int]]:
+        self._offsets: dict[int, int] = {}
         prompts = self._body.prompts()
         encoded = await self._service.encode(prompts)
         if self._body.echo:
@@ -202,20 +192,30 @@ class CompletionAnswer(Answer):
     def _max_tokens(self) -> int | None:
         return self._body.max_tokens
 
-    def _default_max_tokens(self, room: int) -> int | None:
+    def _default_max_tokens(self, room: int) -> int:
         return min(COMPLETION_TOKENS, room)
 
-    def _choice(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]:
-        before = self._echo[index // self._n] if self._body.echo else ""
-        return self._common(index, token_ids, reason) | {"text": before + text}
+    def _logprobs(self) -> int | None:
+        return self._body.logprobs
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        return self._increment(index, output) | {"text": self._before(index) + output.text}
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
         if self._body.echo or self._body.return_token_ids:
-            return [self._choice(index, "", [], None)]
+            return [self._common(index) | {"text": self._before(index)}]
         return []
 
-    def _increment(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]:
-        return self._common(index, token_ids, reason) | {"text": text}
+    def _increment(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        increment = self._common(index, output) | {"text": output.text}
+        if output.logprobs:
+            logprobs = for_completion(self._service.token_texts, output.logprobs, self._offsets.get(index, 0))
+            self._offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+            increment["logprobs"] = logprobs
+        return increment
+
+    def _before(self, index: int) -> str:
+        return self._echo[index // self._n] if self._body.echo else ""
 
 
 class ChatAnswer(Answer):
@@ -234,15 +234,24 @@ class ChatAnswer(Answer):
     def _max_tokens(self) -> int | None:
         return self._body.max_completion_tokens or self._body.max_tokens
 
-    def _default_max_tokens(self, room: int) -> int | None:
+    def _default_max_tokens(self, room: int) -> int:
         return room
 
-    def _choice(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return self._common(index, token_ids, reason) | {"message": message}
+    def _logprobs(self) -> int | None:
+        return (self._body.top_logprobs or 0) if self._body.logprobs else None
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        return self._common(index, output) | {"message": message}
 
     def _opening(self, index: int) -> list[dict[str, Any]]:
-        return [self._common(index, [], None) | {"delta": {"role": "assistant", "content": ""}}]
+        return [self._common(index) | {"delta": {"role": "assistant", "content": ""}}]
 
-    def _increment(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]:
-        return self._common(index, token_ids, reason) | {"delta": {"content": text} if text else {}}
+    def _increment(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        return self._common(index, output) | {"delta": {"content": output.text} if output.text else {}}
+
+    def _common(self, index: int, output: RequestOutput | None = None) -> dict[str, Any]:
+        common = super()._common(index, output)
+        if output is not None and output.logprobs:
+            common["logprobs"] = {"content": for_chat(self._service.token_texts, output.logprobs), "refusal": None}
+        return common

@@ -75,12 +75,19 @@ class SamplingRequest(Request):
     n: int | None = Field(None, ge=1)
     stop: Stop | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, description="By token id.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512, description="Written to the access log.")
 
     top_k: int | None = Field(None, ge=-1, description="0 and -1 keep every token.")
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids to each choice.")
 
@@ -94,11 +101,15 @@ class SamplingRequest(Request):
 class CompletionRequest(SamplingRequest):
     prompt: Prompt
     echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
 
-    UNSUPPORTED = {
-        "best_of": (1,), "frequency_penalty": (0, 0.0), "logit_bias": ({},), "logprobs": NOTHING, "presence_penalty": (0, 0.0),
-        "suffix": NOTHING,
-    }  # fmt: skip
+    UNSUPPORTED = {"best_of": (1,), "suffix": NOTHING}
+
+    @model_validator(mode="after")
+    def _no_prompt_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo and logprobs together are not supported by this server")
+        return self
 
     def prompts(self) -> list[str | list[int]]:
         """The batch, whichever way it was spelled."""
@@ -133,22 +144,24 @@ class Message(Request):
 class ChatRequest(SamplingRequest):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
 
     UNSUPPORTED = {
-        "audio": NOTHING, "frequency_penalty": (0, 0.0), "function_call": ("none",), "functions": ([],), "logit_bias": ({},),
-        "logprobs": (False,), "metadata": ({},), "modalities": (["text"],), "moderation": NOTHING,
-        "parallel_tool_calls": (True,), "prediction": NOTHING, "presence_penalty": (0, 0.0), "prompt_cache_key": NOTHING,
-        "prompt_cache_retention": NOTHING,
-        "reasoning_effort": NOTHING, "response_format": ({"type": "text"},), "safety_identifier": NOTHING,
-        "service_tier": ("auto", "default"), "store": (False,), "tool_choice": ("none",), "tools": ([],), "top_logprobs": (0,),
-        "verbosity": NOTHING, "web_search_options": NOTHING,
+        "audio": NOTHING, "function_call": ("none",), "functions": ([],), "metadata": ({},), "modalities": (["text"],),
+        "moderation": NOTHING, "parallel_tool_calls": (True,), "prediction": NOTHING, "prompt_cache_key": NOTHING,
+        "prompt_cache_retention": NOTHING, "reasoning_effort": NOTHING, "response_format": ({"type": "text"},),
+        "safety_identifier": NOTHING, "service_tier": ("auto", "default"), "store": (False,), "tool_choice": ("none",),
+        "tools": ([],), "verbosity": NOTHING, "web_search_options": NOTHING,
     }  # fmt: skip
 
     @model_validator(mode="after")
-    def _one_limit(self) -> ChatRequest:
+    def _check_pairs(self) -> ChatRequest:
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens must not differ; the former is the old name of the latter")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed when logprobs is true")
         return self
 
 
@@ -198,16 +211,38 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails
 
 
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
 class Choice(TypedDict):
     index: int
     finish_reason: Literal["stop", "length"] | None
-    logprobs: None
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
 
 
 class CompletionChoice(Choice):
     text: str
+    logprobs: CompletionLogprobs | None
 
 
 class ChatMessage(TypedDict):
@@ -218,15 +253,7 @@ class ChatMessage(TypedDict):
 
 class ChatChoice(Choice):
     message: ChatMessage
-
-
-class Delta(TypedDict, total=False):
-    role: Literal["assistant"]
-    content: str
-
-
-class ChunkChoice(Choice):
-    delta: Delta
+    logprobs: ChatLogprobs | None
 
 
 class Reply(TypedDict):

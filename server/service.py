@@ -2,7 +2,7 @@
 
 `Service` owns everything between connections and the engine: loading (the port is open while weights load, and answers 503),
 draining, the bound on what is in flight, and the one thread that runs the tokenizer, so that a long prompt never holds up the
-event loop and the tokenizer is never used from two threads at once. Left out: what a request asks for (generation.py).
+event loop and no two prompts use the tokenizer at once. Left out: what a request asks for (generation.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
+from .logprobs import TokenTexts
 from .metrics import Metrics
 from .schemas import ModelCard
 from .settings import Settings
@@ -136,6 +138,10 @@ class Service:
             "id": self.model_name, "object": "model", "created": self.created, "owned_by": "fa_serve",
             "max_model_len": self.engine.max_model_len,
         }  # fmt: skip
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        return TokenTexts(self.engine.tokenizer)
 
     async def encode(self, prompts: Sequence[str | list[int]], special: bool = True) -> list[list[int]]:
         """Prompts as token ids, with the special tokens that the tokenizer adds to plain text."""

@@ -47,6 +47,7 @@ class Settings(BaseSettings):
     num_pages: int | None = _option(None, "Pages of the KV cache; none sizes it by memory.", "Engine", ge=1)
     gpu_memory_utilization: float = _option(0.9, "Share of the GPU's memory to use in all.", "Engine", gt=0, le=1)
     prefix_caching: bool = _option(True, "Keep finished prompts' pages for prompts that begin alike.", "Engine")
+    eager: bool = _option(False, "No CUDA graphs: every step launches its kernels one by one.", "Engine")
     seed: int | None = _option(None, "Seed for requests that bring none; none draws one at start.", "Engine")
 
     host: str = _option("127.0.0.1", "Address to listen on.", "Network")
@@ -90,7 +91,8 @@ class Settings(BaseSettings):
 
         from fa_serve.engine import EngineConfig
 
-        return EngineConfig(**{field.name: getattr(self, field.name) for field in fields(EngineConfig)})
+        ours = [field.name for field in fields(EngineConfig) if field.name in type(self).model_fields]
+        return EngineConfig(**{name: getattr(self, name) for name in ours})
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:

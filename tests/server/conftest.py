@@ -16,7 +16,7 @@ from fa_serve.server.settings import Settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fa_serve.engine import RequestOutput
+from fa_serve.engine import RequestOutput, TokenLogprob
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
@@ -56,6 +56,11 @@ class FakeEngine:
         return SimpleNamespace(num_running=1, num_waiting=2, num_pages=8, num_pages_used=4, num_steps=5, num_prompt_tokens=6,
                                num_cached_tokens=7, num_output_tokens=8, num_preemptions=9)  # fmt: skip
 
+    def _logprobs(self, token: int, params: Any) -> list[TokenLogprob] | None:
+        if params.logprobs is None:
+            return None
+        return [TokenLogprob(token, -0.5, [(token + 1 + k, float("-inf") if k else -0.25) for k in range(params.logprobs)])]
+
     async def generate(self, prompt: list[int], params: Any, request_id: str) -> AsyncIterator[RequestOutput]:
         self.seen.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id))
         words = self.words[: params.max_tokens]
@@ -67,7 +72,7 @@ class FakeEngine:
                 ended = i + 1 == len(words)
                 reason = ("error" if self.error else "length" if len(words) < len(self.words) else "stop") if ended else None
                 yield RequestOutput(
-                    request_id, prompt, word, [i], finished=ended, finish_reason=reason, error=self.error,
+                    request_id, prompt, word, [i], self._logprobs(i, params), ended, reason, self.error,
                     num_prompt_tokens=len(prompt), num_output_tokens=i + 1, num_cached_tokens=2,
                 )  # fmt: skip
         finally:

@@ -83,13 +83,52 @@ async def test_batch_times_n(serving, engine, stream):
 
 async def test_sampling_reaches_the_engine(serving, engine):
     wanted = {"temperature": 0, "top_p": 0.5, "top_k": -1, "seed": 7, "stop": "x", "stop_token_ids": [3], "ignore_eos": True}
+    same = {"min_p": 0.1, "presence_penalty": -1, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 2}
+    wanted |= {**same, "logit_bias": {"5": -100}, "allowed_token_ids": [5, 6]}
     async with serving() as client:
         assert (await client.post("/v1/completions", json={**TEXT, **wanted, "max_tokens": 9})).status_code == 200
         assert (await client.post("/v1/chat/completions", json={**CHAT, "max_completion_tokens": 4})).status_code == 200
     params = engine.seen[0].params
     assert (params.temperature, params.top_p, params.top_k, params.seed, params.max_tokens) == (0, 0.5, 0, 7, 9)
     assert (params.stop, params.stop_token_ids, params.ignore_eos) == (("x",), (3,), True)
+    assert {name: getattr(params, name) for name in same} == same
+    assert (params.logit_bias, params.allowed_token_ids) == ({5: -100}, (5, 6))
     assert engine.seen[1].params.max_tokens == 4
+
+
+def top(token, logprob):
+    """What the fake engine's token ids are as text: the byte-level alphabet in order, which begins with "!"."""
+    return {"token": chr(0x21 + token), "logprob": logprob, "bytes": [0x21 + token]}
+
+
+async def test_chat_logprobs(serving, conforms):
+    async with serving() as client:
+        body = {**CHAT, "logprobs": True, "top_logprobs": 2}
+        reply = (await client.post("/v1/chat/completions", json=body)).json()
+        chunks = frames((await client.post("/v1/chat/completions", json={**body, "stream": True})).text)
+        none = (await client.post("/v1/chat/completions", json={**CHAT, "logprobs": True})).json()
+        for wrong in ({"top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}):
+            assert (await client.post("/v1/chat/completions", json={**CHAT, **wrong})).status_code == 400
+    conforms("CreateChatCompletionResponse", reply)
+    content = [{**top(i, -0.5), "top_logprobs": [top(i + 1, -0.25), top(i + 2, -9999.0)]} for i in range(3)]
+    assert reply["choices"][0]["logprobs"] == {"content": content, "refusal": None}
+    for chunk in chunks:
+        conforms("CreateChatCompletionStreamResponse", chunk)
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry for logprobs in streamed if logprobs for entry in logprobs["content"]] == content
+    assert [entry["top_logprobs"] for entry in none["choices"][0]["logprobs"]["content"]] == [[], [], []]
+
+
+async def test_completion_logprobs(serving, conforms):
+    async with serving() as client:
+        reply = (await client.post("/v1/completions", json={**TEXT, "logprobs": 1})).json()
+        chunks = frames((await client.post("/v1/completions", json={**TEXT, "logprobs": 1, "stream": True})).text)
+    conforms("CreateCompletionResponse", reply)
+    expected = {"text_offset": [0, 1, 2], "token_logprobs": [-0.5] * 3, "tokens": ["!", '"', "#"],
+                "top_logprobs": [{'"': -0.25, "!": -0.5}, {"#": -0.25, '"': -0.5}, {"$": -0.25, "#": -0.5}]}  # fmt: skip
+    assert reply["choices"][0]["logprobs"] == expected
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert {name: [value for part in parts for value in part[name]] for name in expected} == expected
 
 
 async def test_echo_and_token_ids(serving):
@@ -154,6 +193,10 @@ BAD = [
     pytest.param("/v1/completions", {**TEXT, "n": 129}, "n", id="too many"),
     pytest.param("/v1/completions", {**TEXT, "top_p": 0}, "top_p", id="top_p"),
     pytest.param("/v1/completions", {**TEXT, "stop": [""]}, "stop", id="empty stop"),
+    pytest.param("/v1/completions", {**TEXT, "logit_bias": {"a": 1}}, "logit_bias", id="bias of no token"),
+    pytest.param("/v1/completions", {**TEXT, "logit_bias": {"-1": 1}}, "logit_bias", id="bias of a negative token"),
+    pytest.param("/v1/completions", {**TEXT, "min_tokens": 17}, "min_tokens", id="min above max"),
+    pytest.param("/v1/completions", {**TEXT, "echo": True, "logprobs": 1}, None, id="logprobs of the prompt"),
     pytest.param("/v1/completions", {**TEXT, "suffix": "x"}, "suffix", id="suffix"),
     pytest.param("/v1/completions", {**TEXT, "stream_options": {}}, None, id="stream_options without stream"),
     pytest.param("/v1/completions", {**TEXT, "nonsense": None}, "nonsense", id="unknown field"),

@@ -120,6 +120,19 @@ def test_stop_string(client):
     assert stopped.finish_reason == "stop"
 
 
+def test_logprobs_and_bias(client, conforms):
+    reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, logprobs=True, top_logprobs=3)
+    conforms("CreateChatCompletionResponse", reply.model_dump(exclude_unset=True))
+    *spoken, end = reply.choices[0].logprobs.content
+    assert b"".join(bytes(token.bytes) for token in spoken).decode() == reply.choices[0].message.content
+    assert end.token == "<|im_end|>"
+    assert all(token.top_logprobs[0].logprob == token.logprob <= 0 for token in spoken), "greedy takes the likeliest"
+    forced = client.completions.create(model=MODEL, prompt="a", max_tokens=3, logit_bias={"65": 100}, logprobs=1).choices[0]
+    assert len(set(forced.logprobs.tokens)) == 1
+    assert "".join(forced.logprobs.tokens) == forced.text
+    assert forced.logprobs.text_offset == [0, 1, 2]
+
+
 def test_many_at_once_equal_one_by_one(served, client):
     wanted = {"model": MODEL, "temperature": 0, "max_tokens": 32}
     alone = [client.completions.create(prompt=prompt, **wanted).choices[0].text for prompt in PROMPTS]
