@@ -136,6 +136,16 @@ def check_generate(family: Family, kind: str) -> None:
     assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
 
 
+def check_seq2seq(family: Family, kind: str) -> None:
+    eager, ours = pair(family)
+    mask, decoder_mask = padding_mask(kind), padding_mask(kind, 13)
+    inputs = {
+        "input_ids": tokens(*mask.shape), "attention_mask": mask,
+        "decoder_input_ids": tokens(*decoder_mask.shape, seed=1), "decoder_attention_mask": decoder_mask,
+    }  # fmt: skip
+    assert_same(ours(**inputs).logits, eager(**inputs).logits, decoder_mask)
+
+
 class Pages:
     """Sequences in a paged cache, fed in steps of any lengths, as the engine does; unwritten slots are NaN."""
 
@@ -233,13 +243,7 @@ def test_paged(family: Family) -> None:
 @each(SEQ2SEQ)
 @pytest.mark.parametrize("kind", ["none", "left", "right", "hole"])
 def test_seq2seq(family: Family, kind: str) -> None:
-    eager, ours = pair(family)
-    mask, decoder_mask = padding_mask(kind), padding_mask(kind, 13)
-    inputs = {
-        "input_ids": tokens(*mask.shape), "attention_mask": mask,
-        "decoder_input_ids": tokens(*decoder_mask.shape, seed=1), "decoder_attention_mask": decoder_mask,
-    }  # fmt: skip
-    assert_same(ours(**inputs).logits, eager(**inputs).logits, decoder_mask)
+    check_seq2seq(family, kind)
 
 
 @each(VISION)
@@ -328,8 +332,8 @@ MUTANTS: list[tuple[str, str, Callable[[Family], None], dict[str, Callable[..., 
     ("window in the mask alone", "qwen2-moe-window", lambda f: check_forward(f, "none"), {"mask": _flash_style_mask}),
     ("room of a static cache", "llama", lambda f: check_chunked_prefill(f, lambda c: StaticCache(config=c, max_cache_len=40)),
      {"mask": _deaf_to_room}),
-    ("position_bias dropped", "t5", lambda f: test_seq2seq(f, "none"), {"attention": without(position_bias=None)}),
-    ("mask dropped beside position_bias", "mt5", lambda f: test_seq2seq(f, "left"), {"attention": _blind_to_padding}),
+    ("position_bias dropped", "t5", lambda f: check_seq2seq(f, "none"), {"attention": without(position_bias=None)}),
+    ("mask dropped beside position_bias", "mt5", lambda f: check_seq2seq(f, "left"), {"attention": _blind_to_padding}),
 ]  # fmt: skip
 
 
