@@ -25,6 +25,7 @@ class EngineConfig:
     max_num_batched_tokens: tokens in one step, prompts' chunks and single tokens together
     max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
     prefix_caching:         keep the pages of finished requests for prompts that begin alike
+    eager:                  no CUDA graphs: every step launches its kernels one by one
     seed:                   from which requests without a seed draw theirs; None is a fresh one each time
     """
 
@@ -38,6 +39,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
     prefix_caching: bool = True
+    eager: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:

@@ -74,6 +74,8 @@ class Engine:
         self._runner = ModelRunner(model, config)
         num_pages, self.max_model_len = _sizes(config, self._runner)
         self._runner.allocate(num_pages, self.max_model_len)
+        if not self._runner.eager:
+            self._runner.make_graphs()
         self.config = replace(
             config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=self.max_model_len
         )

@@ -11,6 +11,7 @@ it. Left out: which tokens (scheduler.py), the choice of a token (sampler.py).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,10 +24,13 @@ from transformers import PreTrainedModel
 
 from fa_serve.engine import kv_cache
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.cuda_graphs import DecodeGraphs, Inputs
 from fa_serve.engine.request import Request, SamplingParams, TokenLogprob
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.scheduler import Chunk, ScheduledBatch
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward
+
+log = logging.getLogger("fa_serve.engine")
 
 ALIGN = 16  # bytes, of each array in the block
 
@@ -71,11 +75,13 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         self.model: PreTrainedModel = model.train(False)
         self.device = model.device
-        self.vocab_size = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
+        self.vocab_size = int(cast(Any, model).get_output_embeddings().weight.shape[0])
         self.page_size = config.page_size
+        self.eager = config.eager or self.device.type != "cuda"
         self.max_num_seqs = config.max_num_seqs
         self.layers = attention_layers(model)
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
+        self._graphs: DecodeGraphs | None = None
         self._counts: TokenCounts | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         # per slot, on the host: the pages of its sequence, and how many of them are filled in
@@ -84,9 +90,23 @@ class ModelRunner:
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Make the KV cache; its content is lost if there was one."""
-        self.kv_caches = []
+        self.kv_caches, self._graphs = [], None
         self.kv_caches = kv_cache.allocate(self.layers, num_pages, self.page_size, self.device)
         self._table = np.zeros((self.max_num_seqs, -(-max_model_len // self.page_size)), dtype=np.int32)
+
+    @torch.inference_mode()
+    def make_graphs(self) -> None:
+        """Capture the largest decoding step, if this model can be; call it once, when the cache has its final place."""
+        graphs = DecodeGraphs(
+            self._forward, self.kv_caches, max_batch=self.max_num_seqs, max_pages=self._table.shape[1],
+            page_size=self.page_size, vocab=self.vocab_size, dtype=self.model.dtype, device=self.device,
+        )  # fmt: skip
+        try:
+            graphs.capture(graphs.sizes[-1])
+        except RuntimeError as error:
+            log.warning("decoding without CUDA graphs: %s", error)
+        else:
+            self._graphs = graphs
 
     def fit_num_pages(self, config: EngineConfig, max_model_len: int) -> int:
         """How many pages the device has room for beside the weights and the largest step."""
@@ -97,8 +117,14 @@ class ModelRunner:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.allocate(1, max_model_len)
-        self.launch(_largest_step(config, max_model_len)).read()
+        self.launch(_full_step(config, config.max_num_batched_tokens, max_model_len)).read()
         peak = torch.cuda.max_memory_allocated(self.device)
+        if not self.eager:
+            # graphs keep a memory of their own, about that of a decoding step
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            self.launch(_full_step(config, config.max_num_seqs, max_model_len)).read()
+            peak += torch.cuda.max_memory_allocated(self.device) - before
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         self.kv_caches = []
@@ -119,8 +145,7 @@ class ModelRunner:
             if request.params.penalised:
                 self._token_counts().start(request)
         step = self._prepare(batch)
-        input_ids = torch.where(step.input_ids < 0, self._last_tokens[(-1 - step.input_ids).clamp(min=0)], step.input_ids)
-        logits = paged_forward(self.model, input_ids, step.position_ids, step.paged, step.logits_indices)
+        logits = self._run(step)[: len(step.sampled_slots)]
         if not len(logits):
             return PendingResult(torch.empty(0, dtype=torch.int64), [], [])
         slots = step.sampled_slots
@@ -134,6 +159,21 @@ class ModelRunner:
             rows = step.logprob_rows
             logprobs = log_probabilities(logits[rows], tokens[rows], max(count or 0 for count in wanted))
         return PendingResult(tokens, wanted, logprobs)
+
+    def _run(self, step: _Step) -> Tensor:
+        """Logits of one forward, the sampled rows first."""
+        if self._graphs is not None and step.decodes:
+            try:
+                return self._graphs.run(step.inputs)
+            except RuntimeError as error:
+                self._graphs = None
+                log.warning("decoding without CUDA graphs from now on: %s", error)
+        return self._forward(step.inputs)
+
+    def _forward(self, inputs: Inputs) -> Tensor:
+        last = self._last_tokens[(-1 - inputs.input_ids).clamp(min=0)]
+        input_ids = torch.where(inputs.input_ids < 0, last, inputs.input_ids)
+        return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
 
     def _token_counts(self) -> TokenCounts:
         if self._counts is None:
@@ -151,23 +191,26 @@ class ModelRunner:
         slots = np.array([chunk.slot for chunk in batch.chunks], dtype=np.int64)
         starts = np.array([chunk.start for chunk in batch.chunks], dtype=np.int64)
         lengths = np.array([chunk.length for chunk in batch.chunks], dtype=np.int64)
+        samples = np.array([chunk.samples for chunk in batch.chunks], dtype=bool)
         ends = np.cumsum(lengths)
         seqused = starts + lengths
+        max_seqlen_q, max_seqlen_k = int(lengths.max()), int(seqused.max())
         # token t of the batch is token t - (ends - lengths)[its chunk] of its chunk
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
         pages = self._table[np.repeat(slots, lengths), positions // self.page_size].astype(np.int64)
-        max_seqlen_k = int(seqused.max())
-        samples = np.array([chunk.samples for chunk in batch.chunks], dtype=bool)
         arrays: dict[str, NDArray[Any]] = {
             "input_ids": np.array(ids, dtype=np.int64),
             "position_ids": positions,
             "slot_mapping": pages * self.page_size + positions % self.page_size,
             "logits_indices": ends[samples] - 1,
-            "sampled_slots": slots[samples],
-            "cu_seqlens_q": np.concatenate([[0], ends]).astype(np.int32),
             "seqused_k": seqused.astype(np.int32),
+            "cu_seqlens_q": np.concatenate([[0], ends]).astype(np.int32),
             "block_table": self._table[slots, : -(-max_seqlen_k // self.page_size)],
         }
+        decodes = max_seqlen_q == 1 and bool(samples.all())
+        if self._graphs is not None and decodes:
+            arrays = _pad(arrays, self._graphs.size_for(len(slots)))
+        arrays["sampled_slots"] = slots[samples]
         requests = [chunk.request for chunk in batch.chunks if chunk.samples]
         sampling = sampling_arrays(requests, seqused[samples].tolist(), self.vocab_size)
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
@@ -175,21 +218,24 @@ class ModelRunner:
             arrays["logprob_rows"] = np.array(wanted, dtype=np.int64)
         on_device = _send(arrays | sampling, self.device)
         return _Step(
-            input_ids=on_device["input_ids"],
-            position_ids=on_device["position_ids"],
-            logits_indices=on_device["logits_indices"],
+            inputs=Inputs(
+                input_ids=on_device["input_ids"],
+                position_ids=on_device["position_ids"],
+                logits_indices=on_device["logits_indices"],
+                paged=PagedBatch(
+                    kv_caches=self.kv_caches,
+                    slot_mapping=on_device["slot_mapping"],
+                    block_table=on_device["block_table"],
+                    seqused_k=on_device["seqused_k"],
+                    cu_seqlens_q=on_device["cu_seqlens_q"],
+                    max_seqlen_q=max_seqlen_q,
+                    max_seqlen_k=max_seqlen_k,
+                ),
+            ),
+            decodes=decodes,
             sampled_slots=on_device["sampled_slots"],
             logprob_rows=on_device.get("logprob_rows"),
             sampling=SampleParams(**{name: on_device[name] for name in sampling}),
-            paged=PagedBatch(
-                kv_caches=self.kv_caches,
-                slot_mapping=on_device["slot_mapping"],
-                block_table=on_device["block_table"],
-                seqused_k=on_device["seqused_k"],
-                cu_seqlens_q=on_device["cu_seqlens_q"],
-                max_seqlen_q=int(lengths.max()),
-                max_seqlen_k=max_seqlen_k,
-            ),
         )
 
     def _fill_table(self, chunk: Chunk) -> None:
@@ -201,13 +247,23 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    input_ids: Tensor
-    position_ids: Tensor
-    logits_indices: Tensor
+    inputs: Inputs
+    decodes: bool
     sampled_slots: Tensor
     logprob_rows: Tensor | None
     sampling: SampleParams
-    paged: PagedBatch
+
+
+def _pad(arrays: dict[str, NDArray[Any]], size: int) -> dict[str, NDArray[Any]]:
+    """A decoding step with rows added that hold no keys and write none."""
+    padded = {}
+    for name, array in arrays.items():
+        padded[name] = np.zeros((size, *array.shape[1:]), dtype=array.dtype)
+        padded[name][: len(array)] = array[:size]
+    padded["slot_mapping"][len(arrays["slot_mapping"]) :] = -1
+    padded["logits_indices"] = np.arange(size)
+    padded["cu_seqlens_q"] = np.arange(size + 1, dtype=np.int32)
+    return padded
 
 
 def _send(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
@@ -228,10 +284,10 @@ def _send(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, Te
     }
 
 
-def _largest_step(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
-    """As many tokens and as many sampled rows as a step may have, on page 0, with the costliest sampling."""
-    count = min(config.max_num_seqs, config.max_num_batched_tokens)
-    length = min(config.max_num_batched_tokens // count, max_model_len)
+def _full_step(config: EngineConfig, num_tokens: int, max_model_len: int) -> ScheduledBatch:
+    """That many tokens and as many sampled rows as a step may have, on page 0, with the costliest sampling."""
+    count = min(config.max_num_seqs, num_tokens)
+    length = min(num_tokens // count, max_model_len)
     batch = ScheduledBatch()
     for slot in range(count):
         request = Request(
