@@ -3,7 +3,7 @@
 from fa_serve.engine.async_engine import AsyncEngine, EngineDeadError
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine import Engine, EngineStats
-from fa_serve.engine.request import Completion, RequestOutput, SamplingParams, TokenLogprob
+from fa_serve.engine.request import Completion, QueueFullError, RequestOutput, SamplingParams, TokenLogprob
 
 __all__ = [
     "AsyncEngine",
@@ -12,6 +12,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "EngineStats",
+    "QueueFullError",
     "RequestOutput",
     "SamplingParams",
     "TokenLogprob",

@@ -42,6 +42,7 @@ class Add:
     prompt: list[int]
     params: SamplingParams | None
     priority: int
+    timeout: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,9 @@ def serve(engine: Engine, commands: queue.SimpleQueue[Add | Abort | None], deliv
                 message.outputs += [] if output is None else [output]
                 continue
             try:
-                engine.add_request(command.request_id, command.prompt, command.params, priority=command.priority)
+                engine.add_request(
+                    command.request_id, command.prompt, command.params, priority=command.priority, timeout=command.timeout
+                )
             except (ValueError, FaServeError) as error:
                 message.rejected.append((command.request_id, error))
         message.outputs += engine.step()
@@ -160,11 +163,18 @@ class AsyncEngine:
         return self.engine.stats()
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None, request_id: str, *, priority: int = 0
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The increments of one answer, the last with `finished`. Leaving the iterator early aborts the request.
 
-        Raises ValueError for a bad prompt or id before anything is yielded, EngineDeadError when the engine has ended.
+        Raises ValueError for a bad prompt or id and QueueFullError before anything is yielded, EngineDeadError when the engine
+        has ended.
         """
         if not self.is_alive:
             raise self._error or EngineDeadError("the engine has not been started")
@@ -178,7 +188,7 @@ class AsyncEngine:
             tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
             if self._error is not None:
                 raise self._error
-            self._commands.put(Add(request_id, tokens, params, priority))
+            self._commands.put(Add(request_id, tokens, params, priority, timeout))
             while not ended:
                 output = await mailbox.get()
                 ended = output.finished

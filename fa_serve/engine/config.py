@@ -22,6 +22,7 @@ class EngineConfig:
     num_pages:              pages of the KV cache; None sizes it by memory
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together
     max_num_seqs:           sequences that run at once
+    max_waiting:            requests that may wait beyond the running ones; None sets no limit
     max_num_batched_tokens: tokens in one step, prompts' chunks and single tokens together
     max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
     prefix_caching:         keep the pages of finished requests for prompts that begin alike
@@ -36,6 +37,7 @@ class EngineConfig:
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 256
+    max_waiting: int | None = None
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
     prefix_caching: bool = True

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.model_runner import ModelRunner, PendingResult
 from fa_serve.engine.pages import PageTable
-from fa_serve.engine.request import Completion, Request, RequestOutput, SamplingParams, TokenLogprob
+from fa_serve.engine.request import Completion, QueueFullError, Request, RequestOutput, SamplingParams, TokenLogprob
 from fa_serve.engine.scheduler import ScheduledBatch, Scheduler
 from fa_serve.hf import NAME, patch
 
@@ -89,18 +90,29 @@ class Engine:
         self._depth = 1 if model.device.type == "cuda" else 0
         self._inflight: deque[tuple[ScheduledBatch, PendingResult]] = deque()
         self._streams: dict[str, TextStream] = {}
+        self._deadlines: list[tuple[float, int, float, Request]] = []
         self._serial = count()
         self._random = random.Random(self.config.seed)
         self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
 
     def add_request(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> None:
-        """Queue a request. A lower priority value is served sooner.
+        """Queue a request. A lower priority value is served sooner; after `timeout` seconds the request ends with an error.
 
-        Raises ValueError for a prompt that is empty, too long or not of this vocabulary, and for an id that is in use.
+        Raises ValueError for a prompt that is empty, too long or not of this vocabulary, and for an id that is in use;
+        QueueFullError when max_waiting requests wait already.
         """
         params = params or SamplingParams()
+        waiting = len(self._scheduler.requests) - self.config.max_num_seqs
+        if self.config.max_waiting is not None and waiting >= self.config.max_waiting:
+            raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already")
         tokens = self.tokenize(prompt)
         if params.stop and self._text_tokenizer is None:
             raise ValueError("stop must be empty: this engine has no tokenizer")
@@ -118,6 +130,8 @@ class Engine:
             rank=(time.monotonic() + PRIORITY_SECONDS * priority, next(self._serial)),
         )
         self._scheduler.add(request)
+        if timeout is not None:
+            heappush(self._deadlines, (time.monotonic() + timeout, next(self._serial), timeout, request))
         if self._text_tokenizer is not None:
             self._streams[request_id] = TextStream(self._text_tokenizer, tokens, params.stop)
 
@@ -151,7 +165,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and return what requests gained, at most one output for each."""
-        outputs = []
+        outputs = self._expire()
         batch = self._scheduler.schedule()
         if batch:
             try:
@@ -206,6 +220,16 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that every page and slot is accounted for."""
         self._scheduler.check_integrity()
+
+    def _expire(self) -> list[RequestOutput]:
+        """End the requests whose time is up."""
+        outputs = []
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            _, _, timeout, request = heappop(self._deadlines)
+            if not request.finished:
+                self._scheduler.finish(request, "error", f"the request was not finished within its {timeout:g} seconds")
+                outputs.append(self._output(request))
+        return outputs
 
     def _commit(self, batch: ScheduledBatch, pending: PendingResult) -> list[RequestOutput]:
         try:

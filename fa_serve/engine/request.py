@@ -14,6 +14,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
+from fa_serve.spec import FaServeError
+
+
+class QueueFullError(FaServeError, RuntimeError):
+    """No more requests can wait: try again later."""
+
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, VOCAB, greedy, make_model
 
-from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine import Engine, EngineConfig, QueueFullError, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
@@ -255,6 +255,36 @@ def test_priority_goes_first_and_waiting_makes_up_for_it(make_engine, monkeypatc
         now[0] = at
         engine.add_request(name, [1], SamplingParams(max_tokens=1), priority=priority)
     assert [output.request_id for _ in range(3) for output in engine.step()] == ["normal", "low", "late"]
+
+
+def test_a_request_ends_when_its_time_is_up(make_engine, monkeypatch) -> None:
+    engine = make_engine(max_num_seqs=1)
+    now = [100.0]
+    monkeypatch.setattr("fa_serve.engine.engine.time.monotonic", lambda: now[0])
+    for name, timeout in (("running", 5.0), ("waiting", 2.5), ("unhurried", None), ("quick", 3.0)):
+        engine.add_request(name, [1], GREEDY, timeout=timeout)
+    engine.abort("quick")
+    engine.step()
+    now[0] += 4.0
+    ended = [output for output in engine.step() if output.finished]
+    assert [(o.request_id, o.finish_reason, o.error) for o in ended] == [
+        ("waiting", "error", "the request was not finished within its 2.5 seconds")
+    ]
+    now[0] += 4.0
+    assert [(o.request_id, o.num_output_tokens) for o in engine.step() if o.finished] == [("running", 2)]
+    engine.check_integrity()
+    tokens = [token for _ in range(20) for output in engine.step() for token in output.token_ids]
+    assert len(tokens) == 11, "the first of its 12 came with the step that ended the running one"
+
+
+def test_no_more_than_max_waiting_requests_wait(make_engine) -> None:
+    engine = make_engine(max_num_seqs=2, max_waiting=1)
+    for name in "abc":
+        engine.add_request(name, [1], GREEDY)
+    with pytest.raises(QueueFullError, match="1 requests wait already"):
+        engine.add_request("d", [1], GREEDY)
+    engine.abort("b")
+    engine.add_request("d", [1], GREEDY)
 
 
 def test_loading_from_a_folder(model_folder) -> None:

@@ -34,7 +34,8 @@ def prompts(count: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="plain"),
+        pytest.param({}, id="graphs"),
+        pytest.param({"eager": True}, id="eager"),
         pytest.param({"max_num_batched_tokens": 27}, id="chunked"),
         pytest.param({"num_pages": 16, "max_model_len": 128}, id="preempted"),
     ],
