@@ -49,7 +49,7 @@ GUESTS = {
     "server": (),  # our folder is installed as fa_serve.server and has no other name
 }
 KERNELS = ("fa_serve.backends.triton", "fa_serve.backends.hopper")
-KERNEL_MODULE_LINES, MODULE_LINES, FUNCTION_LINES, SOURCE_LINES = 550, 450, 150, 8000
+KERNEL_MODULE_LINES, MODULE_LINES, FUNCTION_LINES, SOURCE_LINES = 550, 400, 150, 8800
 
 
 def inside(name: str, *rooms: str) -> bool:
@@ -173,7 +173,7 @@ def server_imports_itself_relatively(house: House) -> Iterator[str]:
 
 
 def scheduling_needs_no_torch(house: House) -> Iterator[str]:
-    """Nor does anything that pages and scheduler import by name."""
+    """Nor does what pages and scheduler import from the engine."""
     for start in ("fa_serve.engine.pages", "fa_serve.engine.scheduler"):
         seen, queue = set(), [start] if start in house.modules else []
         while queue:
@@ -183,7 +183,7 @@ def scheduling_needs_no_torch(house: House) -> Iterator[str]:
                 if inside(target, "torch"):
                     yield f"{start} gets torch from {name}"
                 owner = house.owner(target)
-                if owner and owner not in seen:
+                if inside(owner, "fa_serve.engine") and owner not in seen:
                     queue.append(owner)
 
 
@@ -333,10 +333,10 @@ PLANTED: list[tuple[Rule, dict[str, str], str]] = [
     (names_say_something, {"benchmarks/common.py": ""}, "benchmarks/common.py"),
     (comments_promise_nothing, {"fa_serve/api.py": "x = 1  # TODO: y"}, "fa_serve/api.py:1"),
     (comments_promise_nothing, {"examples/a.py": "\n# FIXME\n"}, "examples/a.py:2"),
-    (sizes_stay_readable, {"fa_serve/api.py": "\n" * 451}, "fa_serve.api has 451 lines"),
+    (sizes_stay_readable, {"fa_serve/api.py": "\n" * 401}, "fa_serve.api has 401 lines"),
     (sizes_stay_readable, {"fa_serve/backends/triton/tiles.py": "\n" * 551}, "tiles has 551 lines"),
     (sizes_stay_readable, {"fa_serve/hf.py": "def f():\n" + "    x = 1\n" * 150}, "fa_serve.hf.f has 151 lines"),
-    (sizes_stay_readable, {f"fa_serve/engine/m{i}.py": "\n" * 400 for i in range(21)}, "the source has"),
+    (sizes_stay_readable, {f"fa_serve/engine/m{i}.py": "\n" * 400 for i in range(22)}, "the source has"),
     (exports_are_exact, {"fa_serve/__init__.py": "from fa_serve.spec import a, b\n__all__ = ['a']"}, "binds b"),
     (exports_are_exact, {"fa_serve/__init__.py": "a = 1\n__all__ = ['a', 'a']"}, "a more than once"),
     (exports_are_exact, {"fa_serve/engine/__init__.py": "a = 1"}, "fa_serve.engine has no __all__"),
