@@ -41,8 +41,9 @@ class Case:
     page_size: int = 16
 
     def __str__(self) -> str:
-        parts = [f"Q{'-'.join(map(str, self.lengths_q))}", f"K{'-'.join(map(str, self.lengths_k))}",
-                 f"H{self.heads}-{self.kv_heads}", f"D{self.head_dim}" + (f"-{self.head_dim_v}" if self.head_dim_v else "")]  # fmt: skip
+        lengths = ["-".join(map(str, n)) for n in (self.lengths_q, self.lengths_k)]
+        dims = f"D{self.head_dim}" + (f"-{self.head_dim_v}" if self.head_dim_v else "")
+        parts = [f"Q{lengths[0]}", f"K{lengths[1]}", f"H{self.heads}-{self.kv_heads}", dims]
         parts += ["causal"] if self.causal else []
         parts += [f"W{self.window[0]},{self.window[1]}"] if self.window != (-1, -1) else []
         parts += ["softcap"] if self.softcap else []
