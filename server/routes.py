@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import from_json
@@ -32,6 +33,7 @@ from .schemas import (
 from .service import Service
 from .streaming import EventStream, attend
 
+PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorReply, "description": "The request's fault, or there is no room (429)."},
     "5XX": {"model": ErrorReply, "description": "The server's fault, or it is not ready (503)."},
@@ -146,6 +148,14 @@ async def ready(service: Shared) -> dict[str, str]:
 async def metrics(service: Shared) -> Response:
     """Prometheus text."""
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    """The playground: one file, which loads nothing from anywhere else."""
+    policy = "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    headers = {"content-security-policy": f"{policy}; frame-ancestors 'none'", "x-content-type-options": "nosniff"}
+    return HTMLResponse(PAGE, headers=headers)
 
 
 @router.get("/version", tags=["Operation"])

@@ -48,6 +48,7 @@ class Settings(BaseSettings):
     gpu_memory_utilization: float = _option(0.9, "Share of the GPU's memory to use in all.", "Engine", gt=0, le=1)
     prefix_caching: bool = _option(True, "Keep finished prompts' pages for prompts that begin alike.", "Engine")
     eager: bool = _option(False, "No CUDA graphs: every step launches its kernels one by one.", "Engine")
+    process: bool | None = _option(None, "Run the engine in a process of its own; none means if it is on a GPU.", "Engine")
     seed: int | None = _option(None, "Seed for requests that bring none; none draws one at start.", "Engine")
 
     host: str = _option("127.0.0.1", "Address to listen on.", "Network")

@@ -1,9 +1,15 @@
-"""A byte-level tokenizer, an engine that repeats set words, and OpenAI's response schemas."""
+"""An engine that repeats set words, a real server process, and OpenAI's response schemas."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +31,7 @@ TEMPLATE = (
 )
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte, then the roles and the end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
@@ -44,7 +50,7 @@ class FakeEngine:
     model_name, max_model_len, is_alive = "fake", 64, True
 
     def __init__(self, words: tuple[str, ...] = ("Hello", ",", " wörld")):
-        self.words, self.tokenizer = words, _byte_tokenizer()
+        self.words, self.tokenizer = words, byte_tokenizer()
         self.gate, self.aborted, self.seen, self.error = asyncio.Event(), [], [], None
         self.gate.set()
 
@@ -78,11 +84,6 @@ class FakeEngine:
         finally:
             if not ended:
                 self.aborted.append(request_id)
-
-
-@pytest.fixture(scope="session")
-def byte_tokenizer() -> Callable[[], PreTrainedTokenizerFast]:
-    return _byte_tokenizer
 
 
 @pytest.fixture
@@ -131,3 +132,55 @@ def _json_schema(node: Any) -> Any:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen
+    url: str
+    lines: list[str]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def metric(self, name: str, labels: str = "") -> float:
+        text = httpx.get(f"{self.url}/metrics").text
+        found = re.search(rf"^fa_serve:{name}{{{labels}.*}} (\S+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def aborted(self) -> float:
+        return self.metric("request_success_total", 'finished_reason="abort"')
+
+
+def _start(*arguments: str, **environment: str) -> Served:
+    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", "--num-pages", "1024", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line.startswith("curl"):
+            break
+    watchdog.cancel()
+    served = Served(process, next((line for line in lines if line.startswith("http://")), ""), lines)
+    if not served.url:
+        served.end()
+        pytest.fail(f"the server did not start: {lines}")
+    return served
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Callable[..., Served]:
+    """`start_server("--flag", ..., FA_SERVE_NAME="value")`: a server process that is ready, with the embedded model."""
+    return _start
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    """One server for all tests that leave it as it was."""
+    served = _start("--dtype", "float32")
+    yield served
+    served.end()
