@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tokenize
@@ -48,6 +49,7 @@ GUESTS = {
     "asyncio": ("fa_serve.engine.async_engine", "fa_serve.server", "fa_serve.__main__"),
     "server": (),  # our folder is installed as fa_serve.server and has no other name
 }
+COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic"}
 KERNELS = ("fa_serve.backends.triton", "fa_serve.backends.hopper")
 KERNEL_MODULE_LINES, MODULE_LINES, FUNCTION_LINES, SOURCE_LINES = 550, 400, 150, 8800
 
@@ -261,6 +263,22 @@ def packages_are_installed(house: House) -> Iterator[str]:
     yield from (f"{name} is in pyproject's packages only" for name in sorted(listed - present))
 
 
+def imports_are_declared(house: House) -> Iterator[str]:
+    """In pyproject's dependencies; those of the server and the command line may be in its extra [server]."""
+    project = tomllib.loads((house.root / "pyproject.toml").read_text())["project"]
+    plain, extra = (
+        {re.split(r"[^\w-]", line)[0].replace("-", "_").lower() for line in lines}
+        for lines in (project["dependencies"], project["optional-dependencies"]["server"])
+    )
+    for module in house:
+        declared = plain | extra if inside(module.name, "fa_serve.server", "fa_serve.__main__") else plain
+        for target, relative in module.imports:
+            name = target.partition(".")[0]
+            ours = relative or name == "fa_serve" or name in sys.stdlib_module_names
+            if not ours and COMES_WITH.get(name, name).lower() not in declared:
+                yield f"{module.name} imports {name}, which pyproject does not declare for it"
+
+
 def configuration_is_read(house: House) -> Iterator[str]:
     """Each field of a *Config, *Params or Settings class is read as an attribute somewhere."""
     nodes = [(module, node) for module in house for node in ast.walk(module.tree)]
@@ -342,6 +360,8 @@ PLANTED: list[tuple[Rule, dict[str, str], str]] = [
     (exports_are_exact, {"fa_serve/engine/__init__.py": "a = 1"}, "fa_serve.engine has no __all__"),
     (packages_are_installed, {"fa_serve/new/__init__.py": ""}, "fa_serve.new is not in pyproject's packages"),
     (packages_are_installed, {"pyproject.toml": "tool.setuptools.packages = ['fa_serve.gone']"}, "fa_serve.gone is in"),
+    (imports_are_declared, {"fa_serve/api.py": "import fastapi"}, "fa_serve.api imports fastapi"),
+    (imports_are_declared, {"server/app.py": "from numpy.typing import NDArray"}, "fa_serve.server.app imports numpy"),
     (
         configuration_is_read,
         {"fa_serve/engine/config.py": "class EngineConfig:\n    a: int\n    b: int\ndef f(c):\n    c.a = c.b"},
@@ -351,8 +371,14 @@ PLANTED: list[tuple[Rule, dict[str, str], str]] = [
 ]
 RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))
 CLEAN = {
-    "pyproject.toml": "tool.setuptools.packages = ['fa_serve', 'fa_serve.backends', 'fa_serve.backends.triton', "
-    "'fa_serve.backends.hopper', 'fa_serve.engine', 'fa_serve.server']",
+    "pyproject.toml": """
+        tool.setuptools.packages = [
+            "fa_serve", "fa_serve.backends", "fa_serve.backends.triton", "fa_serve.backends.hopper", "fa_serve.engine",
+            "fa_serve.server",
+        ]
+        project.dependencies = ["torch>=2", "triton>=3; sys_platform == 'linux'", "transformers"]
+        project.optional-dependencies.server = ["FastAPI[all]>=0.1"]
+    """,
     "fa_serve/__init__.py": '"""."""\nfrom fa_serve.api import attention\n__all__ = ["attention"]',
     "fa_serve/spec.py": '"""."""\nimport torch',
     "fa_serve/testing.py": '"""."""\nfrom fa_serve.backends.reference import f',
