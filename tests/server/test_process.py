@@ -195,7 +195,8 @@ def test_second_signal_ends_at_once(start_server):
     body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 1900, "ignore_eos": True}
     try:
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as response:
-            next(response.iter_raw())
+            pieces = response.iter_raw()  # to be kept: its end would close the connection
+            next(pieces)
             served.process.send_signal(signal.SIGTERM)
             eventually(lambda: httpx.get(f"{served.url}/ready").status_code == 503)
             served.process.send_signal(signal.SIGTERM)
