@@ -89,19 +89,29 @@ class Results:
             "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": commit()
         }  # fmt: skip
 
-    def add(self, case: str, unit: str, ours: float, peers: dict[str, float], *, higher_is_better: bool = True) -> float:
-        best = (max if higher_is_better else min)(peers.values()) if peers else float("nan")
-        ratio = ours / best if higher_is_better else best / ours
+    def add(self, case: str, unit: str, ours: float, peers: dict[str, float]) -> float:
+        """One line; the unit says whether more is better. -> ours against the best peer, NaN without one."""
+        ratio = min((_ratio({"unit": unit, "ours": ours}, theirs) for theirs in peers.values()), default=float("nan"))
         line = {"bench": self.bench, "case": case, "unit": unit, "ours": round(ours, 2),
                 "peers": {name: round(value, 2) for name, value in peers.items()}, "ratio": round(ratio, 3)}  # fmt: skip
         self.lines.append(line | self.machine)
         return ratio
 
-    def geometric_mean(self) -> float:
-        return statistics.geometric_mean([line["ratio"] for line in self.lines if line["ratio"] == line["ratio"]])
-
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
-        ratios = [line["ratio"] for line in self.lines]
-        print(f"{len(ratios)} cells, ratio min {min(ratios):.2f}, geometric mean {self.geometric_mean():.3f} -> {self.path}")
+        for peer in sorted({name for line in self.lines for name in line["peers"]}):
+            self._summarise(peer, {line["case"]: _ratio(line, line["peers"][peer]) for line in self.lines if peer in line["peers"]})
+        self._summarise("best peer", {line["case"]: line["ratio"] for line in self.lines if line["peers"]})
+        print(f"{len(self.lines)} lines -> {self.path}")
+
+    @staticmethod
+    def _summarise(peer: str, ratios: dict[str, float]) -> None:
+        worst = min(ratios, key=ratios.__getitem__)
+        mean = statistics.geometric_mean(ratios.values())
+        print(f"ours / {peer:<10} geometric mean {mean:.3f}, least {ratios[worst]:.3f} at {worst}")
+
+
+def _ratio(line: dict[str, Any], theirs: float) -> float:
+    faster_is_more = line["unit"] not in ("us", "ms", "s")
+    return float(line["ours"] / theirs if faster_is_more else theirs / line["ours"])
