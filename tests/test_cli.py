@@ -1,12 +1,13 @@
 """The command line, up to where a server starts (tests/server/test_process.py goes on from there)."""
 
+import os
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from fa_serve.server.settings import SECRETS, Settings, load
+from fa_serve.server.settings import SECRETS, Settings, load, reference
 from typer.testing import CliRunner
 
 from fa_serve.__main__ import app
@@ -40,7 +41,8 @@ def test_every_setting_is_a_flag():
 
 def test_engine_settings_are_the_engines():
     for field in fields(EngineConfig):
-        assert Settings.model_fields[field.name].default == field.default, field.name
+        if field.name != "max_waiting":  # the engine's queue has no bound of its own accord
+            assert Settings.model_fields[field.name].default == field.default, field.name
 
 
 def test_flags_over_environment_over_file(tmp_path, monkeypatch):
@@ -96,3 +98,14 @@ def test_info_names_a_backend_for_every_case():
 def test_module_and_script_are_the_same():
     for command in ([sys.executable, "-m", "fa_serve"], [str(Path(sys.executable).parent / "fa-serve")]):
         assert "serve" in subprocess.run([*command, "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_the_documented_settings_are_the_settings():
+    """To write them anew: FA_SERVE_WRITE_DOCS=1 pytest tests/test_cli.py"""
+    document = Path(__file__).parents[1] / "docs" / "serving.md"
+    before, rest = document.read_text().split("<!-- settings -->\n")
+    after = rest.split("<!-- end of settings -->")[1]
+    expected = f"{before}<!-- settings -->\n\n{reference()}\n<!-- end of settings -->{after}"
+    if os.environ.get("FA_SERVE_WRITE_DOCS"):
+        document.write_text(expected)
+    assert document.read_text() == expected
