@@ -32,7 +32,9 @@ def gate(head_dim: int, causal: bool, **options: object) -> None:
         case = {"softmax_scale": head_dim**-0.5, "window_size": (-1, 0 if causal else -1)}
         exact, _ = attention_reference(q.double(), k.double(), v.double(), **case)
         out = fa_serve.attention(q, k, v, causal=causal, **options)
-        assert_matches_reference(out, exact, eager_attention(q, k, v, **case), f"D{head_dim} causal={causal} {seqlen_q}x{seqlen_k}")
+        assert_matches_reference(
+            out, exact, eager_attention(q, k, v, **case), f"D{head_dim} causal={causal} {seqlen_q}x{seqlen_k}"
+        )
 
 
 def tflops(seqlen: int, causal: bool, ms: float) -> float:
@@ -63,7 +65,13 @@ def prefill(args: argparse.Namespace) -> None:
                     cu = torch.arange(0, TOKENS + 1, seqlen, device="cuda", dtype=torch.int32)
                     flat = [x.flatten(0, 1) for x in (q, k, v)]
                     calls["fa3"] = lambda flat=flat, cu=cu, seqlen=seqlen, causal=causal: flash3(
-                        *flat, max_seqlen_q=seqlen, cu_seqlens_q=cu, max_seqlen_k=seqlen, cu_seqlens_k=cu, causal=causal, fa_version=3
+                        *flat,
+                        max_seqlen_q=seqlen,
+                        cu_seqlens_q=cu,
+                        max_seqlen_k=seqlen,
+                        cu_seqlens_k=cu,
+                        causal=causal,
+                        fa_version=3,
                     )
                 for name, call in calls.items():
                     theirs = call()

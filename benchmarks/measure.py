@@ -1,7 +1,8 @@
 """What every benchmark here shares: timing, the peers, and how a result is written.
 
-A result is one JSON line: {"bench", "case", "unit", "ours", "peers": {name: value}, "ratio"} and the machine, versions and commit;
-the ratio is ours against the best peer, above 1 when ours is faster. Peers that are not installed are left out of the line.
+A result is one JSON line: {"bench", "case", "unit", "ours", "peers": {name: value}, "ratio"} and the machine, versions and
+commit; the ratio is ours against the best peer, above 1 when ours is faster. Peers that are not installed are left out of the
+line.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         for peer in sorted({name for line in self.lines for name in line["peers"]}):
-            self._summarise(peer, {line["case"]: _ratio(line, line["peers"][peer]) for line in self.lines if peer in line["peers"]})
+            self._summarise(
+                peer, {line["case"]: _ratio(line, line["peers"][peer]) for line in self.lines if peer in line["peers"]}
+            )
         self._summarise("best peer", {line["case"]: line["ratio"] for line in self.lines if line["peers"]})
         print(f"{len(self.lines)} lines -> {self.path}")
 

@@ -33,7 +33,14 @@ SHARED_BYTES = {"sm80": 163 << 10, "sm86": 99 << 10, "sm89": 99 << 10, "sm90": 2
 
 def _launch(dim: int, dim_v: int, dtype: torch.dtype, layout: str = "dense", **options: object) -> None:
     q, k, v = make_qkv(2, 256, 256, 8, 2, dim, dim_v, dtype=dtype)
-    case = {"softmax_scale": 0.1, "window_size": (-1, -1), "softcap": 0.0, "sinks": None, "out": None, "return_lse": True} | options
+    case = {
+        "softmax_scale": 0.1,
+        "window_size": (-1, -1),
+        "softcap": 0.0,
+        "sinks": None,
+        "out": None,
+        "return_lse": True,
+    } | options
     if case["sinks"]:
         case["sinks"] = torch.zeros(8)
     if layout == "dense":
@@ -46,8 +53,8 @@ def _launch(dim: int, dim_v: int, dtype: torch.dtype, layout: str = "dense", **o
         return
     table = torch.zeros(2, 16, dtype=torch.int32)
     k, v = (x.reshape(32, 16, 2, -1).transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
-    launch_forward(q.flatten(0, 1), k, v, cu_seqlens_q=cu, block_table=table, seqused_k=torch.full((2,), 256, dtype=torch.int32),
-                   max_seqlen_q=256, max_seqlen_k=256, **case)  # fmt: skip
+    q, lengths = q.flatten(0, 1), torch.full((2,), 256, dtype=torch.int32)
+    launch_forward(q, k, v, cu_seqlens_q=cu, block_table=table, seqused_k=lengths, max_seqlen_q=256, max_seqlen_k=256, **case)
 
 
 @pytest.mark.parametrize("target", TARGETS)

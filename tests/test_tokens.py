@@ -24,7 +24,10 @@ from fa_serve.engine import Engine, EngineConfig, SamplingParams
 NEW_TOKENS = 24
 END_TOKENS = {0, 2}  # <|endoftext|>, <|im_end|>
 PROMPTS = [
-    *(f"<|im_start|>user\nWhat is {a} + {b}?<|im_end|>\n<|im_start|>assistant\n" for a, b in ((17, 25), (3, 99), (50, 50), (8, 1))),
+    *(
+        f"<|im_start|>user\nWhat is {a} + {b}?<|im_end|>\n<|im_start|>assistant\n"
+        for a, b in ((17, 25), (3, 99), (50, 50), (8, 1))
+    ),
     *(f"def {name}(path):\n    " for name in ("read", "write_all", "is_open", "main", "split_the_lines_of_a_file")),
     *(f"import os\nimport sys\n\n\nclass {name}:\n" for name in ("Reader", "HTTPServer", "Node")),
     "x",

@@ -36,7 +36,7 @@ def test_float16() -> None:
 
 
 def test_strided_inputs_and_out() -> None:
-    """Head-first storage, as transformers has it, and a slice of a wider buffer as `out`: no copy may be needed or made wrong."""
+    """Head-first storage, as transformers has it, and a slice of a wider buffer as `out`: no copy is needed or made wrong."""
     options = {"softmax_scale": 0.125, "window_size": (-1, 0), "softcap": 0.0, "sinks": None, "return_lse": False}
     q, k, v = make_qkv(2, 40, 50, 4, 2, 64)
     plain, _ = launch_forward(q, k, v, out=None, **options)

@@ -2,11 +2,11 @@
 
 One program computes BLOCK_M query rows of one head of one sequence, and walks over the keys in tiles of BLOCK_N; rows of Q are
 split among the warps, K and V are shared by them (FlashAttention-2, Dao 2023, 3.2 and 3.3). The N x N scores never leave the
-registers; the output stays unscaled until the last tile (3.1). Keys wholly outside the causal or window band are never visited, and
-only tiles that cross its edge are masked: the walk is cut in up to three parts, left edge, inside, right edge.
+registers; the output stays unscaled until the last tile (3.1). Keys wholly outside the causal or window band are never visited
+and only tiles that cross its edge are masked: the walk is cut in up to three parts, left edge, inside, right edge.
 
-Layouts differ only in where row r of sequence b lies: dense and varlen add an offset, paged looks the page up. Lengths are runtime
-values read on the device. Left out: splitting one sequence's keys among programs (decode.py), the backward pass.
+Layouts differ only in where row r of sequence b lies: dense and varlen add an offset, paged looks the page up. Lengths are
+runtime values read on the device. Left out: splitting one sequence's keys among programs (decode.py), the backward pass.
 """
 
 from __future__ import annotations
@@ -249,7 +249,8 @@ def launch_forward(
             _descriptor(k, tiles.block_n, block_d) if use_tma else None,
             _descriptor(v, tiles.block_n, block_dv) if use_tma else None,
             cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, softmax_scale, softcap, *window_size, max_seqlen_q,
-            max_seqlen_k, num_m, _head_group(batch * num_heads, num_heads // num_kv_heads, max_seqlen_k, dim + dim_v, k.element_size()),
+            max_seqlen_k, num_m,
+            _head_group(batch * num_heads, num_heads // num_kv_heads, max_seqlen_k, dim + dim_v, k.element_size()),
             *q_strides, *k_strides, *v_strides, *out_strides,
             0 if lse is None or varlen else lse.stride(0), 0 if lse is None else lse.stride(-2), *mask_strides,
             0 if block_table is None else block_table.stride(0),

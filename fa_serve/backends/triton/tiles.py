@@ -26,8 +26,8 @@ def padded_dim(head_dim: int) -> int:
 
 
 def forward_tiles(
-    arch: int, itemsize: int, head_dim: int, head_dim_v: int, max_seqlen_q: int, max_seqlen_k: int, *, causal: bool, paged: bool,
-    masked: bool,
+    arch: int, itemsize: int, head_dim: int, head_dim_v: int, max_seqlen_q: int, max_seqlen_k: int, *, causal: bool,
+    paged: bool, masked: bool,
 ) -> TileConfig:  # fmt: skip
     """The tile of one forward call. `arch` is 10 * major + minor, 0 for a GPU that is not NVIDIA's (or the interpreter)."""
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
