@@ -18,9 +18,9 @@ from contextlib import aclosing
 from typing import Any
 
 from fa_serve import FaServeError, __version__
-from fa_serve.engine import RequestOutput, SamplingParams
+from fa_serve.engine import QueueFullError, RequestOutput, SamplingParams
 
-from .errors import BadRequest, EngineFailed, Unavailable
+from .errors import BadRequest, EngineFailed, TooManyRequests, Unavailable
 from .logprobs import for_chat, for_completion
 from .sampling import sampling_params
 from .schemas import ChatRequest, CompletionRequest, SamplingRequest, Usage
@@ -114,6 +114,8 @@ class Answer(ABC):
             raise
         except ValueError as error:  # the engine knows the size of the vocabulary
             raise BadRequest(f"{error}.", param=self._prompt_field) from None
+        except QueueFullError as error:
+            raise TooManyRequests(f"{error}.", retry_after=1) from None
         except FaServeError as error:
             raise Unavailable(f"{error}.", retry_after=5) from None
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from fa_serve.engine import EngineDeadError, QueueFullError
+
 pytestmark = pytest.mark.anyio
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"model": "fake", "prompt": "Hi"}
@@ -274,6 +276,24 @@ async def test_engine_error(serving, engine, conforms, stream):
     assert response.status_code == (200 if stream else 500)
     conforms("ErrorResponse", json.loads(last))
     assert "out of pages" in last
+
+
+REFUSALS = [(QueueFullError("full"), 429), (EngineDeadError("dead"), 503), (ValueError("bad"), 400)]
+
+
+@pytest.mark.parametrize(("error", "status"), REFUSALS, ids=["full", "dead", "bad"])
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_what_the_engine_refuses(serving, engine, conforms, error, status, stream):
+    async def refuse(*_):
+        raise error
+        yield
+
+    engine.generate = refuse
+    async with serving() as client:
+        response = await client.post("/v1/completions", json={**TEXT, "stream": stream})
+    assert response.status_code == status
+    assert ("retry-after" in response.headers) == (status != 400)
+    conforms("ErrorResponse", response.json())
 
 
 async def test_unforeseen_failure_tells_no_internals(serving, engine, conforms):
