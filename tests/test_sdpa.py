@@ -50,3 +50,26 @@ def test_gradients_match_the_reference() -> None:
         grads.append([leaf.grad for leaf in leaves])
     for ours, exact in zip(*grads, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_head_dim_that_is_not_contiguous(which: str, causal: bool) -> None:
+    """As a convolution over the sequence leaves it."""
+    tensors = dict(zip("qkv", make_qkv(2, 9, 9, 4, 2, 16), strict=True))
+    expected = fa_serve.attention(*tensors.values(), causal=causal, backend="reference")
+    tensors[which] = tensors[which].transpose(1, 3).contiguous().transpose(1, 3)
+    assert tensors[which].stride(-1) != 1
+    torch.testing.assert_close(fa_serve.attention(*tensors.values(), causal=causal, backend="sdpa"), expected)
+
+
+def test_a_learned_mask_gets_its_gradient() -> None:
+    q, k, v = make_qkv(1, 7, 9, 4, 2, 16)
+    weights = torch.randn(1, 7, 4, 16, generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for backend in ("sdpa", "reference"):
+        bias = torch.linspace(-1, 1, 4 * 63).view(1, 4, 7, 9).requires_grad_()
+        (fa_serve.attention(q, k, v, mask=bias, backend=backend) * weights).sum().backward()
+        gradients.append(bias.grad)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0.01

@@ -201,8 +201,9 @@ def _one_call(
         bias = bias.masked_fill(dead, 0.0)
     uses_lse = return_lse or sinks is not None
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if softcap or (uses_lse and (wants_grad or q.device.type != "cpu")):
-        # the fused operators have no softcap and no gradient through lse, and only the CPU's hands lse out
+    bias_grad = torch.is_grad_enabled() and bias is not None and bias.requires_grad
+    if softcap or bias_grad or (uses_lse and (wants_grad or q.device.type != "cpu")):
+        # the fused operators have no softcap, no gradient of a mask or through lse, and only the CPU's hands lse out
         out, lse = _open(q, k, v, scale, causal, softcap, bias)
     elif q.device.type == "cpu":
         out, lse = _fused_cpu(q, k, v, scale, causal, bias)
@@ -221,6 +222,8 @@ def _one_call(
 
 
 def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    # the operator believes that the last dimension is contiguous
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     dim, dim_v = q.shape[-1], v.shape[-1]
     if dim != dim_v:  # the operator takes one head size: zeros change neither the scores nor the kept columns
         q, k, v = (F.pad(x, (0, max(dim, dim_v) - x.shape[-1])) for x in (q, k, v))
