@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     torch.testing.assert_close(out[-1:], expected, rtol=0, atol=0)
 
 
-def test_no_host_synchronisation() -> None:
+def test_no_host_synchronisation(no_synchronisation: Callable[[], AbstractContextManager[None]]) -> None:
     q, k, v = make_qkv(2, 100, 100, 4, 2, 64, dtype=torch.float16, device="cuda")
     cu = torch.tensor([0, 100, 200], dtype=torch.int32, device="cuda")
     table = torch.arange(16, dtype=torch.int32, device="cuda").view(2, 8)
@@ -81,10 +82,5 @@ def test_no_host_synchronisation() -> None:
         fa_serve.attention_paged(flat[0], cache, cache, block_table=table, seqused_k=used, cu_seqlens_q=cu, max_seqlen_q=100)
 
     everything()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

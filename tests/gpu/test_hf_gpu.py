@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import hf_families
@@ -135,7 +136,9 @@ def test_offloaded_caches(family: Family, implementation: str) -> None:
 
 
 @each([BY_NAME[name] for name in ("llama", "gemma2")])
-def test_paged_forward_neither_waits_for_the_gpu_nor_resists_capture(family: Family) -> None:
+def test_paged_forward_neither_waits_for_the_gpu_nor_resists_capture(
+    family: Family, no_synchronisation: Callable[[], AbstractContextManager[None]]
+) -> None:
     eager, ours = pair(family)
     ids = tokens(3, LENGTH)
     expected = eager(ids).logits
@@ -153,12 +156,8 @@ def test_paged_forward_neither_waits_for_the_gpu_nor_resists_capture(family: Fam
     )
     arguments = (ids[:, 10].contiguous(), torch.full((3,), 10), batch, torch.arange(3))
     hf.paged_forward(ours, *arguments)  # compiles the kernels
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         actual = hf.paged_forward(ours, *arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     hf_families.assert_same(actual, expected[:, 10])
 
     graph = torch.cuda.CUDAGraph()

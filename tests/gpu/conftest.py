@@ -1,0 +1,28 @@
+"""What the GPU suite shares."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+import torch
+
+
+@contextmanager
+def _no_synchronisation() -> Iterator[None]:
+    """A call inside that makes the host wait for the device raises RuntimeError."""
+    torch.cuda.synchronize()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls this mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def no_synchronisation() -> Callable[[], AbstractContextManager[None]]:
+    return _no_synchronisation
