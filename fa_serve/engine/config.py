@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -22,11 +24,12 @@ class EngineConfig:
     num_pages:              pages of the KV cache; None sizes it by memory
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together
     max_num_seqs:           sequences that run at once
-    max_waiting:            requests that may wait beyond the running ones; None sets no limit
+    max_waiting:            requests that may wait beyond the running ones
     max_num_batched_tokens: tokens in one step, prompts' chunks and single tokens together
     max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
     prefix_caching:         keep the pages of finished requests for prompts that begin alike
     eager:                  no CUDA graphs: every step launches its kernels one by one
+    process:                the async engine runs in a process of its own; None: if it is on a GPU
     seed:                   from which requests without a seed draw theirs; None is a fresh one each time
     """
 
@@ -37,11 +40,12 @@ class EngineConfig:
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 256
-    max_waiting: int | None = None
+    max_waiting: int = 1024
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
     prefix_caching: bool = True
     eager: bool = False
+    process: bool | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -69,3 +73,10 @@ class EngineConfig:
 
             return str(model_path())
         return str(self.model)
+
+    def resolve_device(self) -> str:
+        return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+    @property
+    def in_process(self) -> bool:
+        return self.resolve_device().startswith("cuda") if self.process is None else self.process

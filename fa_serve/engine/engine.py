@@ -28,11 +28,13 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import tqdm
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.model_runner import ModelRunner, PendingResult
 from fa_serve.engine.pages import PageTable
+from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.request import Completion, QueueFullError, Request, RequestOutput, SamplingParams, TokenLogprob
 from fa_serve.engine.scheduler import ScheduledBatch, Scheduler
 from fa_serve.hf import NAME, patch
@@ -67,11 +69,10 @@ class Engine:
     ) -> None:
         config = config or EngineConfig()
         if model is None:
-            model, tokenizer = _load(config)
+            tokenizer, model = load_tokenizer(config), _load_model(config)
         else:
             patch(model)
         self.tokenizer = tokenizer
-        self._text_tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
         self._runner = ModelRunner(model, config)
         num_pages, self.max_model_len = _sizes(config, self._runner)
         self._runner.allocate(num_pages, self.max_model_len)
@@ -86,6 +87,8 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        self.vocab_size = self._runner.vocab_size
+        self._reader = PromptReader(tokenizer, self.vocab_size, self.max_model_len)
         self._eos_ids = _eos_ids(model)
         self._depth = 1 if model.device.type == "cuda" else 0
         self._inflight: deque[tuple[ScheduledBatch, PendingResult]] = deque()
@@ -109,18 +112,24 @@ class Engine:
         Raises ValueError for a prompt that is empty, too long or not of this vocabulary, and for an id that is in use;
         QueueFullError when max_waiting requests wait already.
         """
-        params = params or SamplingParams()
-        waiting = len(self._scheduler.requests) - self.config.max_num_seqs
-        if self.config.max_waiting is not None and waiting >= self.config.max_waiting:
+        if not self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already")
-        tokens = self.tokenize(prompt)
-        if params.stop and self._text_tokenizer is None:
+        self._submit(self._request(request_id, prompt, params or SamplingParams(), priority), timeout)
+
+    @property
+    def _room(self) -> int:
+        """Requests that may still come before the queue is full."""
+        return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.requests), 0)
+
+    def _request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0) -> Request:
+        tokens = self._reader.read(prompt)
+        if params.stop and self.tokenizer is None:
             raise ValueError("stop must be empty: this engine has no tokenizer")
-        if (largest := max(params.token_ids(), default=0)) >= self._runner.vocab_size:
-            raise ValueError(f"token ids must be below {self._runner.vocab_size}, the size of the vocabulary, got {largest}")
+        if (largest := max(params.token_ids(), default=0)) >= self.vocab_size:
+            raise ValueError(f"token ids must be below {self.vocab_size}, the size of the vocabulary, got {largest}")
         room = self.max_model_len - len(tokens)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        request = Request(
+        return Request(
             request_id=request_id,
             prompt=tokens,
             params=params,
@@ -129,31 +138,14 @@ class Engine:
             end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
             rank=(time.monotonic() + PRIORITY_SECONDS * priority, next(self._serial)),
         )
+
+    def _submit(self, request: Request, timeout: float | None = None) -> None:
         self._scheduler.add(request)
         if timeout is not None:
             heappush(self._deadlines, (time.monotonic() + timeout, next(self._serial), timeout, request))
-        if self._text_tokenizer is not None:
-            self._streams[request_id] = TextStream(self._text_tokenizer, tokens, params.stop)
-
-    def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        """A prompt as this engine's token ids, checked. Safe to call from any thread."""
-        if isinstance(prompt, str):
-            if self._text_tokenizer is None:
-                raise ValueError("prompt must be token ids: this engine has no tokenizer")
-            tokens: list[int] = self._text_tokenizer.encode(prompt).ids
-        else:
-            tokens = list(prompt)
-            vocab = self._runner.vocab_size
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
-                raise ValueError(f"prompt must hold token ids from 0 to {vocab - 1}, got {min(tokens)} to {max(tokens)}")
-        if not tokens:
-            raise ValueError("prompt must have at least one token, got none")
-        if len(tokens) >= self.max_model_len:
-            raise ValueError(
-                f"prompt must be shorter than max_model_len = {self.max_model_len} tokens, to leave room for an answer, "
-                f"got {len(tokens)}"
-            )
-        return tokens
+        if self.tokenizer is not None:
+            stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, request.params.stop)
+            self._streams[request.request_id] = stream
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request; its pages are free when this returns. None if it has ended already or never was."""
@@ -180,24 +172,35 @@ class Engine:
         return outputs
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
     ) -> list[Completion]:
-        """Answers to all prompts, in their order; `params` for all, or one for each. Other requests' outputs are lost."""
+        """Answers to all prompts, in their order; `params` for all, or one for each. `progress` shows a bar on stderr.
+
+        There may be more prompts than the queue holds. Outputs of other requests are lost. Raises ValueError as add_request
+        does, before anything is computed.
+        """
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params must be one, or one for each of {len(prompts)} prompts, got {len(params)}")
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
+        queue = deque(map(self._request, ids, prompts, params))
         whole: dict[str, RequestOutput] = {}
         try:
-            for request_id, prompt, wanted in zip(ids, prompts, params, strict=True):
-                self.add_request(request_id, prompt, wanted)
-            while self.has_unfinished():
-                for output in self.step():
-                    if output.request_id in whole:
-                        whole[output.request_id].absorb(output)
-                    else:
-                        whole[output.request_id] = output
+            with tqdm(total=len(prompts), unit="request", disable=not progress) as bar:
+                while queue or self.has_unfinished():
+                    for _ in range(min(self._room, len(queue))):
+                        self._submit(queue.popleft())
+                    for output in self.step():
+                        if output.request_id in whole:
+                            whole[output.request_id].absorb(output)
+                        else:
+                            whole[output.request_id] = output
+                        bar.update(output.finished)
         finally:
             for request_id in ids:
                 self.abort(request_id)
@@ -308,15 +311,16 @@ def _completion(output: RequestOutput) -> Completion:
     )
 
 
-def _load(config: EngineConfig) -> tuple[PreTrainedModel, Any]:
-    path = config.model_path()
-    start = time.perf_counter()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=config.dtype, attn_implementation=NAME)
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+def load_tokenizer(config: EngineConfig) -> Any:
+    return AutoTokenizer.from_pretrained(config.model_path())
+
+
+def _load_model(config: EngineConfig) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(config.model_path(), dtype=config.dtype, attn_implementation=NAME)
+    device = config.resolve_device()
     cast(torch.nn.Module, model).to(device)
-    log.info("weights: %s on %s in %.1f s", config.model_name, device, time.perf_counter() - start)
-    return model, tokenizer
+    log.info("weights: %s on %s", config.model_name, device)
+    return cast(PreTrainedModel, model)
 
 
 def _sizes(config: EngineConfig, runner: ModelRunner) -> tuple[int, int]:

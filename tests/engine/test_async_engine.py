@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,7 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, SamplingParams
+from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, QueueFullError, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
@@ -67,7 +71,7 @@ def test_a_slow_consumer_gets_everything_in_one_output(make_engine, tokenizer) -
         async with started(make_engine()) as engine:
             stream = engine.generate("the quick", GREEDY, "slow")
             first = await anext(stream)
-            await until(lambda: not engine.engine.has_unfinished())
+            await until(lambda: engine.stats().num_output_tokens == 12)
             return [first] + [output async for output in stream]
 
     outputs = asyncio.run(main())
@@ -179,3 +183,47 @@ def test_start_loads_the_model(model_folder) -> None:
 
     prompt, tokens = asyncio.run(main())
     assert tokens == greedy(make_model(), prompt, 12)
+
+
+def test_a_process_of_its_own(model_folder, caplog) -> None:
+    """Streams, rejections, an abort, and at last the process is killed from outside."""
+
+    async def main():
+        config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_num_seqs=4, max_waiting=4)
+        engine = AsyncEngine(config)
+        await engine.start()
+        assert (engine.config.num_pages, engine.max_model_len, engine.is_alive) == (64, 256, True)
+        streams = await asyncio.gather(*(collect(engine, [i, 5], name=f"r{i}") for i in range(6)))
+        long = SamplingParams(max_tokens=250, logprobs=1)
+        crowd = [asyncio.create_task(collect(engine, "the fox", long, name=f"c{i}")) for i in range(9)]
+        rejected = await asyncio.wait(crowd, return_when=asyncio.FIRST_EXCEPTION)
+        with pytest.raises(QueueFullError, match="4 requests wait already"):
+            await rejected[0].pop()
+        await engine.abort("c0")
+        assert (await crowd[0])[-1].finish_reason == "abort"
+        await until(lambda: engine.stats().num_running > 0)
+        (process,) = multiprocessing.active_children()
+        os.kill(process.pid, signal.SIGKILL)
+        ends = [(await task)[-1] for task in crowd[1:8]]
+        with pytest.raises(EngineDeadError, match="exit code -9"):
+            await collect(engine, [1])
+        await engine.shutdown()
+        return streams, ends
+
+    with caplog.at_level(logging.INFO, "fa_serve.engine"):
+        streams, ends = asyncio.run(main())
+    reference = make_model()
+    for i, outputs in enumerate(streams):
+        assert outputs[0].prompt_token_ids == [i, 5]
+        assert [t for output in outputs for t in output.token_ids] == greedy(reference, [i, 5], 12)
+    assert {(end.finish_reason, end.error) for end in ends} == {
+        ("error", "the engine has ended: its process ended with exit code -9")
+    }
+    assert "KV cache: 64 pages" in caplog.text, "the process tells its phases here"
+
+
+def test_a_process_that_cannot_start_says_why(model_folder) -> None:
+    config = EngineConfig(model=model_folder, device="cpu", num_pages=4, max_model_len=100, process=True)
+    with pytest.raises(ValueError, match="max_model_len must be at most 64, what 4 pages of 16 tokens hold, got 100"):
+        asyncio.run(AsyncEngine(config).start())
+    assert not multiprocessing.active_children()

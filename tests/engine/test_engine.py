@@ -287,6 +287,18 @@ def test_no_more_than_max_waiting_requests_wait(make_engine) -> None:
     engine.add_request("d", [1], GREEDY)
 
 
+def test_generate_takes_more_prompts_than_the_queue(make_engine, capsys) -> None:
+    engine = make_engine(max_num_seqs=2, max_waiting=1)
+    asked = prompts(9)
+    completions = engine.generate(asked, GREEDY, progress=True)
+    reference = make_model()
+    assert [c.token_ids for c in completions] == [greedy(reference, prompt, 12) for prompt in asked]
+    assert "9/9" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.generate([[1]] * 8 + [[]], GREEDY)
+    assert engine.stats().num_output_tokens == 9 * 12, "nothing is computed when a prompt is bad"
+
+
 def test_loading_from_a_folder(model_folder) -> None:
     engine = Engine(EngineConfig(model=model_folder, device="cpu", num_pages=32))
     assert (engine.config.dtype, engine.config.device, engine.config.max_model_len) == ("float32", "cpu", 256)

@@ -1,0 +1,39 @@
+"""Prompts into token ids, checked. It stands apart from the engine so that another process can do it.
+
+tokens = PromptReader(tokenizer, vocab_size=32000, max_model_len=4096).read("Once upon a time")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class PromptReader:
+    """tokenizer: of transformers, or None: then prompts are token ids. Safe to use from any thread."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
+        self._encode = None if tokenizer is None else tokenizer.backend_tokenizer.encode
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    def read(self, prompt: str | Sequence[int]) -> list[int]:
+        """Raises ValueError for a prompt that is empty, too long, or not of this vocabulary."""
+        if not isinstance(prompt, str):
+            tokens = list(prompt)
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+                raise ValueError(
+                    f"prompt must hold token ids from 0 to {self._vocab_size - 1}, got {min(tokens)} to {max(tokens)}"
+                )
+        elif self._encode is None:
+            raise ValueError("prompt must be token ids: this engine has no tokenizer")
+        else:
+            tokens = self._encode(prompt).ids
+        if not tokens:
+            raise ValueError("prompt must have at least one token, got none")
+        if len(tokens) >= self._max_model_len:
+            raise ValueError(
+                f"prompt must be shorter than max_model_len = {self._max_model_len} tokens, to leave room for an answer, "
+                f"got {len(tokens)}"
+            )
+        return tokens

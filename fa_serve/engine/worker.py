@@ -1,0 +1,253 @@
+"""The engine's loop, in a thread or in a process of its own, behind one small interface.
+
+    worker = ProcessWorker(config, on_message=..., on_death=...)
+    ready = worker.start()                   # loads the model; returns when it serves
+    worker.send(Add("request-1", [1, 2, 3], params))
+    worker.stop()
+
+Commands go in one by one; what a step produced comes out as one message, whatever the number of requests. `on_message` and
+`on_death` are called from a thread of the worker's. Neither way does a step wait for anybody: the thread's commands lie in a
+queue, and in a process two more threads do nothing but read from the pipe and write to it.
+
+A thread shares the interpreter with its surroundings, which is fine for small machines and for tests. A process has one of its
+own: at tens of thousands of tokens a second, turning them into replies takes a core. Left out: asyncio (async_engine.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import multiprocessing
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.engine import Engine, EngineStats, load_tokenizer
+from fa_serve.engine.request import RequestOutput, SamplingParams
+from fa_serve.spec import FaServeError
+
+log = logging.getLogger("fa_serve.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams | None
+    priority: int = 0
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_id: str
+
+
+Command = Add | Abort | None  # None ends the engine
+Commands = queue.SimpleQueue[Command]
+
+
+@dataclass(slots=True)
+class Message:
+    """What one step produced, and what became of the commands before it. `rejected` requests were never added."""
+
+    stats: EngineStats
+    outputs: list[RequestOutput] = field(default_factory=list)
+    rejected: list[tuple[str, Exception]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Ready:
+    """What the world outside has to know of a loaded engine. `config` is resolved."""
+
+    config: EngineConfig
+    vocab_size: int
+    stats: EngineStats
+    tokenizer: Any
+
+
+class Worker(Protocol):
+    def start(self) -> Ready: ...
+    def send(self, command: Add | Abort) -> None: ...
+    def stop(self) -> None: ...
+
+
+def serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None]) -> None:
+    """Run the engine until the command None comes."""
+    while True:
+        outputs: list[RequestOutput] = []
+        rejected: list[tuple[str, Exception]] = []
+        # wait for a command only when there is nothing to compute and nothing to deliver
+        while not commands.empty() or not (engine.has_unfinished() or outputs or rejected):
+            command = commands.get()
+            if command is None:
+                return
+            if isinstance(command, Abort):
+                output = engine.abort(command.request_id)
+                outputs += [] if output is None else [output]
+                continue
+            try:
+                engine.add_request(
+                    command.request_id, command.prompt, command.params, priority=command.priority, timeout=command.timeout
+                )
+            except (ValueError, FaServeError) as error:
+                rejected.append((command.request_id, error))
+        outputs += engine.step()
+        deliver(Message(engine.stats(), outputs, rejected))
+
+
+class ThreadWorker:
+    def __init__(
+        self, source: Engine | EngineConfig | None, on_message: Callable[[Message], None], on_death: Callable[[str], None]
+    ) -> None:
+        self._source, self._on_message, self._on_death = source, on_message, on_death
+        self._commands: Commands = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Ready:
+        engine = self._source if isinstance(self._source, Engine) else Engine(self._source)
+        self._thread = threading.Thread(target=self._run, args=(engine,), name="fa_serve-engine", daemon=True)
+        self._thread.start()
+        return Ready(engine.config, engine.vocab_size, engine.stats(), engine.tokenizer)
+
+    def send(self, command: Add | Abort) -> None:
+        self._commands.put(command)
+
+    def stop(self) -> None:
+        """End the thread after the step that it is in."""
+        self._commands.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, engine: Engine) -> None:
+        try:
+            serve(engine, self._commands, self._on_message)
+        except BaseException as error:
+            log.exception("the engine has ended")
+            self._on_death(f"{type(error).__name__}: {error}")
+
+
+class ProcessWorker:
+    def __init__(
+        self, config: EngineConfig | None, on_message: Callable[[Message], None], on_death: Callable[[str], None]
+    ) -> None:
+        self._config, self._on_message, self._on_death = config or EngineConfig(), on_message, on_death
+        self._commands: Commands = queue.SimpleQueue()
+        self._stopping = False
+        self._process: Any = None
+
+    def start(self) -> Ready:
+        # a fresh interpreter: a fork would inherit threads' locks and a CUDA context that is none
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(self._config, theirs), name="fa_serve-engine", daemon=True)
+        self._process.start()
+        theirs.close()
+        try:
+            tokenizer = load_tokenizer(self._config)
+            ready = self._wait(ours)
+        except BaseException:
+            self._process.kill()
+            self._process.join()
+            raise
+        ready.tokenizer = tokenizer
+        threading.Thread(target=self._read, args=(ours,), name="fa_serve-engine-read", daemon=True).start()
+        threading.Thread(target=_forward, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
+        return ready
+
+    def _wait(self, connection: Connection) -> Ready:
+        while (received := _receive(connection)) is not None:
+            if isinstance(received, Ready):
+                return received
+            if isinstance(received, Exception):
+                raise received
+            logging.getLogger(received.name).handle(received)
+        self._process.join()
+        raise RuntimeError(f"the engine's process ended with exit code {self._process.exitcode} while loading")
+
+    def send(self, command: Add | Abort) -> None:
+        self._commands.put(command)
+
+    def stop(self) -> None:
+        """End the process after the step that it is in; kill it if that takes more than half a minute."""
+        self._stopping = True
+        self._commands.put(None)
+        if self._process is not None:
+            self._process.join(30)
+            self._process.kill()
+            self._process.join()
+
+    def _read(self, connection: Connection) -> None:
+        error = None
+        while (received := _receive(connection)) is not None:
+            if isinstance(received, Message):
+                self._on_message(received)
+            elif isinstance(received, Exception):
+                error = received
+            else:
+                logging.getLogger(received.name).handle(received)
+        self._process.join()
+        if error is not None:
+            self._on_death(f"{type(error).__name__}: {error}")
+        elif not self._stopping:
+            self._on_death(f"its process ended with exit code {self._process.exitcode}")
+
+
+def _main(config: EngineConfig, connection: Connection) -> None:
+    """The process: its main thread runs the engine, one thread reads commands and one writes messages."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which then drains and stops us
+    commands: Commands = queue.SimpleQueue()
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    logging.getLogger().addHandler(logging.handlers.QueueHandler(messages))
+    logging.getLogger("fa_serve").setLevel(logging.INFO)
+    writer = threading.Thread(target=_forward, args=(messages, connection))
+    writer.start()
+
+    def deliver(message: Message) -> None:
+        for output in message.outputs:
+            output.prompt_token_ids = []  # the other side knows them
+        messages.put(message)
+
+    try:
+        engine = Engine(config)
+        messages.put(Ready(engine.config, engine.vocab_size, engine.stats(), None))
+        threading.Thread(target=_listen, args=(connection, commands), daemon=True).start()
+        try:
+            serve(engine, commands, deliver)
+        except Exception:
+            log.exception("the engine has ended")
+            raise
+    except Exception as error:
+        messages.put(error)
+    finally:
+        messages.put(None)
+        writer.join()
+
+
+def _listen(connection: Connection, commands: Commands) -> None:
+    while (command := _receive(connection)) is not None:
+        commands.put(command)
+    commands.put(None)  # the parent wants us to end, or is no more
+
+
+def _forward(source: queue.SimpleQueue[Any], connection: Connection) -> None:
+    """Send what comes, up to and with None."""
+    try:
+        while (item := source.get()) is not None:
+            connection.send(item)
+        connection.send(None)
+    except OSError:
+        pass  # nobody is there any more; whoever reads from the other end notices too
+
+
+def _receive(connection: Connection) -> Any:
+    """The next item, None if there will be none."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        return None
