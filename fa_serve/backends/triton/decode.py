@@ -4,18 +4,21 @@ One program holds the queries of one KV head, up to BLOCK_M packed (token, query
 sequence's keys. Pieces are cut on the device, from the lengths there, so one captured CUDA graph is right for every length:
 
 - balanced (`num_splits == 0`): the batch's key blocks are cut in about `parts` equal shares, so a sequence 20 times longer gets
-  20 times the programs. Each program finds its piece with a prefix sum over the batch.
+  20 times the programs. Each program finds its piece with a prefix sum over the batch. What counts is how the pieces fill the
+  GPU: exactly one wave of resident programs, or several; 1.3 waves last as long as 2.
 - fixed (`num_splits > 0`, or a batch of one): each sequence is cut in `parts` pieces by its own length. With `num_splits` given
   the tile, too, depends on nothing but heads and dtypes: a row's result is bitwise the same whatever else is in the batch.
 
 A sequence of one piece is written at once; the others leave (out, lse) per piece, which `_combine` merges. On Hopper and later
 both kernels are launched programmatically: the next starts while this one drains, and waits for its results (griddepcontrol).
-Left out: long prompts (forward.py) and writing the cache (kv_cache.py).
+A float8 cache is widened to float16, which holds every e4m3 number and takes one instruction for two; queries of another type
+are scaled by a power of two per row, so that they fit. Sequences with more than `max_seqlen_q` queries are skipped: in a mixed
+batch they are forward.py's. Left out: long prompts (forward.py) and writing the cache (kv_cache.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
@@ -24,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
+from fa_serve.backends.launch import launch
 from fa_serve.backends.triton.primitives import (
     LOG2E,
     finish_softmax,
@@ -40,6 +44,7 @@ class DecodeTiles:
 
     parts: pieces per sequence, or, when balanced, equal shares of the whole batch's key blocks
     min_blocks: no piece is cut shorter than this many key blocks
+    prefetch: page numbers are read one block ahead of their keys
     """
 
     block_m: int
@@ -49,6 +54,7 @@ class DecodeTiles:
     parts: int
     balanced: bool
     min_blocks: int = 1
+    prefetch: bool = True
 
 
 @lru_cache(maxsize=4096)
@@ -61,28 +67,37 @@ def decode_tiles(
     rows = groups if num_splits else groups * max_seqlen_q
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
     block_m = min(64, padded_dim(rows))
-    # 16 rows by 64 keys on 2 warps was the fastest of all tried on the H200 nearly everywhere (bf16, head_dim 64 and 128)
-    block_n, num_warps = 64 if width <= 128 else 32, 2 if block_m == 16 and width <= 128 else 4
+    # (64 keys, 4 warps, 3 stages) is within 4% of the fastest tile on the H200 in the mean of 45 cells, where every other
+    # one falls behind somewhere by 17 to 46%; by its 160 registers (80 at head_dim 64) 3 programs (6) live on an SM
+    block_n, num_warps, most_stages, resident = 64, 4, 3, 3 if width > 64 else 6
     if kv_itemsize == 1:
-        # what is converted on the way spills on 2 warps
-        num_warps = 4
+        # half the bytes a key, so twice the keys in flight
+        block_n, resident = 128, 2 if width > 64 else 3
+    if width > 128:
+        block_n, most_stages, resident = 32, 4, 2
     if itemsize == 4:
         # float32 products run on the FMA units, their operands live in registers
-        block_m, block_n, num_warps = min(block_m, 32), 32 if width <= 128 else 16, 8
+        block_m, block_n, num_warps, most_stages, resident = min(block_m, 32), 32 if width <= 128 else 16, 8, 4, 2
+    if block_m > 16 or arch not in (90, 100):
+        block_n, most_stages, resident = min(block_n, 64), 4, 2
     tile_bytes = block_n * (padded_dim(head_dim) + padded_dim(head_dim_v)) * kv_itemsize
     q_bytes = block_m * padded_dim(head_dim) * itemsize
-    num_stages = min(4, max(2, 1 + (_pipeline_bytes(arch) - q_bytes) // tile_bytes))
+    num_stages = min(most_stages, max(2, 1 + (_pipeline_bytes(arch) - q_bytes) // tile_bytes))
+    tiles = DecodeTiles(block_m, block_n, num_warps, num_stages, num_splits, False)
     if num_splits:
-        return DecodeTiles(block_m, block_n, num_warps, num_stages, num_splits, False)
+        return tiles
     units = num_kv_heads * triton.cdiv(groups * max_seqlen_q, block_m)
     max_blocks = triton.cdiv(max_seqlen_k, block_n)
-    if max_blocks <= 1 or (batch * units >= 4 * num_sms and max_blocks <= 8):
-        # every SM has several programs of a few microseconds: nothing to balance, and no second launch
-        return DecodeTiles(block_m, block_n, num_warps, num_stages, 1, False)
-    parts = triton.cdiv(4 * num_sms, units)
+    if max_blocks <= 1 or (batch * units >= 4 * num_sms and max_blocks * block_n <= 1024):
+        # every SM has several programs of a few microseconds: nothing to balance, and no second launch (6% at 128 x 1024)
+        return replace(tiles, parts=1)
+    wave = max(1, resident * num_sms // units)  # pieces that run at once
     if batch == 1:
-        return DecodeTiles(block_m, block_n, num_warps, num_stages, min(parts, max_blocks), False)
-    return DecodeTiles(block_m, block_n, num_warps, num_stages, parts, True, 2)
+        return replace(tiles, parts=min(wave, max_blocks))
+    if 2 * batch <= wave:
+        # rounding up gives each sequence at most one piece more: all of them run at once (16 uneven sequences: -8%)
+        return replace(tiles, parts=wave - batch, balanced=True, min_blocks=2)
+    return replace(tiles, parts=4 * wave, balanced=True, min_blocks=4)
 
 
 def _pipeline_bytes(arch: int) -> int:
@@ -101,6 +116,32 @@ def _wait_for_previous_kernel(PDL: tl.constexpr):
 
 
 @triton.jit
+def _widen(x, dtype: tl.constexpr, PTX: tl.constexpr):
+    """A tile of the cache in the type of the product.
+
+    The conversion of float8 is impure for Triton's eyes alone: it keeps it from moving behind the load from shared memory,
+    where values, transposed, would be read byte by byte (64 loads for 64 keys) and copied in by 8 bytes, not 16.
+    """
+    if PTX and x.dtype == tl.float8e4nv and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }", "=r,=r,r", [x],
+            dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    return x.to(dtype)
+
+
+@triton.jit
+def _fit_float16(q):
+    """-> q / 2^e in float16 and 2^e [BLOCK_M] with 1 <= max |q / 2^e| < 2: exact for bfloat16 from the largest 2^-14 down."""
+    x = q.to(tl.float32)
+    # the exponent's bits alone are a power of two; 0 and the largest, whose inverses are not normal numbers, are kept off
+    exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)
+    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+    return (x * inverse[:, None]).to(tl.float16), exponent.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _visible_blocks(q_len, kv_len, window_left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr):
     """-> the first key that any query of the sequence sees, its block, and how many blocks there are from it on."""
     first_key = kv_len * 0
@@ -112,7 +153,7 @@ def _visible_blocks(q_len, kv_len, window_left, HAS_LEFT: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def _balanced_pieces(
-    used_k_ptr, cu_q_ptr, batch, parts, min_blocks, window_left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
+    used_k_ptr, cu_q_ptr, batch, parts, min_blocks, max_q, window_left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
     BATCH_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """-> sequence numbers and how many pieces each gets [BATCH_BLOCK].
@@ -124,22 +165,25 @@ def _balanced_pieces(
     q_len = tl.load(cu_q_ptr + index + 1, mask=live, other=0) - tl.load(cu_q_ptr + index, mask=live, other=0)
     kv_len = tl.load(used_k_ptr + index, mask=live, other=0)
     _, _, blocks = _visible_blocks(q_len, kv_len, window_left, HAS_LEFT, BLOCK_N)
-    blocks = tl.where(q_len > 0, blocks, 0)
+    ours = (q_len > 0) & (q_len <= max_q)
+    blocks = tl.where(ours, blocks, 0)
     share = tl.maximum((tl.sum(blocks, 0) + parts - 1) // parts, min_blocks)
-    return index, tl.where(q_len > 0, tl.maximum((blocks + share - 1) // share, 1), 0)
+    return index, tl.where(ours, tl.maximum((blocks + share - 1) // share, 1), 0)
 
 
 @triton.jit(
-    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "window_left", "window_right"]
-)
+    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "max_q", "window_left",
+                       "stride_lh", "window_right", "stride_table"]
+)  # fmt: skip
 def _decode(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, table_ptr, used_k_ptr, cu_q_ptr, sinks_ptr,
-    k_descale_ptr, v_descale_ptr, scale, softcap, batch, units, tiles_per_head, unit_rows, parts, min_blocks, window_left,
-    window_right, stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_ot, stride_oh,
-    stride_lh, stride_table,
-    GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BALANCED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    k_descale_ptr, v_descale_ptr, batch, units, tiles_per_head, unit_rows, parts, min_blocks, max_q, window_left, stride_lh,
+    window_right, stride_table, scale, softcap,
+    stride_ot, stride_oh, stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
+    GROUPS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr, HAS_LEFT: tl.constexpr, PDL: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PREFETCH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     _wait_for_previous_kernel(PDL)
     # the KV heads of one piece run side by side: in a (page, token, head, dim) cache they read one stretch of memory
@@ -150,7 +194,7 @@ def _decode(
 
     if BALANCED:
         index, pieces = _balanced_pieces(
-            used_k_ptr, cu_q_ptr, batch, parts, min_blocks, window_left, HAS_LEFT, BLOCK_N, BATCH_BLOCK
+            used_k_ptr, cu_q_ptr, batch, parts, min_blocks, max_q, window_left, HAS_LEFT, BLOCK_N, BATCH_BLOCK
         )
         ends = tl.cumsum(pieces, 0)
         seq = tl.sum((ends <= piece).to(tl.int32), 0)
@@ -169,7 +213,7 @@ def _decode(
         num_parts = tl.minimum(tl.maximum(blocks // min_blocks, 1), parts)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live = rows < q_len * GROUPS
-    if (part >= num_parts) | (tile * BLOCK_M >= q_len * GROUPS):
+    if (part >= num_parts) | (tile * BLOCK_M >= q_len * GROUPS) | (q_len > max_q):
         return
 
     # int64 before any product with a stride: caches pass 2^31 elements
@@ -181,6 +225,9 @@ def _decode(
     offs_n = tl.arange(0, BLOCK_N)
     q_ptrs = q_ptr + (token * stride_qt + head * stride_qh)[:, None] + offs_d[None, :]
     q = tl.load(q_ptrs, mask=live[:, None] & (offs_d < DIM)[None, :], other=0.0)
+    row_scale = None
+    if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        q, row_scale = _fit_float16(q)
     k_ptr += kv64 * stride_kh
     v_ptr += kv64 * stride_vh
     table_ptr += seq.to(tl.int64) * stride_table
@@ -204,20 +251,26 @@ def _decode(
     if HAS_RIGHT:
         last_token = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, q_len * GROUPS - 1) // GROUPS
         end = tl.minimum(end, (tl.maximum(last_token + offset + window_right + 1, 0) + BLOCK_N - 1) // BLOCK_N)
-    cols = begin * BLOCK_N + offs_n
-    page = tl.load(table_ptr + cols // PAGE_SIZE, mask=(cols >= first_key) & (cols < kv_len), other=0)
+    if PREFETCH:
+        cols = begin * BLOCK_N + offs_n
+        next_page = tl.load(table_ptr + cols // PAGE_SIZE, mask=(cols >= first_key) & (cols < kv_len), other=0)
     for block in tl.range(begin, end):
         cols = block * BLOCK_N + offs_n
         # a page before the window may have gone to another sequence, and 0 * NaN is NaN: hidden keys are not read
-        owned = ((cols >= first_key) & (cols < kv_len))[:, None]
-        page64 = page.to(tl.int64)
+        owned = (cols >= first_key) & (cols < kv_len)
+        if PREFETCH:
+            # a load that feeds an address one iteration later leaves K and V all the stages
+            page = next_page.to(tl.int64)
+            ahead = cols + BLOCK_N
+            next_page = tl.load(table_ptr + ahead // PAGE_SIZE, mask=(ahead >= first_key) & (ahead < kv_len), other=0)
+        else:
+            page = tl.load(table_ptr + cols // PAGE_SIZE, mask=owned, other=0).to(tl.int64)
         slot = cols % PAGE_SIZE
-        # the next block's pages: a load that feeds an address one iteration later leaves K and V all the stages
-        ahead = cols + BLOCK_N
-        page = tl.load(table_ptr + ahead // PAGE_SIZE, mask=(ahead >= first_key) & (ahead < kv_len), other=0)
-        k_ptrs = k_ptr + (page64 * stride_kp + slot * stride_kt)[:, None] + offs_d[None, :]
-        k = tl.load(k_ptrs, mask=owned & (offs_d < DIM)[None, :], other=0.0)
-        s = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
+        k_ptrs = k_ptr + (page * stride_kp + slot * stride_kt)[:, None] + offs_d[None, :]
+        k = tl.load(k_ptrs, mask=owned[:, None] & (offs_d < DIM)[None, :], other=0.0)
+        s = tl.dot(q, _widen(k, q.dtype, PDL).T, input_precision=PRECISION)
+        if row_scale is not None:
+            s *= row_scale[:, None]
         factor = scale * LOG2E
         if HAS_SOFTCAP:
             s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
@@ -225,9 +278,9 @@ def _decode(
         keep = window_keep(rows // GROUPS + offset, cols, kv_len, window_left, window_right, HAS_LEFT, HAS_RIGHT)
         s = tl.where(keep, s, float("-inf"))
         p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
-        v_ptrs = v_ptr + (page64 * stride_vp + slot * stride_vt)[:, None] + offs_dv[None, :]
-        v = tl.load(v_ptrs, mask=owned & (offs_dv < DIM_V)[None, :], other=0.0).to(q.dtype)
-        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        v_ptrs = v_ptr + (page * stride_vp + slot * stride_vt)[:, None] + offs_dv[None, :]
+        v = tl.load(v_ptrs, mask=owned[:, None] & (offs_dv < DIM_V)[None, :], other=0.0)
+        acc = tl.dot(p.to(q.dtype), _widen(v, q.dtype, PDL), acc * alpha[:, None], input_precision=PRECISION)
 
     inverse, lse = finish_softmax(row_max, row_sum)
     out = acc * (inverse * descale_v)[:, None]
@@ -246,22 +299,25 @@ def _decode(
 
 
 @triton.jit(
-    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "window_left", "blocks_per_seq"]
-)
+    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "max_q", "window_left",
+                       "stride_lh", "blocks_per_seq"]
+)  # fmt: skip
 def _combine(
     part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, used_k_ptr, cu_q_ptr, batch, units, tiles_per_head, unit_rows, parts,
-    min_blocks, window_left, blocks_per_seq, stride_ot, stride_oh, stride_lh,
+    min_blocks, max_q, window_left, stride_lh, blocks_per_seq, stride_ot, stride_oh,
     GROUPS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BALANCED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, PDL: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr, HAS_LEFT: tl.constexpr, PDL: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of BLOCK_ROWS rows of one sequence: weights exp(lse - max lse), BLOCK_PARTS pieces at a time."""
-    _wait_for_previous_kernel(PDL)
+    """Merge the pieces of BLOCK_ROWS rows of one sequence: weights exp(lse - max lse), BLOCK_PARTS pieces at a time.
+
+    The lengths may be read before the wait: `_decode`, which let us start, had by then waited for whoever wrote them.
+    """
     seq = tl.program_id(0) // blocks_per_seq
     q_len = tl.load(cu_q_ptr + seq + 1) - tl.load(cu_q_ptr + seq)
     if BALANCED:
         index, pieces = _balanced_pieces(
-            used_k_ptr, cu_q_ptr, batch, parts, min_blocks, window_left, HAS_LEFT, BLOCK_N, BATCH_BLOCK
+            used_k_ptr, cu_q_ptr, batch, parts, min_blocks, max_q, window_left, HAS_LEFT, BLOCK_N, BATCH_BLOCK
         )
         first_piece = tl.sum(tl.where(index < seq, pieces, 0), 0)
         num_parts = tl.sum(tl.where(index == seq, pieces, 0), 0)
@@ -269,7 +325,9 @@ def _combine(
         _, _, blocks = _visible_blocks(q_len, tl.load(used_k_ptr + seq), window_left, HAS_LEFT, BLOCK_N)
         first_piece = seq * parts
         num_parts = tl.minimum(tl.maximum(blocks // min_blocks, 1), parts)
-    if num_parts <= 1:
+    row0 = tl.load(cu_q_ptr + seq)
+    _wait_for_previous_kernel(PDL)
+    if (num_parts <= 1) | (q_len > max_q):
         return
 
     slot = (tl.program_id(0) % blocks_per_seq) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -297,7 +355,7 @@ def _combine(
         row_max = new_max
 
     inverse, lse = finish_softmax(row_max, row_sum)
-    token = tl.load(cu_q_ptr + seq).to(tl.int64) + rows // GROUPS
+    token = row0.to(tl.int64) + rows // GROUPS
     head = (unit // tiles_per_head).to(tl.int64) * GROUPS + rows % GROUPS
     out_ptrs = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + offs_dv[None, :]
     tl.store(out_ptrs, (acc * inverse[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None] & (offs_dv < DIM_V)[None, :])
@@ -309,15 +367,17 @@ def launch_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor,
     max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int], softcap: float,
     sinks: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int, out: Tensor | None,
-    return_lse: bool, tiles: DecodeTiles | None = None,
+    return_lse: bool, lse: Tensor | None = None, tiles: DecodeTiles | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Arguments as in `fa_serve.attention_paged`. One launch, and a second one if any sequence may be cut in pieces.
 
-    `tiles` overrides the choice, for tuning.
+    Sequences with more than `max_seqlen_q` queries are left alone: their rows of out and lse stay as they are.
+    `lse` is written if given, `tiles` overrides the choice, for tuning.
     """
     total_q, num_heads, dim = q.shape
-    num_kv_heads, dim_v, batch = k_cache.shape[2], v_cache.shape[3], seqused_k.shape[0]
-    groups, max_seqlen_q, arch = num_heads // num_kv_heads, max(max_seqlen_q, 1), spec.arch_of(q.device)
+    _, page_size, num_kv_heads, dim_v = v_cache.shape
+    batch, groups, max_seqlen_q = seqused_k.shape[0], num_heads // num_kv_heads, max(max_seqlen_q, 1)
+    arch = spec.arch_of(q.device)
     if tiles is None:
         tiles = decode_tiles(
             arch, _num_sms(q.device), q.element_size(), k_cache.element_size(), dim, dim_v, num_heads, num_kv_heads, batch,
@@ -325,7 +385,8 @@ def launch_decode(
         )  # fmt: skip
     q = q if q.stride(2) == 1 else q.contiguous()
     result = q.new_empty(total_q, num_heads, dim_v) if out is None or out.stride(2) != 1 else out
-    lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=q.device) if return_lse else None
+    if return_lse and lse is None:
+        lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=q.device)
     if batch == 0:
         return result if out is None else out, lse
 
@@ -336,33 +397,43 @@ def launch_decode(
     if tiles.balanced or tiles.parts > 1:
         part_out = torch.empty(pieces * units * unit_rows, dim_v, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(pieces * units * unit_rows, dtype=torch.float32, device=q.device)
-    block_dv = padded_dim(dim_v)
-    pdl = arch >= 90
-    plan = (batch, units, tiles_per_head, unit_rows, tiles.parts, tiles.min_blocks, window_size[0])
-    out_strides = (result.stride(0), result.stride(1), 0 if lse is None else lse.stride(0))
-    options = {
-        "GROUPS": groups, "DIM_V": dim_v, "BLOCK_DV": block_dv, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
-        "BATCH_BLOCK": _batch_block(batch) if tiles.balanced else 1, "BALANCED": tiles.balanced,
-        "HAS_LEFT": window_size[0] >= 0, "PDL": pdl, **({"launch_pdl": True} if pdl else {}),
-    }  # fmt: skip
-    _decode[(pieces * units,)](
-        q, k_cache, v_cache, result, lse, part_out, part_lse, block_table, seqused_k, cu_seqlens_q, sinks, k_descale, v_descale,
-        softmax_scale, softcap, *plan, window_size[1], q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        *out_strides, block_table.stride(0),
-        DIM=dim, BLOCK_D=padded_dim(dim), PAGE_SIZE=k_cache.shape[1], HAS_RIGHT=window_size[1] >= 0 and max_seqlen_q > 1,
-        HAS_SOFTCAP=softcap != 0.0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
+    (left, right), block_dv, pdl = window_size, padded_dim(dim_v), arch >= 90
+    plan = (batch, units, tiles_per_head, unit_rows, tiles.parts, tiles.min_blocks, max_seqlen_q, left,
+            0 if lse is None else lse.stride(0))  # fmt: skip
+    out_strides = result.stride()[:2]
+    # GROUPS, DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N, BATCH_BLOCK, BALANCED, HAS_LEFT, PDL: the same for both kernels
+    shape = (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, _batch_block(batch) if tiles.balanced else 1,
+             tiles.balanced, left >= 0, pdl)  # fmt: skip
+    programmatic = {"launch_pdl": True} if pdl else {}
+    launch(
+        _decode, pieces * units,
+        (q, k_cache, v_cache, result, lse, part_out, part_lse, block_table, seqused_k, cu_seqlens_q, sinks, k_descale,
+         v_descale),
+        (*plan, right, block_table.stride(0), softmax_scale, softcap),
+        (*out_strides, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *shape, dim, padded_dim(dim), page_size,
+         right >= 0 and max_seqlen_q > 1, softcap != 0.0, tiles.prefetch, "ieee" if q.dtype == torch.float32 else "tf32"),
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **programmatic},
     )  # fmt: skip
     if part_out is not None:
-        block_rows = max(1, 256 // block_dv)
+        block_parts, block_rows = _combine_block(tiles, block_dv, batch * units * unit_rows)
         blocks_per_seq = -(-units * unit_rows // block_rows)
-        _combine[(batch * blocks_per_seq,)](
-            part_out, part_lse, result, lse, seqused_k, cu_seqlens_q, *plan, blocks_per_seq, *out_strides,
-            BLOCK_PARTS=32, BLOCK_ROWS=block_rows, num_warps=4, **options,
+        launch(
+            _combine, batch * blocks_per_seq, (part_out, part_lse, result, lse, seqused_k, cu_seqlens_q), (*plan, blocks_per_seq),
+            (*out_strides, *shape, block_parts, block_rows), {"num_warps": 4, **programmatic},
         )  # fmt: skip
     if out is not None and result is not out:
         return out.copy_(result), lse
     return result, lse
+
+
+def _combine_block(tiles: DecodeTiles, block_dv: int, rows: int) -> tuple[int, int]:
+    """BLOCK_PARTS and BLOCK_ROWS: of few values each, so that changing shapes compile few kernels.
+
+    The order in which pieces are added follows from both, so with fixed pieces neither depends on the batch.
+    """
+    if tiles.balanced:
+        return 16, 1 if rows <= 1024 else max(1, 512 // block_dv)
+    return 16 if tiles.parts <= 16 else 32 if tiles.parts <= 32 else 64, 1
 
 
 def _batch_block(batch: int) -> int:
