@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_families import BY_NAME, VOCAB
+from hf_families import BY_NAME, VOCAB, assert_same
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig, masking_utils
 
 import fa_serve
 from fa_serve import hf
 from fa_serve.backends.reference import attention_reference, visible_keys
+from fa_serve.hf import models
 from fa_serve.hf.masks import Implicit, classify
-from fa_serve.hf.models import check_class
 from fa_serve.spec import UnsupportedModelError
 from fa_serve.testing import make_qkv
 
@@ -114,16 +117,44 @@ def test_patch_refuses_before_it_changes_anything() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def test_an_option_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def eager_attention_forward(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, alibi: Any = None
-    ) -> None: ...
+def test_what_is_told_by_an_unknown_name_is_refused() -> None:
+    """DeepSeek-V3.2 leaves the choice of keys to an implementation that it does not know, and tells it in `indices`."""
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match=r"tells its attention \['indices'\], which fa_serve"):
+        AutoModel.from_config(AutoConfig.for_model("deepseek_v32", num_hidden_layers=1), attn_implementation="fa_serve")
 
-    model_class = type(BY_NAME["llama"].build())
-    check_class(model_class)
-    monkeypatch.setattr(sys.modules[model_class.__module__], "eager_attention_forward", eager_attention_forward)
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*takes \['alibi'\], which fa_serve does not know"):
-        check_class(model_class)
+
+def test_a_models_source_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+def my_eager_attention_forward(module, query, key, value, attention_mask, alibi=None, **kwargs): ...
+class Attention:
+    def forward(self, attention_mask, **kwargs):
+        return attention_interface(self, q, k, v, attention_mask, temperature=2.0, **kwargs)
+class Other:
+    def forward(self, attention_mask):
+        return attention_mask[:, None]
+"""
+    monkeypatch.setitem(sys.modules, "plain", types.ModuleType("plain"))
+    monkeypatch.setitem(sys.modules, "handling", types.ModuleType("handling"))
+    monkeypatch.setattr(inspect, "getsource", lambda module: {
+        "plain": source, "handling": source.replace("class Other:", "")}[module.__name__])  # fmt: skip
+    assert models._read("plain").told - models._KNOWN == {"alibi", "temperature"}
+    assert not models._read("plain").handles_mask
+    assert models._read("handling").handles_mask
+
+
+@torch.no_grad()
+def test_a_model_that_works_on_its_mask_gets_a_tensor() -> None:
+    config = AutoConfig.for_model(
+        "doge", vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, keep_window_size=8, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    eager = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    mask = torch.ones(2, 24, dtype=torch.int64)
+    mask[0, :5] = 0
+    ids = tokens(2, 24)
+    assert_same(ours(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits, mask)
 
 
 def test_dropout_is_refused() -> None:
@@ -197,6 +228,7 @@ def test_plain_patterns_are_recognised() -> None:
         masking_utils.and_masks(SLIDING, masking_utils.sliding_window_overlay(2)),
         masking_utils.and_masks(masking_utils.and_masks(CAUSAL, SEQUENCES), SEQUENCES),
         masking_utils.and_masks(masking_utils.sliding_window_overlay(3), FULL),
+        masking_utils.sliding_window_causal_mask_function(0),
         masking_utils.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64)),
         masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(NUMBERS)),
         lambda b, h, q, k: k <= q,

@@ -30,7 +30,7 @@ def attention_forward(
                     the module's word that counts: is_causal, and sliding_window (keys seen on a side, the query's own included)
     position_bias:  (1 or batch, heads, seqlen_q, seqlen_k), added to the scores
     cu_seq_lens_*:  a batch of one is sequences packed end to end; they attend within themselves only
-    Returns out (batch, seqlen_q, heads, head_dim_v), and None for the weights.
+    Returns out (batch, seqlen_q, heads, head_dim_v), contiguous, and None for the weights.
     """
     name = type(module).__name__
     if dropout:
@@ -74,11 +74,11 @@ def attention_forward(
         cu_k = cu_q if cu_seq_lens_k is None else cu_seq_lens_k.to(torch.int32)
         if mask is None and position_bias is None:
             lengths = int(max_length_q or q.shape[1]), int(max_length_k or k.shape[1])
-            return attention_varlen(q[0], k[0], v[0], cu_q, cu_k, *lengths, **options)[None], None
+            return attention_varlen(q[0], k[0], v[0], cu_q, cu_k, *lengths, **options).contiguous()[None], None
         mask = _combine(mask, _same_sequence(cu_q, cu_k, q.shape[1], k.shape[1]))
     if position_bias is not None:
         mask = _combine(position_bias, mask)
-    return attention(q, k, v, mask=mask, **options), None
+    return attention(q, k, v, mask=mask, **options).contiguous(), None
 
 
 def _same_sequence(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:

@@ -24,6 +24,8 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
+from fa_serve.hf.models import handles_mask
+
 MaskFunction = Callable[..., Any]
 
 
@@ -71,9 +73,11 @@ def classify(mask_function: MaskFunction) -> tuple[tuple[int, int], Tensor | Non
         return None
     first, second = parts
     if _code(first) is _WINDOW and second is causal_mask_function:
-        return (_closed_over(first, "sliding_window") - 1, 0), None
+        left = _closed_over(first, "sliding_window") - 1
+        return ((left, 0), None) if left >= 0 else None
     if _code(first) is _WINDOW_BOTH_WAYS and second is bidirectional_mask_function:
-        return (_closed_over(first, "sliding_window"),) * 2, None
+        side = _closed_over(first, "sliding_window")
+        return ((side, side), None) if side >= 0 else None
     base = classify(first)
     if base is not None and base[1] is None and _code(second) is _PACKED:
         return base[0], _closed_over(second, "packed_sequence_mask")
@@ -91,7 +95,7 @@ def _closed_over(function: Any, name: str) -> Any:
 def mask_forward(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: MaskFunction = causal_mask_function, attention_mask: Tensor | Implicit | None = None,
-    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = True, **kwargs: Any,
+    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = True, config: Any = None, **kwargs: Any,
 ) -> Tensor | Implicit:  # fmt: skip
     """The mask function of `attn_implementation="fa_serve"`: called by transformers once per forward and kind of layer.
 
@@ -102,11 +106,11 @@ def mask_forward(
     if isinstance(attention_mask, Implicit):
         return attention_mask
     # a traced forward gets its mask in full: closures cannot be read there, nor the padding looked at
-    pattern = None if is_tracing(attention_mask) else classify(mask_function)
+    pattern = None if is_tracing(attention_mask) or handles_mask(config) else classify(mask_function)
     if pattern is not None:
         window_size, sequences = pattern
         implicit = _implicit(window_size, q_length, kv_length, q_offset, kv_offset)
-        # a model that works on its masks forbids to skip them; packed ones transformers never allows to be skipped
+        # a caller that works on the mask forbids to skip it; packed ones transformers never allows to be skipped
         may_skip = allow_is_causal_skip if window_size[1] == 0 else allow_is_bidirectional_skip
         if implicit is not None and sequences is not None and batch_size == 1 and implicit.keys is None:
             return replace(implicit, starts=_starts(sequences))

@@ -1,14 +1,18 @@
-"""Which models may use fa_serve, decided when they are made or switched over.
+"""Which models may use fa_serve, and what the mask function has to know of them; read from their source when they are made.
 
-A model is refused, with a sentence, if its attention would not reach us or takes an option that we do not know. That rests on
-the model's own eager attention: what it names is the model's mathematics; what it swallows in **kwargs is not, and so we may
-swallow that too. Both are read from the model's source, as transformers itself does to find out whether it can be switched.
+A model is refused, with a sentence, if its attention would not reach us, or if it is told something that we do not know. That
+rests on the model's own code: what its eager attention names, and what its modules pass on by name, is its mathematics; what
+eager attention swallows in **kwargs is not, and so we may swallow that too. transformers itself reads a model's source to find
+out whether its attention can be switched.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import sys
+from dataclasses import dataclass
 
 from transformers.modeling_utils import PreTrainedModel
 
@@ -16,9 +20,38 @@ from fa_serve.spec import UnsupportedModelError
 
 NAME = "fa_serve"
 
-# every option that a model's own eager attention may name, all of them handled or refused in `attention_forward`
-_KNOWN_OPTIONS = {"module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
-                  "dropout", "softcap", "position_bias", "s_aux", "sliding_window", "is_causal", "kwargs"}  # fmt: skip
+# what a model's own eager attention may name, and what its modules may pass on: all of it handled or refused in
+# `attention_forward`, or of no consequence for the numbers (position_ids, deterministic)
+_KNOWN = {"module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
+          "dropout", "softcap", "position_bias", "s_aux", "sliding_window", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k",
+          "max_length_q", "max_length_k", "output_attentions", "position_ids", "deterministic", "kwargs"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a file of transformers' says about its attention.
+
+    told:         the names that its modules pass on, and that its eager attention takes
+    handles_mask: its attention works on the mask, which must therefore be a tensor
+    """
+
+    told: frozenset[str]
+    handles_mask: bool
+
+
+_handling_masks: set[type] = set()
+
+
+def handles_mask(config: object) -> bool:
+    """Whether the models with this config work on their masks."""
+    return type(config) in _handling_masks
+
+
+def admit(model: PreTrainedModel) -> None:
+    """Check a model that is being made or switched over, and note what the mask function has to know of it."""
+    check_class(type(model))
+    if _read(type(model).__module__).handles_mask:
+        _handling_masks.add(type(model.config))
 
 
 def check_class(model_class: type[PreTrainedModel]) -> None:
@@ -29,8 +62,26 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
             'fa_serve cannot take its place: load it with attn_implementation="eager" (or "sdpa"), or, if it is a part of '
             "a larger model, pass a dict that names the parts to be served"
         )
-    for name, function in vars(sys.modules[model_class.__module__]).items():
-        if name.endswith("eager_attention_forward") and inspect.isfunction(function):
-            unknown = [p for p in inspect.signature(function).parameters if p not in _KNOWN_OPTIONS]
-            if unknown:
-                raise UnsupportedModelError(f"{model_class.__name__}: its {name} takes {unknown}, which fa_serve does not know")
+    unknown = sorted(_read(model_class.__module__).told - _KNOWN)
+    if unknown:
+        raise UnsupportedModelError(f"{model_class.__name__} tells its attention {unknown}, which fa_serve does not know")
+
+
+@functools.cache
+def _read(module: str) -> Source:
+    told: set[str] = set()
+    handles_mask = False
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("eager_attention_forward"):
+            told |= {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+        elif isinstance(node, ast.ClassDef):
+            inside = list(ast.walk(node))
+            calls = [n for n in inside if isinstance(n, ast.Call) and _is_name(n.func, "attention_interface")]
+            told |= {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
+            looks = (n.value for n in inside if isinstance(n, ast.Attribute | ast.Subscript))
+            handles_mask |= bool(calls) and any(_is_name(value, "attention_mask") for value in looks)
+    return Source(frozenset(told), handles_mask)
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

@@ -10,7 +10,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from fa_serve.hf.attention import attention_forward
 from fa_serve.hf.masks import mask_forward
-from fa_serve.hf.models import NAME, check_class
+from fa_serve.hf.models import NAME, admit, check_class
 
 
 def patch(model: PreTrainedModel) -> PreTrainedModel:
@@ -26,6 +26,7 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
     # transformers leaves out parts that have a copy of the whole model's config, such as the two stacks of T5
     for part in parts:
         if part.config._attn_implementation != NAME:
+            admit(part)
             part.config._attn_implementation = NAME
     return model
 
@@ -42,7 +43,7 @@ def register() -> None:
     @functools.wraps(original)
     def get_correct_attn_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
         if requested == NAME:
-            check_class(type(self))
+            admit(self)
         return original(self, requested, *args, **kwargs)
 
     get_correct_attn_implementation.__dict__["asks_fa_serve"] = True
