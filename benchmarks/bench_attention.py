@@ -1,7 +1,8 @@
 """Attention kernels against their peers on one GPU, correctness first.
 
     python benchmarks/bench_attention.py prefill                      # what `auto` chooses, against SDPA-flash, cuDNN, FA3
-    python benchmarks/bench_attention.py prefill --backend triton --peers flash
+    python benchmarks/bench_attention.py prefill --backend triton --peers flash,cudnn
+    python benchmarks/bench_attention.py varlen                       # unequal lengths, and many short ones
     python benchmarks/bench_attention.py tune --head-dims 128         # the portable kernel's tiles
 
 The prefill grid is the FlashAttention papers': 16k tokens in all, hidden size 2048, bfloat16; TFLOPS count 4 * batch * heads *
@@ -11,6 +12,8 @@ seqlen^2 * head_dim, half of it when causal. A cell whose result is wrong report
 from __future__ import annotations
 
 import argparse
+import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +22,7 @@ from torch.nn.attention import SDPBackend
 
 import fa_serve
 from fa_serve.backends.reference import attention_reference
-from fa_serve.testing import assert_matches_reference, eager_attention, make_qkv
+from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention, make_qkv
 
 TOKENS, HIDDEN = 16384, 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -87,6 +90,41 @@ def prefill(args: argparse.Namespace) -> None:
     results.write()
 
 
+def varlen(args: argparse.Namespace) -> None:
+    """Packed sequences against FA3 on the same, and against cuDNN on the padded batch; TFLOPS count real tokens only."""
+    results = Results("varlen", args.out)
+    flash3 = fa3()
+    generator = torch.Generator().manual_seed(0)
+    uneven = (torch.rand(64, generator=generator) * math.log(8192 / 32)).exp().mul(32).int().tolist()
+    for case, lengths, heads, kv_heads in (("64_log_uniform_32_8192", uneven, 32, 8), ("512_of_64", [64] * 512, 32, 8)):
+        total, longest, dim = sum(lengths), max(lengths), 128
+        q = torch.randn(total, heads, dim, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(total, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        cu = cu_seqlens(lengths, "cuda")
+        ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest, "causal": True}
+        ours = partial(fa_serve.attention_varlen, q, k, v, backend=args.backend, **ends)
+        padded = [torch.zeros(len(lengths), longest, x.shape[1], dim, device="cuda", dtype=x.dtype) for x in (q, k, v)]
+        start = 0
+        for row, length in enumerate(lengths):
+            for x, full in zip((q, k, v), padded, strict=True):
+                full[row, :length] = x[start : start + length]
+            start += length
+        calls = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION, *padded, True)}
+        theirs = calls["cudnn"]().transpose(1, 2)
+        packed = torch.cat([theirs[row, :length] for row, length in enumerate(lengths)])
+        worst = (ours().float() - packed.float()).abs().max().item()
+        assert worst < 0.05, f"cuDNN and ours differ by {worst}"
+        if flash3 is not None:
+            calls["fa3"] = partial(flash3, q, k, v, fa_version=3, **ends)
+        operations = sum(2 * n * n for n in lengths) * heads * dim
+        rates = {name: operations / milliseconds(call) * 1e-9 for name, call in calls.items()}
+        mine = operations / milliseconds(ours) * 1e-9
+        ratio = results.add(case, "TFLOPS", mine, rates)
+        shown = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+        print(f"{case:<24} ours {mine:.0f}  {shown}  ratio {ratio:.2f}  host {host_microseconds(ours, 50):.0f} us", flush=True)
+    results.write()
+
+
 def tune(args: argparse.Namespace) -> None:
     """Every tile that fits, over the grid: the table that tiles.py's branches quote."""
     from fa_serve.backends.triton.forward import launch_forward
@@ -120,7 +158,7 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bench", choices=["prefill", "tune"])
+    parser.add_argument("bench", choices=["prefill", "varlen", "tune"])
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="flash,cudnn,fa3")
     parser.add_argument("--head-dims", type=lambda s: [int(x) for x in s.split(",")], default=[64, 128, 256])
@@ -128,7 +166,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     torch.manual_seed(0)
-    {"prefill": prefill, "tune": tune}[args.bench](args)
+    {"prefill": prefill, "varlen": varlen, "tune": tune}[args.bench](args)
 
 
 if __name__ == "__main__":
