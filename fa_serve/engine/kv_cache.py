@@ -29,7 +29,8 @@ def allocate(
     """(k_cache, v_cache) by layer: views (num_pages, page_size, num_kv_heads, head_dim or head_dim_v)."""
 
     def pages(layer: AttentionSpec, dim: int) -> Tensor:
-        return torch.zeros(num_pages, layer.num_kv_heads, page_size, dim, dtype=layer.kv_dtype, device=device).transpose(1, 2)
+        # never zeroed: what has not been written is not read, and on a CPU memory is taken only where it is touched
+        return torch.empty(num_pages, layer.num_kv_heads, page_size, dim, dtype=layer.kv_dtype, device=device).transpose(1, 2)
 
     return [(pages(layer, layer.head_dim), pages(layer, layer.head_dim_v)) for layer in layers]
 
