@@ -182,6 +182,8 @@ def test_attention_weights_are_refused() -> None:
         ("bert", {}, "needs a mask of its own"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "depends on the longest"),
         ("bloom", {}, "computes its attention by itself"),
+        ("diffllama", {"num_key_value_heads": 4}, "attends more than once"),
+        ("roberta", {"is_decoder": True}, "numbers its positions from its padding token"),
     ],
 )  # fmt: skip
 def test_configs_that_no_paged_cache_can_serve(model_type: str, changes: dict[str, Any], reason: str) -> None:

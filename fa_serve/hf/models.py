@@ -31,12 +31,14 @@ _KNOWN = {"module", "query", "key", "value", "query_states", "key_states", "valu
 class Source:
     """What a file of transformers' says about its attention.
 
-    told:         the names that its modules pass on, and that its eager attention takes
-    handles_mask: its attention works on the mask, which must therefore be a tensor
+    told:             the names that its modules pass on, and that its eager attention takes
+    handles_mask:     its attention works on the mask, which must therefore be a tensor
+    counts_positions: it makes position_ids of its own, which do not start at 0 (as fairseq does)
     """
 
     told: frozenset[str]
     handles_mask: bool
+    counts_positions: bool
 
 
 _handling_masks: set[type] = set()
@@ -45,6 +47,11 @@ _handling_masks: set[type] = set()
 def handles_mask(config: object) -> bool:
     """Whether the models with this config work on their masks."""
     return type(config) in _handling_masks
+
+
+def counts_positions(model_class: type[PreTrainedModel]) -> bool:
+    """Whether position_ids of such a model do not start at 0."""
+    return _read(model_class.__module__).counts_positions
 
 
 def admit(model: PreTrainedModel) -> None:
@@ -71,7 +78,8 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
 def _read(module: str) -> Source:
     told: set[str] = set()
     handles_mask = False
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+    text = inspect.getsource(sys.modules[module])
+    for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name.endswith("eager_attention_forward"):
             told |= {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
         elif isinstance(node, ast.ClassDef):
@@ -80,7 +88,7 @@ def _read(module: str) -> Source:
             told |= {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
             looks = (n.value for n in inside if isinstance(n, ast.Attribute | ast.Subscript))
             handles_mask |= bool(calls) and any(_is_name(value, "attention_mask") for value in looks)
-    return Source(frozenset(told), handles_mask)
+    return Source(frozenset(told), handles_mask, "create_position_ids_from_input_ids" in text)
 
 
 def _is_name(node: ast.AST, name: str) -> bool:

@@ -21,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.api import attention_paged, store_kv
 from fa_serve.hf.masks import Implicit
-from fa_serve.hf.models import NAME, check_class
+from fa_serve.hf.models import NAME, check_class, counts_positions
 from fa_serve.spec import AttentionSpec, UnsupportedModelError, arch_of
 
 
@@ -95,6 +95,8 @@ class Probe:
     ) -> Tensor:  # fmt: skip
         """Note the layer. The mask is the one of an ordinary forward: without it the layer must still do what it says."""
         window_size = (left, 0)
+        if module.layer_idx in self.layers:
+            raise UnsupportedModelError(f"layer {module.layer_idx} ({type(module).__name__}) attends more than once")
         if not (mask.window_size == window_size if isinstance(mask, Implicit) else mask is None and causal):
             raise UnsupportedModelError(f"layer {module.layer_idx} ({type(module).__name__}) needs a mask of its own")
         self.layers[module.layer_idx] = AttentionSpec(
@@ -136,6 +138,7 @@ def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
     _refuse(model, config.is_encoder_decoder, "it is an encoder-decoder, whose cross-attention has no place there")
     _refuse(model, model._is_stateful, "it keeps more than keys and values")
     _refuse(model, missing, f"its forward takes no {sorted(missing)}")
+    _refuse(model, counts_positions(type(model)), "it numbers its positions from its padding token")
     changing = _rope_types(config) & {"dynamic", "longrope"}
     _refuse(model, changing, f"its {changing} rotary embedding depends on the longest sequence of the batch")
     try:
