@@ -10,9 +10,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from fa_serve.backends.reference import ReferenceBackend
-from fa_serve.backends.triton.decode import DecodeTiles, _batch_block, decode_tiles, launch_decode
+from fa_serve.backends.triton import TritonBackend, mixed
+from fa_serve.backends.triton.decode import DecodeTiles, _fit_float16, decode_tiles, launch_decode
+from fa_serve.backends.triton.forward import launch_forward
+from fa_serve.backends.triton.tiles import TileConfig, batch_block
 from fa_serve.testing import (
     assert_lse_matches,
     assert_matches_reference,
@@ -72,9 +77,9 @@ def make(case: Case):
     return q, k_cache, v_cache, dense, options
 
 
-def check(case: Case, **overrides) -> tuple[torch.Tensor, torch.Tensor]:
+def check(case: Case, launch=launch_decode, **overrides) -> tuple[torch.Tensor, torch.Tensor]:
     q, k_cache, v_cache, dense, options = make(case)
-    actual, lse = launch_decode(q, k_cache, v_cache, **(options | overrides))
+    actual, lse = launch(q, k_cache, v_cache, **(options | overrides))
     exact_options = {name: options[name] for name in ("softmax_scale", "window_size", "softcap", "sinks")}
     exact, exact_lse = ReferenceBackend._each_sequence(
         q.double(), options["cu_seqlens_q"].tolist(), dense, actual.shape[-1], None, True, exact_options
@@ -175,6 +180,32 @@ def test_without_lse_and_without_queries():
     assert launch_decode(q[:0], k_cache, v_cache, **nothing)[0].shape == (0, 8, 32)
 
 
+def test_page_numbers_without_prefetch():
+    tiles = DecodeTiles(16, 16, 2, 2, 3, True, prefetch=False)
+    check(Case(q_lens=(3, 1), kv_lens=(200, 90), window_size=(20, 0)), tiles=tiles)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 3e-5, 1.0, 1e30])
+def test_queries_of_any_size_fit_float16(scale: float):
+    """Powers of two are taken out row by row, so nothing is rounded and no row touches another."""
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)) * scale
+    x = (x.view(torch.int32) & -65536).view(torch.float32)
+    x[3], x[4, 5] = 0.0, float("nan")
+    half, power = torch.empty(16, 32, dtype=torch.float16), torch.empty(16)
+    _fit[(1,)](x, half, power)
+    torch.testing.assert_close(half.float() * power[:, None], x, rtol=0, atol=2**-24 * 4 * scale, equal_nan=True)
+    assert torch.isfinite(half).sum() == x.numel() - 1
+
+
+@triton.jit
+def _fit(x_ptr, half_ptr, power_ptr):
+    rows, cols = tl.arange(0, 16), tl.arange(0, 32)
+    at = rows[:, None] * 32 + cols[None, :]
+    half, power = _fit_float16(tl.load(x_ptr + at))
+    tl.store(half_ptr + at, half)
+    tl.store(power_ptr + rows, power)
+
+
 @pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "fixed"])
 @pytest.mark.parametrize("parts", [1, 2, 7, 40])
 def test_every_cut_gives_the_same_answer(parts: int, balanced: bool):
@@ -215,6 +246,13 @@ def test_tiles_depend_on_the_heads_alone_when_splits_are_given():
     assert tiles(64, 1, 8192, 0).balanced
 
 
+def test_few_sequences_fill_one_wave_exactly():
+    """3 programs of 64 x 128 fit on an SM: 396 on 132 of them."""
+    for batch, pieces in ((1, 49), (8, 49), (16, 49)):
+        tiles = decode_tiles(90, 132, 2, 2, 128, 128, 32, 8, batch, 1, 131072, 0)
+        assert tiles.parts + (batch if batch > 1 else 0) == pieces
+
+
 def test_balanced_pieces_fit_in_the_grid():
     """However the lengths fall, a batch is never cut in more than parts + batch pieces."""
     lengths = torch.randint(0, 2000, (50, 9), generator=torch.Generator().manual_seed(0))
@@ -227,4 +265,51 @@ def test_balanced_pieces_fit_in_the_grid():
 
 def test_batch_block_covers_the_batch():
     for batch in (1, 32, 33, 256, 257, 5000):
-        assert _batch_block(batch) >= batch
+        assert batch_block(batch) >= batch
+
+
+MIXED = [
+    pytest.param(Case(q_lens=(1, 40, 1), kv_lens=(90, 70, 33)), id="one-prompt"),
+    pytest.param(Case(q_lens=(20, 0, 3, 4, 5, 19), kv_lens=(20, 7, 90, 65, 66, 130), sinks=True), id="every-kind"),
+    pytest.param(Case(q_lens=(18, 33), kv_lens=(18, 40), window_size=(12, 0), softcap=9.0), id="no-one-decodes"),
+    pytest.param(Case(q_lens=(17, 1), kv_lens=(64, 64), heads=(20, 1), dtype=torch.float16), id="wide-group"),
+]
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_mixed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    for launch in (launch_decode, launch_forward):
+        monkeypatch.setattr(mixed, launch.__name__, lambda *a, f=launch, **o: ran.append(f.__name__) or f(*a, **o))
+    check(case, launch=TritonBackend().forward_paged)
+    assert sorted(ran) == ["launch_decode", "launch_forward"]
+
+
+def test_equal_prompts_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mixed, "launch_decode")
+    check(Case(q_lens=(18, 18), kv_lens=(40, 18)), launch=TritonBackend().forward_paged)
+
+
+def test_each_kernel_leaves_the_others_rows_alone() -> None:
+    """Decode with a limit of 4 queries, forward from 5 on: together every row is written once."""
+    q, k_cache, v_cache, _, options = make(Case(q_lens=(1, 40, 4, 5), kv_lens=(90, 70, 33, 9)))
+    rows = torch.repeat_interleave(torch.tensor([True, False, True, False]), torch.tensor([1, 40, 4, 5]))
+    forward_options = {name: options[name] for name in options if name not in ("k_descale", "v_descale", "num_splits")}
+    for few in (True, False):
+        out, lse = torch.full_like(q, 7.0), torch.full((8, 50), 7.0)
+        written = {"out": out, "lse": lse}
+        if few:
+            launch_decode(q, k_cache, v_cache, **(options | written | {"max_seqlen_q": 4}))
+        else:
+            launch_forward(q, k_cache, v_cache, skip_q=4, tiles=TileConfig(16, 16, 4, 2), **(forward_options | written))
+        assert torch.equal((out == 7.0).all(-1).all(-1), ~rows if few else rows)
+        assert torch.equal((lse == 7.0).all(0), ~rows if few else rows)
+
+
+def test_strided_out() -> None:
+    q, k_cache, v_cache, _, options = make(Case(q_lens=(1, 40), kv_lens=(90, 70)))
+    backend = TritonBackend()
+    expected, _ = backend.forward_paged(q, k_cache, v_cache, **options)
+    out = torch.full((41, 8, 96), float("nan"))[:, :, ::3]
+    assert backend.forward_paged(q, k_cache, v_cache, **(options | {"out": out, "return_lse": False})) == (out, None)
+    assert torch.equal(out, expected)

@@ -1,8 +1,9 @@
 """Portable Triton kernels: any GPU that Triton compiles for, and its interpreter on a CPU.
 
 `forward` is the FlashAttention-2 forward pass over dense, packed and paged keys; `decode` splits one sequence's keys among
-programs when the queries are few; `kv_cache` writes the paged cache; `primitives` are the shared steps of the algorithm and
-`tiles` the choice of tile. Left out: the backward pass, and everything that only Hopper has (see `backends.hopper`).
+programs when the queries are few; `mixed` runs both side by side; `kv_cache` writes the paged cache; `primitives` are the
+shared steps of the algorithm and `tiles` the choice of tile. Left out: the backward pass, and everything that only Hopper has
+(see `backends.hopper`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from fa_serve.backends.triton.decode import launch_decode
 from fa_serve.backends.triton.forward import launch_forward
 from fa_serve.backends.triton.kv_cache import launch_store_kv
+from fa_serve.backends.triton.mixed import forward_mixed
 from fa_serve.spec import AttentionSpec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -54,6 +56,8 @@ class TritonBackend:
                 q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits,
                 **options,
             )  # fmt: skip
+        if q.shape[0] < options["seqused_k"].shape[0] * max_seqlen_q:
+            return forward_mixed(q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, **options)
         return launch_forward(q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, **options)
 
     def store_kv(

@@ -35,7 +35,7 @@ from fa_serve.backends.triton.primitives import (
     softcap_scores,
     window_keep,
 )
-from fa_serve.backends.triton.tiles import padded_dim
+from fa_serve.backends.triton.tiles import batch_block, padded_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +402,7 @@ def launch_decode(
             0 if lse is None else lse.stride(0))  # fmt: skip
     out_strides = result.stride()[:2]
     # GROUPS, DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N, BATCH_BLOCK, BALANCED, HAS_LEFT, PDL: the same for both kernels
-    shape = (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, _batch_block(batch) if tiles.balanced else 1,
+    shape = (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, batch_block(batch) if tiles.balanced else 1,
              tiles.balanced, left >= 0, pdl)  # fmt: skip
     programmatic = {"launch_pdl": True} if pdl else {}
     launch(
@@ -418,7 +418,8 @@ def launch_decode(
         block_parts, block_rows = _combine_block(tiles, block_dv, batch * units * unit_rows)
         blocks_per_seq = -(-units * unit_rows // block_rows)
         launch(
-            _combine, batch * blocks_per_seq, (part_out, part_lse, result, lse, seqused_k, cu_seqlens_q), (*plan, blocks_per_seq),
+            _combine, batch * blocks_per_seq,
+            (part_out, part_lse, result, lse, seqused_k, cu_seqlens_q), (*plan, blocks_per_seq),
             (*out_strides, *shape, block_parts, block_rows), {"num_warps": 4, **programmatic},
         )  # fmt: skip
     if out is not None and result is not out:
@@ -434,14 +435,6 @@ def _combine_block(tiles: DecodeTiles, block_dv: int, rows: int) -> tuple[int, i
     if tiles.balanced:
         return 16, 1 if rows <= 1024 else max(1, 512 // block_dv)
     return 16 if tiles.parts <= 16 else 32 if tiles.parts <= 32 else 64, 1
-
-
-def _batch_block(batch: int) -> int:
-    """The prefix sum's width. Few steps, so that a growing batch compiles few kernels."""
-    block = 32
-    while block < batch:
-        block *= 8
-    return block
 
 
 @cache

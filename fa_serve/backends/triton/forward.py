@@ -25,7 +25,7 @@ from fa_serve.backends.triton.primitives import (
     softcap_scores,
     window_keep,
 )
-from fa_serve.backends.triton.tiles import TileConfig, forward_tiles, padded_dim
+from fa_serve.backends.triton.tiles import TileConfig, batch_block, forward_tiles, padded_dim
 
 
 @triton.jit
@@ -101,16 +101,33 @@ def _walk(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_m", "window_left", "window_right", "head_group"])
+@triton.jit
+def _find_tile(tile, cu_q_ptr, batch, skip_q, BLOCK_M: tl.constexpr, BATCH_BLOCK: tl.constexpr):
+    """-> the sequence and block of rows of a tile, among those of sequences with more than skip_q queries, longest rows first.
+
+    The sequence is `batch` when the tiles have run out.
+    """
+    index = tl.arange(0, BATCH_BLOCK)
+    live = index < batch
+    q_len = tl.load(cu_q_ptr + index + 1, mask=live, other=0) - tl.load(cu_q_ptr + index, mask=live, other=0)
+    tiles = tl.where(q_len > skip_q, (q_len + BLOCK_M - 1) // BLOCK_M, 0)
+    ends = tl.cumsum(tiles, 0)
+    seq = tl.sum((ends <= tile).to(tl.int32), 0)
+    return tl.minimum(seq, batch), tl.sum(tl.where(index == seq, ends, 0), 0) - 1 - tile
+
+
+@triton.jit(
+    do_not_specialize=["seqlen_q", "seqlen_k", "num_m", "window_left", "window_right", "head_group", "num_seqs", "skip_q"]
+)
 def _attn_fwd(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, mask_ptr, k_desc, v_desc, cu_q_ptr, cu_k_ptr, used_k_ptr, table_ptr,
-    scale, softcap, window_left, window_right, seqlen_q, seqlen_k, num_m, head_group,
+    scale, softcap, window_left, window_right, seqlen_q, seqlen_k, num_m, head_group, num_seqs, skip_q,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_ob, stride_ot, stride_oh, stride_lb, stride_lh, stride_mb, stride_mh, stride_mq, stride_mk, stride_table,
     NUM_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, USE_TMA: tl.constexpr,
     VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, BATCH_BLOCK: tl.constexpr,
 ):  # fmt: skip
     # neighbours in launch order share K and V: (group of heads, block of rows, head in the group). The longest rows go first.
     pid = tl.program_id(0)
@@ -120,6 +137,11 @@ def _attn_fwd(
     block = num_m - 1 - rest // head_group if HAS_RIGHT else rest // head_group
     batch = bh // NUM_HEADS
     head = bh % NUM_HEADS
+    if BATCH_BLOCK > 0:
+        head = pid % NUM_HEADS
+        batch, block = _find_tile(pid // NUM_HEADS, cu_q_ptr, num_seqs, skip_q, BLOCK_M, BATCH_BLOCK)
+        if batch >= num_seqs:
+            return
     head_kv = head // GROUPS
 
     if VARLEN:
@@ -208,13 +230,15 @@ def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
     sinks: Tensor | None, out: Tensor | None, return_lse: bool, mask: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, block_table: Tensor | None = None,
-    seqused_k: Tensor | None = None, tiles: TileConfig | None = None,
+    seqused_k: Tensor | None = None, skip_q: int = 0, lse: Tensor | None = None, tiles: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Allocates out and lse, picks the tile, launches once.
 
     Dense: q (batch, seqlen_q, heads, dim) and no cu_seqlens. Varlen: q (total, heads, dim) with cu_seqlens_q and _k. Paged: q
     (total, heads, dim) with cu_seqlens_q, block_table, seqused_k, and k, v as (num_pages, page_size, heads, dim).
-    `tiles` overrides the choice, for tuning.
+    With skip_q > 0, sequences of up to skip_q queries are left to another kernel: their rows of out and lse stay as they are,
+    and the grid holds the tiles of the others alone, found by a prefix sum on the device. `lse` is written if given, `tiles`
+    overrides the choice, for tuning.
     """
     varlen, paged = cu_seqlens_q is not None, block_table is not None
     num_heads, num_kv_heads, dim, dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
@@ -230,7 +254,8 @@ def launch_forward(
     if result.stride(-1) != 1:
         result = torch.empty_like(result, memory_format=torch.contiguous_format)
     out_strides = (0, *result.stride()[:2]) if varlen else result.stride()[:3]
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
+    if return_lse and lse is None:
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     mask_strides = (0, 0, 0, 0)
     if mask is not None:
         mask_strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True))
@@ -243,22 +268,24 @@ def launch_forward(
     use_tma = tiles.tma and not paged and _tma_reads(k) and _tma_reads(v)
     block_d, block_dv = padded_dim(dim), padded_dim(dim_v)
     num_m = triton.cdiv(max_seqlen_q, tiles.block_m)
-    if batch * num_heads * num_m > 0:
-        _attn_fwd[(batch * num_heads * num_m,)](
+    # more than skip_q queries each: that many sequences at most, with a part of a tile each
+    num_tiles = batch * num_m if skip_q == 0 else min(batch, q.shape[0] // (skip_q + 1)) + q.shape[0] // tiles.block_m
+    if num_tiles * num_heads > 0:
+        _attn_fwd[(num_tiles * num_heads,)](
             q, k, v, result, lse, sinks, mask,
             _descriptor(k, tiles.block_n, block_d) if use_tma else None,
             _descriptor(v, tiles.block_n, block_dv) if use_tma else None,
             cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, softmax_scale, softcap, *window_size, max_seqlen_q,
             max_seqlen_k, num_m,
             _head_group(batch * num_heads, num_heads // num_kv_heads, max_seqlen_k, dim + dim_v, k.element_size()),
-            *q_strides, *k_strides, *v_strides, *out_strides,
+            batch, skip_q, *q_strides, *k_strides, *v_strides, *out_strides,
             0 if lse is None or varlen else lse.stride(0), 0 if lse is None else lse.stride(-2), *mask_strides,
             0 if block_table is None else block_table.stride(0),
             NUM_HEADS=num_heads, GROUPS=num_heads // num_kv_heads, DIM=dim, DIM_V=dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PAGE_SIZE=k.shape[1] if paged else 0, USE_TMA=use_tma, VARLEN=varlen,
             HAS_LEFT=window_size[0] >= 0, HAS_RIGHT=window_size[1] >= 0, HAS_SOFTCAP=softcap != 0.0,
             MASK="none" if mask is None else "bool" if mask.dtype == torch.uint8 else "float",
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", BATCH_BLOCK=batch_block(batch) if skip_q else 0,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     if out is not None and result is not out:

@@ -25,6 +25,14 @@ def padded_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def batch_block(batch: int) -> int:
+    """The width of a prefix sum over the batch. Few steps, so that a growing batch compiles few kernels."""
+    block = 32
+    while block < batch:
+        block *= 8
+    return block
+
+
 def forward_tiles(
     arch: int, itemsize: int, head_dim: int, head_dim_v: int, max_seqlen_q: int, max_seqlen_k: int, *, causal: bool,
     paged: bool, masked: bool,

@@ -1,0 +1,49 @@
+"""A batch in which some sequences decode and others are mid-prompt, without serialising the two.
+
+The lengths are on the device, so both kernels get the whole batch: decode.py takes the sequences whose packed queries fill one
+tile at most, forward.py the longer ones, and each skips the other's. They write disjoint rows of the same output. One is bound
+by memory and the other by arithmetic, so they run at once, on two streams that part and meet here; a CUDA graph captures both.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_serve.backends.triton.decode import launch_decode
+from fa_serve.backends.triton.forward import launch_forward
+
+_ROWS = 16  # the tensor cores' shortest tile
+
+
+def forward_mixed(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, max_seqlen_q: int, out: Tensor | None, return_lse: bool, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Arguments as in `fa_serve.attention_paged`, for a cache of q's dtype and no fixed number of splits."""
+    total_q, num_heads, _ = q.shape
+    few = max(1, _ROWS // (num_heads // k_cache.shape[2]))
+    q = q if q.stride(2) == 1 else q.contiguous()
+    result = q.new_empty(total_q, num_heads, v_cache.shape[3]) if out is None or out.stride(2) != 1 else out
+    lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=q.device) if return_lse else None
+    shared = {**options, "out": result, "lse": lse, "return_lse": return_lse}
+    longer = {**shared, "max_seqlen_q": max_seqlen_q, "skip_q": few}
+    shorter = {**shared, "max_seqlen_q": few, "k_descale": None, "v_descale": None, "num_splits": 0}
+    if q.device.type == "cuda":
+        here, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            launch_forward(q, k_cache, v_cache, **longer)
+        launch_decode(q, k_cache, v_cache, **shorter)
+        here.wait_stream(side)
+    else:
+        launch_forward(q, k_cache, v_cache, **longer)
+        launch_decode(q, k_cache, v_cache, **shorter)
+    return (result if out is None or result is out else out.copy_(result)), lse
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
