@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import io
 import re
 import subprocess
 import sys
@@ -50,8 +51,9 @@ GUESTS = {
     "server": (),  # our folder is installed as fa_serve.server and has no other name
 }
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic"}
+BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))
 KERNELS = ("fa_serve.backends.triton", "fa_serve.backends.hopper")
-KERNEL_MODULE_LINES, MODULE_LINES, FUNCTION_LINES, SOURCE_LINES = 550, 400, 150, 8800
+KERNEL_MODULE_LINES, MODULE_LINES, FUNCTION_LINES, SOURCE_LINES = 550, 400, 150, 8000
 
 
 def inside(name: str, *rooms: str) -> bool:
@@ -88,6 +90,19 @@ class Module:
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
                 found += [(a.value, False) for a in node.args[:1] if isinstance(a, ast.Constant)]
         return found
+
+    @cached_property
+    def lines_of_code(self) -> int:
+        """Lines that hold more than a comment or a docstring: words of explanation are not rationed."""
+        quiet = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+        lines: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type not in quiet:
+                lines |= {*range(token.start[0], token.end[0] + 1)}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+                lines -= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+        return len(lines)
 
 
 class House:
@@ -147,13 +162,11 @@ def guests_stay_in_their_rooms(house: House) -> Iterator[str]:
 
 def backends_keep_apart(house: House) -> Iterator[str]:
     for name, target in house.edges():
-        mine, theirs = (".".join(x.split(".")[:3]) for x in (name, target))
+        mine, theirs = (next((room for room in BACKENDS if inside(x, room)), None) for x in (name, target))
         if theirs == "fa_serve.backends.reference" and name not in ("fa_serve.backends.reference", "fa_serve.testing"):
             yield f"{name} imports the oracle"
-        elif inside(mine, "fa_serve.backends") and inside(theirs, "fa_serve.backends") and mine != theirs:
-            shared = inside(name, "fa_serve.backends.hopper") and target == "fa_serve.backends.triton.primitives"
-            if "fa_serve.backends" not in (mine, theirs) and not shared:
-                yield f"{name} imports another backend, {target}"
+        elif mine and theirs and mine != theirs and (mine, target) != (BACKENDS[0], "fa_serve.backends.triton.primitives"):
+            yield f"{name} imports another backend, {target}"
 
 
 def kernels_are_reached_through_the_api(house: House) -> Iterator[str]:
@@ -213,10 +226,8 @@ def comments_promise_nothing(house: House) -> Iterator[str]:
 
 
 def sizes_stay_readable(house: House) -> Iterator[str]:
-    total = 0
     for module in house:
         lines = len(module.text.splitlines())
-        total += lines
         budget = KERNEL_MODULE_LINES if inside(module.name, *KERNELS) else MODULE_LINES
         if lines > budget:
             yield f"{module.name} has {lines} lines, its budget is {budget}"
@@ -225,8 +236,9 @@ def sizes_stay_readable(house: House) -> Iterator[str]:
                 length = node.end_lineno - node.lineno + 1
                 if length > FUNCTION_LINES:
                     yield f"{module.name}.{node.name} has {length} lines, its budget is {FUNCTION_LINES}"
+    total = sum(module.lines_of_code for module in house)
     if total > SOURCE_LINES:
-        yield f"the source has {total} lines, its budget is {SOURCE_LINES}"
+        yield f"the source has {total} lines of code, its budget is {SOURCE_LINES}"
 
 
 def exports_are_exact(house: House) -> Iterator[str]:
@@ -354,7 +366,7 @@ PLANTED: list[tuple[Rule, dict[str, str], str]] = [
     (sizes_stay_readable, {"fa_serve/api.py": "\n" * 401}, "fa_serve.api has 401 lines"),
     (sizes_stay_readable, {"fa_serve/backends/triton/tiles.py": "\n" * 551}, "tiles has 551 lines"),
     (sizes_stay_readable, {"fa_serve/hf.py": "def f():\n" + "    x = 1\n" * 150}, "fa_serve.hf.f has 151 lines"),
-    (sizes_stay_readable, {f"fa_serve/engine/m{i}.py": "\n" * 400 for i in range(22)}, "the source has"),
+    (sizes_stay_readable, {f"server/m{i}.py": "x = 1\n" * 400 for i in range(20)}, "the source has"),
     (exports_are_exact, {"fa_serve/__init__.py": "from fa_serve.spec import a, b\n__all__ = ['a']"}, "binds b"),
     (exports_are_exact, {"fa_serve/__init__.py": "a = 1\n__all__ = ['a', 'a']"}, "a more than once"),
     (exports_are_exact, {"fa_serve/engine/__init__.py": "a = 1"}, "fa_serve.engine has no __all__"),
@@ -420,6 +432,13 @@ def test_a_clean_house_is_not_blamed(rule: Rule, tmp_path: Path) -> None:
 def test_a_planted_violation_is_found(rule: Rule, files: dict[str, str], complaint: str, tmp_path: Path) -> None:
     complaints = list(rule(build(tmp_path, CLEAN | files)))
     assert any(complaint in line for line in complaints), complaints
+
+
+def test_lines_of_code_leave_explanations_out(tmp_path: Path) -> None:
+    explained = '"""What.\n\nWhy.\n"""\n\n# a comment\nx = """\ntext\n"""\n\n\n'
+    function = 'def f():\n    """Doc."""\n    return (  # why\n        1\n    )\n'
+    (tmp_path / "a.py").write_text(explained + function)
+    assert Module("a", tmp_path / "a.py").lines_of_code == 3 + 1 + 3
 
 
 def test_exported_names_exist() -> None:
