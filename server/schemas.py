@@ -84,11 +84,12 @@ class SamplingRequest(Request):
 
     top_k: int | None = Field(None, ge=-1, description="0 and -1 keep every token.")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: TokenIds | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Lower is served sooner.")
     return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids to each choice.")
 
     @model_validator(mode="after")

@@ -67,8 +67,10 @@ class FakeEngine:
             return None
         return [TokenLogprob(token, -0.5, [(token + 1 + k, float("-inf") if k else -0.25) for k in range(params.logprobs)])]
 
-    async def generate(self, prompt: list[int], params: Any, request_id: str) -> AsyncIterator[RequestOutput]:
-        self.seen.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id))
+    async def generate(
+        self, prompt: list[int], params: Any, request_id: str, *, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        self.seen.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id, priority=priority))
         words = self.words[: params.max_tokens]
         ended = False
         try:

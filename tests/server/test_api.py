@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from fa_serve.server.schemas import ChatRequest, CompletionRequest
 
 from fa_serve.engine import EngineDeadError, QueueFullError
 
@@ -88,9 +89,12 @@ async def test_sampling_reaches_the_engine(serving, engine):
     same = {"min_p": 0.1, "presence_penalty": -1, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 2}
     wanted |= {**same, "logit_bias": {"5": -100}, "allowed_token_ids": [5, 6]}
     async with serving() as client:
-        assert (await client.post("/v1/completions", json={**TEXT, **wanted, "max_tokens": 9})).status_code == 200
+        assert (
+            await client.post("/v1/completions", json={**TEXT, **wanted, "max_tokens": 9, "priority": -3})
+        ).status_code == 200
         assert (await client.post("/v1/chat/completions", json={**CHAT, "max_completion_tokens": 4})).status_code == 200
     params = engine.seen[0].params
+    assert engine.seen[0].priority == -3
     assert (params.temperature, params.top_p, params.top_k, params.seed, params.max_tokens) == (0, 0.5, 0, 7, 9)
     assert (params.stop, params.stop_token_ids, params.ignore_eos) == (("x",), (3,), True)
     assert {name: getattr(params, name) for name in same} == same
@@ -244,6 +248,26 @@ async def test_no_json_object(serving, conforms, content):
     conforms("ErrorResponse", response.json())
 
 
+ODD = [None, True, 0, -1, 2**70, 0.5, -1e308, "", "x" * 300, "\0", [], [[]], [None], [2**70], {}, {"": 0}, {"type": "text"}]
+
+
+ROUTES = [("/v1/completions", TEXT, CompletionRequest), ("/v1/chat/completions", CHAT, ChatRequest)]
+
+
+@pytest.mark.parametrize(("path", "body", "kind"), ROUTES, ids=["completions", "chat"])
+async def test_odd_values_of_every_field(serving, conforms, path, body, kind):
+    """Whatever a field is given, it is honoured or refused in OpenAI's shape, and nothing is left behind."""
+    fields = [*kind.model_fields, *kind.UNSUPPORTED]
+    async with serving(max_n=4) as client:
+        for field in fields:
+            for odd in ODD:
+                response = await client.post(path, json={**body, field: odd})
+                assert response.status_code in (200, 400, 404), (field, odd, response.text)
+                if response.status_code != 200:
+                    conforms("ErrorResponse", response.json())
+        assert client.service.in_flight == 0
+
+
 async def test_defaults_that_ask_for_nothing(serving):
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "n": None, "stop": None, "user": "me"}
     chat = {"logprobs": False, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False}
@@ -284,7 +308,7 @@ REFUSALS = [(QueueFullError("full"), 429), (EngineDeadError("dead"), 503), (Valu
 @pytest.mark.parametrize(("error", "status"), REFUSALS, ids=["full", "dead", "bad"])
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 async def test_what_the_engine_refuses(serving, engine, conforms, error, status, stream):
-    async def refuse(*_):
+    async def refuse(*_, **__):
         raise error
         yield
 

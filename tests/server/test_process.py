@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from fa_serve.server.bench import Load, run
 
 from fa_serve.demo import model_path
 
@@ -145,46 +146,84 @@ def test_the_example_runs(served):
 
 
 def test_chat_and_bench_commands(served, tmp_path):
-    def run(*arguments, **options):
-        command = [sys.executable, "-m", "fa_serve", *arguments, "--url", served.url]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    def command(*arguments, **options):
+        words = [sys.executable, "-m", "fa_serve", *arguments, "--url", served.url]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60, **options)
 
-    talk = run("chat", "--temperature", "0", input="What is 17 + 25?\nNow 3 plus 4.\n/reset\n")
+    talk = command("chat", "--temperature", "0", input="What is 17 + 25?\nNow 3 plus 4.\n/reset\n")
     assert (talk.returncode, talk.stdout) == (0, "> 17 + 25 = 42.\n> 3 + 4 = 7.\n> > \n")
-    refused = run("chat", "Hi", "--model", "other")
+    refused = command("chat", "Hi", "--model", "other")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "No model 'other' here" in refused.stderr
 
     load = ["--requests", "12", "--concurrency", "4", "--prompt-tokens", "20", "--output-tokens", "5"]
-    bench = run("bench", *load, "--json", str(tmp_path / "report.jsonl"))
+    bench = command("bench", *load, "--json", str(tmp_path / "report.jsonl"))
     assert bench.returncode == 0, bench.stderr
     report = json.loads((tmp_path / "report.jsonl").read_text())
     assert (report["requests"], report["failed"], report["model"]) == (12, 0, MODEL)
     assert report["output_tokens_per_s"] == pytest.approx(60 / report["seconds"], rel=0.01)
     assert 0 < report["ttft_ms"]["p50"] <= report["ttft_ms"]["p99"] <= report["e2e_ms"]["p99"]
-    assert "context length" in run("bench", "--prompt-tokens", "5000").stderr
+    assert "context length" in command("bench", "--prompt-tokens", "5000").stderr
 
 
-def test_drain(start_server, tmp_path):
-    """Keys too, and the settings of a file."""
-    (tmp_path / "fa-serve.toml").write_text('served_model_name = "org/name"\nlog_level = "warning"\n')
-    served = start_server(str(model_path()), "--config", str(tmp_path / "fa-serve.toml"), FA_SERVE_API_KEYS="key-1,key-2")
-    wanted = {"model": "org/name", "prompt": "x", "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+def test_five_hundred_streams_at_once(served):
+    report = asyncio.run(run(Load(url=served.url, requests=500, concurrency=500, prompt_tokens=8, output_tokens=8)))
+    assert (report["failed"], report["errors"]) == (0, [])
+    assert report["itl_ms"]["p99"] > 0
+    assert served.metric("kv_cache_usage_perc") == 0
+
+
+def test_a_full_house(start_server, tmp_path):
+    """A small queue under bursts, clients that hang up, and SIGTERM under load; with keys, and the settings of a file."""
+    (tmp_path / "fa-serve.toml").write_text('served_model_name = "org/name"\nmax_num_seqs = 16\nmax_waiting = 64\n')
+    settings = ("--config", str(tmp_path / "fa-serve.toml"), "--log-level", "warning", "--public-metrics")
+    served = start_server(str(model_path()), *settings, FA_SERVE_API_KEYS="key-1,key-2")
+    headers = {"authorization": "Bearer key-2"}
+    body = {"model": "org/name", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+    async def half_of_them_hang_up(client):
+        async def one(number):
+            line = ""
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                async for last in response.aiter_lines():
+                    if number % 2:
+                        break
+                    line = last or line
+                return line
+
+        return await asyncio.gather(*map(one, range(40)))
+
+    async def drain(client):
+        async def one():
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                return [line async for line in response.aiter_lines() if line][-1]
+
+        streams = [asyncio.create_task(one()) for _ in range(40)]
+        while served.metric("num_requests_running") < 16:
+            await asyncio.sleep(0.01)
+        served.process.send_signal(signal.SIGTERM)
+        while (await client.get("/ready")).status_code != 503:
+            await asyncio.sleep(0.01)
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.post("/v1/completions", json=body)).status_code == 503
+        return await asyncio.gather(*streams)
+
+    async def everything():
+        load = Load(url=served.url, key="key-1", requests=400, concurrency=400, prompt_tokens=8, output_tokens=4)
+        report = await run(load)
+        assert 0 < report["failed"] < 400
+        assert all(error.startswith("status 429") for error in report["errors"])
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=served.url, headers=headers, timeout=60, limits=limits) as client:
+            lines = await half_of_them_hang_up(client)
+            assert lines.count("data: [DONE]") == 20
+            eventually(lambda: served.metric("num_requests_running") == 0)
+            assert served.metric("kv_cache_usage_perc") == 0
+            assert await drain(client) == ["data: [DONE]"] * 40
+
     try:
         assert httpx.get(f"{served.url}/v1/models").status_code == 401
-        assert httpx.get(f"{served.url}/metrics").status_code == 401
-        with (
-            openai.OpenAI(base_url=f"{served.url}/v1", api_key="key-2", max_retries=0) as client,
-            client.completions.create(stream=True, **wanted) as stream,
-        ):
-            next(stream)
-            served.process.send_signal(signal.SIGTERM)
-            eventually(lambda: httpx.get(f"{served.url}/ready").status_code == 503)
-            assert httpx.get(f"{served.url}/health").status_code == 200
-            with pytest.raises(openai.InternalServerError) as refused:
-                client.completions.create(**wanted)
-            assert refused.value.status_code == 503
-            assert list(stream)[-1].choices[0].finish_reason == "length"
+        asyncio.run(everything())
         assert served.process.wait(30) == 0
     finally:
         served.end()
