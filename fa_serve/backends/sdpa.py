@@ -76,7 +76,7 @@ class SdpaBackend:
 
         single = [b for b, (start, end) in enumerate(rows) if end - start == 1 and lengths[b] > 0]
         longest = max((lengths[b] for b in single), default=0)
-        if longest * len(single) > 2 * sum(lengths[b] for b in single) + 4096:
+        if len(single) == 1 or longest * len(single) > 2 * sum(lengths[b] for b in single) + 4096:
             single = []  # padding to the longest would cost more than one call each
         if single:
             # one call for all decoding sequences: positions past a sequence's end read its first key and are masked out
