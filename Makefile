@@ -8,6 +8,7 @@ PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
 JOBS   ?= 2
+BENCH  ?= prefill varlen
 
 SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -52,7 +53,7 @@ test-gpu: ## the GPU suite, with PYTHON as it is
 
 bench: ## the kernels against their peers on the GPU, with PYTHON as it is
 	@$(PYTHON) -c 'import torch; torch.cuda.is_available() or exit("make bench: PYTHON=$(PYTHON) sees no GPU")'
-	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/bench_attention.py prefill $(ARGS)
+	for bench in $(BENCH); do PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/bench_attention.py $$bench $(ARGS); done
 
 clean: ## remove .venv, caches and build products
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,7 +27,7 @@ def launch(
     fixed:    whatever else the machine code may depend on: strides by value, then constexprs
     """
     address = 0
-    kinds = []
+    kinds: list[torch.dtype | None] = []
     for tensor in pointers:
         if tensor is None:
             kinds.append(None)
