@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -114,15 +115,31 @@ def test_store_kv(target: str) -> None:
     assert_within_budgets(compile_store(target, fp8=False), ["_store_kv"])
 
 
-def test_hopper_keeps_three_blocks_in_flight_and_waits_programmatically() -> None:
-    """Loads are 16-byte asynchronous copies: 64 threads issue 32 each for a block; three ahead of the loop and one in it."""
+def test_hopper_keeps_two_blocks_in_flight_and_waits_programmatically() -> None:
+    """Loads are 16-byte asynchronous copies: 128 threads issue 16 each for a block; two ahead of the loop and one in it."""
     kernel = compile_decode("sm90", Shape())[0]
     block_bytes = 64 * (128 + 128) * 2
-    assert kernel.shared_bytes >= 3 * block_bytes
-    assert kernel.instructions["LDGSTS"] == 4 * block_bytes // (64 * 16)
+    assert kernel.shared_bytes >= 2 * block_bytes
+    assert kernel.instructions["LDGSTS"] == 3 * block_bytes // (128 * 16)
     assert kernel.instructions["HMMA"] > 0
     assert kernel.instructions["LDL"] == kernel.instructions["STL"] == 0
     assert "griddepcontrol.wait" in kernel.binary.asm["ptx"]
+    assert 3 * (kernel.shared_bytes + 1024) <= 228 << 10
+    assert 3 * 128 * kernel.registers <= 65536, "decode_tiles counts on 3 programs an SM"
+
+
+def test_head_dim_64_fits_six_times() -> None:
+    kernel = compile_decode("sm90", Shape(heads=(64, 8), head_dim=64, head_dim_v=64))[0]
+    assert 6 * (kernel.shared_bytes + 1024) <= 228 << 10
+    assert 6 * 128 * kernel.registers <= 65536, "decode_tiles counts on 6 programs an SM"
+
+
+def test_float8_is_copied_by_16_bytes_and_widened_to_float16() -> None:
+    kernel = compile_decode("sm90", Shape(fp8=True))[0]
+    assert kernel.instructions["LDGSTS"] == len(re.findall(r"LDGSTS\.E\.BYPASS\.128", kernel.sass))
+    assert "LDS.U8" not in kernel.sass
+    assert "F2FP.F16.E4M3.UNPACK_B" in kernel.sass
+    assert 2 * (kernel.shared_bytes + 1024) <= 228 << 10
 
 
 def test_older_gpus_do_without_programmatic_launch() -> None:
