@@ -199,7 +199,7 @@ def test_a_full_house(start_server, tmp_path):
                 return [line async for line in response.aiter_lines() if line][-1]
 
         streams = [asyncio.create_task(one()) for _ in range(40)]
-        while served.metric("num_requests_running") < 16:
+        while served.metric("num_requests_running") + served.metric("num_requests_waiting") < 40:
             await asyncio.sleep(0.01)
         served.process.send_signal(signal.SIGTERM)
         while (await client.get("/ready")).status_code != 503:
