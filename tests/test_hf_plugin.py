@@ -140,6 +140,15 @@ class Other:
     assert models._read("plain").told - models._KNOWN == {"alibi", "temperature"}
     assert not models._read("plain").handles_mask
     assert models._read("handling").handles_mask
+    assert not models._read("handling").goes_elsewhere
+
+
+def test_attention_beside_the_interface_is_refused() -> None:
+    with (
+        torch.device("meta"),
+        pytest.raises(UnsupportedModelError, match=r"BigBirdPegasus\w+ works on masks in the form that eager"),
+    ):
+        AutoModel.from_config(AutoConfig.for_model("bigbird_pegasus", encoder_layers=1), attn_implementation="fa_serve")
 
 
 @torch.no_grad()

@@ -27,17 +27,22 @@ _KNOWN = {"module", "query", "key", "value", "query_states", "key_states", "valu
           "max_length_q", "max_length_k", "output_attentions", "position_ids", "deterministic", "kwargs"}  # fmt: skip
 
 
+_LOOKS = (ast.Attribute, ast.Subscript)
+
+
 @dataclass(frozen=True)
 class Source:
     """What a file of transformers' says about its attention.
 
     told:             the names that its modules pass on, and that its eager attention takes
     handles_mask:     its attention works on the mask, which must therefore be a tensor
+    goes_elsewhere:   it has a kind of attention beside the one that reaches us, with the same masks
     counts_positions: it makes position_ids of its own, which do not start at 0 (as fairseq does)
     """
 
     told: frozenset[str]
     handles_mask: bool
+    goes_elsewhere: bool
     counts_positions: bool
 
 
@@ -57,7 +62,8 @@ def counts_positions(model_class: type[PreTrainedModel]) -> bool:
 def admit(model: PreTrainedModel) -> None:
     """Check a model that is being made or switched over, and note what the mask function has to know of it."""
     check_class(type(model))
-    if _read(type(model).__module__).handles_mask:
+    source = _read(type(model).__module__)
+    if source.handles_mask or source.goes_elsewhere:
         _handling_masks.add(type(model.config))
 
 
@@ -69,7 +75,12 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
             'fa_serve cannot take its place: load it with attn_implementation="eager" (or "sdpa"), or, if it is a part of '
             "a larger model, pass a dict that names the parts to be served"
         )
-    unknown = sorted(_read(model_class.__module__).told - _KNOWN)
+    source = _read(model_class.__module__)
+    if (source.goes_elsewhere or source.handles_mask) and not model_class._supports_sdpa:
+        raise UnsupportedModelError(
+            f"{model_class.__name__} works on masks in the form that eager attention takes them, not ours"
+        )
+    unknown = sorted(source.told - _KNOWN)
     if unknown:
         raise UnsupportedModelError(f"{model_class.__name__} tells its attention {unknown}, which fa_serve does not know")
 
@@ -77,7 +88,7 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
 @functools.cache
 def _read(module: str) -> Source:
     told: set[str] = set()
-    handles_mask = False
+    handles_mask = goes_elsewhere = False
     text = inspect.getsource(sys.modules[module])
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name.endswith("eager_attention_forward"):
@@ -86,9 +97,11 @@ def _read(module: str) -> Source:
             inside = list(ast.walk(node))
             calls = [n for n in inside if isinstance(n, ast.Call) and _is_name(n.func, "attention_interface")]
             told |= {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
-            looks = (n.value for n in inside if isinstance(n, ast.Attribute | ast.Subscript))
-            handles_mask |= bool(calls) and any(_is_name(value, "attention_mask") for value in looks)
-    return Source(frozenset(told), handles_mask, "create_position_ids_from_input_ids" in text)
+            looked_into = {n.value.id for n in inside if isinstance(n, _LOOKS) and isinstance(n.value, ast.Name)}
+            added = {x.id for n in inside if isinstance(n, ast.BinOp) for x in (n.left, n.right) if isinstance(x, ast.Name)}
+            handles_mask |= bool(calls) and "attention_mask" in looked_into
+            goes_elsewhere |= not calls and "Attention" in node.name and "attention_mask" in added
+    return Source(frozenset(told), handles_mask, goes_elsewhere, "create_position_ids_from_input_ids" in text)
 
 
 def _is_name(node: ast.AST, name: str) -> bool:
