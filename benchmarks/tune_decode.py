@@ -9,14 +9,15 @@ grid    (batch, keys) by head layout, bfloat16, page_size 16, shuffled pages: ev
 uneven  the same where lengths are log-uniform, or 10% of the sequences 20 times longer
 fp8     tiles for a float8_e4m3fn cache, against our own bfloat16
 
-A variant changes one thing of what `decode_tiles` chooses: page numbers not read ahead (`late`), another tile, one wave of pieces
-or several. Its column is the time of our choice over its own: above 1 it is faster. A red gate ends the run. Left out: results
-that count for anything but tuning; those are bench_decode.py's.
+A variant changes one thing of what `decode_tiles` chooses: page numbers not read ahead (`late`), another tile, one wave of
+pieces or several. Its column is the time of our choice over its own: above 1 it is faster. A red gate ends the run. Left out:
+results that count for anything but tuning; those are bench_decode.py's.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -44,8 +45,9 @@ CELLS = {
     (64, 8, 64): ((1, 1024), (1, 16384), (8, 8192), (32, 4096), (64, 8192), (128, 1024)),
     (32, 32, 128): ((1, 16384), (8, 8192), (32, 4096)),
 }  # fmt: skip
-TILES = ((64, 4, 4), (64, 2, 2))  # block_n, num_warps, num_stages
-FP8_TILES = ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3))
+Shape = tuple[int, int, int, int]  # block_n, num_warps, num_stages, programs that fit on an SM at head_dim 128
+TILES: tuple[Shape, ...] = ((64, 4, 4, 2), (64, 2, 2, 4))
+FP8_TILES: tuple[Shape, ...] = ((64, 4, 3, 3), (64, 4, 4, 3), (128, 4, 2, 2), (128, 8, 3, 2))
 WAVES = (1, 2, 4, 8)
 
 
@@ -225,7 +227,7 @@ class Search:
             print(json.dumps({"case": case, "us": round(us, 2), "tiles": asdict(tiles)}), file=self.log, flush=True)
         return us
 
-    def variants(self, case: str, problem: Problem, ours: float, shapes: Sequence[tuple[int, int, int]]) -> dict[str, float]:
+    def variants(self, case: str, problem: Problem, ours: float, shapes: Sequence[Shape]) -> dict[str, float]:
         """Name -> our time over the variant's."""
         if self.late:
             return {}
@@ -233,16 +235,14 @@ class Search:
         return {name: ours / self.measure(case, problem, tiles) for name, tiles in named.items()}
 
 
-def variants(problem: Problem, shapes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[str, DecodeTiles]]:
+def variants(problem: Problem, shapes: Sequence[Shape]) -> Iterator[tuple[str, DecodeTiles]]:
     default, batch = problem.default_tiles(), len(problem.options["seqused_k"])
     yield "late", replace(default, prefetch=False)
-    for block_n, num_warps, num_stages in shapes:
+    scale = 128 // problem.k_cache.shape[3]
+    for block_n, num_warps, num_stages, resident in shapes:
         tiles = replace(default, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
-        # as many programs as fit by shared memory, and by 160 registers a thread at head_dim 128
-        bytes_each = num_stages * block_n * 2 * problem.k_cache.shape[3] * problem.k_cache.element_size()
-        resident = min((228 << 10) // bytes_each, 396 * 128 // (problem.k_cache.shape[3] * num_warps * 32))
-        yield f"{block_n},{num_warps},{num_stages}", waves_of(problem, tiles, 1 if 2 * batch < 49 else 4, resident)
-    resident = 3 if problem.k_cache.shape[3] == 128 else 6
+        yield f"{block_n},{num_warps},{num_stages}", waves_of(problem, tiles, 1 if batch < 25 else 4, resident * scale)
+    resident = scale * (3 if problem.q.dtype == problem.k_cache.dtype else 2)
     for waves in WAVES:
         yield f"w{waves}", waves_of(problem, default, waves, resident)
     yield "whole", replace(default, balanced=False, parts=1, min_blocks=1)
@@ -261,18 +261,17 @@ def short(tiles: DecodeTiles) -> str:
     return f"{tiles.block_n},{tiles.num_warps},{tiles.num_stages} {'bal' if tiles.balanced else 'fix'}{tiles.parts}"
 
 
-def names(shapes: Sequence[tuple[int, int, int]]) -> list[str]:
-    return ["late", *(",".join(map(str, shape)) for shape in shapes), *(f"w{waves}" for waves in WAVES), "whole"]
+def names(shapes: Sequence[Shape]) -> list[str]:
+    return ["late", *(",".join(map(str, shape[:3])) for shape in shapes), *(f"w{waves}" for waves in WAVES), "whole"]
 
 
-def cells(found: dict[str, float], shapes: Sequence[tuple[int, int, int]]) -> str:
+def cells(found: dict[str, float], shapes: Sequence[Shape]) -> str:
     return "".join(f"{found[name]:8.2f}" if name in found else f"{'-':>8}" for name in names(shapes))
 
 
 def compare(search: Search, cases: Iterator[tuple[str, Problem]]) -> list[str]:
-    rows = [
-        f"{'case':<20}{'ours':>8} {'TB/s':>5} {'tiles':<14}{'fa3/ours':>8}" + "".join(f"{name:>8}" for name in names(TILES))
-    ]
+    heading = "".join(f"{name:>8}" for name in names(TILES))
+    rows = [f"{'case':<20}{'ours':>8} {'TB/s':>5} {'tiles':<14}{'fa3/ours':>8}{heading}"]
     ratios = []
     for case, problem in cases:
         mine = problem.default_tiles()
@@ -325,9 +324,8 @@ def uneven_cases() -> Iterator[tuple[str, Problem]]:
 
 
 def fp8(search: Search) -> list[str]:
-    rows = [
-        f"{'case':<22}{'bf16':>8}{'fp8':>8} {'tiles':<15}{'bf16/fp8':>8}" + "".join(f"{name:>8}" for name in names(FP8_TILES))
-    ]
+    heading = "".join(f"{name:>8}" for name in names(FP8_TILES))
+    rows = [f"{'case':<22}{'bf16':>8}{'fp8':>8} {'tiles':<15}{'bf16/fp8':>8}{heading}"]
     pool, quantised = pools(), pools(torch.float8_e4m3fn)
     for heads, kv_heads, dim in ((32, 8, 128), (64, 8, 64)):
         for batch, kv in ((1, 131072), (64, 8192), (256, 4096)):
@@ -343,6 +341,10 @@ def fp8(search: Search) -> list[str]:
     return rows
 
 
+def _constant(value: Any, *args: Any) -> Any:
+    return value
+
+
 def launch() -> list[str]:
     """Microseconds of whole calls; `combine 16,1` and so on are BLOCK_PARTS and BLOCK_ROWS."""
     shapes = ((16, 1), (16, 2), (16, 4), (32, 1), (64, 1))
@@ -351,16 +353,20 @@ def launch() -> list[str]:
     for batch, kv in ((1, 1024), (1, 16384), (1, 131072), (32, 4096)):
         problem = Problem.make([kv] * batch, 32, 8, 128)
         tiles, out, arch_of, block = problem.default_tiles(), torch.empty_like(problem.q), spec.arch_of, decode._combine_block
+
+        def timed(problem: Problem = problem, tiles: DecodeTiles = tiles, out: Tensor = out) -> float:
+            return graph_microseconds(lambda: problem.run(tiles, out=out))
+
         times = []
         for arch in (arch_of(DEVICE), 80):
-            spec.arch_of = lambda device, arch=arch: arch  # type: ignore[misc]
-            times.append(graph_microseconds(lambda problem=problem, tiles=tiles, out=out: problem.run(tiles, out=out)))
+            spec.arch_of = functools.partial(_constant, arch)
+            times.append(timed())
         spec.arch_of = arch_of
         for shape in shapes:
-            decode._combine_block = lambda *args, shape=shape: shape  # type: ignore[assignment]
-            times.append(graph_microseconds(lambda problem=problem, tiles=tiles, out=out: problem.run(tiles, out=out)))
+            decode._combine_block = functools.partial(_constant, shape)
+            times.append(timed())
         decode._combine_block = block
-        host = host_microseconds(lambda problem=problem, out=out: problem.run(out=out))
+        host = host_microseconds(functools.partial(problem.run, out=out))
         cells = "".join(f"{us:11.2f}" for us in times[2:])
         rows.append(f"32/8 d128 {f'{batch}x{kv}':<12}{times[0]:13.2f}{times[1]:8.2f}{cells}{host:9.1f}")
     return rows
