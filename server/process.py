@@ -70,6 +70,7 @@ class Server(uvicorn.Server):
             await asyncio.wait_for(self._service.drain(), self._drain_timeout)
         except asyncio.TimeoutError:
             log.warning("%d are cut off", self._service.in_flight)
+            await self._service.engine.shutdown()  # they end with an error that their clients can read
         else:
             log.warning("drained in %.1f s", time.perf_counter() - begin)
         self.should_exit = True

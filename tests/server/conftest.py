@@ -56,7 +56,9 @@ class FakeEngine:
 
     async def start(self) -> None: ...
 
-    async def shutdown(self) -> None: ...
+    async def shutdown(self) -> None:
+        self.error = "the engine was shut down"
+        self.gate.set()
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(num_running=1, num_waiting=2, num_pages=8, num_pages_used=4, num_steps=5, num_prompt_tokens=6,

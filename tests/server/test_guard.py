@@ -4,11 +4,13 @@ import asyncio
 import base64
 import json
 import logging
+import signal
 
 import httpx
 import pytest
 from fa_serve.server.app import create_app
 from fa_serve.server.errors import ClientGone, TimedOut
+from fa_serve.server.process import Server
 from fa_serve.server.settings import Settings
 from fa_serve.server.streaming import attend, merge
 
@@ -262,3 +264,19 @@ async def test_a_model_that_fails_to_load(engine):
         response = await client.get("/health")
         assert response.status_code == 503
         assert "could not be loaded" in response.text
+
+
+async def test_what_does_not_end_within_the_drain_is_cut_off_with_an_error(engine):
+    url = asyncio.get_running_loop().create_future()
+    app = create_app(engine, Settings())
+    server = Server(app, "127.0.0.1", 0, drain_timeout=0.05, on_ready=url.set_result)
+    serving = asyncio.create_task(server.serve())
+    async with httpx.AsyncClient(base_url=await url) as client:
+        engine.gate.clear()
+        request = asyncio.create_task(client.post("/v1/completions", json={**TEXT, "stream": True}))
+        await until(lambda: app.state.service.in_flight)
+        server.handle_exit(signal.SIGTERM, None)
+        response = await request
+        assert "the engine was shut down" in response.text
+        await asyncio.wait_for(serving, 5)
+    assert server.failure is None
