@@ -52,17 +52,18 @@ class Block:
 
 
 class Machine:
-    """What outlives a block: failures, the lock of atomics, jitter. After `patience` seconds a wait counts as a deadlock."""
+    """What outlives a block: failures, the lock of atomics, jitter of up to `delay` seconds. After `patience` seconds a wait
+    counts as a deadlock."""
 
-    def __init__(self, seed: int, patience: float) -> None:
-        self.patience = patience
+    def __init__(self, seed: int, patience: float, delay: float) -> None:
+        self.patience, self.delay = patience, delay
         self.failures: list[BaseException] = []
         self.lock = threading.Lock()
         self.random = random.Random(seed)
 
     def jitter(self) -> None:
         if self.random.random() < 0.2:
-            time.sleep(self.random.random() * 1e-4)
+            time.sleep(self.random.random() * self.delay)
 
     def wait(self, condition: threading.Condition, ready: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.patience
@@ -392,13 +393,13 @@ def _on_device(arg: Any) -> Any:
 
 @contextlib.contextmanager
 def emulated(
-    resident_blocks: int = 3, seed: int = 0, faults: dict[str, str] | None = None, patience: float = 20.0
+    resident_blocks: int = 3, seed: int = 0, faults: dict[str, str] | None = None, patience: float = 20.0, delay: float = 1e-4
 ) -> Iterator[None]:
     """Launches inside the block run here. Blocks of one launch run at once, up to `resident_blocks`, as on a small GPU."""
     names = _namespace(faults or {})
 
     def launch(kernel: Any, key: Any, grid: tuple[int, int, int], args: Any, device: torch.device, **options: Any) -> None:
-        machine = Machine(seed, patience)
+        machine = Machine(seed, patience, delay)
         function = names[kernel.__name__]
         wrapped = [_on_device(arg) for arg in args]
         for first in range(0, grid[0], resident_blocks):

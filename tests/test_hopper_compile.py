@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fa_serve.backends.hopper.tiles import Schedule, TileConfig, forward_tiles
 CAUSAL, FULL = (-1, 0), (-1, -1)
 
 
+@cache
 def compile_forward(
     head_dim: int, head_dim_v: int, window: tuple[int, int], *, packed: bool = False, dtype: torch.dtype = torch.bfloat16,
     softcap: float = 0.0, sinks: bool = False, seqlen: int = 2048, tiles: TileConfig | None = None,
@@ -69,12 +71,32 @@ def test_compiles_to_what_it_is_written_for(options: dict) -> None:
     assert tiles.groups == 1 or tiles.registers[1] in handed_out
 
 
-def test_products_stay_in_flight_under_the_softmax() -> None:
-    """Overlap shows in the machine code: a wait leaves a product running (DEPBAR with a count of 1); without it none does."""
-    overlapped = compile_forward(128, 128, CAUSAL)
-    assert re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", overlapped.sass)
+def under_a_product(sass: str) -> list[int]:
+    """How many exponentials stand between each wait that leaves a product running and the next wait, in program order."""
+    counts, running = [], False
+    for line in sass.splitlines():
+        if wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", line):
+            running = wait[1] != "0"
+            if running:
+                counts.append(0)
+        elif running and "MUFU.EX2" in line:
+            counts[-1] += 1
+    return counts
+
+
+@pytest.mark.parametrize("window", [FULL, CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_products_run_under_the_softmax(head_dim: int, window: tuple[int, int]) -> None:
+    """In each warpgroup's loop all of a step's exponentials are between the issue of P V and the wait for it."""
+    tiles = forward_tiles(head_dim, head_dim, window == CAUSAL, 2048, 2048, False)
+    counts = under_a_product(compile_forward(head_dim, head_dim, window).sass)
+    per_thread = 64 * tiles.block_n // 128 + 2  # and one for each of its two rows, which rescales
+    assert counts.count(per_thread) == tiles.groups, counts
+
+
+def test_without_overlap_no_product_runs_under_the_softmax() -> None:
     serial = compile_forward(128, 128, CAUSAL, tiles=TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, overlap=False))
-    assert not re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", serial.sass)
+    assert not any(under_a_product(serial.sass))
 
 
 def test_one_machine_code_for_all_lengths() -> None:

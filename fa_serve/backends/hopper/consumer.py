@@ -159,12 +159,15 @@ def _online_softmax(s, state, block, limits, epilogue, dtype: gl.constexpr, mask
 
 
 @gluon.jit
-def _step(acc, p, state, turn, count, block, limits, smem, bars, epilogue,
+def _step(acc, p, state, turn, count, block, more, limits, smem, bars, epilogue,
           dtype: gl.constexpr, group: gl.constexpr, var: gl.constexpr):  # fmt: skip
-    """S(count) and P(count - 1) V(count - 1) issued together; the softmax of S runs under the latter."""
+    """S(count) and P(count - 1) V(count - 1) issued together; the softmax of S runs under the latter.
+
+    The wait for the next keys stands between the softmax and the wait for P V because it ends a basic block: without it ptxas
+    schedules the exponentials behind the wait, and nothing overlaps.
+    """
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, var.dv, 16])
     MASKED: gl.constexpr = var.has_left or var.has_right
-    _wait_keys(count, bars, var)
     _take_turn(group, var)
     if var.tiles.overlap:
         s_token = _issue_scores(turn, count, smem, group, var)
@@ -179,6 +182,7 @@ def _step(acc, p, state, turn, count, block, limits, smem, bars, epilogue,
         s = warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)
     p, state, alpha = _online_softmax(s, state, block, limits, epilogue, dtype, MASKED, var)
+    _wait_keys(count + 1, bars, var, more)
     if var.tiles.overlap:
         acc = warpgroup_mma_wait(0, deps=[o_token])
     mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)
@@ -275,9 +279,10 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
             if turn > 0:
                 _release_queries(turn - 1, bars, var)
         blocks = tile.high - tile.low
+        _wait_keys(count + 1, bars, var, blocks > 1)
         for j in range(1, blocks):
             acc, p, state = _step(
-                acc, p, state, turn, count + j, tile.high - 1 - j, limits, smem, bars, epilogue, dtype, group, var
+                acc, p, state, turn, count + j, tile.high - 1 - j, j + 1 < blocks, limits, smem, bars, epilogue, dtype, group, var
             )  # fmt: skip
         count += blocks
         turn += 1

@@ -182,7 +182,7 @@ def _run(
         if tiles.schedule == Schedule.DYNAMIC:
             counter = _counter(device)
     heads_per_kv = num_heads // num_kv_heads
-    group = head_group(batch * num_heads, heads_per_kv, 2 * max_seqlen_k * (q.shape[-1] + v.shape[-1]))
+    group = head_group(batch * num_heads, heads_per_kv, 2 * max_seqlen_k * (q.shape[-1] + v.shape[-1]), num_m)
     blocks = total if tiles.schedule == Schedule.GRID else min(total, _multiprocessors(device) * tiles.blocks_per_sm)
     descriptor = _ragged_descriptor if cu_q is not None else _dense_descriptor
     args = (

@@ -43,9 +43,12 @@ def _dense_tile(index, work, var: gl.constexpr):
     """Tiles of a group of heads together (their keys share the L2 cache), within it longest first, neighbours in head order."""
     safe = gl.minimum(index, work.total - 1)
     per_group = work.head_group * work.num_m
-    group = safe // per_group
-    rest = safe % per_group
-    size = gl.minimum(work.head_group, work.total // work.num_m - group * work.head_group)
+    heads = work.total // work.num_m
+    # what does not fill a group joins the last one: a short group at the end would leave most blocks without work
+    last = gl.maximum(heads // work.head_group - 1, 0)
+    group = gl.minimum(safe // per_group, last)
+    rest = safe - group * per_group
+    size = gl.where(group == last, heads - group * work.head_group, work.head_group)
     m = rest // size
     batch_head = group * work.head_group + rest % size
     if var.has_right:
