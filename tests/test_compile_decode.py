@@ -12,6 +12,7 @@ from cross_compile import TARGETS, Kernel, compiling_for
 from fa_serve.backends.triton import decode
 from fa_serve.backends.triton.decode import launch_decode
 from fa_serve.backends.triton.kv_cache import launch_store_kv
+from fa_serve.backends.triton.mixed import forward_mixed
 
 SPILL_BUDGET = 0  # bytes per thread, every kernel and target
 SHARED_BUDGET = {  # bytes one program may ask for; on sm90 and sm100 two of them fit on an SM
@@ -144,3 +145,34 @@ def test_float8_is_copied_by_16_bytes_and_widened_to_float16() -> None:
 
 def test_older_gpus_do_without_programmatic_launch() -> None:
     assert "griddepcontrol" not in compile_decode("sm89", Shape())[0].binary.asm["ptx"]
+
+
+def test_a_changing_batch_compiles_nothing_new() -> None:
+    """`launch` looks at strides and constexprs; what it takes for varying must not be specialised by the JIT."""
+    signatures, attributes = set(), set()
+    for batch, max_k in ((1, 1024), (2, 1024), (16, 4096)):
+        cache = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
+        with compiling_for("sm90") as kernels:
+            launch_decode(
+                torch.zeros(batch, 32, 128, dtype=torch.bfloat16), cache, cache,
+                block_table=torch.zeros(batch, max_k // 16, dtype=torch.int32), seqused_k=torch.zeros(batch, dtype=torch.int32),
+                cu_seqlens_q=torch.zeros(batch + 1, dtype=torch.int32), max_seqlen_q=1, max_seqlen_k=max_k, softmax_scale=1,
+                window_size=(-1, 0), softcap=0.0, sinks=None, k_descale=None, v_descale=None, num_splits=3, out=None,
+                return_lse=True,
+            )  # fmt: skip
+        signatures.add(tuple(str(kernel.binary.src.signature) for kernel in kernels))
+        attributes.add(tuple(str(kernel.binary.src.attrs) for kernel in kernels))
+    assert len(signatures) == len(attributes) == 1
+
+
+def test_mixed_on_hopper() -> None:
+    cache = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
+    with compiling_for("sm90") as kernels:
+        forward_mixed(
+            torch.zeros(300, 32, 128, dtype=torch.bfloat16), cache, cache, block_table=torch.zeros(3, 64, dtype=torch.int32),
+            seqused_k=torch.zeros(3, dtype=torch.int32), cu_seqlens_q=torch.zeros(4, dtype=torch.int32), max_seqlen_q=298,
+            max_seqlen_k=1024, softmax_scale=0.1, window_size=(-1, 0), softcap=0.0, sinks=None, out=None, return_lse=True,
+        )  # fmt: skip
+    assert [kernel.name for kernel in kernels] == ["_attn_fwd", "_decode", "_combine"]
+    assert all(kernel.spill_bytes == 0 for kernel in kernels)
+    assert kernels[0].instructions["HGMMA"] > 0

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
+from fa_serve.backends.launch import launch
 from fa_serve.backends.triton.tiles import padded_dim
 
 _TILE = 2048  # elements of K and of V per program: 16 bytes per thread in flight for each
@@ -31,7 +32,7 @@ def _copy_heads(
     tl.store(cache_ptr + heads[:, None] * stride_ch + offs_d[None, :], x.to(cache_ptr.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_size", "num_heads", "head_blocks"])
 def _store_kv(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_descale_ptr, v_descale_ptr, page_size, num_heads, head_blocks,
     stride_kt, stride_kh, stride_kd, stride_vt, stride_vh, stride_vd, stride_kcp, stride_kct, stride_kch, stride_vcp,
@@ -70,9 +71,9 @@ def launch_store_kv(
     if total == 0:
         return
     pdl = spec.arch_of(k.device) >= 90
-    options = {"launch_pdl": True} if pdl else {}
-    _store_kv[(total * head_blocks,)](
-        k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale, k_cache.shape[1], num_heads, head_blocks,
-        *k.stride(), *v.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        DIM=dim, DIM_V=dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_H=block_h, PDL=pdl, num_warps=4, **options,
+    launch(
+        _store_kv, total * head_blocks,
+        (k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale), (k_cache.shape[1], num_heads, head_blocks),
+        (*k.stride(), *v.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3], dim, dim_v, block_d, block_dv, block_h, pdl),
+        {"num_warps": 4, **({"launch_pdl": True} if pdl else {})},
     )  # fmt: skip
