@@ -108,7 +108,10 @@ def serve(
 
     server = Server(create_app(engine, settings), settings.host, settings.port, settings.drain_timeout, ready)
     logging.getLogger("fa_serve.engine").addHandler(report)
-    server.run()
+    try:
+        server.run()
+    except OSError as error:
+        _fail(f"cannot listen on {settings.host}:{settings.port}: {error}", code=1)
     if server.failure is not None:
         _fail(f"the model could not be loaded: {server.failure}", code=1)
 

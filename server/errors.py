@@ -12,7 +12,7 @@
     └── TimedOut 504
 
 Handlers raise these and know nothing of JSON; `install` teaches an application to write them, and FastAPI's own errors, in
-the same shape. A failure that nobody foresaw is a 500 without internals; its traceback goes to the log.
+the same shape. A failure that nobody foresaw is a 500 without internals (guard.py).
 """
 
 from __future__ import annotations
@@ -102,13 +102,9 @@ def install(app: FastAPI) -> None:
         body = {"message": detail, "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": body}, error.status_code, error.headers)
 
-    async def unforeseen(_: Request, error: Exception) -> JSONResponse:
-        return ApiError(UNFORESEEN).response()
-
     app.add_exception_handler(ApiError, known)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unforeseen)
 
 
 def bad_request(errors: Sequence[Any]) -> BadRequest:

@@ -34,6 +34,7 @@ class Answer(ABC):
     kind: str
     chunk_kind: str
     prefix: str
+    _prompt_field: str
 
     def __init__(self, body: SamplingRequest, service: Service, key: str | None):
         service.require_ready()
@@ -125,16 +126,13 @@ class Answer(ABC):
         if not prompt:
             raise BadRequest(f"{self._prompt_field} must hold at least one token.", param=self._prompt_field)
         if room < (wanted or 1):
-            asked = f"{len(prompt)} in the prompt" + (
-                f", {wanted} for the answer" if wanted else " and none are left for the answer"
-            )
+            answer = f"{wanted} for the answer" if wanted else "room for an answer"
             raise BadRequest(
-                f"This model's maximum context length is {room + len(prompt)} tokens; you asked for {asked}.",
+                f"This model's maximum context length is {room + len(prompt)} tokens; "
+                f"you asked for {len(prompt)} in the prompt and {answer}.",
                 param=self._prompt_field, code="context_length_exceeded",
             )  # fmt: skip
         return sampling_params(body, wanted or self._default_max_tokens(room), self._logprobs(), sample)
-
-    _prompt_field: str
 
     @abstractmethod
     def _count(self) -> int:

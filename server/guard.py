@@ -21,14 +21,18 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import TooLarge, Unauthorized
+from .errors import UNFORESEEN, ApiError, TooLarge, Unauthorized
 
+log = logging.getLogger("fa_serve.server")
 access_log = logging.getLogger("fa_serve.access")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestIds:
-    """Takes X-Request-Id from the client or makes one, returns it, and logs one line when the response has ended."""
+    """Takes X-Request-Id from the client or makes one, returns it, and logs one line when the response has ended.
+
+    A failure that nobody foresaw ends here: its traceback goes to the log under the request's id, and the client gets a 500.
+    """
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -41,7 +45,7 @@ class RequestIds:
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        status, begin = 499, time.perf_counter()
+        status, begin = 0, time.perf_counter()
 
         async def tagged(message: Message) -> None:
             nonlocal status
@@ -52,10 +56,14 @@ class RequestIds:
 
         try:
             await self._app(scope, receive, tagged)
+        except Exception:
+            log.exception("request %s failed", request_id)
+            if not status:
+                await ApiError(UNFORESEEN).response()(scope, receive, tagged)
         finally:
             seconds = time.perf_counter() - begin
             user = f" user={state['user']!r}" if state.get("user") else ""
-            access_log.info("%s %s %d %.3fs %s%s", scope["method"], scope["path"], status, seconds, request_id, user)
+            access_log.info("%s %s %d %.3fs %s%s", scope["method"], scope["path"], status or 499, seconds, request_id, user)
 
 
 class Keys:

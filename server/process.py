@@ -39,6 +39,12 @@ class Server(uvicorn.Server):
         self._drain_timeout, self._on_ready = drain_timeout, on_ready
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes the port before anything is loaded, so that one that is in use is known at once, by an OSError."""
+        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
+        address = (self.config.host, self.config.port)
+        super().run(sockets or [socket.create_server(address, family=family, backlog=self.config.backlog)])
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()

@@ -180,7 +180,7 @@ class Service:
                     messages, chat_template=self._template, tokenize=False, add_generation_prompt=True, **variables
                 )
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError) as error:  # the latter from variables of the wrong type
             raise BadRequest(f"The chat template refuses these messages: {error}", param="messages") from None
 
     async def _tokenize(self, work: Callable[[], T]) -> T:

@@ -87,13 +87,13 @@ class Settings(BaseSettings):
         return tuple(keys)
 
     def engine_config(self) -> EngineConfig:
-        """The part that is the engine's."""
+        """The part that is the engine's. The queue is not: it is bounded before the engine, where keys are known."""
         from dataclasses import fields
 
         from fa_serve.engine import EngineConfig
 
-        ours = [field.name for field in fields(EngineConfig) if field.name in type(self).model_fields]
-        return EngineConfig(**{name: getattr(self, name) for name in ours})
+        names = {field.name for field in fields(EngineConfig)} & type(self).model_fields.keys() - {"max_waiting"}
+        return EngineConfig(**{name: getattr(self, name) for name in names})
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:

@@ -318,13 +318,16 @@ async def test_what_the_engine_refuses(serving, engine, conforms, error, status,
     conforms("ErrorResponse", response.json())
 
 
-async def test_unforeseen_failure_tells_no_internals(serving, engine, conforms):
+async def test_unforeseen_failure_tells_no_internals(serving, engine, conforms, caplog):
     engine.tokenizer = None
     async with serving() as client:
         response = await client.post("/v1/completions", json=TEXT)
     assert response.status_code == 500
     conforms("ErrorResponse", response.json())
     assert "NoneType" not in response.text
+    assert response.headers["x-request-id"].startswith("req-")
+    [record] = [record for record in caplog.records if record.exc_info]
+    assert response.headers["x-request-id"] in record.getMessage()
 
 
 async def test_not_ready(serving, engine, conforms):

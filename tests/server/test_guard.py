@@ -5,6 +5,7 @@ import base64
 import json
 import logging
 import signal
+import socket
 
 import httpx
 import pytest
@@ -280,3 +281,13 @@ async def test_what_does_not_end_within_the_drain_is_cut_off_with_an_error(engin
         assert "the engine was shut down" in response.text
         await asyncio.wait_for(serving, 5)
     assert server.failure is None
+
+
+def test_a_port_in_use_is_known_before_anything_is_loaded(engine):
+    started = []
+    engine.start = started.append
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = Server(create_app(engine, Settings()), "127.0.0.1", taken.getsockname()[1], 1, print)
+        with pytest.raises(OSError, match="in use"):
+            server.run()
+    assert not started
