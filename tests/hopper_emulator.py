@@ -332,7 +332,7 @@ def _language() -> types.SimpleNamespace:
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis, dtype=x.dtype), cumsum=lambda x, axis: x.cumsum(axis),
         exp2=torch.exp2, log2=torch.log2, expand_dims=lambda x, axis: x.unsqueeze(axis), convert_layout=lambda x, layout: x,
         where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)),
-        static_range=range, load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+        split=lambda x: x.unbind(-1), static_range=range, load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask=None: pointer.store(value, mask), atomic_add=_atomic_add,
         program_id=lambda axis: torch.tensor(_self.block.index), num_programs=lambda axis: _self.block.grid,
         thread_barrier=anything, inline_asm_elementwise=_inline_assembly, warp_specialize=_specialize,

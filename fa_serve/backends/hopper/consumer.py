@@ -191,8 +191,29 @@ def _step(acc, p, state, turn, count, block, more, limits, smem, bars, epilogue,
 
 
 @gluon.jit
+def _wait_sent():
+    """Until the copies out of shared memory have read it."""
+    tma.store_wait(0)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _send(values, tile, row, column: gl.constexpr, buffer, desc, var: gl.constexpr):
+    """Start the copy of some columns of O by way of a buffer that nobody reads any more."""
+    WIDTH: gl.constexpr = var.o_width
+    buffer.reshape([64, WIDTH]).store(values)
+    fence_async_shared()
+    if var.varlen:
+        tma.async_copy_shared_to_global(
+            desc.o, [RAGGED, tile.origin + tile.q_len, RAGGED - tile.q_len + row, tile.head, column], buffer
+        )  # fmt: skip
+    else:
+        tma.async_copy_shared_to_global(desc.o, [tile.origin, row, tile.head, column], buffer)
+
+
+@gluon.jit
 def _write(acc, state, tile, turn, desc, smem, epilogue, dtype: gl.constexpr, group: gl.constexpr, var: gl.constexpr):
-    """Scale O, start its copy out of the place where the tile's queries were, and write lse."""
+    """Scale O, start its copy out of the place where the tile's queries were or of its own, and write lse."""
     BLOCK_N: gl.constexpr = var.tiles.block_n
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, var.dv, 16])
@@ -201,15 +222,18 @@ def _write(acc, state, tile, turn, desc, smem, epilogue, dtype: gl.constexpr, gr
     empty = state.m == float("-inf")
     inverse = gl.where(empty, 0.0, 1.0 / state.l)
     acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
-    buffer = smem.q.index((turn % var.tiles.q_stages) * var.tiles.groups + group)
-    buffer.reshape([64, DV]).store(acc.to(dtype))
-    fence_async_shared()
-    if var.varlen:
-        tma.async_copy_shared_to_global(
-            desc.o, [RAGGED, tile.origin + tile.q_len, RAGGED - tile.q_len + row, tile.head, 0], buffer
-        )  # fmt: skip
+    if var.tiles.o_parts == 0:
+        buffer = smem.q.index((turn % var.tiles.q_stages) * var.tiles.groups + group)
+        _send(acc.to(dtype), tile, row, 0, buffer, desc, var)
+    elif var.tiles.o_parts == 1:
+        _wait_sent()
+        _send(acc.to(dtype), tile, row, 0, smem.o.index(group), desc, var)
     else:
-        tma.async_copy_shared_to_global(desc.o, [tile.origin, row, tile.head, 0], buffer)
+        left, right = gl.split(acc.to(dtype).reshape([64, 2, DV // 2]).permute((0, 2, 1)))
+        _wait_sent()
+        _send(left, tile, row, 0, smem.o.index(group), desc, var)
+        _wait_sent()
+        _send(right, tile, row, DV // 2, smem.o.index(group), desc, var)
     if epilogue.lse is not None:
         lse = gl.where(empty, float("-inf"), (state.m + gl.log2(state.l)) * LN2)
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -222,9 +246,9 @@ def _write(acc, state, tile, turn, desc, smem, epilogue, dtype: gl.constexpr, gr
 
 @gluon.jit
 def _release_queries(turn, bars, var: gl.constexpr):
-    """Hand the slot of the `turn`-th tile back, once O has been read out of it."""
-    tma.store_wait(0)
-    gl.thread_barrier()
+    """Hand the slot of the `turn`-th tile back: once O has been read out of it, if that is where it leaves from."""
+    if var.tiles.o_parts == 0:
+        _wait_sent()
     mbarrier.arrive(bars.q_empty.index(turn % var.tiles.q_stages), count=1)
 
 
@@ -299,12 +323,15 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
             s = warpgroup_mma_wait(0, deps=[s_token])
             tile = upcoming
         else:
+            if RESIDENT and var.tiles.o_parts > 0:
+                _release_queries(turn - 1, bars, var)
             o_token = _issue_values(p, acc, count - 1, smem, bars, var)
             acc = warpgroup_mma_wait(0, deps=[o_token])
             mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)
             _write(acc, state, tile, turn - 1, desc, smem, epilogue, dtype, group, var)
             if RESIDENT:
-                _release_queries(turn - 1, bars, var)
+                if var.tiles.o_parts == 0:
+                    _release_queries(turn - 1, bars, var)
                 tile = _receive(turn, smem, bars, var)
             else:
                 end = tile.row * 0 - 1

@@ -64,6 +64,9 @@ def _attention_forward(
         k1_shape: gl.constexpr = [STAGES] + k1_desc.block_type.shape  # noqa: RUF005
         q1_smem = gl.allocate_shared_memory(dtype, q1_shape, q1_desc.layout)
         k1_smem = gl.allocate_shared_memory(dtype, k1_shape, k1_desc.layout)
+    o_smem = q_smem
+    if var.tiles.o_parts > 0:
+        o_smem = gl.allocate_shared_memory(dtype, [GROUPS] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005
     record = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], RECORD)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
@@ -84,7 +87,7 @@ def _attention_forward(
         q1_desc = q_desc
         k1_desc = k_desc
     desc = Descs(q_desc, q1_desc, k_desc, k1_desc, v_desc, o_desc)
-    smem = Smem(q_smem, q1_smem, k_smem, k1_smem, v_smem, record)
+    smem = Smem(q_smem, q1_smem, k_smem, k1_smem, v_smem, o_smem, record)
     bars = Bars(q_full, q_empty, k_full, k_empty, v_full, v_empty)
     work = Work(table_ptr, counter_ptr, total, num_m, num_heads, heads_per_kv, head_group, seqlen_q, seqlen_k, left, right)
     epilogue = Epilogue(lse_ptr, sinks_ptr, lse_stride, num_heads, scale, softcap, left, right)
@@ -188,7 +191,7 @@ def _run(
     args = (
         descriptor(q, 64, d0), descriptor(q, 64, d1) if d1 else None,
         descriptor(k, tiles.block_n, d0), descriptor(k, tiles.block_n, d1) if d1 else None,
-        descriptor(v, tiles.block_n, dv), descriptor(out, 64, dv),
+        descriptor(v, tiles.block_n, dv), descriptor(out, 64, var.o_width),
         lse, sinks, table, counter, *_base_2(scale, softcap),
         q.shape[0] if cu_q is not None else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group,
         max_seqlen_q, max_seqlen_k, left, right, var,

@@ -158,13 +158,13 @@ def producer(desc, smem, bars, work, var: gl.constexpr):
     count = 0
     tile = _tile(gl.program_id(0), work, RECORD_LAYOUT, var)
     while tile.row >= 0:
+        kv_head = tile.head // work.heads_per_kv
+        blocks = tile.high - tile.low
+        _load_keys(tile, kv_head, tile.high - 1, count, desc, smem, bars, var)
         slot = turn % var.tiles.q_stages
         mbarrier.wait(bars.q_empty.index(slot), ((turn // var.tiles.q_stages) & 1) ^ 1)
         smem.record.index(slot).store(_pack(tile, RECORD_LAYOUT))
         _load_queries(tile, slot, desc, smem, bars, var)
-        kv_head = tile.head // work.heads_per_kv
-        blocks = tile.high - tile.low
-        _load_keys(tile, kv_head, tile.high - 1, count, desc, smem, bars, var)
         index = _next_index(turn, work, var)
         for j in range(1, blocks + 1):  # from the last block to the first, K one step ahead of V: the consumers' order
             if j < blocks:

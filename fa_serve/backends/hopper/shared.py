@@ -29,6 +29,11 @@ class Variant:
     has_right: bool
     softcap: bool
 
+    @property
+    def o_width(self) -> int:
+        """Columns of O that leave at once."""
+        return self.dv // max(self.tiles.o_parts, 1)
+
 
 class Descs(NamedTuple):
     q: gl.tensor
@@ -40,13 +45,15 @@ class Descs(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """q, q1: (q_stages * groups, 64 rows, d); k, k1, v: (stages, block_n, d); record: (q_stages, 8) int32."""
+    """q, q1: (q_stages * groups, 64 rows, d); k, k1, v: (stages, block_n, d); o: (groups, 64 rows, o_width), or q if O has no
+    place of its own; record: (q_stages, 8) int32."""
 
     q: gl.tensor
     q1: gl.tensor
     k: gl.tensor
     k1: gl.tensor
     v: gl.tensor
+    o: gl.tensor
     record: gl.tensor
 
 

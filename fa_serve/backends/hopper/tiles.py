@@ -37,6 +37,8 @@ class TileConfig:
     pingpong: warpgroups take turns to issue their products, so that one computes its softmax under the other's GEMMs
     overlap:  a step's QK^T is issued before the previous step's PV and both run under the softmax (FlashAttention-3, 3.2).
               False waits for each product: an ablation
+    o_parts:  0: O leaves through the place of its queries, which is free for the next ones when it has left. Else O has a place
+              of its own for 1 / o_parts of it, and a lone query tile is free after its last QK^T
     blocks_per_sm: how many blocks share a multiprocessor; more than one needs small tiles
     """
 
@@ -47,6 +49,7 @@ class TileConfig:
     schedule: Schedule
     pingpong: bool = False
     overlap: bool = True
+    o_parts: int = 0
     blocks_per_sm: int = 1
 
     @property
@@ -78,7 +81,8 @@ def shared_bytes(tiles: TileConfig, head_dim: int, head_dim_v: int) -> int:
     first, second, value = HEAD_DIMS[head_dim, head_dim_v]
     queries = tiles.q_stages * tiles.block_m * (first + second)
     keys = tiles.stages * tiles.block_n * (first + second + value)
-    return 2 * (queries + keys) + 1024
+    out = tiles.block_m * value // tiles.o_parts if tiles.o_parts else 0
+    return 2 * (queries + keys + out) + 1024
 
 
 @lru_cache(maxsize=4096)
@@ -87,26 +91,28 @@ def forward_tiles(
 ) -> TileConfig:
     """The tile of one call; `masked` is any causal or window limit.
 
-    The figures (TFLOPS on one H200, bf16, 16k tokens, 4,096 keys) are those of the measurements behind each choice.
+    The figures are TFLOPS on one H200, bf16, 16k tokens of hidden size 2048, from `benchmarks/tune_hopper.py`.
     """
-    width = HEAD_DIMS[head_dim, head_dim_v]
-    schedule = Schedule.DYNAMIC if masked or varlen else Schedule.STATIC
+    first, second, _ = HEAD_DIMS[head_dim, head_dim_v]
     if max_seqlen_q <= 64:
-        # one warpgroup has all the rows there are; two blocks share a multiprocessor and hide each other's start and end
-        block_n, q_stages, blocks = (64, 1, 2) if width[0] <= 128 and not width[1] else (64, 1, 1)
-        return TileConfig(1, block_n, 2, q_stages, Schedule.GRID, blocks_per_sm=blocks)
-    if width[0] == 256:
-        # 737 unmasked with ping-pong; shared memory has room for one query tile only
-        return TileConfig(2, 64, 2, 1, schedule, pingpong=not masked)
-    if width[1]:
-        return TileConfig(2, 128, 2, 1, schedule)
-    if width[0] == 64:
-        # 521 with three warpgroups and ping-pong, 483 without ping-pong; below 2k three rows of 64 waste a third of a
-        # causal tile, and two are better
-        groups = 2 if max_seqlen_k <= 1024 and masked else 3
-        return TileConfig(groups, 128, 2, 2, schedule, pingpong=True)
-    # 679 unmasked resident, 606 one block per tile; ping-pong changes nothing (676)
-    return TileConfig(2, 128, 2, 2, schedule)
+        # one warpgroup has all the rows there are; two blocks share a multiprocessor and hide each other's start and end.
+        # 512 packed sequences of 64: 88 so, 86 with a static schedule, 68 one block per tile
+        if first <= 128 and not second:
+            return TileConfig(1, 64, 2, 2, Schedule.DYNAMIC, blocks_per_sm=2)
+        return TileConfig(1, 64, 2, 1, Schedule.GRID)
+    if first == 256:
+        # shared memory has room for one query tile only; with a place for half of O its successor arrives under the last PV
+        return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
+    if second:
+        return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2)
+    if first == 64:
+        # causal, three warpgroups and two: 221 and 257 at 512 keys, 362 and 389 at 2k, 478 and 434 at 8k; without a mask 416
+        # and 407 at 512, 511 and 433 at 8k. Ping-pong: 511 and 502 at 8k, 481 and 465 at 2k
+        groups = 2 if max_seqlen_k <= 2048 and masked else 3
+        return TileConfig(groups, 128, 2, 2, Schedule.DYNAMIC, pingpong=True)
+    # dynamic and static: 511 and 474 at 512 keys, 580 and 559 at 2k, 653 and 651 at 16k, causal 595 and 552 at 16k. Ping-pong
+    # helps where tiles are short: 528 and 511 at 512, 64 packed sequences of 32 to 8192 keys 623 and 537
+    return TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, pingpong=varlen or max_seqlen_k <= 512)
 
 
 @lru_cache(maxsize=4096)
