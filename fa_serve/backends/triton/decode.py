@@ -97,7 +97,10 @@ def decode_tiles(
     if 2 * batch <= wave:
         # rounding up gives each sequence at most one piece more: all of them run at once (16 uneven sequences: -8%)
         return replace(tiles, parts=wave - batch, balanced=True, min_blocks=2)
-    return replace(tiles, parts=4 * wave, balanced=True, min_blocks=4)
+    # pieces for each of `batch` equal sequences such that the last wave is nearly full; a piece costs about 1% to combine. On
+    # the H200, 64 x 8192 keys of 8 heads: 1 piece (1.3 waves) 614 us, 4 pieces (5.2 waves) 522 us
+    pieces = min(range(1, 9), key=lambda n: triton.cdiv(batch * n, wave) * wave / (batch * n) + 0.01 * n)
+    return replace(tiles, parts=batch * pieces, balanced=True, min_blocks=4)
 
 
 def _pipeline_bytes(arch: int) -> int:
