@@ -22,9 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 
-def milliseconds(call: Callable[[], object], rep: int = 60) -> float:
+def milliseconds(call: Callable[[], object], rep: int = 60, warmup: int = 15) -> float:
     """Median device time of one call, cold L2, after a warm-up."""
-    return float(do_bench(call, warmup=15, rep=rep, return_mode="median"))
+    return float(do_bench(call, warmup=warmup, rep=rep, return_mode="median"))
 
 
 def graph_microseconds(call: Callable[[], object], calls: int = 4, rep: int = 40) -> float:

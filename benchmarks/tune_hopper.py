@@ -9,7 +9,7 @@ also compiles everything. A variant that fails any check is not timed. The table
 rows go to tune_hopper.jsonl in $OUT or in benchmarks/results.
 
 A variant's name: warpgroups x block_n, s stages, q query stages, then Grid, Static or Dynamic, P ping-pong, o no overlap,
-/n blocks per multiprocessor.
+cn O in n parts through a place of its own, /n blocks per multiprocessor.
 """
 
 from __future__ import annotations
@@ -22,52 +22,61 @@ import queue
 import sys
 import time
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from fa_serve.backends.hopper.tiles import Schedule, TileConfig
 
+Contender = TileConfig | str | None  # a tile, a peer's name, or None: what forward_tiles chooses
 G, S, D = Schedule.GRID, Schedule.STATIC, Schedule.DYNAMIC
-VARIANTS: dict[tuple[int, int], list[TileConfig]] = {
+FULL: dict[tuple[int, int], list[TileConfig]] = {
     (64, 64): [
-        TileConfig(3, 128, 2, 2, S, pingpong=True),
-        TileConfig(3, 128, 2, 2, D, pingpong=True),
         TileConfig(3, 128, 2, 2, D),
+        TileConfig(3, 128, 2, 2, S, pingpong=True),
         TileConfig(2, 128, 2, 2, D, pingpong=True),
         TileConfig(2, 128, 3, 2, D),
-        TileConfig(2, 64, 4, 2, D),
-        TileConfig(1, 64, 2, 1, G, blocks_per_sm=3),
-        TileConfig(1, 128, 2, 2, D, blocks_per_sm=2),
-        TileConfig(3, 128, 2, 2, D, pingpong=True, overlap=False),
     ],
     (128, 128): [
         TileConfig(2, 128, 2, 2, S),
+        TileConfig(2, 128, 2, 2, S, pingpong=True),
         TileConfig(2, 128, 2, 2, D),
         TileConfig(2, 128, 2, 2, D, pingpong=True),
-        TileConfig(2, 128, 2, 1, G),
-        TileConfig(2, 128, 2, 1, D),
-        TileConfig(2, 64, 4, 2, D),
-        TileConfig(3, 64, 3, 1, D, pingpong=True),
-        TileConfig(1, 64, 2, 2, D, blocks_per_sm=2),
-        TileConfig(2, 128, 2, 2, D, overlap=False),
+        TileConfig(3, 64, 3, 2, D, pingpong=True),
     ],
     (256, 256): [
-        TileConfig(2, 64, 2, 1, S, pingpong=True),
         TileConfig(2, 64, 2, 1, D),
-        TileConfig(2, 64, 2, 1, D, pingpong=True),
+        TileConfig(2, 64, 2, 1, D, pingpong=True, o_parts=2),
+        TileConfig(2, 64, 2, 1, S, o_parts=2),
         TileConfig(2, 64, 2, 1, G),
-        TileConfig(2, 32, 4, 1, D),
     ],
     (192, 128): [TileConfig(2, 128, 2, 1, D), TileConfig(2, 64, 2, 2, D)],
     (96, 96): [],
 }
-PACKED = {
-    "64 sequences, log-uniform 32-8192": [TileConfig(2, 128, 2, 2, s, pingpong=p) for s in (D, G) for p in (False, True)]
-    + [TileConfig(2, 64, 4, 2, D)],
-    "512 sequences of 64": [
-        TileConfig(1, 64, 2, 1, G, blocks_per_sm=2),
-        TileConfig(1, 64, 2, 2, S, blocks_per_sm=2),
-        TileConfig(1, 64, 2, 2, D, blocks_per_sm=2),
+CAUSAL: dict[tuple[int, int], list[TileConfig]] = {
+    (64, 64): [
+        TileConfig(3, 128, 2, 2, D, pingpong=True),
+        TileConfig(3, 128, 2, 2, D),
+        TileConfig(2, 128, 2, 2, D, pingpong=True),
+        TileConfig(2, 128, 3, 2, D),
     ],
+    (128, 128): [
+        TileConfig(2, 128, 2, 2, D),
+        TileConfig(2, 128, 2, 2, D, pingpong=True),
+        TileConfig(2, 128, 2, 1, G),
+        TileConfig(2, 64, 4, 2, D),
+        TileConfig(3, 64, 3, 2, D, pingpong=True),
+    ],
+    (256, 256): FULL[256, 256],
+    (192, 128): FULL[192, 128],
+    (96, 96): [],
+}
+PACKED = {
+    "64 sequences, log-uniform 32-8192": [
+        TileConfig(2, 128, 2, 2, D),
+        TileConfig(2, 128, 2, 2, D, pingpong=True),
+        TileConfig(2, 128, 2, 1, G, pingpong=True),
+    ],
+    "512 sequences of 64": [TileConfig(1, 64, 2, 2, D, blocks_per_sm=2), TileConfig(1, 64, 2, 2, S, blocks_per_sm=2)],
 }
 FEATURES = [  # (head dims, options), with the tiles that forward_tiles chooses
     ((64, 64), {"window": (100, 0)}), ((64, 64), {"window": (60, 30)}), ((128, 128), {"window": (300, -1)}),
@@ -82,10 +91,10 @@ SHAPES = [  # batch, seqlen_q, seqlen_k, heads, kv heads
 def label(tiles: TileConfig | None) -> str:
     if tiles is None:
         return "chosen"
-    return (
-        f"{tiles.groups}x{tiles.block_n}s{tiles.stages}q{tiles.q_stages}{'GSD'[tiles.schedule]}"
-        + "P" * tiles.pingpong + "o" * (not tiles.overlap) + (f"/{tiles.blocks_per_sm}" if tiles.blocks_per_sm > 1 else "")
-    )  # fmt: skip
+    name = f"{tiles.groups}x{tiles.block_n}s{tiles.stages}q{tiles.q_stages}{'GSD'[tiles.schedule]}"
+    name += "P" * tiles.pingpong + "o" * (not tiles.overlap)
+    name += f"c{tiles.o_parts}" if tiles.o_parts else ""
+    return name + (f"/{tiles.blocks_per_sm}" if tiles.blocks_per_sm > 1 else "")
 
 
 # ---- jobs, in a child process ----------------------------------------------------------------------------------------------
@@ -151,81 +160,84 @@ def check(head_dims: tuple[int, int], tiles: TileConfig | None, causal: bool, fe
             raise AssertionError(f"packed sequence {b}: {error}") from None
 
 
-_TENSORS: dict[Any, Any] = {}
+def _in_turn(calls: list[Any], flops: float, rounds: int = 3) -> list[float | str]:
+    """TFLOPS of each call, or what went wrong: short measurements in turn, so that all of them meet the same clocks; the median
+    of each."""
+    from statistics import median
+
+    from measure import milliseconds
+
+    times: list[list[float]] = [[] for _ in calls]
+    errors: dict[int, str] = {}
+    for _ in range(rounds):
+        for i, call in enumerate(calls):
+            if call is None or i in errors:
+                continue
+            try:
+                times[i].append(milliseconds(call, warmup=4, rep=16))
+            except Exception as error:
+                errors[i] = f"{type(error).__name__}: {error}"[:200]
+                if "CUDA" in errors[i]:
+                    raise
+    return [errors.get(i) or (flops / median(t) * 1e-9 if t else float("nan")) for i, t in enumerate(times)]
 
 
-def _once(key: Any, make: Any) -> Any:
-    """The inputs of the cell at hand, shared by the jobs that follow each other."""
-    if key not in _TENSORS:
-        _TENSORS.clear()
-        _TENSORS[key] = make()
-    return _TENSORS[key]
-
-
-def time_dense(head_dims: tuple[int, int], causal: bool, seqlen: int, who: TileConfig | str | None) -> float:
-    """TFLOPS over 16,384 tokens of hidden size 2048, as in the paper."""
+def time_dense(
+    head_dims: tuple[int, int], causal: bool, seqlen: int, everyone: list[TileConfig | str | None]
+) -> list[float | str]:
+    """16,384 tokens of hidden size 2048, as in the paper."""
     import torch
-    from measure import fa3, milliseconds, sdpa
+    from measure import fa3, sdpa
     from torch.nn.attention import SDPBackend
 
     from fa_serve.backends.hopper.forward import launch_forward
 
     heads, batch = 2048 // head_dims[1], max(1, 16384 // seqlen)
+    q, k, v = (torch.randn(batch, seqlen, heads, d, device="cuda", dtype=torch.bfloat16) for d in (head_dims[0], *head_dims))
+    cu = torch.arange(0, (batch + 1) * seqlen, seqlen, device="cuda", dtype=torch.int32)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    flash = fa3()
+    options = {"window_size": (-1, 0 if causal else -1), "softcap": 0.0, "sinks": None, "out": None, "return_lse": False}
 
-    def make() -> list[Any]:
-        return [torch.randn(batch, seqlen, heads, d, device="cuda", dtype=torch.bfloat16) for d in (*head_dims[:1], *head_dims)]
+    def call_of(who: Contender) -> Any:
+        if who == "cudnn":
+            return sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
+        if who == "fa3":
+            return flash and (lambda: flash(*packed, seqlen, cu, seqlen, cu_seqlens_k=cu, causal=causal, fa_version=3))
+        return lambda: launch_forward(q, k, v, softmax_scale=head_dims[0] ** -0.5, tiles=who, **options)
 
-    q, k, v = _once((head_dims, seqlen), make)
-    if who == "cudnn":
-        call = sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
-    elif who == "fa3":
-        function = fa3()
-        if function is None:
-            return float("nan")
-        cu = torch.arange(0, (batch + 1) * seqlen, seqlen, device="cuda", dtype=torch.int32)
-        packed = [x.flatten(0, 1) for x in (q, k, v)]
-        call = lambda: function(*packed, seqlen, cu, seqlen, cu_seqlens_k=cu, causal=causal, fa_version=3)  # noqa: E731
-    else:
-        options = {"window_size": (-1, 0 if causal else -1), "softcap": 0.0, "sinks": None, "out": None, "return_lse": False}
-        call = lambda: launch_forward(q, k, v, softmax_scale=head_dims[0] ** -0.5, tiles=who, **options)  # noqa: E731
     flops = 2 * batch * heads * seqlen * seqlen * sum(head_dims) * (0.5 if causal else 1.0)
-    return flops / milliseconds(call, rep=50) * 1e-9
+    return _in_turn([call_of(who) for who in everyone], flops)
 
 
-def time_packed(case: str, who: TileConfig | str | None) -> float:
-    """TFLOPS of causal attention over packed sequences, 32 query and 8 key heads of 128."""
+def time_packed(case: str, everyone: list[Contender]) -> list[float | str]:
+    """Causal attention over packed sequences, 32 query and 8 key heads of 128."""
     import torch
-    from measure import fa3, milliseconds, sdpa
+    from measure import fa3, sdpa
     from torch.nn.attention import SDPBackend
 
     from fa_serve.backends.hopper.forward import launch_forward
     from fa_serve.testing import cu_seqlens
 
-    generator = torch.Generator().manual_seed(0)
     lengths = [64] * 512
     if case.startswith("64 "):
-        lengths = (32 * 256 ** torch.rand(64, generator=generator)).int().tolist()
-    total, longest = sum(lengths), max(lengths)
-
-    def make() -> list[Any]:
-        return [torch.randn(total, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (32, 8, 8)]
-
-    q, k, v = _once(case, make)
+        lengths = (32 * 256 ** torch.rand(64, generator=torch.Generator().manual_seed(0))).int().tolist()
+    longest = max(lengths)
+    q, k, v = (torch.randn(sum(lengths), heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (32, 8, 8))
+    padded = [torch.zeros(len(lengths), longest, x.shape[1], 128, device="cuda", dtype=x.dtype) for x in (q, k, v)]
     cu = cu_seqlens(lengths, "cuda")
-    if who == "cudnn":
-        padded = [torch.zeros(len(lengths), longest, x.shape[1], 128, device="cuda", dtype=x.dtype) for x in (q, k, v)]
-        call = sdpa(SDPBackend.CUDNN_ATTENTION, *padded, True)
-    elif who == "fa3":
-        function = fa3()
-        if function is None:
-            return float("nan")
-        call = lambda: function(q, k, v, longest, cu, longest, cu_seqlens_k=cu, causal=True, fa_version=3)  # noqa: E731
-    else:
-        options = {"window_size": (-1, 0), "softcap": 0.0, "sinks": None, "out": None, "return_lse": False}
-        lengths_of = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        call = lambda: launch_forward(q, k, v, softmax_scale=128**-0.5, tiles=who, **lengths_of, **options)  # noqa: E731
-    flops = sum(2 * 32 * n * n * 128 for n in lengths)
-    return flops / milliseconds(call, rep=50) * 1e-9
+    flash = fa3()
+    options = {"window_size": (-1, 0), "softcap": 0.0, "sinks": None, "out": None, "return_lse": False}
+    lengths_of = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+    def call_of(who: Contender) -> Any:
+        if who == "cudnn":
+            return sdpa(SDPBackend.CUDNN_ATTENTION, *padded, True)
+        if who == "fa3":
+            return flash and (lambda: flash(q, k, v, longest, cu, longest, cu_seqlens_k=cu, causal=True, fa_version=3))
+        return lambda: launch_forward(q, k, v, softmax_scale=128**-0.5, tiles=who, **lengths_of, **options)
+
+    return _in_turn([call_of(who) for who in everyone], sum(2 * 32 * n * n * 128 for n in lengths))
 
 
 def time_host(packed: bool, public: bool) -> float:
@@ -318,15 +330,19 @@ def run_jobs(jobs: list[tuple[str, tuple[Any, ...]]], processes: int, limit: flo
     return results
 
 
-def table(title: str, columns: list[str], rows: list[tuple[str, list[float]]]) -> None:
+def table(title: str, columns: list[str], rows: list[tuple[str, list[float]]]) -> list[float]:
+    """Print it -> what is chosen against the best peer, row by row."""
+    everything: list[float] = []
     width = [max(7, len(c) + 1) for c in columns]
     print(f"{title}\n{'':>7}" + "".join(f"{c:>{w}}" for c, w in zip(columns, width, strict=True)) + "  best/peer chosen/peer")
     for name, values in rows:
         ours = {c: x for c, x in zip(columns, values, strict=True) if c not in ("cudnn", "fa3") and x == x}
         peer = max((x for c, x in zip(columns, values, strict=True) if c in ("cudnn", "fa3") and x == x), default=float("nan"))
         best = max(ours.values(), default=float("nan"))
+        everything.append(ours.get("chosen", float("nan")) / peer)
         print(f"{name:>7}" + "".join(f"{x:{w}.0f}" for x, w in zip(values, width, strict=True))
-              + f"  {best / peer:9.2f} {ours.get('chosen', float('nan')) / peer:11.2f}", flush=True)  # fmt: skip
+              + f"  {best / peer:9.2f} {everything[-1]:11.2f}", flush=True)  # fmt: skip
+    return everything
 
 
 def main() -> None:
@@ -343,10 +359,10 @@ def main() -> None:
     seqlens = [int(s) for s in options.seqlens.split(",")]
 
     jobs: list[tuple[str, tuple[Any, ...]]] = []
-    for head_dims, variants in VARIANTS.items():
-        for causal in (True, False):
+    for causal, of_dims in ((True, CAUSAL), (False, FULL)):
+        for head_dims, variants in of_dims.items():
             jobs += [("check", (head_dims, tiles, causal, {})) for tiles in (None, *variants)]
-    packed_variants = {tiles for variants in PACKED.values() for tiles in variants} - set(VARIANTS[128, 128])
+    packed_variants = {tiles for variants in PACKED.values() for tiles in variants} - set(CAUSAL[128, 128])
     jobs += [("check", ((128, 128), tiles, True, {})) for tiles in sorted(packed_variants, key=label)]
     jobs += [("check", (head_dims, None, True, feature)) for head_dims, feature in FEATURES]
     bad: set[tuple[Any, Any, bool]] = set()
@@ -359,19 +375,17 @@ def main() -> None:
                 print(f"BAD d{head_dims} {label(tiles)} causal={causal} {feature}: {result}", flush=True)
         print(f"checks: {len(jobs)} jobs, {len(bad)} bad, {time.monotonic() - began:.0f} s", flush=True)
 
-    cells: list[tuple[str, str, list[Any], list[tuple[str, tuple[Any, ...]]]]] = []
+    cells: list[tuple[str, str, list[Any], tuple[str, tuple[Any, ...]]]] = []
     for head_dims in dims:
-        for causal in (False, True):
-            who = ["cudnn", "fa3", None, *(t for t in VARIANTS[head_dims] if (head_dims, t, causal) not in bad)]
-            for seqlen in seqlens:
-                work = [("time_dense", (head_dims, causal, seqlen, w)) for w in who]
-                cells.append((f"d{head_dims[0]} {'causal' if causal else 'full'}", str(seqlen), who, work))
+        for causal, of_dims in ((False, FULL), (True, CAUSAL)):
+            who = ["cudnn", "fa3", None, *(t for t in of_dims[head_dims] if (head_dims, t, causal) not in bad)]
+            title = f"d{head_dims[0]} {'causal' if causal else 'full'}"
+            cells += [(title, str(n), who, ("time_dense", (head_dims, causal, n, who))) for n in seqlens]
     for case, variants in PACKED.items():
         who = ["cudnn", "fa3", None, *(t for t in variants if ((128, 128), t, True) not in bad)]
-        cells.append((case, "", who, [("time_packed", (case, w)) for w in who]))
-    timing = [job for cell in cells for job in cell[3]]
+        cells.append((case, "", who, ("time_packed", (case, who))))
     host = [("time_host", (packed, public)) for packed in (False, True) for public in (False, True)]
-    results = run_jobs(host + timing, 1, 30, deadline)
+    results = run_jobs(host + [cell[3] for cell in cells], 1, 40, deadline)
     host_times, results = results[: len(host)], results[len(host) :]
 
     folder = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
@@ -379,18 +393,21 @@ def main() -> None:
     rows: dict[str, list[tuple[str, list[float]]]] = {title: [] for title in titles}
     columns: dict[str, list[str]] = {}
     with open(folder / "tune_hopper.jsonl", "w") as file:
-        for title, name, who, work in cells:
-            values, results = results[: len(work)], results[len(work) :]
+        for (title, name, who, _), values in zip(cells, results, strict=True):
             columns[title] = [w if isinstance(w, str) else label(w) for w in who]
-            for (_, args), value in zip(work, values, strict=True):
-                if isinstance(value, Exception):
-                    print(f"  {title} {name} {args[-1]}: {value}")
-            numbers = [float("nan") if isinstance(value, Exception) else value for value in values]
+            if isinstance(values, Exception):
+                print(f"  {title} {name}: {values}")
+                values = [float("nan")] * len(who)
+            for column, value in zip(columns[title], values, strict=True):
+                if isinstance(value, str):
+                    print(f"  {title} {name} {column}: {value}")
+            numbers = [float("nan") if isinstance(value, str) else value for value in values]
             rows[title].append((name, numbers))
             file.write(json.dumps({"case": f"{title} {name}".strip(), "unit": "TFLOPS",
                                    **dict(zip(columns[title], numbers, strict=True))}) + "\n")  # fmt: skip
-    for title in titles:
-        table(title, columns[title], rows[title])
+    ratios = [r for title in titles for r in table(title, columns[title], rows[title]) if r == r]
+    if ratios:
+        print(f"chosen/peer over {len(ratios)} cells: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
     for (_, (packed, public)), value in zip(host, host_times, strict=True):
         what = f"{'packed' if packed else 'dense'}, {'public function' if public else 'launcher'}"
         print(f"host time, {what}: {value if isinstance(value, Exception) else f'{value:.1f} us'}")
