@@ -295,13 +295,27 @@ def test_mask_says_what_transformers_says(function: Any, padding: str, layout: t
         assert isinstance(ours, Implicit)
 
 
-def test_packed_sequences_stay_packed() -> None:
-    arguments = {"batch_size": 1, "q_length": 6, "kv_length": 6, "mask_function": masking_utils.and_masks(SLIDING, SEQUENCES)}
-    ours = hf.mask_forward(**arguments)
+@pytest.mark.parametrize("sliding", [False, True])
+def test_packed_sequences_stay_packed(sliding: bool) -> None:
+    """However the installed transformers composes the function that describes them."""
+    create = masking_utils.create_sliding_window_causal_mask if sliding else masking_utils.create_causal_mask
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0]])
+    masks = []
+    for implementation in ("fa_serve", "sdpa"):
+        config = LlamaConfig(sliding_window=2, attn_implementation=implementation)
+        masks.append(create(config, torch.empty(1, 6, 1), None, None, positions))
+    ours, theirs = masks
     assert isinstance(ours, Implicit)
     assert ours.starts is not None
     assert ours.starts.tolist() == [0, 3, 5, 6]
-    assert torch.equal(seen(ours, 1, 6, 6), masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False))
+    assert torch.equal(seen(ours, 1, 6, 6), theirs)
+
+
+def test_a_mask_moves_as_a_tensor_does() -> None:
+    mask = Implicit((3, 0), 5, torch.ones(1, 5, dtype=torch.bool)).to("meta", non_blocking=True).contiguous()
+    assert (mask.window_size, mask.keys, mask.starts) == ((3, 0), 5, None)
+    assert mask.padding is not None
+    assert mask.padding.is_meta
 
 
 def test_a_mask_that_must_not_be_skipped_is_spelled_out() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -51,10 +52,16 @@ class Implicit:
         moved = (None if x is None else x.to(*args, **kwargs) for x in (self.padding, self.starts))
         return Implicit(self.window_size, self.keys, *moved)
 
+    def contiguous(self) -> Implicit:
+        return self
+
 
 # closures of one function share its code
 _AND = and_masks(causal_mask_function).__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
+_REMAPPED = None
+if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # later than 5.17
+    _REMAPPED = masking_utils.remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _WINDOW_BOTH_WAYS = sliding_window_bidirectional_overlay(1).__code__
 
@@ -78,10 +85,14 @@ def classify(mask_function: MaskFunction) -> tuple[tuple[int, int], Tensor | Non
     if _code(first) is _WINDOW_BOTH_WAYS and second is bidirectional_mask_function:
         side = _closed_over(first, "sliding_window")
         return ((side, side), None) if side >= 0 else None
-    base = classify(first)
-    if base is not None and base[1] is None and _code(second) is _PACKED:
-        return base[0], _closed_over(second, "packed_sequence_mask")
-    return None
+    if _code(second) is _PACKED:
+        base, sequences = classify(first), second
+    elif _code(first) is _PACKED and _code(second) is _REMAPPED:
+        # positions rise by one within a sequence: a window of positions is a window of tokens
+        base, sequences = classify(_closed_over(second, "mask_function")), first
+    else:
+        return None
+    return (base[0], _closed_over(sequences, "packed_sequence_mask")) if base is not None and base[1] is None else None
 
 
 def _code(function: Any) -> Any:
