@@ -24,6 +24,7 @@ the paged cache of vLLM (Kwon et al. 2023, arXiv:2309.06180). Left out: anything
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal, overload
 
 import torch
@@ -205,10 +206,22 @@ def _backend(
     mask: Tensor | None, page_size: int, name: str,
 ) -> Backend:  # fmt: skip
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return _choose(
+        layout, q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2], window, softcap != 0.0,
+        sinks is not None, None if mask is None else mask.dtype, page_size, needs_grad, name,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _choose(
+    layout: Layout, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, head_dim_v: int,
+    num_heads: int, num_kv_heads: int, window: tuple[int, int], softcap: bool, sinks: bool, mask: torch.dtype | None,
+    page_size: int, needs_grad: bool, name: str,
+) -> Backend:  # fmt: skip
+    """Cached by what a call has at hand: making the spec and hashing it costs more than the choice."""
     spec = AttentionSpec(
-        layout, q.device.type, arch_of(q.device), q.dtype, k.dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2],
-        window, softcap != 0.0, sinks is not None,
-        None if mask is None else "bool" if mask.dtype == torch.bool else "float", page_size, needs_grad,
+        layout, device.type, arch_of(device), dtype, kv_dtype, head_dim, head_dim_v, num_heads, num_kv_heads, window, softcap,
+        sinks, None if mask is None else "bool" if mask == torch.bool else "float", page_size, needs_grad,
     )  # fmt: skip
     return select_backend(spec, name)
 

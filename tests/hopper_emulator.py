@@ -61,8 +61,8 @@ class Machine:
         self.lock = threading.Lock()
         self.random = random.Random(seed)
 
-    def jitter(self) -> None:
-        if self.random.random() < 0.2:
+    def jitter(self, probability: float = 0.2) -> None:
+        if self.random.random() < probability:
             time.sleep(self.random.random() * self.delay)
 
     def wait(self, condition: threading.Condition, ready: Callable[[], bool], what: str) -> None:
@@ -255,7 +255,7 @@ def _product(a: Any, b: _Shared, acc: Any, use_acc: bool = True, is_async: bool 
 
 
 def _wait_products(pending: int, deps: list[_Product]) -> torch.Tensor:
-    _self.block.machine.jitter()
+    _self.block.machine.jitter(0.5)
     while len(_self.products) > int(pending):
         _self.products.pop(0).run()
     (dep,) = deps
@@ -411,4 +411,6 @@ def emulated(
         mock.patch.object(schedule, "launch", launch),
         mock.patch.object(forward, "_multiprocessors", return_value=resident_blocks),
     ):
+        forward._plan.cache_clear()
         yield
+        forward._plan.cache_clear()

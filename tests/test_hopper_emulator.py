@@ -9,7 +9,7 @@ import torch
 from hopper_emulator import EmulationError, emulated
 
 from fa_serve.backends.hopper.forward import launch_forward
-from fa_serve.backends.hopper.schedule import RECORD, tile_table
+from fa_serve.backends.hopper.schedule import RECORD, tile_slots, tile_table
 from fa_serve.backends.hopper.tiles import Schedule, TileConfig
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import assert_lse_matches, assert_matches_reference, cu_seqlens, eager_attention, make_qkv
@@ -172,11 +172,12 @@ def test_tile_table_is_every_tile_longest_first(window: tuple[int, int]) -> None
     lengths_k = torch.randint(0, 300, (300,), generator=generator).tolist()
     cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
     with emulated(resident_blocks=64):
-        table, counter, slots = tile_table(cu_q, cu_k, sum(lengths_q), max(lengths_q), window, 128, 64)
-    records = table.view(slots, RECORD).tolist()
+        slots = tile_slots(sum(lengths_q), len(lengths_q), max(lengths_q), 128)
+        *records, behind = tile_table(cu_q, cu_k, slots, window, 128, 64).view(-1, RECORD).tolist()
     live = [r for r in records if r[0] >= 0]
     assert records[: len(live)] == live
-    assert counter[0] == 0
+    assert behind[0] == 0
+    assert len(records) == slots
     tiles = {(b, m) for b, n in enumerate(lengths_q) for m in range(0, n, 128)}
     starts = {start: b for b, start in enumerate(cu_q[:-1].tolist()) if lengths_q[b]}
     assert {(starts[r[2]], r[0]) for r in live} == tiles

@@ -19,7 +19,9 @@ Left out: paged keys, explicit masks, the backward pass. `head_dim` 96 runs at t
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from triton.runtime.driver import driver
 from fa_serve.backends.hopper.consumer import consumer
 from fa_serve.backends.hopper.launch import Descriptor, launch
 from fa_serve.backends.hopper.producer import producer
-from fa_serve.backends.hopper.schedule import TileCounters, tile_table
+from fa_serve.backends.hopper.schedule import TileCounters, tile_slots, tile_table
 from fa_serve.backends.hopper.shared import RAGGED, Bars, Descs, Epilogue, Smem, Variant, Work
 from fa_serve.backends.hopper.tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group
 
@@ -89,6 +91,8 @@ def _attention_forward(
     desc = Descs(q_desc, q1_desc, k_desc, k1_desc, v_desc, o_desc)
     smem = Smem(q_smem, q1_smem, k_smem, k1_smem, v_smem, o_smem, record)
     bars = Bars(q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    if var.varlen:
+        counter_ptr = table_ptr + total // num_heads * 8
     work = Work(table_ptr, counter_ptr, total, num_m, num_heads, heads_per_kv, head_group, seqlen_q, seqlen_k, left, right)
     epilogue = Epilogue(lse_ptr, sinks_ptr, lse_stride, num_heads, scale, softcap, left, right)
     if GROUPS == 1:
@@ -131,9 +135,8 @@ def launch_forward(
     contiguous, other strides not multiples of 16 bytes) are copied first.
     """
     packed = cu_seqlens_q is not None
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     lse = _empty_lse(q, packed) if return_lse else None
-    result = q.new_empty(*q.shape[:-1], head_dim_v) if out is None else out
+    result = q.new_empty(*q.shape[:-1], v.shape[-1]) if out is None else out
     if q.shape[0] == 0 or q.shape[1] == 0 or k.shape[0] == 0 or k.shape[1] == 0:
         _fill_without_keys(result, lse, sinks)
         return result, lse
@@ -142,71 +145,107 @@ def launch_forward(
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0.0 else (torch.zeros_like(q), 1.0)
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     target = result
-    if _addressable_strides(result) is None:
+    if not _is_addressable(result):
         target = torch.empty_like(result, memory_format=torch.contiguous_format)
     if not packed:
         max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
-    left, right = min(window_size[0], _NO_LIMIT), min(window_size[1], _NO_LIMIT)
-    if tiles is None:
-        tiles = forward_tiles(head_dim, head_dim_v, left >= 0 or right >= 0, max_seqlen_q, max_seqlen_k, packed)
+    window = (min(window_size[0], _NO_LIMIT), min(window_size[1], _NO_LIMIT))
     _run(
-        q, k, v, target, lse, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, softcap,
-        (left, right), tiles,
+        q, k, v, target, lse, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window,
+        tiles,
     )  # fmt: skip
     if target is not result:
         result.copy_(target)
     return result, lse
 
 
+_VARIANTS = count()
+
+
+@cache
+def _number(var: Variant) -> int:
+    """Stands for a variant in the keys of launches: hashing the variant itself takes microseconds."""
+    return next(_VARIANTS)
+
+
+class _Plan(NamedTuple):
+    """What follows from shapes, strides and options alone: everything of a launch but its addresses."""
+
+    var: Variant
+    number: int
+    blocks: int
+    slots: int
+    descriptors: tuple[tuple[Any, ...] | None, ...]
+    integers: tuple[int, ...]
+    registers: int
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    device: torch.device, dtype: torch.dtype, q_shape: tuple[int, ...], q_stride: tuple[int, ...], k_shape: tuple[int, ...],
+    k_stride: tuple[int, ...], v_shape: tuple[int, ...], v_stride: tuple[int, ...], out_stride: tuple[int, ...],
+    sequences: int | None, max_seqlen_q: int, max_seqlen_k: int, window: tuple[int, int], softcap: bool,
+    tiles: TileConfig | None,
+) -> _Plan:  # fmt: skip
+    """`sequences` counts packed sequences; None is a dense batch."""
+    packed = sequences is not None
+    left, right = window
+    (num_heads, head_dim), (num_kv_heads, head_dim_v) = q_shape[-2:], v_shape[-2:]
+    if tiles is None:
+        tiles = forward_tiles(head_dim, head_dim_v, left >= 0 or right >= 0, max_seqlen_q, max_seqlen_k, packed)
+    d0, d1, dv = HEAD_DIMS[head_dim, head_dim_v]
+    var = Variant(tiles, d0, d1, dv, packed, left >= 0, right >= 0, softcap)
+    num_m = -(-max_seqlen_q // tiles.block_m)
+    batch = q_shape[0] if sequences is None else sequences
+    slots = tile_slots(q_shape[0], batch, max_seqlen_q, tiles.block_m) if packed else num_m * batch
+    total = slots * num_heads
+    heads_per_kv = num_heads // num_kv_heads
+    group = head_group(batch * num_heads, heads_per_kv, 2 * max_seqlen_k * (head_dim + head_dim_v), num_m)
+    blocks = total if tiles.schedule == Schedule.GRID else min(total, _multiprocessors(device) * tiles.blocks_per_sm)
+    describe = _ragged if packed else _dense
+    out_shape = (*q_shape[:-1], head_dim_v)
+    descriptors = (
+        describe(q_shape, q_stride, 64, d0, dtype), describe(q_shape, q_stride, 64, d1, dtype) if d1 else None,
+        describe(k_shape, k_stride, tiles.block_n, d0, dtype),
+        describe(k_shape, k_stride, tiles.block_n, d1, dtype) if d1 else None,
+        describe(v_shape, v_stride, tiles.block_n, dv, dtype), describe(out_shape, out_stride, 64, var.o_width, dtype),
+    )  # fmt: skip
+    integers = (
+        q_shape[0] if packed else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group, max_seqlen_q, max_seqlen_k, left,
+        right,
+    )  # fmt: skip
+    return _Plan(var, _number(var), blocks, slots, descriptors, integers, tiles.registers[0])
+
+
 def _run(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None, cu_q: Tensor | None,
     cu_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, scale: float, softcap: float, window: tuple[int, int],
-    tiles: TileConfig,
+    tiles: TileConfig | None,
 ) -> None:  # fmt: skip
     device = q.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return _run(q, k, v, out, lse, sinks, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, softcap, window, tiles)
-    num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
-    left, right = window
-    d0, d1, dv = HEAD_DIMS[q.shape[-1], v.shape[-1]]
-    var = _variant(tiles, d0, d1, dv, cu_q is not None, left >= 0, right >= 0, softcap != 0.0)
-    batch = q.shape[0]
-    num_m = -(-max_seqlen_q // tiles.block_m)
+    plan = _plan(
+        device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(),
+        None if cu_q is None else cu_q.shape[0] - 1, max_seqlen_q, max_seqlen_k, window, softcap != 0.0, tiles,
+    )  # fmt: skip
+    if plan.blocks == 0:
+        return None
+    var = plan.var
     table, counter = None, None
     if cu_q is not None and cu_k is not None:
-        batch = cu_q.shape[0] - 1
-        table, counter, slots = tile_table(cu_q, cu_k, q.shape[0], max_seqlen_q, window, tiles.block_m, tiles.block_n)
-        total = slots * num_heads
-        if slots == 0:
-            return None
-    else:
-        total = num_m * batch * num_heads
-        if tiles.schedule == Schedule.DYNAMIC:
-            counter = _counter(device)
-    heads_per_kv = num_heads // num_kv_heads
-    group = head_group(batch * num_heads, heads_per_kv, 2 * max_seqlen_k * (q.shape[-1] + v.shape[-1]), num_m)
-    blocks = total if tiles.schedule == Schedule.GRID else min(total, _multiprocessors(device) * tiles.blocks_per_sm)
-    descriptor = _ragged_descriptor if cu_q is not None else _dense_descriptor
+        table = tile_table(cu_q, cu_k, plan.slots, window, var.tiles.block_m, var.tiles.block_n)
+    elif var.tiles.schedule == Schedule.DYNAMIC:
+        counter = _counter(device)
+    q0, q1, k0, k1, v0, o0 = plan.descriptors
     args = (
-        descriptor(q, 64, d0), descriptor(q, 64, d1) if d1 else None,
-        descriptor(k, tiles.block_n, d0), descriptor(k, tiles.block_n, d1) if d1 else None,
-        descriptor(v, tiles.block_n, dv), descriptor(out, 64, var.o_width),
-        lse, sinks, table, counter, *_base_2(scale, softcap),
-        q.shape[0] if cu_q is not None else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group,
-        max_seqlen_q, max_seqlen_k, left, right, var,
+        Descriptor(q, *q0), q1 and Descriptor(q, *q1), Descriptor(k, *k0), k1 and Descriptor(k, *k1), Descriptor(v, *v0),
+        Descriptor(out, *o0), lse, sinks, table, counter, *_base_2(scale, softcap), *plan.integers, var,
     )  # fmt: skip
-    key = (var, q.dtype, lse is None, None if sinks is None else sinks.dtype)
-    launch(_attention_forward, key, (blocks, 1, 1), args, device, num_warps=4, maxnreg=_registers_at_launch(tiles))
+    key = (plan.number, q.dtype, lse is None, None if sinks is None else sinks.dtype)
+    launch(_attention_forward, key, (plan.blocks, 1, 1), args, device, num_warps=4, maxnreg=plan.registers)
     return None
-
-
-_variant = lru_cache(maxsize=1024)(Variant)
-
-
-@lru_cache(maxsize=1024)
-def _registers_at_launch(tiles: TileConfig) -> int:
-    return tiles.registers[0]
 
 
 def _base_2(scale: float, softcap: float) -> tuple[float, float]:
@@ -216,45 +255,39 @@ def _base_2(scale: float, softcap: float) -> tuple[float, float]:
     return (scale * 2.0 * log2e / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
 
 
-def _dense_descriptor(x: Tensor, rows: int, width: int) -> Descriptor:
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """(batch, seqlen, heads, dim): what lies past seqlen or dim reads as zero and is not written."""
-    strides = _addressable_strides(x)
-    assert strides is not None
-    return Descriptor(x, x.shape, strides, (1, rows, 1, width), _LAYOUTS[x.dtype, 4, width])
+    return tuple(shape), _addressable_strides(shape, strides), (1, rows, 1, width), _LAYOUTS[dtype, 4, width]
 
 
-def _ragged_descriptor(x: Tensor, rows: int, width: int) -> Descriptor:
+def _ragged(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """(total, heads, dim) with the end of each sequence as the hardware's bound.
 
     Row r of the sequence [start, start + length) is addressed as (2^30, start + length, 2^30 - length + r): the bound 2^30
     of the third coordinate stops at the sequence's end, and 2^30 times the first stride, 2^34 - stride, cancels the rest
     modulo 2^64 bytes. After Triton's tools/ragged_tma.py.
     """
-    _, heads, dim = x.shape
-    strides = _addressable_strides(x)
-    assert strides is not None
-    row, head, last = strides
-    shape = (0x7FFF0000, 0x7FFF0000, RAGGED.value, heads, dim)
-    return Descriptor(x, shape, ((1 << 34) - row, row, row, head, last), (1, 1, rows, 1, width), _LAYOUTS[x.dtype, 5, width])
+    addressable = _addressable_strides(shape, strides)
+    assert addressable is not None
+    row, head, last = addressable
+    bounds = (0x7FFF0000, 0x7FFF0000, RAGGED.value, *shape[1:])
+    return bounds, ((1 << 34) - row, row, row, head, last), (1, 1, rows, 1, width), _LAYOUTS[dtype, 5, width]
 
 
-def _addressable_strides(x: Tensor) -> tuple[int, ...] | None:
+@lru_cache(maxsize=4096)
+def _addressable_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """Strides for the copy engine, or None: the last dimension must be contiguous, everything else at multiples of 16 bytes,
     and no dimension expanded. The stride of a dimension of one means nothing, and is made one that is accepted."""
-    strides = x.stride()
-    if strides[-1] != 1 or x.data_ptr() & 15:
-        return None
-    for stride in strides[:-1]:
-        if stride & 7 or not stride:
-            break
-    else:
-        return strides
-    outer = [8 if size == 1 else stride for size, stride in zip(x.shape[:-1], strides[:-1], strict=True)]
-    return None if any(stride & 7 or not stride for stride in outer) else (*outer, 1)
+    outer = tuple(8 if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True))
+    return None if strides[-1] != 1 or any(stride & 7 or not stride for stride in outer) else (*outer, 1)
+
+
+def _is_addressable(x: Tensor) -> bool:
+    return not x.data_ptr() & 15 and _addressable_strides(x.shape, x.stride()) is not None
 
 
 def _addressable(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format) if _addressable_strides(x) is None else x
+    return x if _is_addressable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _empty_lse(q: Tensor, packed: bool) -> Tensor:

@@ -40,15 +40,15 @@ def _tiles_above(blocks, q_len, kv_len, right, BLOCK_M: tl.constexpr, BLOCK_N: t
     return tl.where(kv_len > blocks * BLOCK_N, tl.maximum(tiles - first, 0), 0)
 
 
-@triton.jit(do_not_specialize=["batch", "left", "right"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])
+@triton.jit(do_not_specialize=["slots", "batch", "left", "right"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])
 def _tile_table(
-    table_ptr, counter_ptr, cu_q_ptr, cu_k_ptr, batch, left, right,
+    table_ptr, cu_q_ptr, cu_k_ptr, slots, batch, left, right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program per tile: find its sequence, count the tiles that go before it, write its record there."""
     index = tl.program_id(0)
     if index == 0:
-        tl.store(counter_ptr, 0)
+        tl.store(table_ptr + slots * 8, 0)
     before = 0
     sequence, m, q_start, q_len, k_start, kv_len = 0, 0, 0, 0, 0, 0
     for start in range(0, batch, CHUNK):
@@ -103,25 +103,21 @@ def _tile_table(
         tl.store(record + 7, high)
 
 
-def tile_table(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, max_seqlen_q: int, window_size: tuple[int, int],
-    block_m: int, block_n: int,
-) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """-> (records (slots, 8) int32, longest tile first and -1 where there is no tile; a counter at 0; slots).
+def tile_slots(total_q: int, batch: int, max_seqlen_q: int, block_m: int) -> int:
+    """Bounds the number of tiles without reading a length: each sequence adds less than one tile to total_q / block_m."""
+    return min((total_q + batch * (block_m - 1)) // block_m, batch * -(-max_seqlen_q // block_m))
 
-    slots bounds the number of tiles without reading a length: each sequence adds less than one tile to total_q / block_m.
-    """
-    batch = cu_seqlens_q.shape[0] - 1
-    slots = min((total_q + batch * (block_m - 1)) // block_m, batch * -(-max_seqlen_q // block_m))
-    buffer = torch.empty((slots + 1) * RECORD, dtype=torch.int32, device=cu_seqlens_q.device)
-    table, counter = buffer[: slots * RECORD], buffer[slots * RECORD :]
-    if slots == 0:
-        return table, counter, 0
+
+def tile_table(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, slots: int, window_size: tuple[int, int], block_m: int, block_n: int
+) -> Tensor:
+    """-> int32: `slots` > 0 records, longest tile first, -1 where there is no tile; behind them a counter at 0."""
+    table = torch.empty((slots + 1) * RECORD, dtype=torch.int32, device=cu_seqlens_q.device)
     left, right = window_size
     key = (block_m, block_n, left >= 0, right >= 0, _CHUNK)
-    launch(_tile_table, key, (slots, 1, 1), (table, counter, cu_seqlens_q, cu_seqlens_k, batch, left, right, *key),
-           cu_seqlens_q.device, num_warps=1)  # fmt: skip
-    return table, counter, slots
+    args = (table, cu_seqlens_q, cu_seqlens_k, slots, cu_seqlens_q.shape[0] - 1, left, right, *key)
+    launch(_tile_table, key, (slots, 1, 1), args, table.device, num_warps=1)
+    return table
 
 
 class TileCounters:
