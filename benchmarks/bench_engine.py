@@ -276,7 +276,7 @@ def make_folder(shape: str, folder: Path, device: str) -> None:
 
     make_model(shape, device, dtype=torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
 
 
@@ -312,7 +312,7 @@ def serve_ours(args: argparse.Namespace) -> None:
         before, prompts = engine.stats(), workload.prompts(name, engine.vocab_size)
         start = time.perf_counter()
         for row, (prompt, (_, tokens_out)) in enumerate(zip(prompts, workload.lengths, strict=True)):
-            sampling = TOP_P if workload.sampled else {"temperature": 0.0}
+            sampling: Any = TOP_P if workload.sampled else {"temperature": 0.0}
             engine.add_request(f"{name}-{row}", prompt, SamplingParams(max_tokens=tokens_out, ignore_eos=True, **sampling))
         ended: Counter[str | None] = Counter()
         while engine.has_unfinished():
