@@ -42,6 +42,7 @@ FULL: dict[tuple[int, int], list[TileConfig]] = {
         TileConfig(2, 128, 2, 2, D),
         TileConfig(2, 128, 2, 2, D, pingpong=True),
         TileConfig(3, 64, 3, 2, D, pingpong=True),
+        TileConfig(2, 128, 2, 2, D, overlap=False),
     ],
     (256, 256): [
         TileConfig(2, 64, 2, 1, D),
@@ -65,6 +66,7 @@ CAUSAL: dict[tuple[int, int], list[TileConfig]] = {
         TileConfig(2, 128, 2, 1, G),
         TileConfig(2, 64, 4, 2, D),
         TileConfig(3, 64, 3, 2, D, pingpong=True),
+        TileConfig(2, 128, 2, 2, D, overlap=False),
     ],
     (256, 256): FULL[256, 256],
     (192, 128): FULL[192, 128],
