@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from fa_serve.hf.continuous import paged_attention
 from fa_serve.hf.masks import Implicit
 from fa_serve.hf.ops import attention, attention_varlen
 from fa_serve.spec import UnsupportedModelError
@@ -33,6 +34,11 @@ def attention_forward(
     Returns out (batch, seqlen_q, heads, head_dim_v), contiguous, and None for the weights.
     """
     name = type(module).__name__
+    if kwargs.get("cache") is not None:
+        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k, "position_bias": position_bias}
+        kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        return cast("tuple[Tensor, None]", paged_attention(module, query, key, value, attention_mask, **kwargs))
     if dropout:
         raise UnsupportedModelError(
             f"{name} asks for attention dropout {dropout}, which fa_serve has not: call model.eval(), or set the dropout of "

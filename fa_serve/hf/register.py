@@ -9,6 +9,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from fa_serve.hf.attention import attention_forward
+from fa_serve.hf.continuous import PAGED_NAME, enable, paged_attention
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME, admit, check_class
 
@@ -34,6 +35,7 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
 def register() -> None:
     """Make `attn_implementation="fa_serve"` known to transformers; called by `import fa_serve`, harmless when repeated."""
     AttentionInterface.register(NAME, attention_forward)
+    AttentionInterface.register(PAGED_NAME, paged_attention)
     AttentionMaskInterface.register(NAME, mask_forward)
     original: Any = PreTrainedModel.get_correct_attn_implementation
     if getattr(original, "asks_fa_serve", False):
@@ -42,8 +44,9 @@ def register() -> None:
     # transformers asks this of every model and submodel that it makes or switches; a name it knows it would accept for all
     @functools.wraps(original)
     def get_correct_attn_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
-        if requested == NAME:
+        if requested in (NAME, PAGED_NAME):
             admit(self)
+            enable()
         return original(self, requested, *args, **kwargs)
 
     get_correct_attn_implementation.__dict__["asks_fa_serve"] = True

@@ -1,0 +1,157 @@
+"""transformers' own continuous batching, `model.generate_batch(...)`, through our kernels.
+
+It works on private pieces of transformers, and this file is the only one that knows them: the paged cache and its layout, the
+arguments that ride along with a batch, and a test for the word "flash" in an implementation's name, on which hang the block
+tables of the decoding steps, CUDA graphs and asynchronous batches. We pass that test, since we need no mask either.
+
+Up to some release after 5.17 the implementation is called "paged|fa_serve" while a batch runs; later it keeps its name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fa_serve.api import attention_paged, attention_varlen, store_kv
+from fa_serve.hf.models import NAME
+from fa_serve.spec import UnsupportedModelError
+
+PAGED_NAME = f"paged|{NAME}"
+_PACKAGE = "transformers.generation.continuous_batching"
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def paged_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, *, cache: Any,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """One layer of a batch: query (1, heads, total, head_dim) of packed requests, new keys and values likewise.
+
+    Returns out (1, total, heads, head_dim_v); rows that belong to no request, the padding for CUDA graphs, are 0.
+    """
+    if position_bias is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} adds a position_bias to its scores, which a paged cache cannot hold"
+        )
+    head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+    value = F.pad(value, (0, head_dim - head_dim_v))  # the cache has one size for both
+    step = _Step(module, cache, key, value, kwargs)
+    if (sliding_window or None) != step.window:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: the attention's window is {sliding_window}, the cache holds one of {step.window}"
+        )
+    q = query[0].transpose(0, 1)
+    options: dict[str, Any] = {
+        "cu_seqlens_q": kwargs["cu_seq_lens_q"].to(torch.int32), "causal": True, "softmax_scale": scaling,
+        "window_size": (-1 if step.window is None else step.window - 1, -1), "softcap": softcap or 0.0, "sinks": s_aux,
+        "out": torch.zeros_like(q, memory_format=torch.contiguous_format),
+    }  # fmt: skip
+    out: Any
+    if step.block_table is not None:
+        out = step.decode(q, options)
+    else:
+        out = attention_varlen(
+            q, step.key, step.value, cu_seqlens_k=step.cu_seqlens_k,
+            max_seqlen_q=kwargs.get("max_seqlen_q") or kwargs["max_length_q"], max_seqlen_k=step.max_seqlen_k, **options,
+        )  # fmt: skip
+    return out[None, ..., :head_dim_v], None
+
+
+class _Step:
+    """What a layer needs of the cache in this step, in whichever way the installed transformers says it.
+
+    key, value:   (total_k, kv_heads, head_dim): the requests' keys and values, old and new (only the new ones for a step that
+                  has a block_table)
+    cu_seqlens_k: int32 (requests + 1,), the new tokens included
+    window:       keys that a query sees, its own included, or None
+    """
+
+    def __init__(self, module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+        layer: int = module.layer_idx
+        if hasattr(cache, "layer_to_allocator"):
+            allocator = cache.layer_to_allocator[layer]
+            self.window = getattr(allocator, "sliding_window", None)
+            told = dict(kwargs)
+            key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=told)
+            self.key, self.value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            self.cu_seqlens_k, self.max_seqlen_k = told["cu_seq_lens_k"], told["max_length_k"]
+            self.block_table, self.k_cache, self.v_cache = (told.get(n) for n in ("block_table", "k_cache", "v_cache"))
+            return
+        if cache.head_dim != key.shape[-1]:
+            raise UnsupportedModelError(
+                f"transformers' paged cache holds heads of size {cache.head_dim}, {type(module).__name__} has {key.shape[-1]}"
+            )
+        self.window = cache.sliding_windows[layer] if cache.sliding_windows[layer] != 1 else None
+        cu_seqlens_k, max_seqlen_k, block_table = (kwargs[n] for n in ("cu_seq_lens_k", "max_seqlen_k", "block_table"))
+        if isinstance(cu_seqlens_k, dict):
+            kind = "full_attention" if self.window is None else "sliding_attention"
+            cu_seqlens_k, max_seqlen_k = cu_seqlens_k[kind], max_seqlen_k[kind]
+        self.cu_seqlens_k, self.max_seqlen_k = cu_seqlens_k.to(torch.int32), max_seqlen_k
+        self.block_table = None
+        if block_table is None:
+            indices = {"read_index": kwargs["read_index"], "write_index": kwargs["write_index"]}
+            self.key, self.value = cache.update(key_states=key, value_states=value, layer_idx=layer, **indices)
+            return
+        group, index = cache.layer_index_to_group_indices[layer]
+        self.key, self.value, self.block_table = key[0].transpose(0, 1), value[0].transpose(0, 1), block_table[group]
+        self.k_cache, self.v_cache = (
+            x[index].view(-1, cache.block_size, *x[index].shape[1:]) for x in (cache.key_cache, cache.value_cache)
+        )
+
+    block_table: Any
+    k_cache: Any
+    v_cache: Any
+
+    def decode(self, q: Tensor, options: dict[str, Any]) -> Tensor:
+        """One token of each request. A request that only pads the batch has no keys, and its entries in the table are -1."""
+        page_size, lengths = self.k_cache.shape[1], self.cu_seqlens_k.diff()
+        last = (lengths - 1).clamp(min=0).long()
+        pages = self.block_table.gather(1, (last // page_size)[:, None])[:, 0].long()
+        slots = torch.where(lengths > 0, pages * page_size + last % page_size, -1)
+        slots = F.pad(slots, (0, q.shape[0] - slots.shape[0]), value=-1)
+        store_kv(self.key, self.value, self.k_cache, self.v_cache, slots)
+        out = attention_paged(
+            q, self.k_cache, self.v_cache, block_table=self.block_table, seqused_k=lengths, max_seqlen_q=1, **options
+        )
+        return cast(Tensor, out)
+
+
+@functools.cache
+def enable() -> None:
+    """Let continuous batching treat fa_serve as it treats flash attention; called when a model first asks for fa_serve."""
+    for name in ("cache", "continuous_api", "initialization"):
+        module: Any = importlib.import_module(f"{_PACKAGE}.{name}")
+        module.is_flash_attention_requested = _passing(module.is_flash_attention_requested)
+        for loader in ("lazy_import_paged_flash_attention", "lazy_import_flash_attention"):
+            if hasattr(module, loader):
+                setattr(module, loader, _with_block_tables(getattr(module, loader)))
+
+
+def _passing(original: Any) -> Any:
+    @functools.wraps(original)
+    def is_flash_attention_requested(
+        config: Any = None, requested_attention_implementation: str | None = None, **kw: Any
+    ) -> Any:
+        name = requested_attention_implementation if config is None else config._attn_implementation
+        return name in (NAME, PAGED_NAME) or original(config, requested_attention_implementation, **kw)
+
+    return is_flash_attention_requested
+
+
+def _with_block_tables(original: Any) -> Any:
+    """Asked for the functions of a flash attention, it is looked at only whether there is one for block tables."""
+
+    @functools.wraps(original)
+    def lazy_import(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation not in (NAME, PAGED_NAME):
+            return original(implementation, *args, **kwargs)
+        paged = original.__name__ == "lazy_import_paged_flash_attention"
+        return (attention_varlen, attention_paged) if paged else ((None, attention_varlen, attention_paged, None, None), None)
+
+    return lazy_import

@@ -1,0 +1,106 @@
+"""transformers' own continuous batching gives with fa_serve the tokens that `generate` gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_families import BY_NAME, VOCAB
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import cache as cache_module
+from transformers.generation.continuous_batching import initialization, model_runner
+
+import fa_serve
+from fa_serve.hf import continuous
+
+NEW_TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without psutil transformers takes a CPU for one without memory."""
+    monkeypatch.setattr(cache_module.PagedAttentionMemoryHandler, "get_available_memory", lambda self: 10**9)
+
+
+@pytest.fixture(params=["read and write indices", "block tables"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The two ways in which a batch reaches the cache; transformers keeps the second for GPUs."""
+    if request.param == "block tables":
+        monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *args: None)
+    return str(request.param)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (5, 17, 1, 30, 9)]
+
+
+def expected(model: PreTrainedModel) -> list[list[int]]:
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts()]
+
+
+def batched(model: PreTrainedModel, **settings: Any) -> list[list[int]]:
+    done = model.generate_batch(
+        prompts(),
+        generation_config=GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            **{"num_blocks": 64, "max_batch_tokens": 16, "block_size": 16, "max_blocks_per_request": 4, **settings}
+        ),
+    )
+    outputs = sorted(done.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [output.generated_tokens for output in outputs]
+
+
+def counting(taken: Counter[str], name: str) -> Callable[..., Any]:
+    original = getattr(continuous, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        taken[name] += 1
+        return original(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-window", "gemma2", "gpt-oss"])
+def test_the_tokens_of_generate(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts longer than a batch come in chunks, beside requests that decode."""
+    model = BY_NAME[family].build()
+    tokens = expected(model)
+    taken: Counter[str] = Counter()
+    for name in ("attention_varlen", "attention_paged"):
+        monkeypatch.setattr(continuous, name, counting(taken, name))
+    assert batched(fa_serve.patch(model)) == tokens
+    assert model.config._attn_implementation == "fa_serve"
+    assert taken["attention_varlen"] > 0
+    windows = getattr(model.config, "sliding_window", None) is not None
+    assert (taken["attention_paged"] > 0) == (path == "block tables" and not windows)
+
+
+def test_padded_batches(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA graphs ask for: every batch has the size of a larger one, with requests that are not there."""
+    made = model_runner.ModelRunner.__init__
+
+    def padding(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", padding)
+    monkeypatch.setattr(model_runner.ModelRunner, "warmup", lambda *args: None)
+    model = BY_NAME["llama"].build()
+    tokens = expected(model)
+    assert batched(fa_serve.patch(model)) == tokens
+
+
+def test_a_cache_that_cannot_hold_the_heads() -> None:
+    model = fa_serve.patch(BY_NAME["deepseek-v3"].build())
+    done = model.generate_batch(
+        prompts()[:1],
+        generation_config=GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, block_size=16),
+    )
+    assert all("holds heads of size" in output.error for output in done.values())
