@@ -150,7 +150,8 @@ class ModelRunner:
             return PendingResult(torch.empty(0, dtype=torch.int64), [], [])
         slots = step.sampled_slots
         tokens = sample(logits, step.sampling, self._counts, slots)
-        self._last_tokens[slots] = tokens
+        # INVALID_TOKEN ends its request, but the next step may have been launched before the host knows, and embeds this
+        self._last_tokens[slots] = tokens.clamp(min=0)
         if step.sampling.repetition is not None:
             self._token_counts().record(slots, tokens)
         wanted = [chunk.request.params.logprobs for chunk in batch.chunks if chunk.samples]

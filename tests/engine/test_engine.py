@@ -234,12 +234,14 @@ def test_out_of_memory_makes_steps_smaller_and_loses_nothing(make_engine, monkey
     engine.check_integrity()
 
 
-def test_logits_that_are_not_numbers_fail_one_request(make_engine) -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_logits_that_are_not_numbers_fail_one_request(make_engine, depth) -> None:
     model = make_model()
     poison = VOCAB - 1
     with torch.no_grad():
         model.get_input_embeddings().weight[poison] = float("nan")
     engine = make_engine(model=model)
+    engine._depth = depth  # 1: the next step is launched before the host sees that the logits are bad
     good, bad = engine.generate([[1, 2], [1, poison]], GREEDY)
     assert (bad.finish_reason, bad.token_ids) == ("error", [])
     assert "not finite" in bad.error
