@@ -9,7 +9,7 @@ model's own options. Between ours a mask is either `Implicit`, a pattern that a 
 nobody sees; or, for chunks, image blocks and masks of the user's own, a tensor of four dimensions, honoured as it is.
 
 `register.py` is where both are made known; `models.py` says which models may come, and refuses the others when they are
-loaded; `paged.py` is the engine's way in.
+loaded; `paged.py` is the engine's way in, and `continuous.py` that of transformers' own continuous batching.
 
 Left out: attention dropout, attention weights as an output, and caches that do not hold keys and values.
 """

@@ -74,19 +74,28 @@ class _Step:
 
     def __init__(self, module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
         layer: int = module.layer_idx
-        if hasattr(cache, "layer_to_allocator"):
-            allocator = cache.layer_to_allocator[layer]
-            self.window = getattr(allocator, "sliding_window", None)
+        by_layer = getattr(cache, "layer_to_allocator", None)
+        holder = cache if by_layer is None else by_layer[layer]
+        if holder.head_dim != key.shape[-1]:
+            raise UnsupportedModelError(
+                f"transformers' paged cache holds heads of size {holder.head_dim}, {type(module).__name__} has {key.shape[-1]}"
+            )
+        if by_layer is None:
+            self._read(layer, cache, key, value, kwargs)
+        else:
+            self.window = getattr(holder, "sliding_window", None)
             told = dict(kwargs)
             key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=told)
             self.key, self.value = key[0].transpose(0, 1), value[0].transpose(0, 1)
             self.cu_seqlens_k, self.max_seqlen_k = told["cu_seq_lens_k"], told["max_length_k"]
             self.block_table, self.k_cache, self.v_cache = (told.get(n) for n in ("block_table", "k_cache", "v_cache"))
-            return
-        if cache.head_dim != key.shape[-1]:
+        if self.window is not None and self.block_table is not None:
             raise UnsupportedModelError(
-                f"transformers' paged cache holds heads of size {cache.head_dim}, {type(module).__name__} has {key.shape[-1]}"
+                "transformers' paged cache keeps a window as a ring, whose block table we cannot follow"
             )
+
+    def _read(self, layer: int, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+        """As transformers 5.17 says it, where an attention function does by itself what the cache does later."""
         self.window = cache.sliding_windows[layer] if cache.sliding_windows[layer] != 1 else None
         cu_seqlens_k, max_seqlen_k, block_table = (kwargs[n] for n in ("cu_seq_lens_k", "max_seqlen_k", "block_table"))
         if isinstance(cu_seqlens_k, dict):

@@ -12,7 +12,7 @@ import pytest
 import test_hf_models as checks
 import torch
 from hf_families import BY_NAME, FAMILIES, LENGTH, Family, padding_mask, pair, positions, tokens
-from transformers import StaticCache
+from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
 
 import fa_serve
 from fa_serve import hf
@@ -165,3 +165,23 @@ def test_paged_forward_neither_waits_for_the_gpu_nor_resists_capture(
         captured = hf.paged_forward(ours, *arguments)
     graph.replay()
     hf_families.assert_same(captured, expected[:, 10])
+
+
+@each([BY_NAME[name] for name in ("llama", "gemma2", "gpt-oss")])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_continuous_batching(family: Family, graphs: bool) -> None:
+    """transformers' own, with block tables, CUDA graphs and asynchronous batches where it uses them."""
+    eager, ours = pair(family)
+    prompts = [tokens(n, seed=n).tolist() for n in (5, 17, 1, 30, 9, 64)]
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+    expected = [eager.generate(torch.tensor([ids]), min_new_tokens=12, **options)[0, len(ids) :].tolist() for ids in prompts]
+    done = ours.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(eos_token_id=-1, pad_token_id=0, **options),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=128, max_batch_tokens=64, block_size=16, max_blocks_per_request=8, use_cuda_graph=graphs
+        ),
+    )
+    outputs = sorted(done.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
+    assert [output.error for output in outputs] == [None] * len(prompts)
+    assert [output.generated_tokens for output in outputs] == expected
