@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import fa_serve
+from fa_serve import hf
 
 ROUNDING = 4e-6  # of the largest value, in float32
 VOCAB = 96
@@ -183,3 +184,45 @@ def assert_same(actual: Tensor, expected: Tensor, valid: Tensor | None = None) -
     assert torch.isfinite(actual).all()
     error, allowed = (actual - expected).abs().max().item(), ROUNDING * expected.abs().max().item()
     assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
+
+
+class Pages:
+    """Sequences in a paged cache, fed in steps of any lengths, as the engine does; unwritten slots are NaN."""
+
+    def __init__(self, model: PreTrainedModel, count: int, page_size: int = 4) -> None:
+        self.model, self.page_size, self.used = model, page_size, [0] * count
+        pages = -(-LENGTH // page_size)
+        order = torch.randperm(count * pages, generator=torch.Generator().manual_seed(0), device="cpu").to(here())
+        self.table = order.view(count, pages).to(torch.int32)
+        self.caches = [
+            (torch.full((*shape, s.head_dim), float("nan")), torch.full((*shape, s.head_dim_v), float("nan")))
+            for s in hf.attention_layers(model)
+            for shape in [(count * pages, page_size, s.num_kv_heads)]
+        ]
+
+    def step(self, new: list[Tensor]) -> Tensor:
+        """The new tokens of each sequence -> logits of all of them, packed."""
+        at = [torch.arange(n, n + len(ids)) for n, ids in zip(self.used, new, strict=True)]
+        slots = [self.table[b, p // self.page_size].long() * self.page_size + p % self.page_size for b, p in enumerate(at)]
+        self.used = [n + len(ids) for n, ids in zip(self.used, new, strict=True)]
+        lengths = [len(ids) for ids in new]
+        batch = hf.PagedBatch(
+            kv_caches=self.caches, slot_mapping=torch.cat(slots), block_table=self.table,
+            seqused_k=torch.tensor(self.used, dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            max_seqlen_q=max(lengths), max_seqlen_k=max(self.used),
+        )  # fmt: skip
+        rows = torch.arange(sum(lengths)).flip(0)
+        return hf.paged_forward(self.model, torch.cat(new), torch.cat(at), batch, rows).flip(0)
+
+
+def check_pages(ours: PreTrainedModel, eager: PreTrainedModel) -> None:
+    """Prompts, chunks of prompts and single tokens in one batch give the logits of whole sequences."""
+    ids = tokens(3, LENGTH)
+    expected = eager(input_ids=ids).logits
+    pages, done = Pages(ours, 3), [0, 0, 0]
+    for lengths in ([12, 3, 1], [1, 7, 1], [1, 1, 9], [5, 4, 1], [1, 1, 1]):
+        spans = [slice(n, n + more) for n, more in zip(done, lengths, strict=True)]
+        actual = pages.step([ids[b, span] for b, span in enumerate(spans)])
+        assert_same(actual, torch.cat([expected[b, span] for b, span in enumerate(spans)]))
+        done = [span.stop for span in spans]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import assert_same
+from hf_families import assert_same, check_pages
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -133,3 +133,11 @@ def test_forward_and_generate(make: Callable[[], Any], monkeypatch: pytest.Monke
     if "decoder_input_ids" not in inputs:
         options = {"do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6}
         assert torch.equal(ours.generate(**inputs, **options), eager.generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("make", [make for name, make in MODELS.items() if name != "whisper"])
+@torch.no_grad()
+def test_text_on_a_paged_cache(make: Callable[[], Any]) -> None:
+    name, config, _ = make()
+    eager = build(name, config)
+    check_pages(fa_serve.patch(copy.deepcopy(eager)), eager)

@@ -80,7 +80,7 @@ def paged_forward(
     return logits
 
 
-_CALLED_WITH = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep", "kwargs"}
+_CALLED_WITH = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep"}
 
 
 class Probe:
@@ -134,7 +134,10 @@ def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
 def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
     check_class(type(model))
     config, probe, training = model.config.get_text_config(), Probe(), model.training
-    missing = _CALLED_WITH - set(inspect.signature(model.forward).parameters)
+    parameters = inspect.signature(model.forward).parameters
+    missing = _CALLED_WITH - set(parameters)
+    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        missing |= {"**kwargs"}
     _refuse(model, config.is_encoder_decoder, "it is an encoder-decoder, whose cross-attention has no place there")
     _refuse(model, model._is_stateful, "it keeps more than keys and values")
     _refuse(model, missing, f"its forward takes no {sorted(missing)}")

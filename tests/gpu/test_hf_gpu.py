@@ -142,7 +142,7 @@ def test_paged_forward_neither_waits_for_the_gpu_nor_resists_capture(
     eager, ours = pair(family)
     ids = tokens(3, LENGTH)
     expected = eager(ids).logits
-    pages = checks.Pages(ours, 3)
+    pages = hf_families.Pages(ours, 3)
     pages.step([row[:10] for row in ids])
 
     batch = hf.PagedBatch(
