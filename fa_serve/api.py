@@ -34,6 +34,7 @@ from fa_serve.backends import Backend, select_backend
 from fa_serve.spec import AttentionSpec, Layout, arch_of
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FAR = 1 << 29  # a window beyond any length; the kernels add lengths to it in 32 bits
 
 
 @overload
@@ -68,7 +69,7 @@ def attention(
     _check_qkv("dense", q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}")
-    scale, window = _check_options(q, causal, softmax_scale, window_size, softcap, sinks)
+    scale, window, sinks = _check_options(q, causal, softmax_scale, window_size, softcap, sinks)
     if mask is not None:
         _check_mask(mask, q, k)
     _check_out(out, q, v)
@@ -102,9 +103,9 @@ def attention_varlen(
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
     _check_qkv("varlen", q, k, v)
-    scale, window = _check_options(q, causal, softmax_scale, window_size, softcap, sinks)
-    _check_index("cu_seqlens_q", cu_seqlens_q, q, None)
-    _check_index("cu_seqlens_k", cu_seqlens_k, q, cu_seqlens_q.shape[0])
+    scale, window, sinks = _check_options(q, causal, softmax_scale, window_size, softcap, sinks)
+    cu_seqlens_q = _check_index("cu_seqlens_q", cu_seqlens_q, q, None)
+    cu_seqlens_k = _check_index("cu_seqlens_k", cu_seqlens_k, q, cu_seqlens_q.shape[0])
     _check_length("max_seqlen_q", max_seqlen_q)
     _check_length("max_seqlen_k", max_seqlen_k)
     _check_out(out, q, v)
@@ -136,15 +137,16 @@ def attention_paged(
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
     _check_qkv("paged", q, k_cache, v_cache)
-    scale, window = _check_options(q, causal, softmax_scale, window_size, softcap, sinks)
-    _check_index("cu_seqlens_q", cu_seqlens_q, q, None)
-    _check_index("seqused_k", seqused_k, q, cu_seqlens_q.shape[0] - 1)
+    scale, window, sinks = _check_options(q, causal, softmax_scale, window_size, softcap, sinks)
+    cu_seqlens_q = _check_index("cu_seqlens_q", cu_seqlens_q, q, None)
+    seqused_k = _check_index("seqused_k", seqused_k, q, cu_seqlens_q.shape[0] - 1)
     if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.device != q.device:
         raise ValueError(
             f"block_table must be int32 (batch, max_pages) on {q.device}, got {_show(block_table)} on {block_table.device}"
         )
     if block_table.shape[0] != seqused_k.shape[0]:
         raise ValueError(f"block_table must have {seqused_k.shape[0]} rows, one per sequence, got {block_table.shape[0]}")
+    block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     _check_length("max_seqlen_q", max_seqlen_q)
     page_size = k_cache.shape[1]
     capacity = block_table.shape[1] * page_size
@@ -155,7 +157,8 @@ def attention_paged(
         raise ValueError(f"max_seqlen_k must be at most max_pages * page_size = {capacity}, got {max_seqlen_k}")
     if num_splits < 0:
         raise ValueError(f"num_splits must be 0 (heuristic) or positive, got {num_splits}")
-    _check_descale(k_cache, k_descale, v_descale)
+    _check_cache(k_cache, v_cache)
+    k_descale, v_descale = _check_descale(k_cache, k_descale, v_descale)
     _check_out(out, q, v_cache)
     chosen = _backend("paged", q, k_cache, v_cache, window, softcap, sinks, None, page_size, backend)
     result, lse = chosen.forward_paged(
@@ -190,10 +193,17 @@ def store_kv(
         raise ValueError(
             f"slot_mapping must be int64 ({k.shape[0]},) on {k.device}, got {_show(slot_mapping)} on {slot_mapping.device}"
         )
-    if k_cache.dtype == torch.float8_e4m3fn:
-        _check_descale(k_cache, k_descale, v_descale)
-    elif k_cache.dtype != k.dtype:
+    if not k.device == v.device == k_cache.device == v_cache.device:
+        raise ValueError(f"v, k_cache and v_cache must be on k's device {k.device}, got {v.device}, {k_cache.device} and "
+                         f"{v_cache.device}")  # fmt: skip
+    if k_cache.dtype not in (k.dtype, torch.float8_e4m3fn):
         raise TypeError(f"k_cache must have k's dtype {k.dtype} or float8_e4m3fn, got {k_cache.dtype}")
+    if v.dtype != k.dtype or v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"v and v_cache must have the dtypes of k and k_cache, {k.dtype} and {k_cache.dtype}, got {v.dtype}, "
+                        f"{v_cache.dtype}")  # fmt: skip
+    _check_cache(k_cache, v_cache)
+    k_descale, v_descale = _check_descale(k_cache, k_descale, v_descale)
+    slot_mapping = slot_mapping.contiguous()
     spec = AttentionSpec(
         "paged", k.device.type, arch_of(k.device), k.dtype, k_cache.dtype, k.shape[2], v.shape[2], k.shape[1], k.shape[1],
         page_size=k_cache.shape[1],
@@ -205,7 +215,10 @@ def _backend(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], softcap: float, sinks: Tensor | None,
     mask: Tensor | None, page_size: int, name: str,
 ) -> Backend:  # fmt: skip
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+        or (mask is not None and mask.requires_grad)
+    )  # fmt: skip
     return _choose(
         layout, q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2], window, softcap != 0.0,
         sinks is not None, None if mask is None else mask.dtype, page_size, needs_grad, name,
@@ -256,13 +269,15 @@ def _check_qkv(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_options(
     q: Tensor, causal: bool, softmax_scale: float | None, window_size: tuple[int, int], softcap: float, sinks: Tensor | None
-) -> tuple[float, tuple[int, int]]:
-    """The softmax scale, and the window with causality folded in (right == 0)."""
+) -> tuple[float, tuple[int, int], Tensor | None]:
+    """The softmax scale, the window with causality folded in (right == 0), and the sinks as kernels read them."""
+    if len(window_size) != 2:
+        raise ValueError(f"window_size must be (left, right), got {window_size}")
     left, right = window_size
-    if left < -1 or right < -1:
-        raise ValueError(f"window_size must be (left, right) with each >= -1, got {tuple(window_size)}")
-    if softcap < 0:
-        raise ValueError(f"softcap must be >= 0 (0 is off), got {softcap}")
+    if not (isinstance(left, int) and isinstance(right, int) and left >= -1 and right >= -1):
+        raise ValueError(f"window_size must be integers (left, right) with each >= -1, got {window_size}")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {softcap}")
     if sinks is not None and (sinks.shape != (q.shape[-2],) or sinks.device != q.device):
         raise ValueError(
             f"sinks must be ({q.shape[-2]},) on {q.device}, one per query head, got {_show(sinks)} on {sinks.device}"
@@ -270,7 +285,7 @@ def _check_options(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale must be finite and > 0, got {softmax_scale}")
-    return scale, (left, 0 if causal else right)
+    return scale, (min(left, _FAR), 0 if causal else min(right, _FAR)), None if sinks is None else sinks.contiguous()
 
 
 def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
@@ -283,11 +298,13 @@ def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"mask must be on q's device {q.device}, got {mask.device}")
 
 
-def _check_index(name: str, x: Tensor, q: Tensor, length: int | None) -> None:
+def _check_index(name: str, x: Tensor, q: Tensor, length: int | None) -> Tensor:
+    """The same numbers side by side, as kernels read them."""
     if x.dim() != 1 or x.dtype != torch.int32 or x.device != q.device:
         raise ValueError(f"{name} must be int32 of one dimension on {q.device}, got {_show(x)} on {x.device}")
     if x.shape[0] == 0 or (length is not None and x.shape[0] != length):
         raise ValueError(f"{name} must have {'at least 1' if length is None else length} entries, got {x.shape[0]}")
+    return x.contiguous()
 
 
 def _check_length(name: str, value: int) -> None:
@@ -295,14 +312,27 @@ def _check_length(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a non-negative int on the host, got {value!r}")
 
 
-def _check_descale(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
-    quantised = k_cache.dtype == torch.float8_e4m3fn
-    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
-        if quantised and (x is None or x.shape != (k_cache.shape[2],) or x.dtype != torch.float32):
-            raise ValueError(f"{name} must be float32 ({k_cache.shape[2]},) for a float8_e4m3fn cache, got "
-                             f"{None if x is None else _show(x)}")  # fmt: skip
-        if not quantised and x is not None:
+def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
+    if k_cache.stride()[3] != 1 or v_cache.stride()[3] != 1:
+        name, x = ("v_cache", v_cache) if k_cache.stride()[3] == 1 else ("k_cache", k_cache)
+        raise ValueError(f"{name} must have a contiguous last dimension, got strides {x.stride()}")
+
+
+def _check_descale(
+    k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Both side by side, as kernels read them."""
+    if k_cache.dtype != torch.float8_e4m3fn:
+        if k_descale is not None or v_descale is not None:
+            name = "v_descale" if k_descale is None else "k_descale"
             raise ValueError(f"{name} must be None for a cache of {k_cache.dtype}, which is not quantised")
+        return None, None
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if x is None or x.shape != (k_cache.shape[2],) or x.dtype != torch.float32 or x.device != k_cache.device:
+            raise ValueError(f"{name} must be float32 ({k_cache.shape[2]},) on {k_cache.device} for a float8_e4m3fn cache, got "
+                             f"{None if x is None else f'{_show(x)} on {x.device}'}")  # fmt: skip
+    assert k_descale is not None and v_descale is not None  # noqa: PT018
+    return k_descale.contiguous(), v_descale.contiguous()
 
 
 def _check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:

@@ -38,7 +38,10 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Ex
     "groups": (*DENSE, {"q": Q[:, :, :3]}, ValueError, "num_heads must be a multiple of num_kv_heads, got 3 and 2"),
     "batch": (*DENSE, {"q": Q[:1]}, ValueError, "k must have q's batch size 1, got 2"),
     "window": (*DENSE, {"window_size": (-2, 0)}, ValueError, r"window_size .* got \(-2, 0\)"),
-    "softcap": (*DENSE, {"softcap": -1.0}, ValueError, r"softcap must be >= 0 .*got -1.0"),
+    "window-float": (*DENSE, {"window_size": (1.5, 0)}, ValueError, r"window_size must be integers .* got \(1.5, 0\)"),
+    "window-three": (*DENSE, {"window_size": (1, 0, 0)}, ValueError, r"window_size .* got \(1, 0, 0\)"),
+    "softcap-nan": (*DENSE, {"softcap": float("nan")}, ValueError, "softcap must be finite .* got nan"),
+    "softcap": (*DENSE, {"softcap": -1.0}, ValueError, "softcap must be .* >= 0 .*got -1.0"),
     "scale": (*DENSE, {"softmax_scale": 0.0}, ValueError, "softmax_scale must be finite and > 0, got 0.0"),
     "sinks": (*DENSE, {"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(4,\).*got float32 \(3,\)"),
     "mask-shape": (*DENSE, {"mask": torch.ones(2, 1, 1, 6) > 0}, ValueError, r"broadcastable .*\(2, 1, 1, 6\)"),
@@ -63,6 +66,11 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Ex
     "store-heads": (*STORE, {"k": ROWS["k"][:, :1]}, ValueError, "k must be .* of the same heads and dim"),
     "store-tokens": (*STORE, {"v": ROWS["v"][:2]}, ValueError, "k and v must agree in tokens"),
     "store-slots": (*STORE, {"slot_mapping": torch.tensor([0, 1, 2]).int()}, ValueError, r"slot_mapping must be int64 \(3,\)"),
+    "cache-last-dim": (*PAGED, {"k_cache": K_CACHE.mT.contiguous().mT}, ValueError, "k_cache must have a contiguous last"),
+    "store-last-dim": (*STORE, {"v_cache": V_CACHE.mT.contiguous().mT}, ValueError, "v_cache must have a contiguous last"),
+    "store-device": (*STORE, {"k_cache": K_CACHE.to("meta")}, ValueError, "k_cache .* must be on k's device cpu, got cpu, meta"),
+    "store-v-dtype": (*STORE, {"v": ROWS["v"].half()}, TypeError, "v and v_cache must have the dtypes of k and k_cache"),
+    "store-v-cache-dtype": (*STORE, {"v_cache": V_CACHE.half()}, TypeError, "v and v_cache must have the dtypes"),
     "store-dtype": (*STORE, {n: x.half() for n, x in ROWS.items()}, TypeError, "k_cache must have k's dtype"),
 }  # fmt: skip
 

@@ -40,7 +40,7 @@ class TritonBackend:
         if max(spec.head_dim, spec.head_dim_v) > 256:
             return f"head_dim up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
         if spec.needs_grad:
-            return "has no backward pass, and q, k or v require gradients"
+            return "has no backward pass, and an input requires gradients"
         return None
 
     def forward(self, q, k, v, **options):
