@@ -9,7 +9,7 @@ also compiles everything. A variant that fails any check is not timed. The table
 rows go to tune_hopper.jsonl in $OUT or in benchmarks/results.
 
 A variant's name: warpgroups x block_n, s stages, q query stages, then Grid, Static or Dynamic, P ping-pong, o no overlap,
-cn O in n parts through a place of its own, /n blocks per multiprocessor.
+b exponentials where ptxas puts them, cn O in n parts through a place of its own, /n blocks per multiprocessor.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ Contender = TileConfig | str | None  # a tile, a peer's name, or None: what forw
 G, S, D = Schedule.GRID, Schedule.STATIC, Schedule.DYNAMIC
 FULL: dict[tuple[int, int], list[TileConfig]] = {
     (64, 64): [
-        TileConfig(3, 128, 2, 2, D),
-        TileConfig(3, 128, 2, 2, S, pingpong=True),
-        TileConfig(2, 128, 2, 2, D, pingpong=True),
+        TileConfig(3, 128, 2, 2, D, pingpong=True),
+        TileConfig(3, 128, 2, 2, D, pingpong=True, softmax_first=False),
         TileConfig(2, 128, 3, 2, D),
+        TileConfig(3, 128, 2, 2, D),
     ],
     (128, 128): [
-        TileConfig(2, 128, 2, 2, S),
-        TileConfig(2, 128, 2, 2, S, pingpong=True),
         TileConfig(2, 128, 2, 2, D),
+        TileConfig(2, 128, 2, 2, D, softmax_first=False),
         TileConfig(2, 128, 2, 2, D, pingpong=True),
-        TileConfig(3, 64, 3, 2, D, pingpong=True),
+        TileConfig(2, 128, 2, 2, D, pingpong=True, softmax_first=False),
         TileConfig(2, 128, 2, 2, D, overlap=False),
     ],
     (256, 256): [
-        TileConfig(2, 64, 2, 1, D),
-        TileConfig(2, 64, 2, 1, D, pingpong=True, o_parts=2),
-        TileConfig(2, 64, 2, 1, S, o_parts=2),
+        TileConfig(2, 64, 2, 1, D, o_parts=2),
+        TileConfig(2, 64, 2, 1, D, o_parts=2, softmax_first=False),
         TileConfig(2, 64, 2, 1, G),
+        TileConfig(2, 64, 2, 1, G, softmax_first=False),
     ],
     (192, 128): [TileConfig(2, 128, 2, 1, D), TileConfig(2, 64, 2, 2, D)],
     (96, 96): [],
@@ -56,17 +55,14 @@ FULL: dict[tuple[int, int], list[TileConfig]] = {
 CAUSAL: dict[tuple[int, int], list[TileConfig]] = {
     (64, 64): [
         TileConfig(3, 128, 2, 2, D, pingpong=True),
-        TileConfig(3, 128, 2, 2, D),
-        TileConfig(2, 128, 2, 2, D, pingpong=True),
         TileConfig(2, 128, 3, 2, D),
+        TileConfig(2, 128, 3, 2, D, softmax_first=False),
     ],
     (128, 128): [
         TileConfig(2, 128, 2, 2, D),
+        TileConfig(2, 128, 2, 2, D, softmax_first=False),
         TileConfig(2, 128, 2, 2, D, pingpong=True),
         TileConfig(2, 128, 2, 1, G),
-        TileConfig(2, 64, 4, 2, D),
-        TileConfig(3, 64, 3, 2, D, pingpong=True),
-        TileConfig(2, 128, 2, 2, D, overlap=False),
     ],
     (256, 256): FULL[256, 256],
     (192, 128): FULL[192, 128],
@@ -75,8 +71,9 @@ CAUSAL: dict[tuple[int, int], list[TileConfig]] = {
 PACKED = {
     "64 sequences, log-uniform 32-8192": [
         TileConfig(2, 128, 2, 2, D),
+        TileConfig(2, 128, 2, 2, D, softmax_first=False),
         TileConfig(2, 128, 2, 2, D, pingpong=True),
-        TileConfig(2, 128, 2, 1, G, pingpong=True),
+        TileConfig(2, 128, 2, 2, D, pingpong=True, softmax_first=False),
     ],
     "512 sequences of 64": [TileConfig(1, 64, 2, 2, D, blocks_per_sm=2), TileConfig(1, 64, 2, 2, S, blocks_per_sm=2)],
 }
@@ -94,7 +91,7 @@ def label(tiles: TileConfig | None) -> str:
     if tiles is None:
         return "chosen"
     name = f"{tiles.groups}x{tiles.block_n}s{tiles.stages}q{tiles.q_stages}{'GSD'[tiles.schedule]}"
-    name += "P" * tiles.pingpong + "o" * (not tiles.overlap)
+    name += "P" * tiles.pingpong + "o" * (not tiles.overlap) + "b" * (not tiles.softmax_first)
     name += f"c{tiles.o_parts}" if tiles.o_parts else ""
     return name + (f"/{tiles.blocks_per_sm}" if tiles.blocks_per_sm > 1 else "")
 

@@ -163,8 +163,8 @@ def _step(acc, p, state, turn, count, block, more, limits, smem, bars, epilogue,
           dtype: gl.constexpr, group: gl.constexpr, var: gl.constexpr):  # fmt: skip
     """S(count) and P(count - 1) V(count - 1) issued together; the softmax of S runs under the latter.
 
-    The wait for the next keys stands between the softmax and the wait for P V because it ends a basic block: without it ptxas
-    schedules the exponentials behind the wait, and nothing overlaps.
+    With `softmax_first` the wait for the next keys stands between the softmax and the wait for P V, because it ends a basic
+    block: without it ptxas is free to schedule exponentials behind the wait for P V.
     """
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, var.dv, 16])
     MASKED: gl.constexpr = var.has_left or var.has_right
@@ -182,10 +182,13 @@ def _step(acc, p, state, turn, count, block, more, limits, smem, bars, epilogue,
         s = warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)
     p, state, alpha = _online_softmax(s, state, block, limits, epilogue, dtype, MASKED, var)
-    _wait_keys(count + 1, bars, var, more)
+    if var.tiles.softmax_first:
+        _wait_keys(count + 1, bars, var, more)
     if var.tiles.overlap:
         acc = warpgroup_mma_wait(0, deps=[o_token])
     mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)
+    if not var.tiles.softmax_first:
+        _wait_keys(count + 1, bars, var, more)
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
     return acc, p, state
 

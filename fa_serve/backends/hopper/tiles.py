@@ -37,6 +37,7 @@ class TileConfig:
     pingpong: warpgroups take turns to issue their products, so that one computes its softmax under the other's GEMMs
     overlap:  a step's QK^T is issued before the previous step's PV and both run under the softmax (FlashAttention-3, 3.2).
               False waits for each product: an ablation
+    softmax_first: every exponential of a step comes before the wait for the previous PV; else ptxas chooses
     o_parts:  0: O leaves through the place of its queries, which is free for the next ones when it has left. Else O has a place
               of its own for 1 / o_parts of it, and a lone query tile is free after its last QK^T
     blocks_per_sm: how many blocks share a multiprocessor; more than one needs small tiles
@@ -49,6 +50,7 @@ class TileConfig:
     schedule: Schedule
     pingpong: bool = False
     overlap: bool = True
+    softmax_first: bool = True
     o_parts: int = 0
     blocks_per_sm: int = 1
 
@@ -101,18 +103,25 @@ def forward_tiles(
             return TileConfig(1, 64, 2, 2, Schedule.DYNAMIC, blocks_per_sm=2)
         return TileConfig(1, 64, 2, 1, Schedule.GRID)
     if first == 256:
-        # shared memory has room for one query tile only; with a place for half of O its successor arrives under the last PV
+        if masked and max_seqlen_k >= 16384:
+            # the blocks that end early make room for others: causal 650, and 626 with the next one
+            return TileConfig(2, 64, 2, 1, Schedule.GRID)
+        # shared memory has room for one query tile only; with a place for half of O its successor arrives under the last PV:
+        # 512 keys 517 and 466 without, 8k 655 and 616, causal 8k 664 and 615
         return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
     if second:
         return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2)
+    if first == 64 and masked and max_seqlen_k <= 4096:
+        # two warpgroups waste less of the diagonal: 253 at 512 keys and 402 at 2k; three with ping-pong 203 and 368
+        return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
     if first == 64:
-        # causal, three warpgroups and two: 221 and 257 at 512 keys, 362 and 389 at 2k, 478 and 434 at 8k; without a mask 416
-        # and 407 at 512, 511 and 433 at 8k. Ping-pong: 511 and 502 at 8k, 481 and 465 at 2k
-        groups = 2 if max_seqlen_k <= 2048 and masked else 3
-        return TileConfig(groups, 128, 2, 2, Schedule.DYNAMIC, pingpong=True)
-    # dynamic and static: 511 and 474 at 512 keys, 580 and 559 at 2k, 653 and 651 at 16k, causal 595 and 552 at 16k. Ping-pong
-    # helps where tiles are short: 528 and 511 at 512, 64 packed sequences of 32 to 8192 keys 623 and 537
-    return TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, pingpong=varlen or max_seqlen_k <= 512)
+        # with the exponentials where ptxas puts them 409 at 512 keys, before the wait 375; 516 and 516 at 8k
+        return TileConfig(3, 128, 2, 2, Schedule.DYNAMIC, pingpong=True, softmax_first=masked)
+    # ping-pong helps where tiles are short (516 and 499 at 512 keys), for packed sequences (538 and 529) and at 16k causal (624
+    # and 602); elsewhere it makes no difference. Dynamic and static: 511 and 474 at 512 keys, causal 595 and 552 at 16k
+    short = max_seqlen_k <= 512
+    pingpong = varlen or short or (masked and max_seqlen_k >= 16384)
+    return TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, pingpong=pingpong, softmax_first=masked or not short)
 
 
 @lru_cache(maxsize=4096)
