@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -87,9 +88,9 @@ def under_a_product(sass: str) -> list[int]:
 @pytest.mark.parametrize("window", [FULL, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_products_run_under_the_softmax(head_dim: int, window: tuple[int, int]) -> None:
-    """In each warpgroup's loop all of a step's exponentials are between the issue of P V and the wait for it."""
-    tiles = forward_tiles(head_dim, head_dim, window == CAUSAL, 2048, 2048, False)
-    counts = under_a_product(compile_forward(head_dim, head_dim, window).sass)
+    """With `softmax_first`, in each warpgroup's loop all of a step's exponentials are between the issue of P V and the wait."""
+    tiles = replace(forward_tiles(head_dim, head_dim, window == CAUSAL, 2048, 2048, False), softmax_first=True)
+    counts = under_a_product(compile_forward(head_dim, head_dim, window, tiles=tiles).sass)
     per_thread = 64 * tiles.block_n // 128 + 2  # and one for each of its two rows, which rescales
     assert counts.count(per_thread) == tiles.groups, counts
 
