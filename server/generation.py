@@ -113,8 +113,10 @@ class Answer(ABC):
         except (GeneratorExit, asyncio.CancelledError):
             watch.ended("abort")
             raise
-        except ValueError as error:  # the engine knows the size of the vocabulary
-            raise BadRequest(f"{error}.", param=self._prompt_field) from None
+        except ValueError as error:  # the engine knows the vocabulary; it names what is wrong first
+            name = str(error).partition(" ")[0]
+            param = name if name in type(self._body).model_fields else self._prompt_field
+            raise BadRequest(f"{error}.", param=param, code="invalid_value") from None
         except QueueFullError as error:
             raise TooManyRequests(f"{error}.", retry_after=1) from None
         except FaServeError as error:

@@ -53,6 +53,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
+        if self.max_waiting < 0:
+            raise ValueError(f"max_waiting must be 0 or positive, got {self.max_waiting}")
         if self.dtype not in ("auto", "float16", "bfloat16", "float32"):
             raise ValueError(f"dtype must be auto, float16, bfloat16 or float32, got {self.dtype!r}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

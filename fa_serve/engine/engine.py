@@ -126,7 +126,17 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop must be empty: this engine has no tokenizer")
         if (largest := max(params.token_ids(), default=0)) >= self.vocab_size:
-            raise ValueError(f"token ids must be below {self.vocab_size}, the size of the vocabulary, got {largest}")
+            names = ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids")
+            name = next(name for name in names if largest in (getattr(params, name) or ()))
+            raise ValueError(f"{name} must be below {self.vocab_size}, the size of the vocabulary, got {largest}")
+        end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        if params.allowed_token_ids is not None:
+            never = end_ids.union(params.bad_token_ids) if params.min_tokens else params.bad_token_ids
+            if not set(params.allowed_token_ids).difference(never):
+                raise ValueError(
+                    "allowed_token_ids must hold a token that is not in bad_token_ids and, with min_tokens, does not end the "
+                    f"answer, got {params.allowed_token_ids}"
+                )
         room = self.max_model_len - len(tokens)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         return Request(
@@ -135,7 +145,7 @@ class Engine:
             params=params,
             max_tokens=min(room, params.max_tokens or room),
             seed=seed,
-            end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
+            end_ids=end_ids,
             rank=(time.monotonic() + PRIORITY_SECONDS * priority, next(self._serial)),
         )
 

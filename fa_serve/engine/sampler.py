@@ -94,12 +94,12 @@ def sample(logits: Tensor, params: SampleParams, counts: TokenCounts | None = No
     best, tokens = scores.max(dim=-1)  # a NaN anywhere in a row is its maximum
     if params.keys is not None and params.temperature is not None:
         greedy = params.temperature == 0
-        scores = scores.float() / params.temperature.masked_fill(greedy, 1.0)[:, None]
+        # from the maximum down, so that no temperature is too low for a finite result
+        scores = (scores.float() - best.float()[:, None]) / params.temperature.masked_fill(greedy, 1.0)[:, None]
         if params.top_k is not None or params.top_p is not None:
             scores = scores.masked_fill(scores < _threshold(scores, params)[:, None], NEG_INF)
         if params.min_p is not None:
-            least = scores.max(dim=-1).values + params.min_p.log()
-            scores = scores.masked_fill(scores < least[:, None], NEG_INF)
+            scores = scores.masked_fill(scores < params.min_p.log()[:, None], NEG_INF)
         tokens = torch.where(greedy, tokens, _race(scores, params.keys))
     return tokens.masked_fill(~torch.isfinite(best), INVALID_TOKEN)
 
@@ -128,7 +128,7 @@ def sampling_arrays(requests: Sequence[Request], positions: Sequence[int], vocab
         arrays["keys"] = random_keys(seeds, np.array(positions, dtype=np.int64))
         floats("temperature", [p.temperature for p in params])
         if any(p.top_k for p in params):
-            arrays["top_k"] = np.array([p.top_k or vocab for p in params], dtype=np.int64)
+            arrays["top_k"] = np.array([min(p.top_k or vocab, vocab) for p in params], dtype=np.int64)
         if any(p.top_p < 1.0 for p in params):
             floats("top_p", [p.top_p for p in params])
         if any(p.min_p for p in params):
@@ -207,10 +207,10 @@ def _threshold(scores: Tensor, params: SampleParams) -> Tensor:
 
 
 def _race(scores: Tensor, keys: Tensor) -> Tensor:
-    """(n, vocab) float32 scores, keys (n,) -> (n,) the token that wins each row's race."""
+    """(n, vocab) float32 scores whose maximum is 0, keys (n,) -> (n,) the token that wins each row's race."""
     n, vocab = scores.shape
     blocks = -(-vocab // BLOCK)
-    weights = torch.exp(scores - scores.max(dim=-1, keepdim=True).values)
+    weights = torch.exp(scores)
     weights = torch.nn.functional.pad(weights, (0, blocks * BLOCK - vocab)).view(n, blocks, BLOCK)
     exponentials = _exponentials(keys, blocks + BLOCK)
     block = (weights.sum(dim=-1) / exponentials[:, :blocks]).argmax(dim=-1)

@@ -174,7 +174,7 @@ def test_settings_that_cannot_work_are_refused_with_numbers(make_engine) -> None
         make_engine(max_model_len=257)
     assert make_engine(num_pages=16).max_model_len == 64
     assert make_engine(num_pages=None, max_num_seqs=2).config.num_pages == 2 * 256 // 4
-    for field, value in (("page_size", 0), ("dtype", "int8"), ("gpu_memory_utilization", 1.5)):
+    for field, value in (("page_size", 0), ("dtype", "int8"), ("gpu_memory_utilization", 1.5), ("max_waiting", -1)):
         with pytest.raises(ValueError, match=field):
             EngineConfig(**{field: value})
 

@@ -125,3 +125,35 @@ def test_more_tokens_than_allowed_cannot_be_asked_for() -> None:
 def test_tokens_outside_the_vocabulary_are_refused(make_engine, values) -> None:
     with pytest.raises(ValueError, match=f"below {VOCAB}.*got {VOCAB}"):
         make_engine().generate([[1]], SamplingParams(**values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"min_tokens": 2, "stop_token_ids": (4, 5)},
+        {"bad_token_ids": (4, 5, 6)},
+        {"min_tokens": 1, "stop_token_ids": (4,), "bad_token_ids": (5,)},
+    ],
+    ids=str,
+)
+def test_parameters_that_leave_no_token_are_refused(make_engine, values) -> None:
+    engine = make_engine()
+    with pytest.raises(ValueError, match=r"allowed_token_ids must hold a token .*got \(4, 5\)"):
+        engine.add_request("a", PROMPT, SamplingParams(allowed_token_ids=(4, 5), **values))
+    assert not engine.has_unfinished()
+    less = values | {"min_tokens": 0, "bad_token_ids": ()}
+    assert engine.generate([PROMPT], SamplingParams(max_tokens=2, allowed_token_ids=(4, 5), **less))[0].error is None
+
+
+def test_a_huge_top_k_keeps_all_and_harms_nobody(make_engine) -> None:
+    huge, neighbour = make_engine().generate(
+        [PROMPT, PROMPT], [SamplingParams(max_tokens=4, top_k=10**30, seed=1), SamplingParams(max_tokens=4, temperature=0.0)]
+    )
+    assert (huge.error, neighbour.error) == (None, None)
+    assert neighbour.token_ids == PLAIN[:4]
+    assert huge.token_ids == make_engine().generate([PROMPT], SamplingParams(max_tokens=4, seed=1))[0].token_ids
+
+
+def test_a_tiny_temperature_is_greedy(make_engine) -> None:
+    tiny = make_engine().generate([PROMPT], SamplingParams(max_tokens=8, temperature=1e-40, top_p=0.9, seed=1))[0]
+    assert tiny.token_ids == PLAIN[:8]

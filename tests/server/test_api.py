@@ -318,6 +318,18 @@ async def test_what_the_engine_refuses(serving, engine, conforms, error, status,
     conforms("ErrorResponse", response.json())
 
 
+@pytest.mark.parametrize(("message", "param"), [("logit_bias must be below 9", "logit_bias"), ("no such token", "prompt")])
+async def test_what_the_engine_refuses_is_named(serving, engine, message, param):
+    async def refuse(*_, **__):
+        raise ValueError(message)
+        yield
+
+    engine.generate = refuse
+    async with serving() as client:
+        response = await client.post("/v1/completions", json=TEXT)
+    assert response.json()["error"]["param"] == param
+
+
 async def test_unforeseen_failure_tells_no_internals(serving, engine, conforms, caplog):
     engine.tokenizer = None
     async with serving() as client:
