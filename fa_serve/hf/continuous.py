@@ -40,7 +40,8 @@ def paged_attention(
             f"{type(module).__name__} adds a position_bias to its scores, which a paged cache cannot hold"
         )
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]
-    value = F.pad(value, (0, head_dim - head_dim_v))  # the cache has one size for both
+    if head_dim_v != head_dim:  # the cache has one size for both
+        value = F.pad(value, (0, head_dim - head_dim_v))
     step = _Step(module, cache, key, value, kwargs)
     if (sliding_window or None) != step.window:
         raise UnsupportedModelError(
@@ -133,13 +134,23 @@ class _Step:
 
 @functools.cache
 def enable() -> None:
-    """Let continuous batching treat fa_serve as it treats flash attention; called when a model first asks for fa_serve."""
+    """Let continuous batching treat fa_serve as it treats flash attention; called when a model first asks for fa_serve.
+
+    What a release does not have stays as it is: generate_batch then says that it does not know fa_serve, and all else works.
+    """
+    wrappers = {
+        "is_flash_attention_requested": _passing,
+        "lazy_import_paged_flash_attention": _with_block_tables,
+        "lazy_import_flash_attention": _with_block_tables,
+    }
     for name in ("cache", "continuous_api", "initialization"):
-        module: Any = importlib.import_module(f"{_PACKAGE}.{name}")
-        module.is_flash_attention_requested = _passing(module.is_flash_attention_requested)
-        for loader in ("lazy_import_paged_flash_attention", "lazy_import_flash_attention"):
-            if hasattr(module, loader):
-                setattr(module, loader, _with_block_tables(getattr(module, loader)))
+        try:
+            module = importlib.import_module(f"{_PACKAGE}.{name}")
+        except ModuleNotFoundError:
+            continue
+        for function, wrapper in wrappers.items():
+            if hasattr(module, function):
+                setattr(module, function, wrapper(getattr(module, function)))
 
 
 def _passing(original: Any) -> Any:

@@ -25,8 +25,6 @@ NAME = "fa_serve"
 _KNOWN = {"module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
           "dropout", "softcap", "position_bias", "s_aux", "sliding_window", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k",
           "max_length_q", "max_length_k", "output_attentions", "position_ids", "deterministic", "kwargs"}  # fmt: skip
-
-
 _LOOKS = (ast.Attribute, ast.Subscript)
 
 
