@@ -1,12 +1,17 @@
-"""Decoding steps as CUDA graphs: the launches of a whole forward, recorded once for each batch size and replayed in one call.
+"""Decoding steps as CUDA graphs: the launches of a whole forward, recorded once for each shape and replayed in one call.
 
-    graphs = DecodeGraphs(forward, kv_caches, max_batch=256, max_pages=128, vocab=32000, device=device)
-    size = graphs.size_for(13)               # 16: the caller pads its inputs to that
-    logits = graphs.run(inputs)              # (size, vocab); overwritten by the next run
+    graphs = DecodeGraphs(forward, kv_caches, table, max_batch=256, page_size=16, vocab=32000, dtype=dtype)
+    shape = graphs.shape_for(13, 700)        # (16, 1024): sequences, to which the caller pads, and keys of the longest
+    views = send(arrays, device, graphs.block)
+    logits = graphs.run(shape)               # (size, vocab); overwritten by the next run
 
-A graph reads and writes the same addresses each time, so the inputs are copied into fixed buffers, one object for all sizes.
-All graphs share one pool of memory. The largest is captured first, at the start, and the others when a batch of their size
-first comes: the pool is as large as it ever gets, and nobody waits for sizes that never occur. Padding rows are sequences
+A graph reads and writes the same addresses each time, so a step's numbers are sent into a fixed block of memory, one for all
+graphs: first FIELDS, each of them `size` long, then whatever the caller likes. The pages of each sequence are taken from its
+row of the device's table. How attention splits its keys among the SMs is fixed when it is recorded and depends on the longest
+sequence, so there are graphs for a few lengths (LENGTHS) of each size: at most len(sizes) * (len(LENGTHS) + 1).
+
+All graphs share one pool of memory. The largest is captured first, at the start, and the others when a step of their shape
+first comes: the pool is as large as it ever gets, and nobody waits for shapes that never occur. Padding rows are sequences
 without keys, which write nothing.
 
 The forward is the one that eager steps take. A model that cannot be captured (one that reads something back from the device)
@@ -20,9 +25,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fa_serve.engine.transfer import packed_size, unpack
 from fa_serve.hf import PagedBatch
 
 log = logging.getLogger("fa_serve.engine")
@@ -38,87 +46,80 @@ class Inputs:
     paged: PagedBatch
 
 
-class Buffers:
-    """The fixed addresses of a decoding step of up to `max_batch` sequences, and its logits."""
-
-    def __init__(self, max_batch: int, max_pages: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.input_ids, self.position_ids = zeros(max_batch), zeros(max_batch)
-        self.slot_mapping = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
-        self.seqused_k = zeros(max_batch, dtype=torch.int32)
-        self.block_table = zeros(max_batch, max_pages, dtype=torch.int32)
-        self.rows = torch.arange(max_batch + 1, device=device)
-        self.cu_seqlens_q = self.rows.int()
-        self.logits = zeros(max_batch, vocab, dtype=dtype)
-
-    def copy_from(self, inputs: Inputs) -> None:
-        size, paged = len(inputs.input_ids), inputs.paged
-        self.input_ids[:size].copy_(inputs.input_ids)
-        self.position_ids[:size].copy_(inputs.position_ids)
-        self.slot_mapping[:size].copy_(paged.slot_mapping)
-        self.seqused_k[:size].copy_(paged.seqused_k)
-        self.block_table[:size, : paged.block_table.shape[1]].copy_(paged.block_table)
-
-    def clear(self, size: int) -> None:
-        """Make all rows padding."""
-        self.input_ids[:size], self.slot_mapping[:size], self.seqused_k[:size] = 0, -1, 0
-
-    def view(self, size: int, kv_caches: Sequence[tuple[Tensor, Tensor]], page_size: int) -> Inputs:
-        """The inputs of a step of `size` sequences of any length, at these addresses."""
-        return Inputs(
-            self.input_ids[:size],
-            self.position_ids[:size],
-            self.rows[:size],
-            PagedBatch(
-                kv_caches=kv_caches,
-                slot_mapping=self.slot_mapping[:size],
-                block_table=self.block_table[:size],
-                seqused_k=self.seqused_k[:size],
-                cu_seqlens_q=self.cu_seqlens_q[: size + 1],
-                max_seqlen_q=1,
-                max_seqlen_k=self.block_table.shape[1] * page_size,
-            ),
-        )
+FIELDS = {"input_ids": np.int64, "position_ids": np.int64, "slot_mapping": np.int64, "slots": np.int64, "seqused_k": np.int32}
+LENGTHS = (1024, 4096, 16384)  # keys of the longest sequence, beside the longest there can be
+ROOM = 1 << 20  # bytes of the block for what comes after FIELDS
 
 
 class DecodeGraphs:
-    """Owner of the graphs. `forward` takes `Inputs` and returns logits (n, vocab)."""
+    """Owner of the graphs. `forward` takes `Inputs` and returns logits (n, vocab); table: (num_slots, max_pages), int32."""
 
     def __init__(
-        self, forward: Callable[[Inputs], Tensor], kv_caches: Sequence[tuple[Tensor, Tensor]], *, max_batch: int,
-        max_pages: int, page_size: int, vocab: int, dtype: torch.dtype, device: torch.device,
+        self, forward: Callable[[Inputs], Tensor], kv_caches: Sequence[tuple[Tensor, Tensor]], table: Tensor, *, max_batch: int,
+        page_size: int, vocab: int, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        self._forward, self._kv_caches, self._page_size = forward, kv_caches, page_size
+        self._forward, self._kv_caches, self._table, self._page_size = forward, kv_caches, table, page_size
         self.sizes = batch_sizes(max_batch)
-        self._buffers = Buffers(self.sizes[-1], max_pages, vocab, dtype, device)
-        self._replays: dict[int, Callable[[], None]] = {}
+        longest = table.shape[1] * page_size
+        self.lengths = [*(length for length in LENGTHS if length < longest), longest]
+        largest = self.sizes[-1]
+        self.block = torch.zeros(packed_size(_fields(largest)) + ROOM, dtype=torch.uint8, device=table.device)
+        self._rows = torch.arange(largest + 1, device=table.device)
+        self._cu_seqlens_q = self._rows.int()
+        self._logits = torch.zeros(largest, vocab, dtype=dtype, device=table.device)
+        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._pool: Any = None
 
-    def size_for(self, batch: int) -> int:
-        """The smallest captured size that holds a batch."""
-        return next(size for size in self.sizes if size >= batch)
+    def shape_for(self, batch: int, longest: int) -> tuple[int, int]:
+        """The smallest shape that holds a batch whose longest sequence has so many keys."""
+        size = next(size for size in self.sizes if size >= batch)
+        return size, next(length for length in self.lengths if length >= longest)
 
-    def run(self, inputs: Inputs) -> Tensor:
-        """Logits of padded inputs; valid until the next run."""
-        size = len(inputs.input_ids)
-        if size not in self._replays:
-            self.capture(size)
-        self._buffers.copy_from(inputs)
-        self._replays[size]()
-        return self._buffers.logits[:size]
+    def run(self, shape: tuple[int, int]) -> Tensor:
+        """Logits of the step in the block, whose arrays have been padded to the shape; valid until the next run."""
+        if shape in self._replays:
+            self._replays[shape]()
+        else:
+            self._capture(shape)
+        return self._logits[: shape[0]]
 
-    def capture(self, size: int) -> None:
-        """Record the forward of `size` sequences. Raises RuntimeError if the model does what a graph cannot hold."""
-        self._buffers.clear(size)
-        inputs, logits = self._buffers.view(size, self._kv_caches, self._page_size), self._buffers.logits[:size]
+    def capture_largest(self) -> None:
+        """To be called first. Raises RuntimeError if the model does what a graph cannot hold."""
+        shape = self.sizes[-1], self.lengths[-1]
+        unpack(self.block, _fields(shape[0]))["slot_mapping"].fill_(-1)
+        self._capture(shape)
+
+    def inputs(self, shape: tuple[int, int]) -> Inputs:
+        """What is in the block."""
+        size, length = shape
+        fields = unpack(self.block, _fields(size))
+        return Inputs(
+            fields["input_ids"],
+            fields["position_ids"],
+            self._rows[:size],
+            PagedBatch(
+                kv_caches=self._kv_caches,
+                slot_mapping=fields["slot_mapping"],
+                block_table=self._table[:, : -(-length // self._page_size)].index_select(0, fields["slots"]),
+                seqused_k=fields["seqused_k"],
+                cu_seqlens_q=self._cu_seqlens_q[: size + 1],
+                max_seqlen_q=1,
+                max_seqlen_k=length,
+            ),
+        )
+
+    def _capture(self, shape: tuple[int, int]) -> None:
+        """Compute the step in the block, and record how."""
 
         def step() -> None:
-            logits.copy_(self._forward(inputs))
+            self._logits[: shape[0]].copy_(self._forward(self.inputs(shape)))
 
         step()  # compiles kernels and makes workspaces, which must not happen while recording
-        self._replays[size], self._pool = record(step, self._pool)
+        self._replays[shape], self._pool = record(step, self._pool)
+
+
+def _fields(size: int) -> dict[str, NDArray[Any]]:
+    return {name: np.empty(size, dtype=dtype) for name, dtype in FIELDS.items()}
 
 
 def batch_sizes(largest: int) -> list[int]:

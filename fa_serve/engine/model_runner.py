@@ -4,7 +4,8 @@
     pending = runner.launch(batch)           # returns when the work is queued, not when it is done
     result = pending.read()                  # waits for the device; one token for each chunk that samples
 
-A step's numbers are put together in one block of host memory and sent in one copy. A token that was sampled by the step before
+A step's numbers are put together in one block of host memory and sent in one copy; of the pages of its sequences, which the
+device keeps in a table by slot, only those that are new. A token that was sampled by the step before
 may not be known on the host yet: the device keeps the last sampled token of each slot, and an input id -(slot + 1) stands for
 it. Left out: which tokens (scheduler.py), the choice of a token (sampler.py).
 """
@@ -28,11 +29,10 @@ from fa_serve.engine.cuda_graphs import DecodeGraphs, Inputs
 from fa_serve.engine.request import Request, SamplingParams, TokenLogprob
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.scheduler import Chunk, ScheduledBatch
+from fa_serve.engine.transfer import packed_size, send
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward
 
 log = logging.getLogger("fa_serve.engine")
-
-ALIGN = 16  # bytes, of each array in the block
 
 
 @dataclass(slots=True)
@@ -87,22 +87,28 @@ class ModelRunner:
         # per slot, on the host: the pages of its sequence, and how many of them are filled in
         self._table = np.zeros((config.max_num_seqs, 0), dtype=np.int32)
         self._filled = np.zeros(config.max_num_seqs, dtype=np.int64)
+        # the same on the device, and what of it is out of date: (slot, first, last) of columns
+        self._device_table = torch.zeros((config.max_num_seqs, 0), dtype=torch.int32, device=self.device)
+        self._changed: list[tuple[int, int, int]] = []
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Make the KV cache; its content is lost if there was one."""
         self.kv_caches, self._graphs = [], None
         self.kv_caches = kv_cache.allocate(self.layers, num_pages, self.page_size, self.device)
         self._table = np.zeros((self.max_num_seqs, -(-max_model_len // self.page_size)), dtype=np.int32)
+        self._device_table = torch.zeros(self._table.shape, dtype=torch.int32, device=self.device)
+        self._filled[:] = 0
+        self._changed.clear()
 
     @torch.inference_mode()
     def make_graphs(self) -> None:
         """Capture the largest decoding step, if this model can be; call it once, when the cache has its final place."""
         graphs = DecodeGraphs(
-            self._forward, self.kv_caches, max_batch=self.max_num_seqs, max_pages=self._table.shape[1],
-            page_size=self.page_size, vocab=self.vocab_size, dtype=self.model.dtype, device=self.device,
+            self._forward, self.kv_caches, self._device_table, max_batch=self.max_num_seqs, page_size=self.page_size,
+            vocab=self.vocab_size, dtype=self.model.dtype,
         )  # fmt: skip
         try:
-            graphs.capture(graphs.sizes[-1])
+            graphs.capture_largest()
         except RuntimeError as error:
             log.warning("decoding without CUDA graphs: %s", error)
         else:
@@ -163,13 +169,15 @@ class ModelRunner:
 
     def _run(self, step: _Step) -> Tensor:
         """Logits of one forward, the sampled rows first."""
-        if self._graphs is not None and step.decodes:
-            try:
-                return self._graphs.run(step.inputs)
-            except RuntimeError as error:
-                self._graphs = None
-                log.warning("decoding without CUDA graphs from now on: %s", error)
-        return self._forward(step.inputs)
+        if isinstance(step.inputs, Inputs):
+            return self._forward(step.inputs)
+        assert self._graphs is not None
+        try:
+            return self._graphs.run(step.inputs)
+        except RuntimeError as error:
+            inputs, self._graphs = self._graphs.inputs(step.inputs), None
+            log.warning("decoding without CUDA graphs from now on: %s", error)
+            return self._forward(inputs)
 
     def _forward(self, inputs: Inputs) -> Tensor:
         last = self._last_tokens[(-1 - inputs.input_ids).clamp(min=0)]
@@ -203,53 +211,79 @@ class ModelRunner:
             "input_ids": np.array(ids, dtype=np.int64),
             "position_ids": positions,
             "slot_mapping": pages * self.page_size + positions % self.page_size,
-            "logits_indices": ends[samples] - 1,
+            "slots": slots,
             "seqused_k": seqused.astype(np.int32),
-            "cu_seqlens_q": np.concatenate([[0], ends]).astype(np.int32),
-            "block_table": self._table[slots, : -(-max_seqlen_k // self.page_size)],
         }
-        decodes = max_seqlen_q == 1 and bool(samples.all())
-        if self._graphs is not None and decodes:
-            arrays = _pad(arrays, self._graphs.size_for(len(slots)))
-        arrays["sampled_slots"] = slots[samples]
         requests = [chunk.request for chunk in batch.chunks if chunk.samples]
         sampling = sampling_arrays(requests, seqused[samples].tolist(), self.vocab_size)
+        others = sampling | self._table_changes()
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         if wanted:
-            arrays["logprob_rows"] = np.array(wanted, dtype=np.int64)
-        on_device = _send(arrays | sampling, self.device)
+            others["logprob_rows"] = np.array(wanted, dtype=np.int64)
+        shape = None
+        if self._graphs is not None and max_seqlen_q == 1 and samples.all():
+            shape = self._graphs.shape_for(len(slots), max_seqlen_k)
+            padded = _pad(arrays, shape[0]) | others
+            if packed_size(padded) <= len(self._graphs.block):
+                sent = send(padded, self.device, self._graphs.block)
+                sent["sampled_slots"] = sent["slots"][: len(slots)]
+            else:
+                shape = None
+        if shape is None:
+            arrays["logits_indices"] = ends[samples] - 1
+            arrays["cu_seqlens_q"] = np.concatenate([[0], ends]).astype(np.int32)
+            arrays["sampled_slots"] = slots[samples]
+            sent = send(arrays | others, self.device)
+        if self._changed:
+            self._device_table.view(-1).index_copy_(0, sent["table_index"], sent["table_pages"])
+            self._changed.clear()
         return _Step(
-            inputs=Inputs(
-                input_ids=on_device["input_ids"],
-                position_ids=on_device["position_ids"],
-                logits_indices=on_device["logits_indices"],
-                paged=PagedBatch(
-                    kv_caches=self.kv_caches,
-                    slot_mapping=on_device["slot_mapping"],
-                    block_table=on_device["block_table"],
-                    seqused_k=on_device["seqused_k"],
-                    cu_seqlens_q=on_device["cu_seqlens_q"],
-                    max_seqlen_q=max_seqlen_q,
-                    max_seqlen_k=max_seqlen_k,
-                ),
+            inputs=shape or self._inputs(sent, max_seqlen_q, max_seqlen_k),
+            sampled_slots=sent["sampled_slots"],
+            logprob_rows=sent.get("logprob_rows"),
+            sampling=SampleParams(**{name: sent[name] for name in sampling}),
+        )
+
+    def _inputs(self, sent: dict[str, Tensor], max_seqlen_q: int, max_seqlen_k: int) -> Inputs:
+        width = -(-max_seqlen_k // self.page_size)
+        return Inputs(
+            input_ids=sent["input_ids"],
+            position_ids=sent["position_ids"],
+            logits_indices=sent["logits_indices"],
+            paged=PagedBatch(
+                kv_caches=self.kv_caches,
+                slot_mapping=sent["slot_mapping"],
+                block_table=self._device_table[:, :width].index_select(0, sent["slots"]),
+                seqused_k=sent["seqused_k"],
+                cu_seqlens_q=sent["cu_seqlens_q"],
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k,
             ),
-            decodes=decodes,
-            sampled_slots=on_device["sampled_slots"],
-            logprob_rows=on_device.get("logprob_rows"),
-            sampling=SampleParams(**{name: on_device[name] for name in sampling}),
         )
 
     def _fill_table(self, chunk: Chunk) -> None:
         pages, slot = chunk.request.pages, chunk.slot
-        if len(pages) != self._filled[slot]:
-            self._table[slot, self._filled[slot] : len(pages)] = pages[self._filled[slot] :]
-            self._filled[slot] = len(pages)
+        first, last = int(self._filled[slot]), len(pages)
+        if first != last:
+            self._table[slot, first:last] = pages[first:]
+            self._filled[slot] = last
+            self._changed.append((slot, first, last))
+
+    def _table_changes(self) -> dict[str, NDArray[Any]]:
+        """What the device's table lacks: places in it, row after row, and the pages there."""
+        if not self._changed:
+            return {}
+        width = self._table.shape[1]
+        # a slot may have come twice if a step failed before its changes were sent: the same places with the same pages
+        index = np.concatenate([np.arange(slot * width + first, slot * width + last) for slot, first, last in self._changed])
+        return {"table_index": index, "table_pages": self._table.reshape(-1)[index]}
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    inputs: Inputs
-    decodes: bool
+    """inputs: or the shape of a graph, if they are in its block"""
+
+    inputs: Inputs | tuple[int, int]
     sampled_slots: Tensor
     logprob_rows: Tensor | None
     sampling: SampleParams
@@ -257,32 +291,11 @@ class _Step:
 
 def _pad(arrays: dict[str, NDArray[Any]], size: int) -> dict[str, NDArray[Any]]:
     """A decoding step with rows added that hold no keys and write none."""
-    padded = {}
+    padded = {name: np.zeros(size, dtype=array.dtype) for name, array in arrays.items()}
+    padded["slot_mapping"][:] = -1
     for name, array in arrays.items():
-        padded[name] = np.zeros((size, *array.shape[1:]), dtype=array.dtype)
-        padded[name][: len(array)] = array[:size]
-    padded["slot_mapping"][len(arrays["slot_mapping"]) :] = -1
-    padded["logits_indices"] = np.arange(size)
-    padded["cu_seqlens_q"] = np.arange(size + 1, dtype=np.int32)
+        padded[name][: len(array)] = array
     return padded
-
-
-def _send(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
-    """Arrays of several types, to the device in one copy."""
-    starts, size = {}, 0
-    for name, array in arrays.items():
-        starts[name] = size
-        size += -(-array.nbytes // ALIGN) * ALIGN
-    # the pinned memory goes back to torch's cache, which waits for the copy before it hands it out again
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    view = host.numpy()
-    for name, array in arrays.items():
-        view[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    block = host.to(device, non_blocking=True)
-    return {
-        name: block[starts[name] : starts[name] + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
-        for name, array in arrays.items()
-    }
 
 
 def _full_step(config: EngineConfig, num_tokens: int, max_model_len: int) -> ScheduledBatch:

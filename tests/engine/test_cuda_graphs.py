@@ -4,9 +4,10 @@ buffers, padding and sizes, is what runs on a GPU."""
 from __future__ import annotations
 
 import pytest
+import torch
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import SamplingParams, cuda_graphs
+from fa_serve.engine import SamplingParams, cuda_graphs, model_runner
 from fa_serve.engine.cuda_graphs import batch_sizes
 
 PROMPTS = [[3, 4, 5], [6] * 9, [7, 8], [9], [10, 11, 12, 13]]
@@ -32,15 +33,16 @@ def recorded(monkeypatch) -> list[int]:
 def test_replayed_steps_give_the_same_tokens(make_engine, recorded, family) -> None:
     engine = make_engine(family, max_num_seqs=5)
     engine._runner.make_graphs()
-    assert list(engine._runner._graphs._replays) == [5], "the largest first"
+    assert list(engine._runner._graphs._replays) == [(5, 256)], "the largest first"
     params = [SamplingParams(max_tokens=4 * i, temperature=0.0) for i in range(1, 6)]
     completions = engine.generate(PROMPTS, params)
     reference = make_model(family)
     expected = [greedy(reference, p, q.max_tokens) for p, q in zip(PROMPTS, params, strict=True)]
     assert [c.token_ids for c in completions] == expected
-    # all prompts in one eager step, then 3, 4, 4, 4 and 4 steps with 5 to 1 sequences
-    assert len(recorded) == engine.stats().num_steps - 1 == 19
-    assert sorted(engine._runner._graphs._replays) == [1, 2, 4, 5]
+    # all prompts in one eager step, then 3, 4, 4, 4 and 4 steps with 5 to 1 sequences; the first of sizes 4, 2 and 1 records
+    assert engine.stats().num_steps - 1 == 19
+    assert len(recorded) == 19 - 3
+    assert sorted(engine._runner._graphs._replays) == [(1, 256), (2, 256), (4, 256), (5, 256)]
     engine.check_integrity()
 
 
@@ -81,6 +83,69 @@ def test_a_size_that_cannot_be_recorded_later_turns_graphs_off(make_engine, reco
     tokens = engine.generate([[3, 4]], SamplingParams(max_tokens=5, temperature=0.0))[0].token_ids
     assert tokens == greedy(make_model(), [3, 4], 5)
     assert "decoding without CUDA graphs from now on: no memory" in caplog.text
+
+
+def test_there_are_graphs_for_a_few_lengths(make_engine, recorded, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "LENGTHS", (8, 20, 256))
+    engine = make_engine(max_num_seqs=2)
+    graphs, reference = engine._runner, make_model()
+    graphs.make_graphs()
+    seen: list[tuple[tuple[int, int], int]] = []
+    forward = graphs._graphs._forward
+
+    def watched(inputs):
+        seen.append((tuple(inputs.paged.block_table.shape), inputs.paged.max_seqlen_k))
+        return forward(inputs)
+
+    graphs._graphs._forward = watched
+    asked = [[3, 4, 5], [6, 7]]
+    completions = engine.generate(asked, [SamplingParams(max_tokens=n, temperature=0.0) for n in (9, 30)])
+    assert [c.token_ids for c in completions] == [greedy(reference, p, n) for p, n in zip(asked, (9, 30), strict=True)]
+    assert graphs._graphs.lengths == [8, 20, 256], "the longest there can be is one of them"
+    assert sorted(graphs._graphs._replays) == [(1, 20), (1, 256), (2, 8), (2, 20), (2, 256)]
+    assert set(seen) == {((n, -(-k // 4)), k) for n, k in ((1, 20), (1, 256), (2, 8), (2, 20))}, "as wide as the length"
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20])
+def test_a_step_that_the_block_has_no_room_for_is_eager(make_engine, recorded, monkeypatch, room) -> None:
+    monkeypatch.setattr(cuda_graphs, "ROOM", room)
+    engine = make_engine()
+    engine._runner.make_graphs()
+    params = SamplingParams(max_tokens=9, temperature=0.0, logit_bias={7: 100.0})
+    assert [c.token_ids for c in engine.generate(PROMPTS, params)] == [[7] * 9] * 5
+    assert bool(recorded) == bool(room)
+
+
+def test_only_new_pages_are_sent(make_engine, recorded, monkeypatch) -> None:
+    sent: list[int] = []
+    send = model_runner.send
+    monkeypatch.setattr(
+        model_runner, "send", lambda arrays, *rest: sent.append(len(arrays.get("table_index", ()))) or send(arrays, *rest)
+    )
+    engine = make_engine()
+    engine._runner.make_graphs()
+    prompt = [3, 4, 5, 6, 7]
+    tokens = engine.generate([prompt], SamplingParams(max_tokens=9, temperature=0.0))[0].token_ids
+    assert tokens == greedy(make_model(), prompt, 9)
+    # two pages of 4 hold the prompt and three tokens more
+    assert sent == [2, 0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_pages_of_a_step_that_was_not_sent_come_with_the_next(make_engine, monkeypatch) -> None:
+    engine = make_engine()
+    send, calls = model_runner.send, []
+
+    def fail_once(arrays, *rest):
+        calls.append(1)
+        if len(calls) == 5:  # the step that needs a new page
+            raise torch.OutOfMemoryError("no room for the block")
+        return send(arrays, *rest)
+
+    monkeypatch.setattr(model_runner, "send", fail_once)
+    asked = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]]
+    completions = engine.generate(asked, SamplingParams(max_tokens=9, temperature=0.0))
+    assert len(calls) > 9
+    assert [c.token_ids for c in completions] == [greedy(make_model(), prompt, 9) for prompt in asked]
 
 
 @pytest.mark.parametrize(
