@@ -238,13 +238,13 @@ class ModelRunner:
             self._device_table.view(-1).index_copy_(0, sent["table_index"], sent["table_pages"])
             self._changed.clear()
         return _Step(
-            inputs=shape or self._inputs(sent, max_seqlen_q, max_seqlen_k),
+            inputs=shape or self._inputs(sent, max_seqlen_q, max_seqlen_k, fresh=not starts.any()),
             sampled_slots=sent["sampled_slots"],
             logprob_rows=sent.get("logprob_rows"),
             sampling=SampleParams(**{name: sent[name] for name in sampling}),
         )
 
-    def _inputs(self, sent: dict[str, Tensor], max_seqlen_q: int, max_seqlen_k: int) -> Inputs:
+    def _inputs(self, sent: dict[str, Tensor], max_seqlen_q: int, max_seqlen_k: int, *, fresh: bool) -> Inputs:
         width = -(-max_seqlen_k // self.page_size)
         return Inputs(
             input_ids=sent["input_ids"],
@@ -258,6 +258,7 @@ class ModelRunner:
                 cu_seqlens_q=sent["cu_seqlens_q"],
                 max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
+                fresh=fresh,
             ),
         )
 

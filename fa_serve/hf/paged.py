@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from fa_serve.api import attention_paged, store_kv
+from fa_serve.api import attention_paged, attention_varlen, store_kv
 from fa_serve.hf.masks import Implicit
 from fa_serve.hf.models import NAME, check_class, counts_positions
 from fa_serve.spec import AttentionSpec, UnsupportedModelError, arch_of
@@ -30,6 +30,7 @@ class PagedBatch:
     """What one step of the engine tells every attention layer; tensors on the model's device, shapes as in `fa_serve.api`.
 
     kv_caches: (k_cache, v_cache) by layer_idx
+    fresh:     no sequence has keys in the cache but those of this step, so attention takes them as they come
     """
 
     kv_caches: Sequence[tuple[Tensor, Tensor]]
@@ -40,12 +41,13 @@ class PagedBatch:
     max_seqlen_q: int
     max_seqlen_k: int
     backend: str = "auto"
+    fresh: bool = False
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Implicit | None, *,
         causal: bool, left: int, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Store this step's keys and values, then attend to the cache: (1, heads, total, dim) -> (1, total, heads, dim)."""
+        """Store this step's keys and values, then attend to all there are: (1, heads, total, dim) -> (1, total, heads, dim)."""
         if not isinstance(mask, Tensor) or mask.numel():
             raise UnsupportedModelError(
                 f"{type(module).__name__} makes a mask of its own, which a paged cache has no place for"
@@ -53,6 +55,12 @@ class PagedBatch:
         k_cache, v_cache = self.kv_caches[module.layer_idx]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend)
+        if self.fresh:
+            out = attention_varlen(
+                q, k, v, cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_q, max_seqlen_q=self.max_seqlen_q,
+                max_seqlen_k=self.max_seqlen_q, causal=True, window_size=(left, 0), backend=self.backend, **options,
+            )  # fmt: skip
+            return cast(Tensor, out)[None]
         out = attention_paged(
             q, k_cache, v_cache, block_table=self.block_table, seqused_k=self.seqused_k, cu_seqlens_q=self.cu_seqlens_q,
             max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, window_size=(left, 0), backend=self.backend,

@@ -9,6 +9,7 @@ import torch
 from tiny_models import CONFIGS, VOCAB, greedy, make_model
 
 from fa_serve.engine import Engine, EngineConfig, QueueFullError, SamplingParams
+from fa_serve.hf import paged
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
@@ -54,6 +55,26 @@ def test_a_prefix_cache_hit_changes_nothing(make_engine) -> None:
     assert hit.token_ids == greedy(make_model(), longer, 12)
     stats = engine.stats()
     assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_output_tokens) == (20 + 20 + 34, 16 + 28, 36)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_prompts_without_a_past_are_attended_to_as_they_come(make_engine, monkeypatch, family) -> None:
+    calls: list[str] = []
+    for name in ("attention_varlen", "attention_paged"):
+        real = getattr(paged, name)
+        monkeypatch.setattr(paged, name, lambda *args, _n=name, _f=real, **kwargs: calls.append(_n) or _f(*args, **kwargs))
+    reference, engine = make_model(family), make_engine(family, max_num_batched_tokens=40)
+    layers, asked = len(engine._runner.layers), [list(range(2, 24)), list(range(30, 60)), [7]]
+    once = SamplingParams(max_tokens=1, temperature=0.0)
+    calls.clear()
+    completions = engine.generate(asked, once)
+    # 22 + 18 tokens, none of which has a past, then the other 12 of the second prompt together with the third
+    assert calls == ["attention_varlen"] * layers + ["attention_paged"] * layers
+    assert [c.token_ids for c in completions] == [greedy(reference, prompt, 1) for prompt in asked]
+    calls.clear()
+    again = engine.generate([asked[0] + [61, 62]], GREEDY)[0]
+    assert (again.num_cached_tokens, set(calls)) == (20, {"attention_paged"}), "what was attended to has been stored as well"
+    assert again.token_ids == greedy(reference, asked[0] + [61, 62], 12)
 
 
 def test_requests_with_one_beginning_share_it_in_one_step(make_engine) -> None:
