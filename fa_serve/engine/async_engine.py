@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 from fa_serve.engine.config import EngineConfig
@@ -65,7 +66,9 @@ class AsyncEngine:
         self._worker: Worker | None = None
         self._ready: Ready | None = None
         self._reader: PromptReader | None = None
-        self._mailboxes: dict[str, _Mailbox] = {}
+        self._mailboxes: dict[str, _Mailbox] = {}  # by the name that the worker knows a request by
+        self._names: dict[str, str] = {}  # by request id; no two requests have one name, even if an id is used again
+        self._serial = count()
         self._stats: EngineStats | None = None
         self._error: EngineDeadError | None = None
 
@@ -138,31 +141,32 @@ class AsyncEngine:
         """
         if not self.is_alive or self._worker is None or self._reader is None:
             raise self._error or EngineDeadError("the engine has not been started")
-        if request_id in self._mailboxes:
+        if request_id in self._names:
             raise ValueError(f"request_id must be unique among unfinished requests, got {request_id!r}")
         worker, read = self._worker, self._reader.read
-        mailbox = self._mailboxes[request_id] = _Mailbox()
+        name = self._names[request_id] = f"{request_id}-{next(self._serial)}"
+        mailbox = self._mailboxes[name] = _Mailbox()
         ended = False
         try:
             # a long text takes a tokenizer a while, which neither the event loop nor a step should wait for
             tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
             if self._error is not None:
                 raise self._error
-            worker.send(Add(request_id, tokens, params, priority, timeout))
+            worker.send(Add(name, tokens, params, priority, timeout))
             while not ended:
                 output = await mailbox.get()
-                output.prompt_token_ids = tokens
+                output.request_id, output.prompt_token_ids = request_id, tokens
                 ended = output.finished
                 yield output
         finally:
-            del self._mailboxes[request_id]
+            del self._mailboxes[name], self._names[request_id]
             if not ended:
-                worker.send(Abort(request_id))
+                worker.send(Abort(name))
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its consumer gets a last output. Unknown ids are ignored: the request may just have ended."""
-        if self._worker is not None:
-            self._worker.send(Abort(request_id))
+        if self._worker is not None and request_id in self._names:
+            self._worker.send(Abort(self._names[request_id]))
 
     @property
     def _loaded(self) -> Ready:
@@ -172,17 +176,17 @@ class AsyncEngine:
 
     def _deliver(self, message: Message) -> None:
         self._stats = message.stats
-        for request_id, error in message.rejected:
-            if request_id in self._mailboxes:
-                self._mailboxes[request_id].put(error)
+        for name, error in message.rejected:
+            if name in self._mailboxes:
+                self._mailboxes[name].put(error)
         for output in message.outputs:
             if output.request_id in self._mailboxes:
                 self._mailboxes[output.request_id].put(output)
 
     def _die(self, error: EngineDeadError) -> None:
         self._error = self._error or error
-        for request_id, mailbox in self._mailboxes.items():
-            mailbox.put(RequestOutput(request_id, [], finished=True, finish_reason="error", error=str(error)))
+        for name, mailbox in self._mailboxes.items():
+            mailbox.put(RequestOutput(name, [], finished=True, finish_reason="error", error=str(error)))
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> None:

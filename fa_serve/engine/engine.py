@@ -112,6 +112,8 @@ class Engine:
         Raises ValueError for a prompt that is empty, too long or not of this vocabulary, and for an id that is in use;
         QueueFullError when max_waiting requests wait already.
         """
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
         if not self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already")
         self._submit(self._request(request_id, prompt, params or SamplingParams(), priority), timeout)
@@ -193,6 +195,8 @@ class Engine:
         There may be more prompts than the queue holds. Outputs of other requests are lost. Raises ValueError as add_request
         does, before anything is computed.
         """
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts must be a list of prompts, got the text {prompts!r}")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):

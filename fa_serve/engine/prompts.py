@@ -5,6 +5,7 @@ tokens = PromptReader(tokenizer, vocab_size=32000, max_model_len=4096).read("Onc
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,10 @@ class PromptReader:
     def read(self, prompt: str | Sequence[int]) -> list[int]:
         """Raises ValueError for a prompt that is empty, too long, or not of this vocabulary."""
         if not isinstance(prompt, str):
-            tokens = list(prompt)
+            try:
+                tokens = array("q", prompt).tolist()  # whatever is no integer shows here, not in a step
+            except (TypeError, OverflowError) as error:
+                raise ValueError(f"prompt must hold token ids from 0 to {self._vocab_size - 1}: {error}") from None
             if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
                 raise ValueError(
                     f"prompt must hold token ids from 0 to {self._vocab_size - 1}, got {min(tokens)} to {max(tokens)}"

@@ -66,6 +66,29 @@ def test_many_streams_at_once_are_exact(make_engine) -> None:
         assert (outputs[-1].finish_reason, outputs[-1].num_output_tokens, outputs[-1].num_prompt_tokens) == ("length", 12, 2)
 
 
+def test_an_id_used_again_gets_nothing_of_its_predecessor(make_engine, monkeypatch) -> None:
+    inner = make_engine()
+    gate = hold_steps(inner, monkeypatch)
+
+    async def main():
+        async with started(inner) as engine:
+            gate.release()
+            first = engine.generate([3, 5], GREEDY, "same")
+            await anext(first)
+            # the next token of the first is on its way now
+            await first.aclose()
+            second = asyncio.create_task(collect(engine, [4, 5], name="same"))
+            await asyncio.sleep(0)
+            for _ in range(20):
+                gate.release()
+            return await second
+
+    outputs = asyncio.run(main())
+    assert [t for output in outputs for t in output.token_ids] == greedy(make_model(), [4, 5], 12)
+    assert {output.request_id for output in outputs} == {"same"}
+    assert outputs[-1].finish_reason == "length"
+
+
 def test_a_slow_consumer_gets_everything_in_one_output(make_engine, tokenizer) -> None:
     async def main():
         async with started(make_engine()) as engine:

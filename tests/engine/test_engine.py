@@ -167,6 +167,8 @@ def test_an_answer_is_cut_at_the_length_of_the_model(make_engine) -> None:
         pytest.param("", "at least one token", id="empty text"),
         pytest.param([VOCAB], f"from 0 to {VOCAB - 1}", id="large"),
         pytest.param([-1], "from 0 to", id="negative"),
+        pytest.param([2**70], "from 0 to", id="huge"),
+        pytest.param([1.5], "from 0 to .*float", id="no integer"),
     ],
 )
 def test_a_bad_prompt_is_refused(make_engine, prompt, message) -> None:
@@ -174,6 +176,17 @@ def test_a_bad_prompt_is_refused(make_engine, prompt, message) -> None:
     with pytest.raises(ValueError, match=message):
         engine.add_request("bad", prompt)
     assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
+def test_a_timeout_is_positive(make_engine, timeout) -> None:
+    with pytest.raises(ValueError, match="timeout must be positive"):
+        make_engine().add_request("bad", [1], timeout=timeout)
+
+
+def test_one_text_is_not_a_list_of_prompts(make_engine) -> None:
+    with pytest.raises(ValueError, match="prompts must be a list"):
+        make_engine().generate("the quick")
 
 
 @pytest.mark.parametrize(
