@@ -104,7 +104,7 @@ class Answer(ABC):
                     yield index, output
 
     async def _sequence(self, prompt: list[int], params: SamplingParams, name: str) -> AsyncGenerator[RequestOutput, None]:
-        watch, priority = self._service.metrics.watch(self._arrival), self._body.priority or 0
+        watch, priority = self._service.metrics.watch(self._service.model_name, self._arrival), self._body.priority or 0
         try:
             async with aclosing(self._service.engine.generate(prompt, params, name, priority=priority)) as outputs:
                 async for output in outputs:

@@ -8,17 +8,13 @@ out: the metrics of the process, which are nobody's but the operating system's.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fa_serve.engine import RequestOutput
-
-if TYPE_CHECKING:
-    from .service import Service
+from fa_serve.engine import EngineStats, RequestOutput
 
 PREFIX = "fa_serve:"
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
@@ -27,8 +23,10 @@ TOKENS = tuple(float(2**power) for power in range(18))
 
 
 class Metrics(Collector):
-    def __init__(self, service: Service):
-        self._service = service
+    """`snapshot` gives the engine's and its model's name; None before the engine is there."""
+
+    def __init__(self, snapshot: Callable[[], tuple[EngineStats, str] | None]):
+        self._snapshot = snapshot
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", REQUEST_SECONDS)
@@ -46,17 +44,18 @@ class Metrics(Collector):
     def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
         return Histogram(PREFIX + name, help, ["model_name"], registry=self._registry, buckets=tuple(buckets))
 
-    def watch(self, arrival: float) -> Watch:
-        return Watch(self, self._service.model_name, arrival)
+    def watch(self, model_name: str, arrival: float) -> Watch:
+        return Watch(self, model_name, arrival)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's snapshot; nothing before the engine is there."""
-        if not self._service.running:
+        """The engine's snapshot as Prometheus has it."""
+        found = self._snapshot()
+        if found is None:
             return
-        stats, label = self._service.engine.stats(), [self._service.model_name]
+        stats, label = found[0], [found[1]]
         gauges = {
             "num_requests_running": ("Sequences in the running batch.", stats.num_running),
             "num_requests_waiting": ("Sequences that wait for a place in it.", stats.num_waiting),

@@ -40,7 +40,7 @@ class Service:
         self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
         self._template = settings.chat_template.read_text() if settings.chat_template else None
         self._in_flight: Counter[str | None] = Counter()
-        self.metrics = Metrics(self)
+        self.metrics = Metrics(lambda: (self.engine.stats(), self.model_name) if self.running else None)
         self._idle = asyncio.Event()
         self._idle.set()
 
