@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,11 @@ class DecodeGraphs:
             self._logits[: shape[0]].copy_(self._forward(self.inputs(shape)))
 
         step()  # compiles kernels and makes workspaces, which must not happen while recording
-        self._replays[shape], self._pool = record(step, self._pool)
+        try:
+            self._replays[shape], self._pool = record(step, self._pool)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # which torch does not do by itself while it records
+            self._replays[shape], self._pool = record(step, self._pool)
 
 
 def _fields(size: int) -> dict[str, NDArray[Any]]:
@@ -128,9 +133,24 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 def record(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
-    """A function's kernels as one call, and the pool its memory is from: a new one if None is given."""
-    graph = torch.cuda.CUDAGraph()
-    # other threads may allocate pinned memory meanwhile
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        function()
+    """A function's kernels as one call, and the pool its memory is from: a new one if None is given.
+
+    Unlike `torch.cuda.graph` it leaves the allocator its cache, which the next prompts would have to fill again.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        # other threads may allocate pinned memory meanwhile
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            function()
+        finally:
+            graph.capture_end()
     return graph.replay, graph.pool()
+
+
+@lru_cache(maxsize=1)
+def _capture_stream() -> Any:
+    """One for all graphs, because cuBLAS keeps a workspace for each stream."""
+    stream: Any = torch.cuda.Stream
+    return stream()

@@ -76,6 +76,23 @@ def test_a_model_that_cannot_be_recorded_stays_eager(make_engine, monkeypatch, c
     )
 
 
+def test_recording_without_memory_is_tried_again_with_an_empty_cache(make_engine, recorded, monkeypatch) -> None:
+    record, emptied = cuda_graphs.record, []
+
+    def scarce(function, pool):
+        if not emptied:
+            raise torch.OutOfMemoryError("the cache holds it all")
+        return record(function, pool)
+
+    monkeypatch.setattr(cuda_graphs, "record", scarce)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    engine = make_engine()
+    engine._runner.make_graphs()
+    tokens = engine.generate([[3, 4]], SamplingParams(max_tokens=5, temperature=0.0))[0].token_ids
+    assert tokens == greedy(make_model(), [3, 4], 5)
+    assert (len(emptied), len(recorded)) == (1, 3), "the first of 4 decoding steps records"
+
+
 def test_a_size_that_cannot_be_recorded_later_turns_graphs_off(make_engine, recorded, monkeypatch, caplog) -> None:
     engine = make_engine()
     engine._runner.make_graphs()
