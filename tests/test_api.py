@@ -68,7 +68,7 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Ex
     "store-slots": (*STORE, {"slot_mapping": torch.tensor([0, 1, 2]).int()}, ValueError, r"slot_mapping must be int64 \(3,\)"),
     "cache-last-dim": (*PAGED, {"k_cache": K_CACHE.mT.contiguous().mT}, ValueError, "k_cache must have a contiguous last"),
     "store-last-dim": (*STORE, {"v_cache": V_CACHE.mT.contiguous().mT}, ValueError, "v_cache must have a contiguous last"),
-    "store-device": (*STORE, {"k_cache": K_CACHE.to("meta")}, ValueError, "k_cache .* must be on k's device cpu, got cpu, meta"),
+    "store-device": (*STORE, {"k_cache": K_CACHE.to("meta")}, ValueError, "k_cache .* on k's device cpu, got cpu, meta"),
     "store-v-dtype": (*STORE, {"v": ROWS["v"].half()}, TypeError, "v and v_cache must have the dtypes of k and k_cache"),
     "store-v-cache-dtype": (*STORE, {"v_cache": V_CACHE.half()}, TypeError, "v and v_cache must have the dtypes"),
     "store-dtype": (*STORE, {n: x.half() for n, x in ROWS.items()}, TypeError, "k_cache must have k's dtype"),
