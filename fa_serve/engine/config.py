@@ -74,6 +74,8 @@ class EngineConfig:
             from fa_serve.demo import model_path
 
             return str(model_path())
+        if (isinstance(self.model, Path) or self.model.startswith(("/", "."))) and not Path(self.model).is_dir():
+            raise ValueError(f"model must be a hub name or an existing folder, got {self.model}")
         return str(self.model)
 
     def resolve_device(self) -> str:

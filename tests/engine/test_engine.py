@@ -184,6 +184,11 @@ def test_a_timeout_is_positive(make_engine, timeout) -> None:
         make_engine().add_request("bad", [1], timeout=timeout)
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
+    with pytest.raises(ValueError, match="model must be a hub name or an existing folder, got .*nowhere"):
+        Engine(EngineConfig(model=str(tmp_path / "nowhere"), device="cpu"))
+
+
 def test_one_text_is_not_a_list_of_prompts(make_engine) -> None:
     with pytest.raises(ValueError, match="prompts must be a list"):
         make_engine().generate("the quick")
