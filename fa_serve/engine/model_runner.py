@@ -241,7 +241,10 @@ class ModelRunner:
             inputs=shape or self._inputs(sent, max_seqlen_q, max_seqlen_k, fresh=not starts.any()),
             sampled_slots=sent["sampled_slots"],
             logprob_rows=sent.get("logprob_rows"),
-            sampling=SampleParams(**{name: sent[name] for name in sampling}),
+            sampling=SampleParams(
+                **{name: sent[name] for name in sampling},
+                largest_top_k=int(sampling["top_k"].max()) if "top_k" in sampling else None,
+            ),
         )
 
     def _inputs(self, sent: dict[str, Tensor], max_seqlen_q: int, max_seqlen_k: int, *, fresh: bool) -> Inputs:

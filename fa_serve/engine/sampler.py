@@ -27,6 +27,7 @@ from fa_serve.engine.request import Request
 from fa_serve.engine.scheduler import INVALID_TOKEN
 
 BLOCK = 256
+CANDIDATES = 1024  # up to so many the most likely tokens are selected, not sorted out of the whole vocabulary
 NEG_INF = float("-inf")
 _GOLDEN = 0x9E3779B97F4A7C15  # the constants of splitmix64 (Steele, Lea, Flood 2014)
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -38,6 +39,7 @@ class SampleParams:
 
     keys:          (n,) int64, from `random_keys`; None when every row is greedy
     temperature:   (n,) float32, 0 is greedy
+    largest_top_k: of `top_k`, known on the host; None sorts the whole vocabulary, whatever it is
     top_k:         (n,) int64, at least 1; top_p, min_p: (n,) float32
     presence, frequency, repetition: (n,) float32 penalties, which need a `TokenCounts`
     bias_index:    (m,) int64, row * vocab + token, each at most once; bias: (m,) float32, added there
@@ -56,6 +58,7 @@ class SampleParams:
     bias: Tensor | None = None
     allowed_index: Tensor | None = None
     allowed_rows: Tensor | None = None
+    largest_top_k: int | None = None
 
 
 class TokenCounts:
@@ -191,19 +194,26 @@ def _adjust(logits: Tensor, params: SampleParams, counts: TokenCounts | None, sl
 
 def _threshold(scores: Tensor, params: SampleParams) -> Tensor:
     """(n,) the lowest score that is kept: first the top_k, then of their distribution the top_p."""
-    ordered = scores.sort(dim=-1, descending=True).values
-    if params.top_k is not None:
-        last = ordered.gather(1, (params.top_k.clamp(max=scores.shape[1]) - 1)[:, None])
-        ordered = ordered.masked_fill(ordered < last, NEG_INF)
-        if params.top_p is None:
-            return last[:, 0]
-    assert params.top_p is not None
-    probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
+    if params.largest_top_k is None or params.largest_top_k > CANDIDATES:
+        ordered = scores.sort(dim=-1, descending=True).values
+    else:
+        ordered = scores.topk(min(params.largest_top_k, scores.shape[1]), dim=-1).values
+    if params.top_k is None:
+        last = ordered[:, -1:]
+    else:
+        last = ordered.gather(1, (params.top_k.clamp(max=ordered.shape[1]) - 1)[:, None])
+    if params.top_p is None:
+        return last[:, 0]
+    # what ties with the last one is kept and counts as well, among the candidates or not
+    ties = (scores == last).sum(dim=-1, keepdim=True) - (ordered == last).sum(dim=-1, keepdim=True)
+    weights = (ordered - ordered[:, :1]).exp().masked_fill(ordered < last, 0.0)
+    total = weights.sum(dim=-1, keepdim=True) + ties * (last - ordered[:, :1]).exp()
+    before = (weights.cumsum(dim=-1) - weights) / total
     # rounding must not cut the tail of a row that wants everything
     kept = (before < params.top_p[:, None]) | (params.top_p[:, None] >= 1.0)
     kept[:, 0] = True
-    return ordered.masked_fill(~kept, float("inf")).min(dim=-1).values
+    lowest = ordered.masked_fill(~kept, float("inf")).min(dim=-1).values
+    return torch.maximum(lowest, last[:, 0])
 
 
 def _race(scores: Tensor, keys: Tensor) -> Tensor:

@@ -6,11 +6,14 @@ passes or never does; bounds are those that a right sampler exceeds once in a mi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from fa_serve.engine.sampler import BLOCK, SampleParams, log_probabilities, random_keys, sample
+from fa_serve.engine import SamplingParams
+from fa_serve.engine.sampler import BLOCK, SampleParams, _threshold, log_probabilities, random_keys, sample
 from fa_serve.engine.scheduler import INVALID_TOKEN
 
 DRAWS = 20_000
@@ -98,6 +101,34 @@ def test_top_p_is_of_what_top_k_leaves() -> None:
 def test_tokens_that_tie_with_the_last_one_are_kept() -> None:
     logits = torch.tensor([1.0, 0.0, 0.0, -1.0])
     assert (draw(logits, top_k=2) > 0).tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_few_candidates_give_what_sorting_all_gives(ties) -> None:
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(64, 500, generator=generator) * 2
+    if ties:
+        logits = logits.round()
+    top_k, top_p = torch.randint(1, 41, (64,), generator=generator), torch.rand(64, generator=generator)
+    top_p[::4] = 1.0
+    for nucleus in (None, top_p):
+        params = SampleParams(keys(64), torch.ones(64), top_k=top_k, top_p=nucleus)
+        few = replace(params, largest_top_k=int(top_k.max()))
+        scores = logits - logits.amax(-1, keepdim=True)
+        assert torch.equal(_threshold(scores, few), _threshold(scores, params))
+        assert torch.equal(sample(logits, few), sample(logits, params))
+
+
+def test_a_neighbour_with_a_nucleus_does_not_undo_top_k() -> None:
+    logits = torch.zeros(300) + torch.arange(300) * 1e-3
+    params = SampleParams(keys(DRAWS), torch.ones(DRAWS), torch.full((DRAWS,), 2), torch.ones(DRAWS))
+    assert set(sample(logits.expand(DRAWS, -1), params).tolist()) == {298, 299}
+
+
+def test_a_top_k_for_every_row_sorts_nothing(make_engine, monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "sort", lambda *_, **__: pytest.fail("the whole vocabulary was sorted"))
+    completions = make_engine().generate([[1, 2], [3]], SamplingParams(max_tokens=5, top_k=20, top_p=0.9, seed=1))
+    assert [len(c.token_ids) for c in completions] == [5, 5]
 
 
 def test_a_row_depends_on_nothing_but_itself() -> None:
