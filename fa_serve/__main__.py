@@ -18,12 +18,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-import typer
-from rich.console import Console
-from rich.table import Table
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
 
-from fa_serve.server.logs import StartUp, log_to_stderr
-from fa_serve.server.settings import SECRETS, Settings, load
+    from fa_serve.server.logs import StartUp, log_to_stderr
+    from fa_serve.server.settings import SECRETS, Settings, load
+except ImportError as error:
+    sys.exit(f"fa-serve: the command line needs the server extra, pip install 'fa-serve[server]': {error}")
 
 if TYPE_CHECKING:
     from fa_serve.spec import AttentionSpec

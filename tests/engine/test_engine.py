@@ -185,7 +185,7 @@ def test_a_timeout_is_positive(make_engine, timeout) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
-    with pytest.raises(ValueError, match="model must be a hub name or an existing folder, got .*nowhere"):
+    with pytest.raises(ValueError, match=r"model must be a hub name or an existing folder, got .*nowhere"):
         Engine(EngineConfig(model=str(tmp_path / "nowhere"), device="cpu"))
 
 
