@@ -10,6 +10,7 @@ them and counts; its two children know only how one increment looks. Left out: c
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -20,12 +21,14 @@ from typing import Any
 from fa_serve import FaServeError, __version__
 from fa_serve.engine import QueueFullError, RequestOutput, SamplingParams
 
-from .errors import BadRequest, EngineFailed, TooManyRequests, Unavailable
+from .errors import UNFORESEEN, BadRequest, EngineFailed, TooManyRequests, Unavailable
 from .logprobs import for_chat, for_completion
 from .sampling import sampling_params
 from .schemas import ChatRequest, CompletionRequest, SamplingRequest, Usage
 from .service import Service
 from .streaming import merge
+
+log = logging.getLogger("fa_serve.server")
 
 COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions generates when max_tokens is absent; a chat goes on to the end
 
@@ -93,7 +96,9 @@ class Answer(ABC):
             async with aclosing(merge(sequences)) as outputs:
                 async for index, output in outputs:
                     if output.finish_reason == "error":
-                        raise EngineFailed(output.error or "The engine gave this request up.")
+                        # an engine's reason may hold internals: it belongs in the log
+                        log.error("%s failed: %s", self._head["id"], output.error)
+                        raise EngineFailed(UNFORESEEN)
                     if output.finish_reason == "abort":
                         raise Unavailable("The request was aborted: the server is shutting down.", retry_after=5)
                     if output.finished:

@@ -167,21 +167,14 @@ def test_paged_forward_neither_waits_for_the_gpu_nor_resists_capture(
     hf_families.assert_same(captured, expected[:, 10])
 
 
-@each([BY_NAME[name] for name in ("llama", "gemma2", "gpt-oss")])
 @pytest.mark.parametrize("graphs", [True, False])
-def test_continuous_batching(family: Family, graphs: bool) -> None:
-    """transformers' own, with block tables, CUDA graphs and asynchronous batches where it uses them."""
-    eager, ours = pair(family)
-    prompts = [tokens(n, seed=n).tolist() for n in (5, 17, 1, 30, 9, 64)]
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
-    expected = [eager.generate(torch.tensor([ids]), min_new_tokens=12, **options)[0, len(ids) :].tolist() for ids in prompts]
+def test_continuous_batching_is_refused_on_a_gpu(graphs: bool) -> None:
+    _, ours = pair(BY_NAME["llama"])
     done = ours.generate_batch(
-        prompts,
-        generation_config=GenerationConfig(eos_token_id=-1, pad_token_id=0, **options),
+        [tokens(n, seed=n).tolist() for n in (5, 17)],
+        generation_config=GenerationConfig(eos_token_id=-1, pad_token_id=0, do_sample=False, max_new_tokens=4),
         continuous_batching_config=ContinuousBatchingConfig(
             num_blocks=128, max_batch_tokens=64, block_size=16, max_blocks_per_request=8, use_cuda_graph=graphs
         ),
     )
-    outputs = sorted(done.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
-    assert [output.error for output in outputs] == [None] * len(prompts)
-    assert [output.generated_tokens for output in outputs] == expected
+    assert all("runs on a CPU only" in output.error for output in done.values())

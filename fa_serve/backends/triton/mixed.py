@@ -1,13 +1,13 @@
-"""A batch in which some sequences decode and others are mid-prompt, without serialising the two.
+"""A batch in which some sequences decode and others are mid-prompt, each by the kernel made for it.
 
 The lengths are on the device, so both kernels get the whole batch: decode.py takes the sequences whose packed queries fill one
-tile at most, forward.py the longer ones, and each skips the other's. They write disjoint rows of the same output. One is bound
-by memory and the other by arithmetic, so they run at once, on two streams that part and meet here; a CUDA graph captures both.
+tile at most, forward.py the longer ones, and each skips the other's. They write disjoint rows of the same output, one after the
+other on the caller's stream. Left out: running both at once. On two streams the longer one hid the shorter, and the pair was
+still 0.73 of FlashAttention-3, because a prompt's chunk over pages takes the portable kernel.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,19 +31,6 @@ def forward_mixed(
     shared = {**options, "out": result, "lse": lse, "return_lse": return_lse}
     longer = {**shared, "max_seqlen_q": max_seqlen_q, "skip_q": few}
     shorter = {**shared, "max_seqlen_q": few, "k_descale": None, "v_descale": None, "num_splits": 0}
-    if q.device.type == "cuda":
-        here, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            launch_forward(q, k_cache, v_cache, **longer)
-        launch_decode(q, k_cache, v_cache, **shorter)
-        here.wait_stream(side)
-    else:
-        launch_forward(q, k_cache, v_cache, **longer)
-        launch_decode(q, k_cache, v_cache, **shorter)
+    launch_forward(q, k_cache, v_cache, **longer)
+    launch_decode(q, k_cache, v_cache, **shorter)
     return (result if out is None or result is out else out.copy_(result)), lse
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
