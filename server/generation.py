@@ -98,6 +98,8 @@ class Answer(ABC):
                     if output.finish_reason == "error":
                         # an engine's reason may hold internals: it belongs in the log
                         log.error("%s failed: %s", self._head["id"], output.error)
+                        if reason := service.unready():
+                            raise Unavailable(f"The request was cut off: {reason}.", retry_after=5)
                         raise EngineFailed(UNFORESEEN)
                     if output.finish_reason == "abort":
                         raise Unavailable("The request was aborted: the server is shutting down.", retry_after=5)
