@@ -13,10 +13,8 @@ from fa_serve.backends.triton.forward import launch_forward
 from fa_serve.backends.triton.tiles import TileConfig
 from fa_serve.testing import make_qkv
 
-SMALL = [case for case in DENSE if max(case.lengths_k) < 1000]
 
-
-@pytest.mark.parametrize("case", params(SMALL))
+@pytest.mark.parametrize("case", params(DENSE))
 def test_dense(case: Case) -> None:
     check(case, "triton", torch.float32)
 
