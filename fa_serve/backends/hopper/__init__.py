@@ -42,7 +42,7 @@ class HopperBackend:
         if spec.mask is not None:
             return "takes causality and windows, not an explicit mask"
         if spec.needs_grad:
-            return "has no backward pass, and q, k or v require gradients"
+            return "has no backward pass, and an input requires gradients"
         return None
 
     def forward(self, q, k, v, *, mask, **options):
