@@ -3,7 +3,7 @@
 from fa_serve.engine.async_engine import AsyncEngine, EngineDeadError
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine import Engine, EngineStats
-from fa_serve.engine.request import Completion, QueueFullError, RequestOutput, SamplingParams, TokenLogprob
+from fa_serve.engine.request import Completion, QueueFullError, RequestOutput, SamplingParams, StructuredOutput, TokenLogprob
 
 __all__ = [
     "AsyncEngine",
@@ -15,5 +15,6 @@ __all__ = [
     "QueueFullError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
     "TokenLogprob",
 ]

@@ -125,6 +125,9 @@ class Engine:
 
     def _request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0) -> Request:
         tokens = self._reader.read(prompt)
+        for name, plain in (("structured", None), ("prompt_logprobs", None), ("n", 1), ("best_of", None)):
+            if getattr(params, name) != plain:
+                raise ValueError(f"{name} must be {plain}: this engine does not do it, got {getattr(params, name)!r}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop must be empty: this engine has no tokenizer")
         if (largest := max(params.token_ids(), default=0)) >= self.vocab_size:

@@ -10,9 +10,9 @@ state (detokenizer.py) and everything on a device (model_runner.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 from fa_serve.spec import FaServeError
 
@@ -22,6 +22,35 @@ class QueueFullError(FaServeError, RuntimeError):
 
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the whole answer must be: exactly one of these. The engine checks the content when the request is submitted.
+
+    json_schema: a JSON schema, as a dict or as text; json_object: any JSON object
+    regex:       a regular expression that the whole text matches
+    choice:      one of these texts, exactly
+    grammar:     a context-free grammar in Lark's notation, whose start rule is `start`
+    """
+
+    json_schema: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        _require(len(given) == 1, "structured", "exactly one of " + ", ".join(f.name for f in fields(self)), given)
+        _require(isinstance(self.json_object, bool), "json_object", "True or False", self.json_object)
+        _require(isinstance(self.json_schema, Mapping | str | None), "json_schema", "a dict or text", self.json_schema)
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            _require(text is None or (isinstance(text, str) and text != ""), name, "a text that is not empty", text)
+        if self.choice is not None:
+            texts = isinstance(self.choice, tuple | list) and all(isinstance(text, str) and text for text in self.choice)
+            _require(texts and len(self.choice) > 0, "choice", "a tuple of texts that are not empty", self.choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +72,10 @@ class SamplingParams:
     stop_token_ids: tokens that end the text, on top of the model's own end-of-sequence tokens
     ignore_eos:     generate past the model's end-of-sequence tokens (for benchmarks)
     logprobs:       report each token's log-probability under the model, and those of so many most likely ones
+    prompt_logprobs: the same of each token of the prompt but the first, given what is before it
+    structured:     what the whole answer must be: of a JSON schema, a grammar, a choice, ...
+    n:              answers to the one prompt; their seeds are seed, seed + 1, ...
+    best_of:        generate so many answers and give the n that are likeliest per token; None gives all n as they come
 
     The order: penalties and biases change the logits, temperature scales them, then top_k, top_p and min_p choose what is kept.
     """
@@ -64,8 +97,21 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured: StructuredOutput | None = None
+    n: int = 1
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            _require(_is_integer(value) or (value is None and name in _OPTIONAL), name, "an integer", value)
+        for name in _NUMBERS:
+            _require(_is_number(getattr(self, name)), name, "a number", getattr(self, name))
+        for name in ("allowed_token_ids", "bad_token_ids", "stop_token_ids"):
+            ids = getattr(self, name)
+            integers = isinstance(ids, tuple | list) and all(map(_is_integer, ids))
+            _require(integers or (ids is None and name == "allowed_token_ids"), name, "token ids, which are integers", ids)
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1 or None", self.max_tokens)
         _require(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100", self.temperature)
         _require(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)
@@ -75,14 +121,21 @@ class SamplingParams:
         _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2", self.frequency_penalty)
         _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "above 0 and at most 10", self.repetition_penalty)
         bias = self.logit_bias or {}
-        _require(all(t >= 0 and abs(b) <= 100 for t, b in bias.items()), "logit_bias", "ids >= 0 with -100 to 100 each", bias)
+        numbers = all(_is_integer(t) and _is_number(b) and t >= 0 and abs(b) <= 100 for t, b in bias.items())
+        _require(numbers, "logit_bias", "token ids >= 0 with -100 to 100 each", bias)
         allowed = self.allowed_token_ids
         _require(allowed is None or (len(allowed) > 0 and min(allowed) >= 0), "allowed_token_ids", "token ids >= 0", allowed)
         _require(all(t >= 0 for t in self.bad_token_ids), "bad_token_ids", "token ids >= 0", self.bad_token_ids)
         _require(0 <= self.min_tokens <= (self.max_tokens or self.min_tokens), "min_tokens", "0 to max_tokens", self.min_tokens)
-        _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "0 to 20 or None", self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(count is None or 0 <= count <= 20, name, "0 to 20 or None", count)
+        _require(self.n >= 1, "n", "at least 1", self.n)
+        _require(self.best_of is None or self.best_of >= self.n, "best_of", f"at least n = {self.n}, or None", self.best_of)
+        _require(isinstance(self.structured, StructuredOutput | None), "structured", "a StructuredOutput", self.structured)
         _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer or None", self.seed)
-        _require(not isinstance(self.stop, str) and all(self.stop), "stop", "a tuple of non-empty strings", self.stop)
+        texts = isinstance(self.stop, tuple | list) and all(isinstance(text, str) and text for text in self.stop)
+        _require(texts, "stop", "a tuple of non-empty strings", self.stop)
         _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids >= 0", self.stop_token_ids)
 
     @property
@@ -97,6 +150,19 @@ class SamplingParams:
     def token_ids(self) -> Iterator[int]:
         """Every token id that these parameters name."""
         return chain(self.logit_bias or (), self.allowed_token_ids or (), self.bad_token_ids, self.stop_token_ids)
+
+
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of")
+_INTEGERS = (*_OPTIONAL, "top_k", "min_tokens", "n")
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require(holds: bool, name: str, rule: str, value: object) -> None:
@@ -118,7 +184,10 @@ class RequestOutput:
     """What one request gained since its last output. `text` never ends inside a character; tokens may run ahead of it.
 
     finish_reason: "stop" (an end token or a stop string), "length", "abort", "error" (then `error` says what happened)
+    index:         which of the n answers to the prompt this is; `finished` speaks of this one alone
     logprobs:      one for each of token_ids, if they were asked for
+    prompt_logprobs: one for each token of the prompt, None for the first; in the first output, if they were asked for
+    queue_time:    seconds from the request's arrival to its first step; in the last output, None if it never had one
     num_*:         totals so far; num_cached_tokens are prompt tokens whose keys and values came from the prefix cache
     """
 
@@ -133,12 +202,16 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    index: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    queue_time: float | None = None
 
     def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
         """Pickled as a call, in a third of the time: a step's outputs cross from process to process."""
         return RequestOutput, (
             self.request_id, self.prompt_token_ids, self.text, self.token_ids, self.logprobs, self.finished, self.finish_reason,
-            self.error, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens,
+            self.error, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens, self.index,
+            self.prompt_logprobs, self.queue_time,
         )  # fmt: skip
 
     def absorb(self, later: RequestOutput) -> None:
@@ -147,13 +220,15 @@ class RequestOutput:
         self.token_ids += later.token_ids
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.queue_time = later.queue_time
         self.finished, self.finish_reason, self.error = later.finished, later.finish_reason, later.error
         self.num_output_tokens, self.num_cached_tokens = later.num_output_tokens, later.num_cached_tokens
 
 
 @dataclass(slots=True)
 class Completion:
-    """A whole answer: the sum of a request's outputs."""
+    """A whole answer: the sum of a request's outputs of one index."""
 
     prompt_token_ids: list[int]
     text: str
@@ -162,6 +237,8 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    index: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(slots=True, eq=False)
