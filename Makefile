@@ -14,7 +14,7 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test lint types check format test-gpu bench clean
+.PHONY: help serve test test-newest lint types check format test-gpu bench clean
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -33,6 +33,10 @@ ifeq ($(shell uname -s),Linux)
 endif
 	$(PYTEST) tests --ignore tests/gpu
 
+test-newest: $(VENV)/.newest ## the transformers adapter on the release and beside the packages of requirements-newest.txt
+	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'
+	PYTHONPATH=$(VENV)/newest $(PYTEST) $(wildcard tests/test_hf_*.py)
+
 lint: $(VENV)/.test ## ruff and hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,7 +45,7 @@ lint: $(VENV)/.test ## ruff and hadolint
 types: $(VENV)/.test ## mypy --strict
 	$(BIN)/mypy
 
-check: lint types test ## what CI runs
+check: lint types test test-newest ## what CI runs
 
 format: $(VENV)/.test ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix --exit-zero --quiet .
@@ -72,3 +76,8 @@ $(VENV)/.server $(VENV)/.test: $(VENV)/.%: pyproject.toml $(VENV)/constraints.tx
 	@echo "installing fa-serve[$*] with $$(grep ^torch== $(VENV)/constraints.txt) into $(VENV); the first time takes a minute or more"
 	@$(PIP) install -qq -c $(VENV)/constraints.txt -e '.[$*]'
 	@touch $@ $(if $(filter test,$*),$(VENV)/.server) # [test] contains [server]
+
+$(VENV)/.newest: requirements-newest.txt $(VENV)/.test
+	@rm -rf $(VENV)/newest
+	@$(PIP) install -qq --no-deps --target $(VENV)/newest -r $<
+	@touch $@
