@@ -246,6 +246,20 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None
 
 
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """In a plain reply whole, and without the index."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str
