@@ -79,7 +79,7 @@ class _Step:
     """
 
     def __init__(self, module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
-        layer: int = module.layer_idx
+        self.layer = layer = int(module.layer_idx)
         by_layer = getattr(cache, "layer_to_allocator", None)
         holder = cache if by_layer is None else by_layer[layer]
         if holder.head_dim != key.shape[-1]:
@@ -125,16 +125,31 @@ class _Step:
 
     def decode(self, q: Tensor, options: dict[str, Any]) -> Tensor:
         """One token of each request. A request that only pads the batch has no keys, and its entries in the table are -1."""
-        page_size, lengths = self.k_cache.shape[1], self.cu_seqlens_k.diff()
-        last = (lengths - 1).clamp(min=0).long()
-        pages = self.block_table.gather(1, (last // page_size)[:, None])[:, 0].long()
-        slots = torch.where(lengths > 0, pages * page_size + last % page_size, -1)
-        slots = F.pad(slots, (0, q.shape[0] - slots.shape[0]), value=-1)
+        lengths, slots = self._slots(options["cu_seqlens_q"], q.shape[0])
         store_kv(self.key, self.value, self.k_cache, self.v_cache, slots)
         out = attention_paged(
             q, self.k_cache, self.v_cache, block_table=self.block_table, seqused_k=lengths, max_seqlen_q=1, **options
         )
         return cast(Tensor, out)
+
+    def _slots(self, batch: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """int32 (requests,), keys of each request, and int64 (total,), where each new one goes; -1 for what only pads.
+
+        They are the same for all layers, and left with `batch`, a tensor that lives as long as the step. Its first layer finds
+        those of the step before it, or of the run before a capture, whose kernels the graph would not hold: layers count up, so
+        the one that does not come after the last has to compute them.
+        """
+        found: tuple[int, Tensor, Tensor] | None = getattr(batch, "fa_serve_slots", None)
+        if found is not None and found[0] < self.layer:
+            _, lengths, slots = found
+        else:
+            lengths = self.cu_seqlens_k.diff()
+            page_size, last = self.k_cache.shape[1], (lengths - 1).clamp(min=0).long()
+            pages = self.block_table.gather(1, (last // page_size)[:, None])[:, 0].long()
+            slots = torch.where(lengths > 0, pages * page_size + last % page_size, -1)
+            slots = F.pad(slots, (0, total - slots.shape[0]), value=-1)
+        setattr(batch, "fa_serve_slots", (self.layer, lengths, slots))  # noqa: B010
+        return lengths, slots
 
 
 @functools.cache
