@@ -24,12 +24,15 @@ REPLACEMENT = "\ufffd"
 
 
 class TextStream:
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int] = (), stop: Sequence[str] = (), skip_special_tokens: bool = True
+    ) -> None:
         context = list(context[-CONTEXT:])
         if tokenizer.decode(context).endswith(REPLACEMENT):
             context = []  # it ends inside a character
         self._tokenizer = tokenizer
-        self._decoder = DecodeStream(ids=context, skip_special_tokens=True)
+        self._skip = skip_special_tokens
+        self._decoder = DecodeStream(ids=context, skip_special_tokens=self._skip)
         self._unsettled: list[int] = []
         self._stop = tuple(stop)
         self._held = ""
@@ -67,9 +70,9 @@ class TextStream:
         return text or ""
 
     def _restart(self) -> str:
-        text: str = self._tokenizer.decode(self._unsettled, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self._unsettled, skip_special_tokens=self._skip)
         self._unsettled.clear()
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._decoder = DecodeStream(skip_special_tokens=self._skip)
         return text
 
     def _longest_beginning(self, text: str) -> int:

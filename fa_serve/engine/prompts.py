@@ -10,11 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def encode(tokenizer: Any, text: str, special_tokens: bool = True) -> list[int]:
+    """Straight to tokenizers: transformers around it takes longer, and warns of texts that are longer than the model's limit."""
+    ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special_tokens).ids
+    return ids
+
+
 class PromptReader:
     """tokenizer: of transformers, or None: then prompts are token ids. Safe to use from any thread."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
-        self._encode = None if tokenizer is None else tokenizer.backend_tokenizer.encode
+        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
@@ -29,10 +35,10 @@ class PromptReader:
                 raise ValueError(
                     f"prompt must hold token ids from 0 to {self._vocab_size - 1}, got {min(tokens)} to {max(tokens)}"
                 )
-        elif self._encode is None:
+        elif self._tokenizer is None:
             raise ValueError("prompt must be token ids: this engine has no tokenizer")
         else:
-            tokens = self._encode(prompt).ids
+            tokens = encode(self._tokenizer, prompt)
         if not tokens:
             raise ValueError("prompt must have at least one token, got none")
         if len(tokens) >= self._max_model_len:

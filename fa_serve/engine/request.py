@@ -71,6 +71,7 @@ class SamplingParams:
     stop:           strings that end the text; they may span tokens and are not part of it
     stop_token_ids: tokens that end the text, on top of the model's own end-of-sequence tokens
     ignore_eos:     generate past the model's end-of-sequence tokens (for benchmarks)
+    skip_special_tokens: leave the tokenizer's special tokens out of the text
     logprobs:       report each token's log-probability under the model, and those of so many most likely ones
     prompt_logprobs: the same of each token of the prompt but the first, given what is before it
     structured:     what the whole answer must be: of a JSON schema, a grammar, a choice, ...
@@ -96,6 +97,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured: StructuredOutput | None = None

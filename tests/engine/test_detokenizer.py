@@ -98,3 +98,11 @@ def test_text_that_may_begin_a_stop_string_is_held_until_it_does_not() -> None:
     tokens = [TOKENIZER.encode(character).ids[0] for character in "a#b##"]
     parts, _ = stream(tokens, stop=("##!",))
     assert parts == ["a", "", "#b", "", "", "##"]
+
+
+def test_special_tokens_are_text_if_they_are_wanted() -> None:
+    special = next(iter(TOKENIZER.get_added_tokens_decoder()))
+    tokens = [*TOKENIZER.encode("a").ids, special, *TOKENIZER.encode("b").ids]
+    assert "".join(stream(tokens)[0]) == "ab"
+    written = TOKENIZER.get_added_tokens_decoder()[special].content
+    assert "".join(stream(tokens, skip_special_tokens=False, context=TOKENIZER.encode("x").ids)[0]) == f"a{written}b"
