@@ -31,6 +31,7 @@ FLOORS = {
     "fa_serve.demo": 0,
     "fa_serve.backends": 1,
     "fa_serve.api": 2,
+    "fa_serve.layers": 2,
     "fa_serve.hf": 3,
     "fa_serve": 3,  # the package itself, not what is in it
     "fa_serve.engine": 4,
@@ -41,7 +42,14 @@ FLOORS = {
 # Who may import what is not ours (and what is dear even though it is Python's).
 GUESTS = {
     "triton": ("fa_serve.backends.triton", "fa_serve.backends.hopper"),
-    "transformers": ("fa_serve.hf", "fa_serve.engine.config", "fa_serve.engine.model_runner", "fa_serve.engine.engine"),
+    "transformers": (
+        "fa_serve.hf",
+        "fa_serve.engine.config",
+        "fa_serve.engine.model_runner",
+        "fa_serve.engine.engine",
+        "fa_serve.engine.fusion",
+    ),
+    "llguidance": ("fa_serve.engine.structured",),
     "fastapi": ("fa_serve.server",),
     "starlette": ("fa_serve.server",),
     "pydantic": ("fa_serve.server",),

@@ -28,7 +28,8 @@ class EngineConfig:
     max_num_batched_tokens: tokens in one step, prompts' chunks and single tokens together
     max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
     prefix_caching:         keep the pages of finished requests for prompts that begin alike
-    eager:                  no CUDA graphs: every step launches its kernels one by one
+    eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
+    fusion:                 on a GPU, layers of the Llama kind run on fused kernels, proven when the model is loaded
     process:                the async engine runs in a process of its own; None: if it is on a GPU
     seed:                   from which requests without a seed draw theirs; None is a fresh one each time
     """
@@ -45,6 +46,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     eager: bool = False
+    fusion: bool = True
     process: bool | None = None
     seed: int | None = None
 

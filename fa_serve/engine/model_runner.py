@@ -27,6 +27,7 @@ from fa_serve.engine import kv_cache
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.cuda_graphs import DecodeGraphs, Inputs
 from fa_serve.engine.request import Request, SamplingParams, TokenLogprob
+from fa_serve.engine.fusion import fuse
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.scheduler import Chunk, ScheduledBatch
 from fa_serve.engine.transfer import packed_size, send
@@ -81,6 +82,8 @@ class ModelRunner:
         self.max_num_seqs = config.max_num_seqs
         self.layers = attention_layers(model)
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
+        if config.fusion and not self.eager:
+            fuse(model)
         self._graphs: DecodeGraphs | None = None
         self._counts: TokenCounts | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)

@@ -55,18 +55,23 @@ class PagedBatch:
         k_cache, v_cache = self.kv_caches[module.layer_idx]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend)
+        return self.attention(module.layer_idx, q, k, v, left=left, **options)[None]
+
+    def attention(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, left: int, **options: Any) -> Tensor:
+        """Attend to all there are when this step's keys and values are stored: (total, heads, dim), for each of q, k, v."""
         if self.fresh:
             out = attention_varlen(
                 q, k, v, cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_q, max_seqlen_q=self.max_seqlen_q,
                 max_seqlen_k=self.max_seqlen_q, causal=True, window_size=(left, 0), backend=self.backend, **options,
             )  # fmt: skip
-            return cast(Tensor, out)[None]
+            return cast(Tensor, out)
+        k_cache, v_cache = self.kv_caches[layer_idx]
         out = attention_paged(
             q, k_cache, v_cache, block_table=self.block_table, seqused_k=self.seqused_k, cu_seqlens_q=self.cu_seqlens_q,
             max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, window_size=(left, 0), backend=self.backend,
             **options,
         )  # fmt: skip
-        return cast(Tensor, out)[None]
+        return cast(Tensor, out)
 
 
 def paged_forward(

@@ -1,0 +1,123 @@
+"""Fused layers give what the model's own give, for every family they take; what they do not understand they leave alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf_families import FAMILIES, Family
+from tiny_models import greedy, make_model
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from fa_serve.engine import SamplingParams, kv_cache
+from fa_serve.engine.fusion import FusedLayer, fuse
+from fa_serve.hf import PagedBatch, attention_layers, paged_forward, patch
+
+FUSED = ("llama", "qwen2", "qwen2-window", "qwen3", "qwen3-moe", "mixtral", "mistral", "phi3", "granite", "olmo2", "olmo3",
+         "smollm3", "gemma2", "gemma3")  # fmt: skip
+OWN = ("starcoder2", "cohere2", "gpt-oss", "deepseek-v3", "gpt2", "opt")
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+def family(name: str) -> Family:
+    return next(f for f in FAMILIES if f.name == name)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    """Of 24 tokens in two chunks, the second over the pages of both."""
+    layers, rows = attention_layers(model), torch.arange(24)
+    caches = kv_cache.allocate(layers, 8, 8, model.device)
+    out = []
+    for begin, end in ((0, 10), (10, 24)):
+        batch = PagedBatch(
+            kv_caches=caches, slot_mapping=rows[begin:end] + 8, block_table=torch.arange(1, 7, dtype=torch.int32)[None],
+            seqused_k=torch.tensor([end], dtype=torch.int32), cu_seqlens_q=torch.tensor([0, end - begin], dtype=torch.int32),
+            max_seqlen_q=end - begin, max_seqlen_k=end, fresh=begin == 0,
+        )  # fmt: skip
+        ids = rows * 7 % 90 + 3
+        out.append(paged_forward(model, ids[begin:end], rows[begin:end], batch, torch.arange(end - begin)))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_layers_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family(name).build()
+    patch(model)
+    expected = logits(model)
+    assert fuse(model) == 2
+    calls: list[int] = []
+    compute = FusedLayer.compute
+    monkeypatch.setattr(FusedLayer, "compute", lambda self, *args: calls.append(self.index) or compute(self, *args))
+    actual = logits(model)
+    assert calls == [0, 1, 0, 1]
+    assert float((actual - expected).abs().max()) <= 2e-5 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_other_layers_run_as_they_are(name: str) -> None:
+    model = family(name).build()
+    patch(model)
+    expected = logits(model)
+    assert fuse(model) == 0
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_layer_whose_code_says_otherwise_is_left_alone(monkeypatch, caplog) -> None:
+    """All modules are where they are in a Llama, and the result is not."""
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: 1.01 * forward(self, x))
+    model = make_model()
+    patch(model)
+    assert fuse(model) == 0
+    assert "layers like LlamaDecoderLayer run as they are: with rotary embedding its result would be others" in caplog.text
+
+
+def test_each_kind_is_proven_by_itself() -> None:
+    """One layer scales its scores, which only its settings tell; the other one must not take its options."""
+    model = make_model()
+    model.model.layers[1].self_attn.scaling = 0.05
+    patch(model)
+    expected = logits(model)
+    assert fuse(model) == 2
+    assert [layer.forward.options["softmax_scale"] for layer in model.model.layers] == [0.25, 0.05]
+    assert float((logits(model) - expected).abs().max()) <= 2e-5 * float(expected.abs().max())
+
+
+def test_hooks_are_not_passed_over(caplog) -> None:
+    model = make_model()
+    patch(model)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
+    assert fuse(model) == 1
+    assert "it has hooks" in caplog.text
+
+
+def test_merged_weights_take_no_memory_of_their_own() -> None:
+    model = make_model("qwen3")
+    patch(model)
+    expected = copy.deepcopy(model.state_dict())
+    fuse(model)
+    layer = model.model.layers[0]
+    for parts in (
+        [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
+        [layer.mlp.gate_proj, layer.mlp.up_proj],
+    ):
+        assert len({part.weight.untyped_storage().data_ptr() for part in parts}) == 1
+    assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
+
+
+def test_the_model_still_generates_and_so_does_the_engine(make_engine) -> None:
+    model, reference = make_model("qwen3"), make_model("qwen3")
+    patch(model)
+    fuse(model)
+    expected = greedy(reference, PROMPT, 12)
+    engine = make_engine(model=model, max_num_batched_tokens=5)
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    assert [c.token_ids for c in engine.generate([PROMPT, PROMPT[::-1]], params)] == [
+        expected,
+        greedy(reference, PROMPT[::-1], 12),
+    ]
+    assert greedy(model, PROMPT, 12) == expected

@@ -1,0 +1,86 @@
+"""The kernels between a layer's products, in Triton's interpreter, against plain torch in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa_serve import layers
+from fa_serve.backends.triton.layers import launch_act_and_mul, launch_rms_norm, launch_rotary_store_kv
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def close(actual: Tensor, exact: Tensor) -> None:
+    """Rounded once from float32."""
+    assert actual.shape == exact.shape
+    bound = torch.finfo(actual.dtype).eps * exact.abs() + 4e-6 * exact.abs().max()
+    assert bool(((actual.double() - exact).abs() <= bound).all())
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("total", "width"), [(1, 64), (5, 80), (3, 1024)])
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+def test_rms_norm(total: int, width: int, dtype: torch.dtype, residual: bool) -> None:
+    x, weight = randn(total, 2 * width, dtype=dtype)[:, :width], randn(width, dtype=dtype, seed=1)
+    r = randn(total, width, dtype=dtype, seed=2) if residual else None
+    out = torch.empty(total, width, dtype=dtype)
+    launch_rms_norm(x, weight, 1e-3, 1.0, r, out)
+    close(out, layers.rms_norm(x.double(), weight.double(), 1e-3, offset=1.0, residual=None if r is None else r.double()))
+
+
+def test_rms_norm_in_place() -> None:
+    x, weight = randn(4, 48, dtype=torch.float32), randn(48, dtype=torch.float32, seed=1)
+    exact = layers.rms_norm(x.double(), weight.double(), 1e-6)
+    launch_rms_norm(x, weight, 1e-6, 0.0, None, x)
+    close(x, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    ("total", "heads", "kv_heads", "dim", "rotary", "norm"),
+    [
+        pytest.param(1, 4, 2, 64, 64, True, id="norm-D64"),
+        pytest.param(7, 9, 3, 128, 128, False, id="D128-H9-HKV3"),
+        pytest.param(3, 4, 1, 80, 32, True, id="norm-D80-R32"),
+        pytest.param(3, 2, 2, 96, 96, False, id="D96"),
+        pytest.param(2, 2, 1, 64, None, False, id="no-rotary"),
+    ],
+)
+def test_rotary_store_kv(total, heads, kv_heads, dim, rotary, norm, dtype) -> None:
+    """Queries and keys turn in place, keys and values reach their slots and no others, values as they are."""
+    page_size = 4
+    qkv = randn(total, (heads + 2 * kv_heads) * dim + 16, dtype=dtype)[:, :-16]
+    slots = torch.randperm(3 * page_size, generator=torch.Generator().manual_seed(1))[:total]
+    slots[1::3] = -1
+    caches = [torch.full((3, kv_heads, page_size, dim), 7.0, dtype=dtype).transpose(1, 2) for _ in "kv"]
+    options = {}
+    if rotary:
+        angles = randn(total, rotary // 2, dtype=torch.float32, seed=3).repeat(1, 2)
+        options = {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
+    if norm:
+        options |= {"q_weight": randn(dim, dtype=dtype, seed=4), "k_weight": randn(dim, dtype=dtype, seed=5)}
+    exact, exact_caches = qkv.double(), [cache.double() for cache in caches]
+    wide = {name: x.double() for name, x in options.items()}
+    layers.rotary_store_kv(exact, *exact_caches, slots, num_heads=heads, eps=1e-3, offset=1.0, **wide)
+    given = [options.get(name) for name in ("cos", "sin", "q_weight", "k_weight")]
+    values = qkv[:, -kv_heads * dim :].clone()
+    launch_rotary_store_kv(qkv, *given, 1e-3, 1.0, *caches, slots, heads)
+    close(qkv, exact)
+    assert torch.equal(qkv[:, -kv_heads * dim :], values)
+    for cache, expected in zip(caches, exact_caches, strict=True):
+        close(cache, expected)
+
+
+@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_act_and_mul(activation: str, dtype: torch.dtype) -> None:
+    x = 4 * randn(5, 2 * 1100, dtype=dtype)
+    out = torch.empty(5, 1100, dtype=dtype)
+    launch_act_and_mul(x, activation, out)
+    close(out, layers.act_and_mul(x.double(), activation))
