@@ -1,0 +1,273 @@
+"""`model.generate` and `model.generate_batch` with fa_serve, sdpa and eager, at real shapes with random weights, on one GPU.
+
+    python benchmarks/bench_generate.py                      # everything, 170 seconds at most
+    python benchmarks/bench_generate.py --cases decode,batch --models llama-3.1-8b --budget 90
+
+ttft:   the time until the first token of one prompt of 1k, 8k, 32k and 128k tokens; eager up to 8k, where its scores fit
+padded: the same for 16 prompts of 256 to 2,048 tokens, padded on the left, and the time of a token after them
+decode: the time of a token behind 32k of context, in a growing cache, and in a static one with transformers' own compiled
+        forward and CUDA graphs; and 32k in, 128 out, from one end to the other
+batch:  generate_batch, 256 requests of 512 tokens in and 256 out, end tokens ignored
+
+A case's name says how many of the model's layers it ran: few, so that minutes are enough; every layer costs the same. Before a
+model is timed, its logits are held to float32 by the rule of two (mean error), with each implementation that it accepts. A line
+is written as soon as it is measured, and what does not fit in the budget is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import itertools
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from measure import Results
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.utils import logging
+
+import fa_serve  # noqa: F401  (makes the name known to transformers)
+
+OURS = "fa_serve"
+EAGER_LIMIT = 8192  # tokens of one prompt beyond which eager's scores outgrow the card
+PROMPTS = (1024, 8192, 32768, 131072)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published model's sizes; `layers` of `of` are run."""
+
+    model_class: str
+    of: int
+    layers: int
+    config: dict[str, Any] = field(default_factory=dict)
+    sdpa: bool = True
+
+
+SHAPES = {
+    "llama-3.1-8b": Shape("LlamaForCausalLM", 32, 8, {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 128256, "tie_word_embeddings": False}),
+    "qwen3-0.6b": Shape("Qwen3ForCausalLM", 28, 8, {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 151936, "tie_word_embeddings": True}),
+    "gemma-3-4b": Shape("Gemma3ForCausalLM", 34, 6, {
+        "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 262208, "sliding_window": 1024, "query_pre_attn_scalar": 256,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"]}),
+    "gpt-oss-20b": Shape("GptOssForCausalLM", 24, 2, {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}, sdpa=False),
+}  # fmt: skip
+
+
+class Bench:
+    def __init__(self, budget: float, results: Results) -> None:
+        self.deadline, self.results = time.perf_counter() + budget, results
+        results.path.parent.mkdir(parents=True, exist_ok=True)
+        results.path.write_text("")
+
+    def left(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    def compare(self, case: str, unit: str, measure: dict[str, Callable[[], float]], seconds: float) -> None:
+        """Times each implementation and writes the line; `seconds` is what the slowest is expected to take."""
+        values: dict[str, float] = {}
+        for name, call in measure.items():
+            if self.left() < seconds:
+                print(f"{case}: {name} left out, {self.left():.0f} s are left", flush=True)
+                continue
+            started = time.perf_counter()
+            try:
+                values[name] = call()
+            except torch.OutOfMemoryError:
+                print(f"{case}: {name} is out of memory", flush=True)
+            seconds = max(seconds, 0.7 * (time.perf_counter() - started))
+            gc.collect()
+            torch.cuda.empty_cache()
+        if OURS in values and len(values) > 1:
+            ours = values.pop(OURS)
+            ratio = self.results.add(case, unit, ours, values)
+            with self.results.path.open("a") as file:
+                file.write(json.dumps(self.results.lines[-1]) + "\n")
+            peers = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
+            print(f"{case}: {ours:.2f} {unit}, {peers}: {ratio:.2f}", flush=True)
+
+
+def build(shape: Shape) -> PreTrainedModel:
+    model_class: Any = getattr(transformers, shape.model_class)
+    changes = {"num_hidden_layers": shape.layers, "max_position_embeddings": 262144, "pad_token_id": 0, "eos_token_id": None}
+    config = model_class.config_class(**shape.config, **changes)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model: PreTrainedModel = model_class(config).eval()
+    torch.set_default_dtype(torch.float32)
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
+    return model
+
+
+def implementations(shape: Shape, tokens: int) -> list[str]:
+    return [OURS, *(["sdpa"] if shape.sdpa else []), *(["eager"] if tokens <= EAGER_LIMIT else [])]
+
+
+def prompt(shape: Shape, rows: int, length: int) -> Tensor:
+    return torch.randint(3, shape.config["vocab_size"], (rows, length), device="cuda")
+
+
+def gate(model: PreTrainedModel, shape: Shape) -> bool:
+    """Whether ours is at most twice as far from float32 as eager bfloat16, in the mean over the logits of 3 padded prompts."""
+    ids = prompt(shape, 3, 700)
+    mask = torch.ones_like(ids)
+    mask[0, :300] = mask[1, :10] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    exact_model = copy.deepcopy(model).float()
+    exact_model.set_attn_implementation("eager")
+    exact = exact_model(**inputs, logits_to_keep=64).logits
+    errors = {}
+    for name in (OURS, "eager"):
+        model.set_attn_implementation(name)
+        errors[name] = (model(**inputs, logits_to_keep=64).logits.float() - exact).abs().mean().item()
+    right = errors[OURS] <= 2 * errors["eager"]
+    print(f"gate: error {errors[OURS]:.2e}, of eager {errors['eager']:.2e}: {'right' if right else 'WRONG'}", flush=True)
+    return right
+
+
+class Clock(StoppingCriteria):
+    """Notes when each token was there; never stops."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def generate(model: PreTrainedModel, name: str, inputs: dict[str, Tensor], new: int, **options: Any) -> list[float]:
+    """Seconds from the call until each of the new tokens."""
+    if model.config._attn_implementation != name:
+        model.set_attn_implementation(name)
+    clock = Clock()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    generate_tokens: Any = model.generate
+    generate_tokens(**inputs, max_new_tokens=new, stopping_criteria=StoppingCriteriaList([clock]), **options)
+    return [at - started for at in clock.times]
+
+
+def first_token(model: PreTrainedModel, name: str, inputs: dict[str, Tensor]) -> float:
+    """Milliseconds; median of 3 after a warm-up, the warm-up's if it took seconds."""
+    times = [generate(model, name, inputs, 1)[0]]
+    while times[0] < 4 and len(times) < 4:
+        times.append(generate(model, name, inputs, 1)[0])
+    return 1e3 * statistics.median(times[1:] or times)
+
+
+def later_token(model: PreTrainedModel, name: str, inputs: dict[str, Tensor], **options: Any) -> float:
+    """Milliseconds; median of the last 24 of 32."""
+    times = generate(model, name, inputs, 32, **options)
+    return 1e3 * statistics.median(b - a for a, b in itertools.pairwise(times[7:]))
+
+
+def time_to_first_token(bench: Bench, model: PreTrainedModel, shape: Shape, title: str) -> None:
+    for length in PROMPTS:
+        inputs = {"input_ids": prompt(shape, 1, length)}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        calls = {n: lambda n=n, i=inputs: first_token(model, n, i) for n in implementations(shape, length)}
+        bench.compare(f"ttft_{title}_{length}", "ms", calls, 1 + length / 2e4)
+
+
+def padded(bench: Bench, model: PreTrainedModel, shape: Shape, title: str) -> None:
+    inputs = {"input_ids": prompt(shape, 16, 2048)}
+    lengths = torch.linspace(256, 2048, 16, device="cuda").long()
+    inputs["attention_mask"] = (torch.arange(2048, device="cuda") >= 2048 - lengths[:, None]).long()
+    names = implementations(shape, 2048)
+    bench.compare(f"padded_{title}_16x2048_first", "ms", {n: lambda n=n: first_token(model, n, inputs) for n in names}, 4)
+    bench.compare(f"padded_{title}_16x2048_token", "ms", {n: lambda n=n: later_token(model, n, inputs) for n in names}, 4)
+
+
+def decode(bench: Bench, model: PreTrainedModel, shape: Shape, title: str) -> None:
+    inputs = {"input_ids": prompt(shape, 1, 32768)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    names = implementations(shape, 32768)
+
+    def whole(name: str) -> float:
+        return min(1e3 * generate(model, name, inputs, 128)[-1] for _ in range(2))
+
+    def static(name: str) -> float:
+        torch.compiler.reset()
+        return later_token(model, name, inputs, cache_implementation="static")
+
+    bench.compare(f"decode_{title}_32768_growing", "ms", {n: lambda n=n: later_token(model, n, inputs) for n in names}, 4)
+    bench.compare(f"generate_{title}_32768_128", "ms", {n: lambda n=n: whole(n) for n in names}, 10)
+    bench.compare(f"decode_{title}_32768_static", "ms", {n: lambda n=n: static(n) for n in names}, 25)
+
+
+def batch(bench: Bench, model: PreTrainedModel, shape: Shape, title: str) -> None:
+    prompts = prompt(shape, 256, 512).tolist()
+
+    def tokens_per_second(name: str) -> float:
+        if model.config._attn_implementation != name:
+            model.set_attn_implementation(name)
+        started = time.perf_counter()
+        call: Any = model.generate_batch
+        done = call(
+            prompts, generation_config=GenerationConfig(max_new_tokens=256, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(),
+        )  # fmt: skip
+        seconds = time.perf_counter() - started
+        errors = [output.error for output in done.values() if output.error]
+        if errors or len(done) != len(prompts):
+            raise RuntimeError(f"{name}: {len(done)} of {len(prompts)} requests came back: {errors[:1]}")
+        return sum(len(output.generated_tokens) for output in done.values()) / seconds
+
+    bench.compare(f"batch_{title}_256x512+256", "token/s", {n: lambda n=n: tokens_per_second(n) for n in (OURS, "sdpa")}, 15)
+
+
+CASES = {"ttft": time_to_first_token, "padded": padded, "decode": decode, "batch": batch}
+# generate_batch once, at the smallest shape: what it costs beyond the kernels does not depend on the model
+SKIP = {("batch", name) for name in SHAPES if name != "qwen3-0.6b"} | {("decode", "gpt-oss-20b"), ("padded", "gpt-oss-20b")}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--models", default=",".join(SHAPES))
+    parser.add_argument("--layers", type=int, default=0, help="instead of each shape's own choice")
+    parser.add_argument("--budget", type=float, default=170, help="seconds")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    bench = Bench(arguments.budget, Results("generate", arguments.out))
+    for name in arguments.models.split(","):
+        shape = SHAPES[name]
+        if arguments.layers:
+            shape = Shape(shape.model_class, shape.of, arguments.layers, shape.config, shape.sdpa)
+        model = build(shape)
+        if gate(model, shape):
+            for case in arguments.cases.split(","):
+                if (case, name) not in SKIP:
+                    CASES[case](bench, model, shape, f"{name}_{shape.layers}of{shape.of}")
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(f"{len(bench.results.lines)} lines -> {bench.results.path}")
+
+
+if __name__ == "__main__":
+    main()
