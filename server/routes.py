@@ -38,6 +38,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorReply, "description": "The request's fault, or there is no room (429)."},
     "5XX": {"model": ErrorReply, "description": "The server's fault, or it is not ready (503)."},
 }
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 class JsonRequest(Request):
@@ -71,13 +72,13 @@ def _service(request: Request) -> Service:
 Shared = Annotated[Service, Depends(_service)]
 
 
-@router.post("/v1/completions", response_model=Completion, tags=["OpenAI"])
+@router.post("/v1/completions", response_model=Completion, responses=STREAM, tags=["OpenAI"])
 async def completions(body: CompletionRequest, request: Request, service: Shared) -> Response:
     """Continue a prompt, or a batch of prompts, given as text or as token ids."""
     return await _respond(CompletionAnswer, body, request, service)
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion, tags=["OpenAI"])
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAM, tags=["OpenAI"])
 async def chat_completions(body: ChatRequest, request: Request, service: Shared) -> Response:
     """Answer a conversation."""
     return await _respond(ChatAnswer, body, request, service)
