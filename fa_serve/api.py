@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from fa_serve.backends import Backend, select_backend
-from fa_serve.spec import AttentionSpec, Layout, arch_of
+from fa_serve.backends.mixed import forward_mixed
+from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, arch_of
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FAR = 1 << 29  # a window beyond any length; the kernels add lengths to it in 32 bits
@@ -73,7 +74,7 @@ def attention(
     if mask is not None:
         _check_mask(mask, q, k)
     _check_out(out, q, v)
-    chosen = _backend("dense", q, k, v, window, softcap, sinks, mask, 0, backend)
+    chosen = _backend("dense", q, k, v, window, softcap, sinks, mask, 0, True, backend, False)
     result, lse = chosen.forward(
         q,
         k,
@@ -109,7 +110,7 @@ def attention_varlen(
     _check_length("max_seqlen_q", max_seqlen_q)
     _check_length("max_seqlen_k", max_seqlen_k)
     _check_out(out, q, v)
-    chosen = _backend("varlen", q, k, v, window, softcap, sinks, None, 0, backend)
+    chosen = _backend("varlen", q, k, v, window, softcap, sinks, None, 0, True, backend, False)
     result, lse = chosen.forward_varlen(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         softmax_scale=scale, window_size=window, softcap=softcap, sinks=sinks, out=out, return_lse=return_lse,
@@ -160,12 +161,22 @@ def attention_paged(
     _check_cache(k_cache, v_cache)
     k_descale, v_descale = _check_descale(k_cache, k_descale, v_descale)
     _check_out(out, q, v_cache)
-    chosen = _backend("paged", q, k_cache, v_cache, window, softcap, sinks, None, page_size, backend)
+    few = max_seqlen_q <= FEW_QUERIES or num_splits > 0
+    paging = (page_size, _of_whole_rows(k_cache) and _of_whole_rows(v_cache))
+    chosen = _backend("paged", q, k_cache, v_cache, window, softcap, sinks, None, *paging, backend, few)
+    options = {
+        "block_table": block_table, "seqused_k": seqused_k, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k, "softmax_scale": scale, "window_size": window, "softcap": softcap, "sinks": sinks,
+        "out": out, "return_lse": return_lse,
+    }  # fmt: skip
+    if not few and q.shape[0] < seqused_k.shape[0] * max_seqlen_q and backend == "auto":
+        decoder = _backend("paged", q, k_cache, v_cache, window, softcap, sinks, None, *paging, backend, True)
+        if decoder is not chosen:  # each has a kernel for one kind of sequence
+            result, lse = forward_mixed(decoder.forward_paged, chosen.forward_paged, q, k_cache, v_cache, **options)
+            return result if lse is None else (result, lse)
     result, lse = chosen.forward_paged(
-        q, k_cache, v_cache, block_table=block_table, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, softmax_scale=scale, window_size=window, softcap=softcap, sinks=sinks, k_descale=k_descale,
-        v_descale=v_descale, num_splits=num_splits, out=out, return_lse=return_lse,
-    )  # fmt: skip
+        q, k_cache, v_cache, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits, **options
+    )
     return result if lse is None else (result, lse)
 
 
@@ -206,14 +217,14 @@ def store_kv(
     slot_mapping = slot_mapping.contiguous()
     spec = AttentionSpec(
         "paged", k.device.type, arch_of(k.device), k.dtype, k_cache.dtype, k.shape[2], v.shape[2], k.shape[1], k.shape[1],
-        page_size=k_cache.shape[1],
+        page_size=k_cache.shape[1], few_queries=True,
     )  # fmt: skip
     select_backend(spec, backend).store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale=k_descale, v_descale=v_descale)
 
 
 def _backend(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], softcap: float, sinks: Tensor | None,
-    mask: Tensor | None, page_size: int, name: str,
+    mask: Tensor | None, page_size: int, whole_rows: bool, name: str, few_queries: bool,
 ) -> Backend:  # fmt: skip
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
@@ -221,7 +232,7 @@ def _backend(
     )  # fmt: skip
     return _choose(
         layout, q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2], window, softcap != 0.0,
-        sinks is not None, None if mask is None else mask.dtype, page_size, needs_grad, name,
+        sinks is not None, None if mask is None else mask.dtype, page_size, needs_grad, few_queries, whole_rows, name,
     )  # fmt: skip
 
 
@@ -229,12 +240,13 @@ def _backend(
 def _choose(
     layout: Layout, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, head_dim_v: int,
     num_heads: int, num_kv_heads: int, window: tuple[int, int], softcap: bool, sinks: bool, mask: torch.dtype | None,
-    page_size: int, needs_grad: bool, name: str,
+    page_size: int, needs_grad: bool, few_queries: bool, whole_rows: bool, name: str,
 ) -> Backend:  # fmt: skip
     """Cached by what a call has at hand: making the spec and hashing it costs more than the choice."""
     spec = AttentionSpec(
         layout, device.type, arch_of(device), dtype, kv_dtype, head_dim, head_dim_v, num_heads, num_kv_heads, window, softcap,
         sinks, None if mask is None else "bool" if mask == torch.bool else "float", page_size, needs_grad,
+        few_queries, whole_rows,
     )  # fmt: skip
     return select_backend(spec, name)
 
@@ -316,6 +328,12 @@ def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
     if k_cache.stride()[3] != 1 or v_cache.stride()[3] != 1:
         name, x = ("v_cache", v_cache) if k_cache.stride()[3] == 1 else ("k_cache", k_cache)
         raise ValueError(f"{name} must have a contiguous last dimension, got strides {x.stride()}")
+
+
+def _of_whole_rows(cache: Tensor) -> bool:
+    page, token, head, _ = cache.stride()
+    row = token * cache.element_size()
+    return token > 0 and page % token == 0 and not (row | head * cache.element_size() | cache.data_ptr()) & 15
 
 
 def _check_descale(

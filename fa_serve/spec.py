@@ -19,6 +19,8 @@ from typing import Literal
 import torch
 
 Layout = Literal["dense", "varlen", "paged"]
+FEW_QUERIES = 16
+"""Per sequence of a paged batch: beyond that rows fill a tile by themselves, and splitting keys gains nothing."""
 
 
 class FaServeError(Exception):
@@ -43,6 +45,8 @@ class AttentionSpec:
     window_size:  (left, right), -1 unlimited; causal calls arrive with right == 0
     mask:         dtype of an explicit mask ("bool" keeps where True, "float" is added to the scores), or None
     needs_grad:   autograd will ask for gradients of q, k or v
+    few_queries:  (paged) up to FEW_QUERIES per sequence, or keys in a fixed number of splits: what decoding kernels are for
+    whole_rows:   (paged) tokens and heads are multiples of 16 bytes apart, and pages a whole number of tokens
     """
 
     layout: Layout
@@ -60,6 +64,8 @@ class AttentionSpec:
     mask: Literal["bool", "float"] | None = None
     page_size: int = 0
     needs_grad: bool = False
+    few_queries: bool = False
+    whole_rows: bool = True
 
     def __str__(self) -> str:
         parts = [self.layout, self.device if not self.arch else f"{self.device} sm{self.arch}", str(self.dtype)[6:]]
@@ -72,6 +78,7 @@ class AttentionSpec:
         parts += [name for name in ("softcap", "sinks", "needs_grad") if getattr(self, name)]
         parts += [f"{self.mask} mask"] if self.mask else []
         parts += [f"page_size {self.page_size}"] if self.page_size else []
+        parts += ["few queries"] if self.few_queries else []
         return ", ".join(parts)
 
 

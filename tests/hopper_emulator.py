@@ -141,11 +141,30 @@ class _Shared:
     def permute(self, order: tuple[int, ...]) -> _Shared:
         return _Shared(self.data.permute(order))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> _Pieces:
+        return _Pieces(self.data, shape)
+
     def store(self, value: torch.Tensor) -> None:
         self.data.copy_(value)
 
     def load(self, layout: object) -> torch.Tensor:
         return self.data.clone()
+
+
+class _Pieces:
+    """A ring (stages, rows, columns) as boxes of some rows by 64 columns: in memory all rows of 64 columns come first."""
+
+    def __init__(self, ring: torch.Tensor, shape: list[int]) -> None:
+        self.ring, self.rows, (self.count, *self.box) = ring, shape[-3], shape
+        if ring.numel() != self.count * self.rows * 64:
+            raise EmulationError(f"{shape} is not the memory of {tuple(ring.shape)}")
+
+    def index(self, i: Any) -> _Shared:
+        stages, rows, _ = self.ring.shape
+        stage, rest = divmod(int(i), self.count // stages)
+        chunk, piece = divmod(rest, rows // self.rows)
+        box = self.ring[stage, piece * self.rows : (piece + 1) * self.rows, 64 * chunk : 64 * chunk + 64]
+        return _Shared(box[None, None, :, None, :])
 
 
 class _Barriers:

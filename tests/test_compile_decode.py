@@ -9,10 +9,11 @@ import pytest
 import torch
 from cross_compile import TARGETS, Kernel, compiling_for
 
+from fa_serve.backends.mixed import forward_mixed
 from fa_serve.backends.triton import decode
 from fa_serve.backends.triton.decode import launch_decode
+from fa_serve.backends.triton.forward import launch_forward
 from fa_serve.backends.triton.kv_cache import launch_store_kv
-from fa_serve.backends.triton.mixed import forward_mixed
 
 SPILL_BUDGET = 0  # bytes per thread, every kernel and target
 SHARED_BUDGET = {  # bytes one program may ask for; on sm90 and sm100 two of them fit on an SM
@@ -169,9 +170,10 @@ def test_mixed_on_hopper() -> None:
     cache = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
     with compiling_for("sm90") as kernels:
         forward_mixed(
-            torch.zeros(300, 32, 128, dtype=torch.bfloat16), cache, cache, block_table=torch.zeros(3, 64, dtype=torch.int32),
-            seqused_k=torch.zeros(3, dtype=torch.int32), cu_seqlens_q=torch.zeros(4, dtype=torch.int32), max_seqlen_q=298,
-            max_seqlen_k=1024, softmax_scale=0.1, window_size=(-1, 0), softcap=0.0, sinks=None, out=None, return_lse=True,
+            launch_decode, launch_forward, torch.zeros(300, 32, 128, dtype=torch.bfloat16), cache, cache,
+            block_table=torch.zeros(3, 64, dtype=torch.int32), seqused_k=torch.zeros(3, dtype=torch.int32),
+            cu_seqlens_q=torch.zeros(4, dtype=torch.int32), max_seqlen_q=298, max_seqlen_k=1024, softmax_scale=0.1,
+            window_size=(-1, 0), softcap=0.0, sinks=None, out=None, return_lse=True,
         )  # fmt: skip
     assert [kernel.name for kernel in kernels] == ["_attn_fwd", "_decode", "_combine"]
     assert all(kernel.spill_bytes == 0 for kernel in kernels)

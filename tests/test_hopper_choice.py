@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 
+from fa_serve.api import _of_whole_rows
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.hopper.tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group, shared_bytes
 from fa_serve.spec import AttentionSpec
@@ -16,9 +17,18 @@ H200 = AttentionSpec("varlen", "cuda", 90, torch.bfloat16, torch.bfloat16, 128, 
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS)
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
 def test_accepts(dims: tuple[int, int], layout: str) -> None:
-    spec = replace(H200, layout=layout, head_dim=dims[0], head_dim_v=dims[1], softcap=True, sinks=True, window_size=(100, 20))
+    spec = replace(
+        H200,
+        layout=layout,
+        page_size=48 if layout == "paged" else 0,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        softcap=True,
+        sinks=True,
+        window_size=(100, 20),
+    )
     assert HopperBackend().supports(spec) is None
     assert HopperBackend().supports(replace(spec, dtype=torch.float16, kv_dtype=torch.float16)) is None
 
@@ -29,7 +39,10 @@ def test_accepts(dims: tuple[int, int], layout: str) -> None:
         ({"device": "cpu", "arch": 0}, "got cpu"),
         ({"arch": 100}, "got compute capability 10.0"),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "got float32"),
-        ({"layout": "paged", "page_size": 16}, "paged"),
+        ({"layout": "paged", "page_size": 16, "few_queries": True}, "decoding kernels"),
+        ({"layout": "paged", "page_size": 16, "kv_dtype": torch.float8_e4m3fn}, "got float8_e4m3fn"),
+        ({"layout": "paged", "page_size": 8}, "got 8"),
+        ({"layout": "paged", "page_size": 16, "whole_rows": False}, "whole number of tokens"),
         ({"head_dim": 80, "head_dim_v": 80}, "got 80"),
         ({"head_dim": 128, "head_dim_v": 64}, "got 128 with 64"),
         ({"mask": "bool"}, "explicit mask"),
@@ -40,6 +53,24 @@ def test_refuses_in_words(change: dict, words: str) -> None:
     reason = HopperBackend().supports(replace(H200, **change))
     assert reason is not None
     assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("strides", "whole"),
+    [
+        ((2048, 128, 64, 1), True),
+        ((4096, 128, 64, 1), True),
+        ((2048, 64, 1024, 1), True),
+        ((2050, 128, 64, 1), False),
+        ((2048, 132, 64, 1), False),
+        ((2048, 128, 60, 1), False),
+    ],
+    ids=str,
+)
+def test_which_caches_have_whole_rows(strides: tuple[int, ...], whole: bool) -> None:
+    cache = torch.zeros(20_000, dtype=torch.bfloat16).as_strided((3, 16, 2, 64), strides)
+    assert _of_whole_rows(cache) == whole
+    assert not _of_whole_rows(cache.as_strided(cache.shape, strides, storage_offset=4))
 
 
 def test_refuses_another_gluon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ CAUSAL, FULL = (-1, 0), (-1, -1)
 @cache
 def compile_forward(
     head_dim: int, head_dim_v: int, window: tuple[int, int], *, packed: bool = False, dtype: torch.dtype = torch.bfloat16,
-    softcap: float = 0.0, sinks: bool = False, seqlen: int = 2048, tiles: TileConfig | None = None,
+    softcap: float = 0.0, sinks: bool = False, seqlen: int = 2048, tiles: TileConfig | None = None, page_size: int = 0,
 ) -> Kernel:  # fmt: skip
     q = torch.zeros(1, seqlen, 4, head_dim, dtype=dtype)
     k, v = torch.zeros(1, seqlen, 2, head_dim, dtype=dtype), torch.zeros(1, seqlen, 2, head_dim_v, dtype=dtype)
@@ -28,13 +28,19 @@ def compile_forward(
         q, k, v = q[0], k[0], v[0]
         cu = torch.tensor([0, seqlen], dtype=torch.int32)
         lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+    if page_size:
+        q, k, v = q[0], k[0, : 2 * page_size].unflatten(0, (2, -1)), v[0, : 2 * page_size].unflatten(0, (2, -1))
+        lengths = {
+            "cu_seqlens_q": torch.tensor([0, seqlen], dtype=torch.int32), "max_seqlen_q": seqlen, "max_seqlen_k": 4096,
+            "block_table": torch.zeros(1, 256, dtype=torch.int32), "seqused_k": torch.tensor([4096], dtype=torch.int32),
+        }  # fmt: skip
     with compiling_for("sm90") as kernels:
         launch_forward(
             q, k, v, softmax_scale=0.1, window_size=window, softcap=softcap,
             sinks=torch.zeros(4, dtype=dtype) if sinks else None, out=None, return_lse=True, tiles=tiles, **lengths,
         )  # fmt: skip
     *table, kernel = kernels
-    assert [t.name for t in table] == (["_tile_table"] if packed else [])
+    assert [t.name for t in table] == (["_tile_table"] if packed or page_size else [])
     return kernel
 
 
@@ -51,12 +57,14 @@ def compile_forward(
         pytest.param({"head_dim": 128, "head_dim_v": 128, "window": CAUSAL, "seqlen": 64}, id="d128-one-group"),
         pytest.param({"head_dim": 192, "head_dim_v": 128, "window": CAUSAL}, id="d192-causal"),
         pytest.param({"head_dim": 256, "head_dim_v": 256, "window": FULL}, id="d256-full"),
+        pytest.param({"head_dim": 128, "head_dim_v": 128, "window": CAUSAL, "page_size": 16}, id="d128-pages-of-16"),
+        pytest.param({"head_dim": 256, "head_dim_v": 256, "window": (500, 0), "page_size": 256}, id="d256-pages-of-256"),
     ],
 )
 def test_compiles_to_what_it_is_written_for(options: dict) -> None:
     tiles = forward_tiles(
         options["head_dim"], options["head_dim_v"], options["window"] != FULL, options.get("seqlen", 2048),
-        options.get("seqlen", 2048), options.get("packed", False),
+        options.get("seqlen", 2048), "packed" in options or "page_size" in options,
     )  # fmt: skip
     kernel = compile_forward(**options)
     found = kernel.instructions
@@ -69,7 +77,7 @@ def test_compiles_to_what_it_is_written_for(options: dict) -> None:
     assert kernel.registers <= tiles.registers[0]
     assert kernel.shared_bytes * tiles.blocks_per_sm <= 232_448
     handed_out = {int(n, 16) for n in re.findall(r"USETMAXREG\S*\s+(?:\S+,\s*)?(0x[0-9a-f]+)", kernel.sass)}
-    assert tiles.groups == 1 or tiles.registers[1] in handed_out
+    assert tiles.groups == 1 or tiles.registers[1] - (8 if "page_size" in options else 0) in handed_out
 
 
 def under_a_product(sass: str) -> list[int]:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
 from hopper_emulator import EmulationError, emulated
 
+from fa_serve import api
+from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.hopper.forward import launch_forward
 from fa_serve.backends.hopper.schedule import RECORD, tile_slots, tile_table
 from fa_serve.backends.hopper.tiles import Schedule, TileConfig
 from fa_serve.backends.reference import attention_reference
-from fa_serve.testing import assert_lse_matches, assert_matches_reference, cu_seqlens, eager_attention, make_qkv
+from fa_serve.testing import (
+    assert_lse_matches,
+    assert_matches_reference,
+    cu_seqlens,
+    eager_attention,
+    make_paged,
+    make_qkv,
+)
 
 GRID, STATIC, DYNAMIC = Schedule.GRID, Schedule.STATIC, Schedule.DYNAMIC
 CAUSAL, FULL = (-1, 0), (-1, -1)
@@ -112,6 +122,105 @@ def test_packed_sequences_do_not_see_their_neighbours(schedule: Schedule, window
         check(out[None, rows], lse[None, :, rows], q[None, rows], k[None, keys], v[None, keys], options)
 
 
+PAGED = [
+    Case("page-of-16"),
+    Case("two-groups-of-heads", heads=(4, 2)),
+    Case("page-larger-than-a-block", seqlen_q=256),
+    Case("page-of-48", seqlen_q=48, window=FULL),
+    Case("window", window=(40, 0)),
+    Case("window-both-page-of-32", window=(30, 10), seqlen_q=32, softcap=5.0, sinks=True),
+    Case("d128-float16", head_dim=(128, 128), dtype=torch.float16, seqlen_q=64),
+    Case("d192-dv128", head_dim=(192, 128)),
+    Case("d256-static", head_dim=(256, 256), tiles=TileConfig(2, 64, 2, 1, STATIC, o_parts=2), seqlen_q=32),
+    Case("grid-one-group", tiles=TileConfig(1, 64, 2, 1, GRID)),
+]
+
+
+def paged_inputs(case: Case, lengths_q: list[int], lengths_k: list[int]):
+    """`seqlen_q` is the page size, 16 if it is the default. -> arguments, and per sequence its rows, keys and values."""
+    page_size = 16 if case.seqlen_q == 200 else case.seqlen_q
+    q, k, v = (x[0] for x in make_qkv(1, sum(lengths_q), sum(lengths_k), *case.heads, *case.head_dim, dtype=case.dtype))
+    keys, values = k.split(lengths_k), v.split(lengths_k)
+    k_cache, v_cache, block_table, seqused_k = make_paged(keys, values, page_size)
+    sinks = torch.randn(case.heads[0], generator=torch.Generator().manual_seed(1)) if case.sinks else None
+    options = {"softmax_scale": case.scale, "window_size": case.window, "softcap": case.softcap, "sinks": sinks}
+    cu_q = cu_seqlens(lengths_q)
+    paging = {"block_table": block_table, "seqused_k": seqused_k, "cu_seqlens_q": cu_q, "max_seqlen_q": max(lengths_q),
+              "max_seqlen_k": max(lengths_k), "tiles": case.tiles}  # fmt: skip
+    rows = [slice(a, b) for a, b in pairwise(cu_q.tolist())]
+    return (q, k_cache, v_cache), paging, options, list(zip(rows, keys, values, strict=True))
+
+
+@pytest.mark.parametrize("case", PAGED, ids=lambda case: case.id)
+def test_paged(case: Case) -> None:
+    """Pages in any order; every slot that no sequence owns is NaN, and table entries behind the last page point outside."""
+    tensors, paging, options, sequences = paged_inputs(case, [70, 0, 1, 150, 90], [70, 30, 9, 310, 0])
+    with emulated():
+        out, lse = launch_forward(*tensors, out=None, return_lse=True, **paging, **options)
+    for rows, k, v in sequences:
+        if rows.start < rows.stop and len(k):
+            check(out[None, rows], lse[None, :, rows], tensors[0][None, rows], k[None], v[None], options)
+    assert (out[-90:] == 0).all()
+
+
+def test_pages_before_a_window_are_not_read() -> None:
+    """They may belong to another sequence by now: their table entries point outside of the cache."""
+    (q, k_cache, v_cache), paging, options, [(_, k, v)] = paged_inputs(Case("", window=(30, 0)), [100], [300])
+    first_seen = 300 - 100 - 30
+    paging["block_table"][0, : first_seen // 16] = 2**28
+    with emulated():
+        out, lse = launch_forward(q, k_cache, v_cache, out=None, return_lse=True, **paging, **options)
+    check(out[None], lse[None], q[None], k[None], v[None], options)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 0, 1, 3)], ids=["heads-first", "heads-outermost"])
+def test_strided_caches(order: tuple[int, ...]) -> None:
+    """A cache that is a view: heads before tokens, and K and V side by side in one tensor."""
+    (q, k_cache, v_cache), paging, options, [(_, k, v)] = paged_inputs(Case("", heads=(4, 2)), [100], [130])
+    both = torch.stack([k_cache, v_cache], dim=1)
+    back = [order.index(i) for i in range(4)]
+    moved = k_cache.permute(order).contiguous().permute(back)
+    with emulated():
+        for keys, values in ((both[:, 0], both[:, 1]), (moved, v_cache)):
+            out, lse = launch_forward(q, keys, values, out=None, return_lse=True, **paging, **options)
+            check(out[None], lse[None], q[None], k[None], v[None], options)
+
+
+def test_sequences_with_few_queries_are_left_alone() -> None:
+    tensors, paging, options, sequences = paged_inputs(Case(""), [1, 70, 16, 17, 0], [90, 70, 33, 40, 5])
+    out, lse = torch.full_like(tensors[0], 7.0), torch.full((2, 104), 7.0)
+    with emulated():
+        launch_forward(*tensors, out=out, lse=lse, return_lse=True, skip_q=16, **paging, **options)
+    for index, (rows, k, v) in enumerate(sequences):
+        if index in (1, 3):
+            check(out[None, rows], lse[None, :, rows], tensors[0][None, rows], k[None], v[None], options)
+        else:
+            assert (out[rows] == 7.0).all()
+            assert (lse[:, rows] == 7.0).all()
+
+
+def test_a_mixed_batch_is_shared_with_who_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the public function: this kernel has the longer sequences, the backend for few queries the others."""
+    tensors, paging, options, sequences = paged_inputs(Case(""), [1, 70, 16, 17, 3], [90, 70, 33, 40, 5])
+
+    class Decoder:
+        def forward_paged(self, q, k_cache, v_cache, *, max_seqlen_q, out, lse, **_: object) -> None:
+            assert max_seqlen_q == 8  # of a group of 2 heads fill 16 rows
+            for rows, k, v in sequences:
+                if rows.stop - rows.start <= max_seqlen_q:
+                    exact, exact_lse = attention_reference(*(x[None].float() for x in (q[rows], k, v)), **options)
+                    out[rows], lse[:, rows] = exact[0].to(out.dtype), exact_lse[0]
+
+    monkeypatch.setattr(api, "select_backend", lambda spec, name: Decoder() if spec.few_queries else HopperBackend())
+    api._choose.cache_clear()
+    paging.pop("tiles")
+    with emulated():
+        out, lse = api.attention_paged(*tensors, return_lse=True, **paging, **options)
+    api._choose.cache_clear()
+    for rows, k, v in sequences:
+        check(out[None, rows], lse[None, :, rows], tensors[0][None, rows], k[None], v[None], options)
+
+
 def test_dense_batches_do_not_see_their_neighbours() -> None:
     """K and V are views into NaN: rows behind seqlen_k, and other batches, must not be read."""
     q, k, v, options = inputs(Case("", batch=2, seqlen_q=100, seqlen_k=90))
@@ -176,7 +285,7 @@ def test_tile_table_is_every_tile_longest_first(window: tuple[int, int]) -> None
         *records, behind = tile_table(cu_q, cu_k, slots, window, 128, 64).view(-1, RECORD).tolist()
     live = [r for r in records if r[0] >= 0]
     assert records[: len(live)] == live
-    assert behind[0] == 0
+    assert behind[:2] == [0, len(live)]
     assert len(records) == slots
     tiles = {(b, m) for b, n in enumerate(lengths_q) for m in range(0, n, 128)}
     starts = {start: b for b, start in enumerate(cu_q[:-1].tolist()) if lengths_q[b]}

@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fa_serve.backends import triton as backend
 from fa_serve.backends.reference import ReferenceBackend
-from fa_serve.backends.triton import TritonBackend, mixed
+from fa_serve.backends.triton import TritonBackend
 from fa_serve.backends.triton.decode import DecodeTiles, _fit_float16, decode_tiles, launch_decode
 from fa_serve.backends.triton.forward import launch_forward
 from fa_serve.backends.triton.tiles import TileConfig, batch_block
@@ -280,13 +281,13 @@ MIXED = [
 def test_mixed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     for launch in (launch_decode, launch_forward):
-        monkeypatch.setattr(mixed, launch.__name__, lambda *a, f=launch, **o: ran.append(f.__name__) or f(*a, **o))
+        monkeypatch.setattr(backend, launch.__name__, lambda *a, f=launch, **o: ran.append(f.__name__) or f(*a, **o))
     check(case, launch=TritonBackend().forward_paged)
     assert sorted(ran) == ["launch_decode", "launch_forward"]
 
 
 def test_equal_prompts_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(mixed, "launch_decode")
+    monkeypatch.delattr(backend, "launch_decode")
     check(Case(q_lens=(18, 18), kv_lens=(40, 18)), launch=TritonBackend().forward_paged)
 
 

@@ -1,8 +1,8 @@
 """Kernels for Hopper (sm90) alone, in Gluon: TMA, warp specialisation, wgmma.
 
-`forward` is attention over dense and packed keys; `producer` and `consumer` are its two kinds of warps and `shared` what
+`forward` is attention over dense, packed and paged keys; `producer` and `consumer` are its two kinds of warps and `shared` what
 they share; `schedule` deals tiles, `tiles` chooses their shape, `launch` keeps the host's part of a call short. Left out:
-paged keys, explicit masks and the backward pass, which the portable kernels have.
+few queries over a paged cache, float8 caches and explicit masks, which the portable kernels have, and the backward pass.
 
 Gluon is Triton's experimental layer and changes with every release, so the kernel modules are imported only under the release
 that they are written for.
@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from fa_serve.backends.hopper.tiles import HEAD_DIMS
-from fa_serve.spec import AttentionSpec
+from fa_serve.spec import FEW_QUERIES, AttentionSpec
 
 GLUON_OF_TRITON = "3.6."
 
@@ -33,8 +33,8 @@ class HopperBackend:
             return "has no interpreter: TRITON_INTERPRET is set"
         if spec.dtype not in (torch.float16, torch.bfloat16):
             return f"computes float16 and bfloat16, got {str(spec.dtype)[6:]}"
-        if spec.layout == "paged":
-            return "reads dense and packed keys, not a paged cache"
+        if spec.layout == "paged" and (reason := _cannot_page(spec)):
+            return reason
         if (spec.head_dim, spec.head_dim_v) not in HEAD_DIMS:
             known = ", ".join(str(d) if d == dv else f"{d} with head_dim_v {dv}" for d, dv in HEAD_DIMS)
             got = str(spec.head_dim) if spec.head_dim == spec.head_dim_v else f"{spec.head_dim} with {spec.head_dim_v}"
@@ -55,8 +55,24 @@ class HopperBackend:
 
         return launch_forward(q, k, v, **options)
 
-    def forward_paged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, **options):
-        raise NotImplementedError("the Hopper kernel does not read a paged cache; supports() says so")
+    def forward_paged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k_descale=None, v_descale=None, num_splits=0, **options
+    ):
+        from fa_serve.backends.hopper.forward import launch_forward
+
+        return launch_forward(q, k_cache, v_cache, **options)
 
     def store_kv(self, *args, **options):
-        raise NotImplementedError("the Hopper kernel has no paged cache; supports() says so")
+        raise NotImplementedError("the Hopper backend does not write a paged cache; supports() says so")
+
+
+def _cannot_page(spec: AttentionSpec) -> str | None:
+    if spec.few_queries:
+        return f"leaves up to {FEW_QUERIES} queries per sequence, fixed splits and the cache's writing to the decoding kernels"
+    if spec.kv_dtype != spec.dtype:
+        return f"reads a cache of q's dtype, got {str(spec.kv_dtype)[6:]}"
+    if spec.page_size % 16:
+        return f"reads pages of a multiple of 16 tokens, got {spec.page_size}"
+    if not spec.whole_rows:
+        return "reads caches whose tokens and heads are multiples of 16 bytes apart, and pages a whole number of tokens"
+    return None

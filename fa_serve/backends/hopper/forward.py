@@ -13,7 +13,10 @@ it; between warpgroups `pingpong` hands the tensor cores around. Scores are in b
 Packed sequences are bounded by the hardware: descriptors are ragged (Triton's `tools.ragged_tma`), rows past a sequence's end
 read as zero and are not written, so a neighbour's NaN can neither be read nor overwritten, and no tile needs a slow path.
 
-Left out: paged keys, explicit masks, the backward pass. `head_dim` 96 runs at the cost of 128.
+A page of a paged cache is bounded in the same way: it is a packed sequence as long as what its owner uses of it, and a tile of K
+or V arrives page by page. Entries of the block table behind the last page, or before a window, are not read.
+
+Left out: explicit masks, float8 caches, the backward pass. `head_dim` 96 runs at the cost of 128.
 """
 
 from __future__ import annotations
@@ -38,34 +41,54 @@ from fa_serve.backends.hopper.shared import RAGGED, Bars, Descs, Epilogue, Smem,
 from fa_serve.backends.hopper.tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group
 
 
+@gluon.jit
+def _ring(width: gl.constexpr, desc, var: gl.constexpr):
+    """A ring of blocks of K or V; and the same memory as the pieces in which a paged cache arrives: the 128-byte swizzle has 64
+    columns of all rows, then the next 64, and any 8 rows of these are one pattern."""
+    STAGES: gl.constexpr = var.tiles.stages
+    if var.page_size > 0:
+        KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        PIECES: gl.constexpr = STAGES * (var.tiles.block_n // var.page_rows) * (width // 64)
+        ring = gl.allocate_shared_memory(desc.dtype, [STAGES, var.tiles.block_n, width], KEYS)
+        return ring, ring._reinterpret(desc.dtype, [PIECES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+    else:  # noqa: RET505
+        ring = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+        return ring, ring
+
+
 @gluon.jit(
     do_not_specialize=[
         "scale", "softcap", "lse_stride", "total", "num_m", "num_heads", "heads_per_kv", "head_group", "seqlen_q", "seqlen_k",
-        "left", "right",
+        "left", "right", "table_stride", "k_pitch", "v_pitch",
     ],
-    do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "counter_ptr"],
+    do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "counter_ptr", "block_table_ptr"],
 )  # fmt: skip
 def _attention_forward(
-    q_desc, q1_desc, k_desc, k1_desc, v_desc, o_desc, lse_ptr, sinks_ptr, table_ptr, counter_ptr, scale, softcap, lse_stride,
-    total, num_m, num_heads, heads_per_kv, head_group, seqlen_q, seqlen_k, left, right, var: gl.constexpr,
+    q_desc, q1_desc, k_desc, k1_desc, v_desc, o_desc, lse_ptr, sinks_ptr, table_ptr, counter_ptr, block_table_ptr, scale,
+    softcap, lse_stride, total, num_m, num_heads, heads_per_kv, head_group, seqlen_q, seqlen_k, left, right, table_stride,
+    k_pitch, v_pitch, var: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = var.tiles.groups
     STAGES: gl.constexpr = var.tiles.stages
     Q_STAGES: gl.constexpr = var.tiles.q_stages
-    CONSUMER_REGISTERS: gl.constexpr = var.tiles.registers[1]
+    REGISTERS: gl.constexpr = var.registers
+    PRODUCER: gl.constexpr = var.producer_registers
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     RECORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + q_desc.block_type.shape, q_desc.layout)  # noqa: RUF005
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
+    if q1_desc is None:
+        q1_desc = q_desc
+    if k1_desc is None:
+        k1_desc = k_desc
+    k_smem, k_boxes = _ring(var.d0, k_desc, var)
+    v_smem, v_boxes = _ring(var.dv, v_desc, var)
     q1_smem = q_smem
-    k1_smem = k_smem
+    k1_smem, k1_boxes = k_smem, k_boxes
     if var.d1 > 0:
         q1_shape: gl.constexpr = [Q_STAGES * GROUPS] + q1_desc.block_type.shape  # noqa: RUF005
-        k1_shape: gl.constexpr = [STAGES] + k1_desc.block_type.shape  # noqa: RUF005
         q1_smem = gl.allocate_shared_memory(dtype, q1_shape, q1_desc.layout)
-        k1_smem = gl.allocate_shared_memory(dtype, k1_shape, k1_desc.layout)
+        k1_smem, k1_boxes = _ring(var.d1, k1_desc, var)
     o_smem = q_smem
     if var.tiles.o_parts > 0:
         o_smem = gl.allocate_shared_memory(dtype, [GROUPS] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005
@@ -85,34 +108,34 @@ def _attention_forward(
         mbarrier.init(k_empty.index(i), count=GROUPS)
         mbarrier.init(v_empty.index(i), count=GROUPS)
     fence_async_shared()
-    if var.d1 == 0:
-        q1_desc = q_desc
-        k1_desc = k_desc
     desc = Descs(q_desc, q1_desc, k_desc, k1_desc, v_desc, o_desc)
-    smem = Smem(q_smem, q1_smem, k_smem, k1_smem, v_smem, o_smem, record)
+    smem = Smem(q_smem, q1_smem, k_smem, k1_smem, v_smem, o_smem, record, k_boxes, k1_boxes, v_boxes)
     bars = Bars(q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if var.varlen:
         counter_ptr = table_ptr + total // num_heads * 8
-    work = Work(table_ptr, counter_ptr, total, num_m, num_heads, heads_per_kv, head_group, seqlen_q, seqlen_k, left, right)
+    work = Work(
+        table_ptr, counter_ptr, total, num_m, num_heads, heads_per_kv, head_group, seqlen_q, seqlen_k, left, right,
+        block_table_ptr, table_stride, k_pitch, v_pitch,
+    )  # fmt: skip
     epilogue = Epilogue(lse_ptr, sinks_ptr, lse_stride, num_heads, scale, softcap, left, right)
     if GROUPS == 1:
         gl.warp_specialize([
             (consumer, (desc, smem, bars, epilogue, 0, var)),
             (producer, (desc, smem, bars, work, var)),
-        ], [1], [24])  # fmt: skip
+        ], [1], [PRODUCER])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
             (consumer, (desc, smem, bars, epilogue, 0, var)),
             (consumer, (desc, smem, bars, epilogue, 1, var)),
             (producer, (desc, smem, bars, work, var)),
-        ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
+        ], [4, 1], [REGISTERS, PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (desc, smem, bars, epilogue, 0, var)),
             (consumer, (desc, smem, bars, epilogue, 1, var)),
             (consumer, (desc, smem, bars, epilogue, 2, var)),
             (producer, (desc, smem, bars, work, var)),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])  # fmt: skip
+        ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER])  # fmt: skip
 
 
 _LAYOUTS = {
@@ -127,15 +150,19 @@ _NO_LIMIT = 1 << 30  # a window wider than any sequence; keeps int32 sums in ran
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
     sinks: Tensor | None, out: Tensor | None, return_lse: bool, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, tiles: TileConfig | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None, skip_q: int = 0, lse: Tensor | None = None, tiles: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Dense q (batch, seqlen_q, heads, head_dim), or packed q (total_q, heads, head_dim) with cu_seqlens_*; see `api`.
+    """Dense q (batch, seqlen_q, heads, head_dim), or packed q (total_q, heads, head_dim) with cu_seqlens_q, and keys packed by
+    cu_seqlens_k or in the pages of block_table; see `api`.
 
-    `tiles` overrides the choice of `forward_tiles`. Tensors that the copy engine cannot address (a last dimension that is not
-    contiguous, other strides not multiples of 16 bytes) are copied first.
+    Packed sequences with up to `skip_q` queries are left alone: their rows of out and lse stay as they are. `lse` is written if
+    given, `tiles` overrides the choice of `forward_tiles`. Tensors that the copy engine cannot address (a last dimension that
+    is not contiguous, other strides not multiples of 16 bytes) are copied first.
     """
     packed = cu_seqlens_q is not None
-    lse = _empty_lse(q, packed) if return_lse else None
+    if return_lse and lse is None:
+        lse = _empty_lse(q, packed)
     result = q.new_empty(*q.shape[:-1], v.shape[-1]) if out is None else out
     if q.shape[0] == 0 or q.shape[1] == 0 or k.shape[0] == 0 or k.shape[1] == 0:
         _fill_without_keys(result, lse, sinks)
@@ -151,8 +178,8 @@ def launch_forward(
         max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
     window = (min(window_size[0], _NO_LIMIT), min(window_size[1], _NO_LIMIT))
     _run(
-        q, k, v, target, lse, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window,
-        tiles,
+        q, k, v, target, lse, sinks, cu_seqlens_q, seqused_k if block_table is not None else cu_seqlens_k, block_table,
+        max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window, skip_q, tiles,
     )  # fmt: skip
     if target is not result:
         result.copy_(target)
@@ -184,64 +211,85 @@ class _Plan(NamedTuple):
 def _plan(
     device: torch.device, dtype: torch.dtype, q_shape: tuple[int, ...], q_stride: tuple[int, ...], k_shape: tuple[int, ...],
     k_stride: tuple[int, ...], v_shape: tuple[int, ...], v_stride: tuple[int, ...], out_stride: tuple[int, ...],
-    sequences: int | None, max_seqlen_q: int, max_seqlen_k: int, window: tuple[int, int], softcap: bool,
-    tiles: TileConfig | None,
+    sequences: int | None, table_stride: int | None, max_seqlen_q: int, max_seqlen_k: int, window: tuple[int, int],
+    softcap: bool, skip_q: int, tiles: TileConfig | None,
 ) -> _Plan:  # fmt: skip
-    """`sequences` counts packed sequences; None is a dense batch."""
-    packed = sequences is not None
+    """`sequences` counts packed sequences; None is a dense batch. `table_stride` is that of a paged cache's block table."""
+    packed, paged = sequences is not None, table_stride is not None
     left, right = window
     (num_heads, head_dim), (num_kv_heads, head_dim_v) = q_shape[-2:], v_shape[-2:]
     if tiles is None:
         tiles = forward_tiles(head_dim, head_dim_v, left >= 0 or right >= 0, max_seqlen_q, max_seqlen_k, packed)
     d0, d1, dv = HEAD_DIMS[head_dim, head_dim_v]
-    var = Variant(tiles, d0, d1, dv, packed, left >= 0, right >= 0, softcap)
+    var = Variant(tiles, d0, d1, dv, packed, left >= 0, right >= 0, softcap, k_shape[1] if paged else 0)
     num_m = -(-max_seqlen_q // tiles.block_m)
     batch = q_shape[0] if sequences is None else sequences
-    slots = tile_slots(q_shape[0], batch, max_seqlen_q, tiles.block_m) if packed else num_m * batch
+    slots = tile_slots(q_shape[0], batch, max_seqlen_q, tiles.block_m, skip_q) if packed else num_m * batch
     total = slots * num_heads
     heads_per_kv = num_heads // num_kv_heads
-    group = head_group(batch * num_heads, heads_per_kv, 2 * max_seqlen_k * (head_dim + head_dim_v), num_m)
+    kv_bytes = 2 * (head_dim + head_dim_v)
+    if packed:
+        # tiles of some sequences run side by side; those of one length are a few sequences' as a rule
+        group = head_group(num_heads, heads_per_kv, kv_bytes * min(4, batch) * max_seqlen_k, slots)
+    else:
+        group = head_group(batch * num_heads, heads_per_kv, kv_bytes * max_seqlen_k, num_m)
     blocks = total if tiles.schedule == Schedule.GRID else min(total, _multiprocessors(device) * tiles.blocks_per_sm)
     describe = _ragged if packed else _dense
     out_shape = (*q_shape[:-1], head_dim_v)
+    of_keys: tuple[Any, ...]
+    if paged:
+        # rows of pages, in pieces that fill 64 columns of a block
+        k, v = (
+            _ragged(shape[1:], stride[1:], var.page_rows, 64, dtype)
+            for shape, stride in ((k_shape, k_stride), (v_shape, v_stride))
+        )
+        of_keys = (k, None, v)
+    else:
+        of_keys = (
+            describe(k_shape, k_stride, tiles.block_n, d0, dtype),
+            describe(k_shape, k_stride, tiles.block_n, d1, dtype) if d1 else None,
+            describe(v_shape, v_stride, tiles.block_n, dv, dtype),
+        )  # fmt: skip
     descriptors = (
-        describe(q_shape, q_stride, 64, d0, dtype), describe(q_shape, q_stride, 64, d1, dtype) if d1 else None,
-        describe(k_shape, k_stride, tiles.block_n, d0, dtype),
-        describe(k_shape, k_stride, tiles.block_n, d1, dtype) if d1 else None,
-        describe(v_shape, v_stride, tiles.block_n, dv, dtype), describe(out_shape, out_stride, 64, var.o_width, dtype),
+        describe(q_shape, q_stride, 64, d0, dtype), describe(q_shape, q_stride, 64, d1, dtype) if d1 else None, *of_keys,
+        describe(out_shape, out_stride, 64, var.o_width, dtype),
     )  # fmt: skip
     integers = (
         q_shape[0] if packed else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group, max_seqlen_q, max_seqlen_k, left,
-        right,
+        right, table_stride or 0, k_stride[0] // k_stride[1] if paged else 0, v_stride[0] // v_stride[1] if paged else 0,
     )  # fmt: skip
     return _Plan(var, _number(var), blocks, slots, descriptors, integers, tiles.registers[0])
 
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None, cu_q: Tensor | None,
-    cu_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, scale: float, softcap: float, window: tuple[int, int],
-    tiles: TileConfig | None,
+    keys: Tensor | None, pages: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, scale: float, softcap: float,
+    window: tuple[int, int], skip_q: int, tiles: TileConfig | None,
 ) -> None:  # fmt: skip
+    """`keys`: cu_seqlens_k, or seqused_k if there are `pages`."""
     device = q.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return _run(q, k, v, out, lse, sinks, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, softcap, window, tiles)
+            return _run(
+                q, k, v, out, lse, sinks, cu_q, keys, pages, max_seqlen_q, max_seqlen_k, scale, softcap, window, skip_q, tiles
+            )
     plan = _plan(
         device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(),
-        None if cu_q is None else cu_q.shape[0] - 1, max_seqlen_q, max_seqlen_k, window, softcap != 0.0, tiles,
+        None if cu_q is None else cu_q.shape[0] - 1, None if pages is None else pages.stride(0), max_seqlen_q, max_seqlen_k,
+        window, softcap != 0.0, skip_q, tiles,
     )  # fmt: skip
     if plan.blocks == 0:
         return None
     var = plan.var
     table, counter = None, None
-    if cu_q is not None and cu_k is not None:
-        table = tile_table(cu_q, cu_k, plan.slots, window, var.tiles.block_m, var.tiles.block_n)
+    if cu_q is not None and keys is not None:
+        table = tile_table(cu_q, keys, plan.slots, window, var.tiles.block_m, var.tiles.block_n, skip_q)
     elif var.tiles.schedule == Schedule.DYNAMIC:
         counter = _counter(device)
     q0, q1, k0, k1, v0, o0 = plan.descriptors
     args = (
         Descriptor(q, *q0), q1 and Descriptor(q, *q1), Descriptor(k, *k0), k1 and Descriptor(k, *k1), Descriptor(v, *v0),
-        Descriptor(out, *o0), lse, sinks, table, counter, *_base_2(scale, softcap), *plan.integers, var,
+        Descriptor(out, *o0), lse, sinks, table, counter, pages, *_base_2(scale, softcap), *plan.integers, var,
     )  # fmt: skip
     key = (plan.number, q.dtype, lse is None, None if sinks is None else sinks.dtype)
     launch(_attention_forward, key, (plan.blocks, 1, 1), args, device, num_warps=4, maxnreg=plan.registers)

@@ -14,8 +14,8 @@ from fa_serve.backends.hopper.shared import RAGGED, Tile
 
 
 @gluon.jit
-def _field(record, i: gl.constexpr, layout: gl.constexpr):
-    return gl.sum(gl.where(gl.arange(0, 8, layout=layout) == i, record, 0), 0)
+def _field(record, i: gl.constexpr, layout: gl.constexpr, size: gl.constexpr = 8):
+    return gl.sum(gl.where(gl.arange(0, size, layout=layout) == i, record, 0), 0)
 
 
 @gluon.jit
@@ -39,18 +39,22 @@ def _pack(tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def _dense_tile(index, work, var: gl.constexpr):
-    """Tiles of a group of heads together (their keys share the L2 cache), within it longest first, neighbours in head order."""
-    safe = gl.minimum(index, work.total - 1)
-    per_group = work.head_group * work.num_m
-    heads = work.total // work.num_m
+def _deal(index, tiles, heads, head_group):
+    """-> head and number of the tile among those of the head, longest first: tiles of a group of heads together (their keys
+    share the L2 cache), neighbours in head order."""
+    safe = gl.maximum(gl.minimum(index, tiles * heads - 1), 0)
+    per_group = gl.maximum(head_group * tiles, 1)
     # what does not fill a group joins the last one: a short group at the end would leave most blocks without work
-    last = gl.maximum(heads // work.head_group - 1, 0)
+    last = gl.maximum(heads // head_group - 1, 0)
     group = gl.minimum(safe // per_group, last)
     rest = safe - group * per_group
-    size = gl.where(group == last, heads - group * work.head_group, work.head_group)
-    m = rest // size
-    batch_head = group * work.head_group + rest % size
+    size = gl.where(group == last, heads - group * head_group, head_group)
+    return group * head_group + rest % size, rest // size
+
+
+@gluon.jit
+def _dense_tile(index, work, var: gl.constexpr):
+    batch_head, m = _deal(index, work.num_m, work.total // work.num_m, work.head_group)
     if var.has_right:
         m = work.num_m - 1 - m
     row = m * var.tiles.block_m
@@ -69,21 +73,18 @@ def _dense_tile(index, work, var: gl.constexpr):
 
 
 @gluon.jit
-def _packed_tile(index, work, layout: gl.constexpr):
-    """The record of `schedule.tile_table`; the heads of one record follow each other."""
-    safe = gl.minimum(index, work.total - 1)
-    record = gl.load(work.table + (safe // work.num_heads) * 8 + gl.arange(0, 8, layout=layout))
-    tile = unpack_tile(record, layout)
-    row = gl.where(index < work.total, tile.row, -1)
-    return Tile(
-        row, safe % work.num_heads, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, tile.low, tile.high
-    )  # fmt: skip
+def _packed_tile(index, work, live, layout: gl.constexpr):
+    """A record of `schedule.tile_table`, of which `live` are tiles."""
+    head, number = _deal(index, live, work.num_heads, work.head_group)
+    tile = unpack_tile(gl.load(work.table + number * 8 + gl.arange(0, 8, layout=layout)), layout)
+    row = gl.where(index < live * work.num_heads, tile.row, -1)
+    return Tile(row, head, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, tile.low, tile.high)
 
 
 @gluon.jit
-def _tile(index, work, layout: gl.constexpr, var: gl.constexpr):
+def _tile(index, work, live, layout: gl.constexpr, var: gl.constexpr):
     if var.varlen:
-        return _packed_tile(index, work, layout)
+        return _packed_tile(index, work, live, layout)
     else:  # noqa: RET505
         return _dense_tile(index, work, var)
 
@@ -131,24 +132,69 @@ def _load_queries(tile, slot, desc, smem, bars, var: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(tile, kv_head, block, count, desc, smem, bars, var: gl.constexpr):
+def _pages(tile, block, work, layout: gl.constexpr, var: gl.constexpr):
+    """The page of each piece of a block of keys; -1 where all of it is hidden, whose table entry nobody may read."""
+    keys = block * var.tiles.block_n + var.page_rows * gl.arange(0, var.tiles.block_n // var.page_rows, layout=layout)
+    seen = keys < tile.kv_len
+    if var.has_left:
+        seen = seen & (keys + var.page_rows > tile.row + tile.kv_len - tile.q_len - work.left)
+    entries = work.block_table + tile.k_origin.to(gl.int64) * work.table_stride + keys // var.page_size
+    return gl.load(entries, mask=seen, other=-1)
+
+
+@gluon.jit
+def _load_pages(pages, tile, kv_head, block, slot, pitch, desc, column: gl.constexpr, full, boxes, width: gl.constexpr,
+                layout: gl.constexpr, var: gl.constexpr):  # fmt: skip
+    """Start copying a block of keys page by page. Rows past the sequence's end, and hidden pieces, arrive as zeros: a page is
+    addressed as a packed sequence that is as long as what the sequence uses of it. `pitch` is its distance to the next in rows.
+    """
+    PIECES: gl.constexpr = var.tiles.block_n // var.page_rows
+    CHUNKS: gl.constexpr = width // 64
+    for i in gl.static_range(PIECES):
+        key = block * var.tiles.block_n + var.page_rows * i
+        page = _field(pages, i, layout, PIECES)
+        row = key % var.page_size
+        length = gl.where(page < 0, 0, gl.minimum(gl.maximum(tile.kv_len - key + row, 0), var.page_size))
+        for chunk in gl.static_range(CHUNKS):
+            target = boxes.index((slot * CHUNKS + chunk) * PIECES + i)
+            _load(desc, gl.maximum(page, 0) * pitch, length, row, kv_head, column + 64 * chunk, full, target, True)
+
+
+@gluon.jit
+def _load_keys(tile, kv_head, block, count, desc, smem, bars, work, var: gl.constexpr):
+    PAGES_LAYOUT: gl.constexpr = gl.BlockedLayout([16], [32], [1], [0])
     slot = count % var.tiles.stages
+    if var.page_size > 0:
+        pages = _pages(tile, block, work, PAGES_LAYOUT, var)
     mbarrier.wait(bars.k_empty.index(slot), ((count // var.tiles.stages) & 1) ^ 1)
     full = bars.k_full.index(slot)
     mbarrier.expect(full, 2 * var.tiles.block_n * (var.d0 + var.d1))
     row = block * var.tiles.block_n
-    _load(desc.k, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.k.index(slot), var.varlen)
-    if var.d1 > 0:
-        _load(desc.k1, tile.k_origin, tile.kv_len, row, kv_head, var.d0, full, smem.k1.index(slot), var.varlen)
+    if var.page_size > 0:
+        _load_pages(pages, tile, kv_head, block, slot, work.k_pitch, desc.k, 0, full, smem.k_boxes, var.d0, PAGES_LAYOUT, var)
+        if var.d1 > 0:
+            _load_pages(
+                pages, tile, kv_head, block, slot, work.k_pitch, desc.k, var.d0, full, smem.k1_boxes, var.d1, PAGES_LAYOUT, var
+            )  # fmt: skip
+    else:
+        _load(desc.k, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.k.index(slot), var.varlen)
+        if var.d1 > 0:
+            _load(desc.k1, tile.k_origin, tile.kv_len, row, kv_head, var.d0, full, smem.k1.index(slot), var.varlen)
 
 
 @gluon.jit
-def _load_values(tile, kv_head, block, count, desc, smem, bars, var: gl.constexpr):
+def _load_values(tile, kv_head, block, count, desc, smem, bars, work, var: gl.constexpr):
+    PAGES_LAYOUT: gl.constexpr = gl.BlockedLayout([16], [32], [1], [0])
     slot = count % var.tiles.stages
+    if var.page_size > 0:
+        pages = _pages(tile, block, work, PAGES_LAYOUT, var)
     mbarrier.wait(bars.v_empty.index(slot), ((count // var.tiles.stages) & 1) ^ 1)
     full = bars.v_full.index(slot)
     mbarrier.expect(full, 2 * var.tiles.block_n * var.dv)
-    _load(desc.v, tile.k_origin, tile.kv_len, block * var.tiles.block_n, kv_head, 0, full, smem.v.index(slot), var.varlen)
+    if var.page_size > 0:
+        _load_pages(pages, tile, kv_head, block, slot, work.v_pitch, desc.v, 0, full, smem.v_boxes, var.dv, PAGES_LAYOUT, var)
+    else:
+        _load(desc.v, tile.k_origin, tile.kv_len, block * var.tiles.block_n, kv_head, 0, full, smem.v.index(slot), var.varlen)
 
 
 @gluon.jit
@@ -156,11 +202,14 @@ def producer(desc, smem, bars, work, var: gl.constexpr):
     RECORD_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     turn = 0
     count = 0
-    tile = _tile(gl.program_id(0), work, RECORD_LAYOUT, var)
+    live = work.total
+    if var.varlen:
+        live = gl.load(work.counter + 1)
+    tile = _tile(gl.program_id(0), work, live, RECORD_LAYOUT, var)
     while tile.row >= 0:
         kv_head = tile.head // work.heads_per_kv
         blocks = tile.high - tile.low
-        _load_keys(tile, kv_head, tile.high - 1, count, desc, smem, bars, var)
+        _load_keys(tile, kv_head, tile.high - 1, count, desc, smem, bars, work, var)
         slot = turn % var.tiles.q_stages
         mbarrier.wait(bars.q_empty.index(slot), ((turn // var.tiles.q_stages) & 1) ^ 1)
         smem.record.index(slot).store(_pack(tile, RECORD_LAYOUT))
@@ -168,11 +217,11 @@ def producer(desc, smem, bars, work, var: gl.constexpr):
         index = _next_index(turn, work, var)
         for j in range(1, blocks + 1):  # from the last block to the first, K one step ahead of V: the consumers' order
             if j < blocks:
-                _load_keys(tile, kv_head, tile.high - 1 - j, count + j, desc, smem, bars, var)
-            _load_values(tile, kv_head, tile.high - j, count + j - 1, desc, smem, bars, var)
+                _load_keys(tile, kv_head, tile.high - 1 - j, count + j, desc, smem, bars, work, var)
+            _load_values(tile, kv_head, tile.high - j, count + j - 1, desc, smem, bars, work, var)
         count += blocks
         turn += 1
-        tile = _tile(index, work, RECORD_LAYOUT, var)
+        tile = _tile(index, work, live, RECORD_LAYOUT, var)
     # a grid's block that had a tile knows that it was the only one
     if var.tiles.schedule != 0 or turn == 0:
         slot = turn % var.tiles.q_stages

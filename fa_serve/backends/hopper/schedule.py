@@ -5,7 +5,7 @@ exist, longest first, and the attention kernel reads one 32-byte record per tile
 unequal lengths are balanced. The list replaces what FlashAttention-3 finds with a prefix sum in every block.
 
 A record is 8 int32: first query row in the sequence (-1: no tile), head (filled by the reader), first row of the sequence in q,
-its length, first row in k, its length, first and last + 1 key block.
+its length, first row in k (in a paged cache: the sequence's number), its length, first and last + 1 key block.
 """
 
 from __future__ import annotations
@@ -40,23 +40,34 @@ def _tiles_above(blocks, q_len, kv_len, right, BLOCK_M: tl.constexpr, BLOCK_N: t
     return tl.where(kv_len > blocks * BLOCK_N, tl.maximum(tiles - first, 0), 0)
 
 
-@triton.jit(do_not_specialize=["slots", "batch", "left", "right"], do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"])
+@triton.jit
+def _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr):
+    """Of sequences b: first query and number of queries, 0 of a sequence that is left to another kernel; the same of keys."""
+    here = b < batch
+    q0 = tl.load(cu_q_ptr + b, mask=here, other=0)
+    q_len = tl.load(cu_q_ptr + b + 1, mask=here, other=0) - q0
+    k0 = b
+    kv_len = tl.load(k_ptr + b, mask=here, other=0)
+    if not PAGED:
+        k0 = kv_len
+        kv_len = tl.load(k_ptr + b + 1, mask=here, other=0) - k0
+    return q0, tl.where(q_len > skip_q, q_len, 0), k0, kv_len
+
+
+@triton.jit(
+    do_not_specialize=["slots", "batch", "skip_q", "left", "right"], do_not_specialize_on_alignment=["cu_q_ptr", "k_ptr"]
+)
 def _tile_table(
-    table_ptr, cu_q_ptr, cu_k_ptr, slots, batch, left, right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
+    table_ptr, cu_q_ptr, k_ptr, slots, batch, skip_q, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PAGED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program per tile: find its sequence, count the tiles that go before it, write its record there."""
     index = tl.program_id(0)
-    if index == 0:
-        tl.store(table_ptr + slots * 8, 0)
     before = 0
     sequence, m, q_start, q_len, k_start, kv_len = 0, 0, 0, 0, 0, 0
     for start in range(0, batch, CHUNK):
         b = start + tl.arange(0, CHUNK)
-        q0 = tl.load(cu_q_ptr + b, mask=b < batch, other=0)
-        ql = tl.load(cu_q_ptr + b + 1, mask=b < batch, other=0) - q0
-        k0 = tl.load(cu_k_ptr + b, mask=b < batch, other=0)
-        kl = tl.load(cu_k_ptr + b + 1, mask=b < batch, other=0) - k0
+        q0, ql, k0, kl = _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED)
         tiles = _ceil_div_up_to_zero(ql, BLOCK_M)
         last = before + tl.cumsum(tiles, 0)
         mine = (last > index) & (last - tiles <= index)
@@ -67,6 +78,9 @@ def _tile_table(
         k_start += tl.sum(tl.where(mine, k0, 0), 0)
         kv_len += tl.sum(tl.where(mine, kl, 0), 0)
         before += tl.sum(tiles, 0)
+    if index == 0:
+        tl.store(table_ptr + slots * 8, 0)
+        tl.store(table_ptr + slots * 8 + 1, before)
     if index >= before:
         tl.store(table_ptr + index.to(tl.int64) * 8, -1)
     else:
@@ -77,8 +91,7 @@ def _tile_table(
         rank = 0
         for start in range(0, batch, CHUNK):
             b = start + tl.arange(0, CHUNK)
-            ql = tl.load(cu_q_ptr + b + 1, mask=b < batch, other=0) - tl.load(cu_q_ptr + b, mask=b < batch, other=0)
-            kl = tl.load(cu_k_ptr + b + 1, mask=b < batch, other=0) - tl.load(cu_k_ptr + b, mask=b < batch, other=0)
+            _, ql, _, kl = _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED)
             longer = _tiles_above(blocks, ql, kl, right, BLOCK_M, BLOCK_N, HAS_RIGHT)
             as_long = _tiles_above(blocks - 1, ql, kl, right, BLOCK_M, BLOCK_N, HAS_RIGHT)
             if blocks == 0:
@@ -103,19 +116,24 @@ def _tile_table(
         tl.store(record + 7, high)
 
 
-def tile_slots(total_q: int, batch: int, max_seqlen_q: int, block_m: int) -> int:
-    """Bounds the number of tiles without reading a length: each sequence adds less than one tile to total_q / block_m."""
+def tile_slots(total_q: int, batch: int, max_seqlen_q: int, block_m: int, skip_q: int = 0) -> int:
+    """Bounds the number of tiles without reading a length: each sequence adds less than one tile to total_q / block_m, and only
+    those of more than skip_q queries have any."""
+    batch = min(batch, total_q // (skip_q + 1))
     return min((total_q + batch * (block_m - 1)) // block_m, batch * -(-max_seqlen_q // block_m))
 
 
 def tile_table(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, slots: int, window_size: tuple[int, int], block_m: int, block_n: int
-) -> Tensor:
-    """-> int32: `slots` > 0 records, longest tile first, -1 where there is no tile; behind them a counter at 0."""
+    cu_seqlens_q: Tensor, keys: Tensor, slots: int, window_size: tuple[int, int], block_m: int, block_n: int,
+    skip_q: int = 0,
+) -> Tensor:  # fmt: skip
+    """-> int32: `slots` > 0 records, longest tile first, -1 where there is no tile; behind them a counter at 0 and how many
+    tiles there are. `keys` is cu_seqlens_k (batch + 1,), or seqused_k (batch,) of a paged cache."""
     table = torch.empty((slots + 1) * RECORD, dtype=torch.int32, device=cu_seqlens_q.device)
     left, right = window_size
-    key = (block_m, block_n, left >= 0, right >= 0, _CHUNK)
-    args = (table, cu_seqlens_q, cu_seqlens_k, slots, cu_seqlens_q.shape[0] - 1, left, right, *key)
+    batch = cu_seqlens_q.shape[0] - 1
+    key = (block_m, block_n, left >= 0, right >= 0, keys.shape[0] == batch, _CHUNK)
+    args = (table, cu_seqlens_q, keys, slots, batch, skip_q, left, right, *key)
     launch(_tile_table, key, (slots, 1, 1), args, table.device, num_warps=1)
     return table
 

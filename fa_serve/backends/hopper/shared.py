@@ -5,6 +5,7 @@ Named tuples travel through Gluon functions as the values they hold; nothing her
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +29,21 @@ class Variant:
     has_left: bool
     has_right: bool
     softcap: bool
+    page_size: int = 0
+
+    @property
+    def page_rows(self) -> int:
+        """Keys that lie in one page whatever the block: what one copy brings of a paged cache."""
+        return math.gcd(self.page_size, self.tiles.block_n)
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer thread; a producer that looks pages up needs more than the 24 of one that does not."""
+        return self.tiles.registers[1] - (8 if self.page_size else 0)
+
+    @property
+    def producer_registers(self) -> int:
+        return 40 if self.page_size else 24
 
     @property
     def o_width(self) -> int:
@@ -46,7 +62,8 @@ class Descs(NamedTuple):
 
 class Smem(NamedTuple):
     """q, q1: (q_stages * groups, 64 rows, d); k, k1, v: (stages, block_n, d); o: (groups, 64 rows, o_width), or q if O has no
-    place of its own; record: (q_stages, 8) int32."""
+    place of its own; record: (q_stages, 8) int32. k_boxes, k1_boxes, v_boxes: the memory of k, k1, v as pieces of page_rows
+    keys by 64 columns, in the order in which the swizzled layout has them."""
 
     q: gl.tensor
     q1: gl.tensor
@@ -55,6 +72,9 @@ class Smem(NamedTuple):
     v: gl.tensor
     o: gl.tensor
     record: gl.tensor
+    k_boxes: gl.tensor
+    k1_boxes: gl.tensor
+    v_boxes: gl.tensor
 
 
 class Bars(NamedTuple):
@@ -80,6 +100,10 @@ class Work(NamedTuple):
     seqlen_k: gl.tensor
     left: gl.tensor
     right: gl.tensor
+    block_table: gl.tensor
+    table_stride: gl.tensor
+    k_pitch: gl.tensor
+    v_pitch: gl.tensor
 
 
 class Epilogue(NamedTuple):
@@ -98,7 +122,8 @@ class Epilogue(NamedTuple):
 class Tile(NamedTuple):
     """One tile of 64 * groups query rows of one head; row < 0 ends the work.
 
-    origin: batch index (dense) or first row (packed) in q; k_origin the same in k; keys blocks [low, high) are visited.
+    origin: batch index (dense) or first row (packed) in q; k_origin the same in k, or the sequence's row of the block table;
+    key blocks [low, high) are visited.
     """
 
     row: gl.tensor

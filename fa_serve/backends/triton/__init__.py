@@ -1,8 +1,8 @@
 """Portable Triton kernels: any GPU that Triton compiles for, and its interpreter on a CPU.
 
 `forward` is the FlashAttention-2 forward pass over dense, packed and paged keys; `decode` splits one sequence's keys among
-programs when the queries are few; `mixed` runs both side by side; `kv_cache` writes the paged cache; `primitives` are the
-shared steps of the algorithm and `tiles` the choice of tile. Left out: the backward pass, and everything that only Hopper has
+programs when the queries are few; `kv_cache` writes the paged cache; `primitives` are the shared steps of the algorithm and
+`tiles` the choice of tile. Left out: the backward pass, and everything that only Hopper has
 (see `backends.hopper`).
 """
 
@@ -12,14 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
+from fa_serve.backends.mixed import forward_mixed
 from fa_serve.backends.triton.decode import launch_decode
 from fa_serve.backends.triton.forward import launch_forward
 from fa_serve.backends.triton.kv_cache import launch_store_kv
-from fa_serve.backends.triton.mixed import forward_mixed
-from fa_serve.spec import AttentionSpec
+from fa_serve.spec import FEW_QUERIES, AttentionSpec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_DECODE_QUERIES = 16  # per sequence: beyond that rows fill a tile by themselves and splitting keys gains nothing
 
 
 class TritonBackend:
@@ -51,13 +50,13 @@ class TritonBackend:
 
     def forward_paged(self, q, k_cache, v_cache, *, max_seqlen_q, k_descale, v_descale, num_splits, **options):
         quantised = k_cache.dtype != q.dtype
-        if max_seqlen_q <= MAX_DECODE_QUERIES or quantised or num_splits > 0:
+        if max_seqlen_q <= FEW_QUERIES or quantised or num_splits > 0:
             return launch_decode(
                 q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits,
                 **options,
             )  # fmt: skip
         if q.shape[0] < options["seqused_k"].shape[0] * max_seqlen_q:
-            return forward_mixed(q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, **options)
+            return forward_mixed(launch_decode, launch_forward, q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, **options)
         return launch_forward(q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, **options)
 
     def store_kv(
