@@ -47,6 +47,7 @@ GUESTS = {
         "fa_serve.engine.config",
         "fa_serve.engine.model_runner",
         "fa_serve.engine.engine",
+        "fa_serve.engine.loading",
         "fa_serve.engine.fusion",
     ),
     "llguidance": ("fa_serve.engine.structured",),

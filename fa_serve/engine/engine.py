@@ -24,20 +24,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.detokenizer import TextStream
+from fa_serve.engine.loading import end_ids, load_model, load_tokenizer, sizes
 from fa_serve.engine.model_runner import ModelRunner, PendingResult
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.request import Completion, QueueFullError, Request, RequestOutput, SamplingParams, TokenLogprob
 from fa_serve.engine.scheduler import ScheduledBatch, Scheduler
-from fa_serve.hf import NAME, patch
+from fa_serve.engine.structured import Grammars
+from fa_serve.hf import patch
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -69,12 +73,12 @@ class Engine:
     ) -> None:
         config = config or EngineConfig()
         if model is None:
-            tokenizer, model = load_tokenizer(config), _load_model(config)
+            tokenizer, model = load_tokenizer(config), load_model(config)
         else:
             patch(model)
         self.tokenizer = tokenizer
         self._runner = ModelRunner(model, config)
-        num_pages, self.max_model_len = _sizes(config, self._runner)
+        num_pages, self.max_model_len = sizes(config, self._runner)
         self._runner.allocate(num_pages, self.max_model_len)
         if not self._runner.eager:
             self._runner.make_graphs()
@@ -82,14 +86,12 @@ class Engine:
             config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=self.max_model_len
         )
         log.info("KV cache: %d pages of %d tokens, max_model_len %d", num_pages, config.page_size, self.max_model_len)
-        self._scheduler = Scheduler(
-            PageTable(num_pages, config.page_size, prefix_caching=config.prefix_caching),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
+        self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
         self._reader = PromptReader(tokenizer, self.vocab_size, self.max_model_len)
-        self._eos_ids = _eos_ids(model)
+        self._eos_ids = end_ids(model)
+        self._grammars = Grammars(tokenizer, self.vocab_size, self._eos_ids)
+        self._matchers: dict[str, Any] = {}
         self._depth = 1 if model.device.type == "cuda" else 0
         self._inflight: deque[tuple[ScheduledBatch, PendingResult]] = deque()
         self._streams: dict[str, TextStream] = {}
@@ -110,7 +112,7 @@ class Engine:
         """Queue a request. A lower priority value is served sooner; after `timeout` seconds the request ends with an error.
 
         Raises ValueError for a prompt that is empty, too long or not of this vocabulary, and for an id that is in use;
-        QueueFullError when max_waiting requests wait already.
+        QueueFullError when max_waiting requests wait already. A structured output that cannot be followed is a ValueError too.
         """
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
@@ -125,7 +127,7 @@ class Engine:
 
     def _request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0) -> Request:
         tokens = self._reader.read(prompt)
-        for name, plain in (("structured", None), ("prompt_logprobs", None), ("n", 1), ("best_of", None)):
+        for name, plain in (("prompt_logprobs", None), ("n", 1), ("best_of", None)):
             if getattr(params, name) != plain:
                 raise ValueError(f"{name} must be {plain}: this engine does not do it, got {getattr(params, name)!r}")
         if params.stop and self.tokenizer is None:
@@ -134,9 +136,9 @@ class Engine:
             names = ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids")
             name = next(name for name in names if largest in (getattr(params, name) or ()))
             raise ValueError(f"{name} must be below {self.vocab_size}, the size of the vocabulary, got {largest}")
-        end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         if params.allowed_token_ids is not None:
-            never = end_ids.union(params.bad_token_ids) if params.min_tokens else params.bad_token_ids
+            never = ends.union(params.bad_token_ids) if params.min_tokens else params.bad_token_ids
             if not set(params.allowed_token_ids).difference(never):
                 raise ValueError(
                     "allowed_token_ids must hold a token that is not in bad_token_ids and, with min_tokens, does not end the "
@@ -150,17 +152,30 @@ class Engine:
             params=params,
             max_tokens=min(room, params.max_tokens or room),
             seed=seed,
-            end_ids=end_ids,
+            end_ids=ends,
             rank=(time.monotonic() + PRIORITY_SECONDS * priority, next(self._serial)),
         )
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what `params.structured` asks for, which may take long; from any thread. add_request finds it ready then.
+
+        Raises ValueError if it cannot be followed.
+        """
+        if params.structured is not None:
+            self._grammars.matcher(params.structured)
+
     def _submit(self, request: Request, timeout: float | None = None) -> None:
+        matcher = None if request.params.structured is None else self._grammars.matcher(request.params.structured)
         self._scheduler.add(request)
+        if matcher is not None:
+            self._matchers[request.request_id] = matcher
         if timeout is not None:
             heappush(self._deadlines, (time.monotonic() + timeout, next(self._serial), timeout, request))
         if self.tokenizer is not None:
-            stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, request.params.stop)
-            self._streams[request.request_id] = stream
+            params = request.params
+            self._streams[request.request_id] = TextStream(
+                self.tokenizer.backend_tokenizer, request.prompt, params.stop, params.skip_special_tokens
+            )
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request; its pages are free when this returns. None if it has ended already or never was."""
@@ -173,15 +188,12 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one step and return what requests gained, at most one output for each."""
         outputs = self._expire()
-        batch = self._scheduler.schedule()
+        try:
+            batch = self._scheduler.schedule()
+        except Exception as error:
+            return outputs + self._reset(error)
         if batch:
-            try:
-                self._inflight.append((batch, self._runner.launch(batch)))
-                self._num_steps += 1
-            except torch.OutOfMemoryError as error:
-                outputs += self._shrink(batch, error)
-            except Exception as error:
-                outputs += self._fail(batch, error)
+            outputs += self._launch(batch)
         if self._inflight and (len(self._inflight) > self._depth or not batch):
             outputs += self._commit(*self._inflight.popleft())
         return outputs
@@ -205,6 +217,8 @@ class Engine:
         if len(params) != len(prompts):
             raise ValueError(f"params must be one, or one for each of {len(prompts)} prompts, got {len(params)}")
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
+        for each in params:
+            self.prepare(each)
         queue = deque(map(self._request, ids, prompts, params))
         whole: dict[str, RequestOutput] = {}
         try:
@@ -251,13 +265,48 @@ class Engine:
                 outputs.append(self._output(request))
         return outputs
 
+    def _launch(self, batch: ScheduledBatch) -> list[RequestOutput]:
+        """Queue a step on the device. The masks of structured outputs are made while its forward runs."""
+        outputs: list[RequestOutput] = []
+        try:
+            forward = self._runner.launch(batch)
+            masks = None
+            if any(request.request_id in self._matchers for request in forward.requests):
+                while self._inflight:  # what may come next depends on every token before
+                    outputs += self._commit(*self._inflight.popleft())
+                masks, failed = self._masks(forward.requests)
+                outputs += failed
+            self._inflight.append((batch, self._runner.sample(forward, masks)))
+            self._num_steps += 1
+        except torch.OutOfMemoryError as error:
+            outputs += self._shrink(batch, error)
+        except Exception as error:
+            outputs += self._fail(batch, error)
+        return outputs
+
+    def _masks(self, requests: Sequence[Request]) -> tuple[dict[int, NDArray[np.int32]], list[RequestOutput]]:
+        """By row, what may come next; and the outputs of requests whose grammar has become too much for its matcher."""
+        rows = {row: r for row, r in enumerate(requests) if r.request_id in self._matchers}
+        if not rows:
+            return {}, []
+        masks = self._grammars.masks([self._matchers[request.request_id] for request in rows.values()])
+        failed = []
+        for request in rows.values():
+            if (matcher := self._matchers[request.request_id]).is_error():
+                self._scheduler.finish(request, "error", f"the structured output cannot go on: {matcher.get_error()}")
+                failed.append(self._output(request))
+        return dict(zip(rows, masks, strict=True)), failed
+
     def _commit(self, batch: ScheduledBatch, pending: PendingResult) -> list[RequestOutput]:
         try:
             result = pending.read()
         except Exception as error:
             return self._fail(batch, error)
         running = [chunk.request for chunk in batch.chunks if not chunk.request.finished]
-        gained = dict(self._scheduler.commit(batch, result.tokens))
+        try:
+            gained = dict(self._scheduler.commit(batch, result.tokens))
+        except Exception as error:
+            return self._reset(error)
         sampling = (chunk.request for chunk in batch.chunks if chunk.samples)
         logprobs = dict(zip(sampling, result.logprobs, strict=True))
         self._num_output_tokens += len(gained)
@@ -267,16 +316,23 @@ class Engine:
     def _output(self, request: Request, token: int | None = None, logprob: TokenLogprob | None = None) -> RequestOutput:
         """What `request` gained by a token (None: nothing, it has just ended), as text too."""
         text = ""
-        stream = self._streams.get(request.request_id)
-        if stream is not None and token is not None and token not in request.end_ids:
-            text = stream.push(token)
-            if stream.stopped and request.finished:
+        stream, matcher = self._streams.get(request.request_id), self._matchers.get(request.request_id)
+        if token is not None and token not in request.end_ids:
+            stopped = False
+            if matcher is not None:
+                matcher.consume_token(token)
+                stopped = matcher.is_stopped()
+            if stream is not None:
+                text = stream.push(token)
+                stopped |= stream.stopped
+            if stopped and request.finished:
                 request.finish_reason = "stop"
-            elif stream.stopped:
+            elif stopped:
                 self._scheduler.finish(request, "stop")
-        if request.finished and stream is not None:
-            text += stream.flush()
-            del self._streams[request.request_id]
+        if request.finished:
+            text += "" if stream is None else stream.flush()
+            self._streams.pop(request.request_id, None)
+            self._matchers.pop(request.request_id, None)
         if token is not None and request.num_output_tokens == 1:
             self._num_prompt_tokens += len(request.prompt)
             self._num_cached_tokens += request.num_cached_tokens
@@ -304,6 +360,25 @@ class Engine:
         log.warning("out of memory in a step of %d tokens: steps have at most half of that from now on", batch.num_tokens)
         return []
 
+    def _reset(self, error: Exception) -> list[RequestOutput]:
+        """The books are not to be trusted: end every request and start with an empty cache."""
+        log.exception("the scheduler failed; all requests end with an error", exc_info=error)
+        requests = list(self._scheduler.requests.values())
+        self._inflight.clear()
+        self._scheduler = self._make_scheduler(self._scheduler.max_num_batched_tokens)
+        for request in requests:
+            request.finish_reason, request.error = "error", f"the scheduler failed: {type(error).__name__}: {error}"
+        return [self._output(request) for request in requests]
+
+    def _make_scheduler(self, max_num_batched_tokens: int) -> Scheduler:
+        config = self.config
+        assert config.num_pages is not None
+        return Scheduler(
+            PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+
     def _fail(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: nothing more can be computed in this process
@@ -326,40 +401,3 @@ def _completion(output: RequestOutput) -> Completion:
         error=output.error,
         num_cached_tokens=output.num_cached_tokens,
     )
-
-
-def load_tokenizer(config: EngineConfig) -> Any:
-    return AutoTokenizer.from_pretrained(config.model_path())
-
-
-def _load_model(config: EngineConfig) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(config.model_path(), dtype=config.dtype, attn_implementation=NAME)
-    device = config.resolve_device()
-    cast(torch.nn.Module, model).to(device)
-    log.info("weights: %s on %s", config.model_name, device)
-    return cast(PreTrainedModel, model)
-
-
-def _sizes(config: EngineConfig, runner: ModelRunner) -> tuple[int, int]:
-    """num_pages and max_model_len, from the settings, the model and the memory."""
-    own_limit = getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
-    length = config.max_model_len or own_limit
-    if length is None:
-        raise ValueError("max_model_len must be given: the model's config has no max_position_embeddings")
-    if own_limit is not None and length > own_limit:
-        raise ValueError(f"max_model_len must be at most {own_limit}, the model's max_position_embeddings, got {length}")
-    num_pages = config.num_pages or runner.fit_num_pages(config, length)
-    capacity = num_pages * config.page_size
-    if config.max_model_len is not None and length > capacity:
-        raise ValueError(
-            f"max_model_len must be at most {capacity}, what {num_pages} pages of {config.page_size} tokens hold, got {length}"
-        )
-    return num_pages, min(length, capacity)
-
-
-def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end an answer, as model.generate takes them."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = model.config.get_text_config().eos_token_id
-    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)

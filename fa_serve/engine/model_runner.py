@@ -1,7 +1,8 @@
 """The model, the KV cache and the tensors of a step: a `ScheduledBatch` in, sampled tokens out.
 
     runner = ModelRunner(model, config)
-    pending = runner.launch(batch)           # returns when the work is queued, not when it is done
+    forward = runner.launch(batch)           # returns when the work is queued, not when it is done
+    pending = runner.sample(forward)         # the same; what may be sampled need not be known before
     result = pending.read()                  # waits for the device; one token for each chunk that samples
 
 A step's numbers are put together in one block of host memory and sent in one copy; of the pages of its sequences, which the
@@ -13,8 +14,8 @@ it. Left out: which tokens (scheduler.py), the choice of a token (sampler.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -26,8 +27,8 @@ from transformers import PreTrainedModel
 from fa_serve.engine import kv_cache
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.cuda_graphs import DecodeGraphs, Inputs
-from fa_serve.engine.request import Request, SamplingParams, TokenLogprob
 from fa_serve.engine.fusion import fuse
+from fa_serve.engine.request import Request, SamplingParams, TokenLogprob
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.scheduler import Chunk, ScheduledBatch
 from fa_serve.engine.transfer import packed_size, send
@@ -81,9 +82,9 @@ class ModelRunner:
         self.eager = config.eager or self.device.type != "cuda"
         self.max_num_seqs = config.max_num_seqs
         self.layers = attention_layers(model)
-        self.kv_caches: list[tuple[Tensor, Tensor]] = []
         if config.fusion and not self.eager:
             fuse(model)
+        self.kv_caches: list[tuple[Tensor, Tensor]] = []
         self._graphs: DecodeGraphs | None = None
         self._counts: TokenCounts | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
@@ -126,13 +127,13 @@ class ModelRunner:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.allocate(1, max_model_len)
-        self.launch(_full_step(config, config.max_num_batched_tokens, max_model_len)).read()
+        self.sample(self.launch(_full_step(config, config.max_num_batched_tokens, max_model_len))).read()
         peak = torch.cuda.max_memory_allocated(self.device)
         if not self.eager:
             # graphs keep a memory of their own, about that of a decoding step
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-            self.launch(_full_step(config, config.max_num_seqs, max_model_len)).read()
+            self.sample(self.launch(_full_step(config, config.max_num_seqs, max_model_len))).read()
             peak += torch.cuda.max_memory_allocated(self.device) - before
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
@@ -147,27 +148,40 @@ class ModelRunner:
         return room // size
 
     @torch.inference_mode()
-    def launch(self, batch: ScheduledBatch) -> PendingResult:
-        """Queue one step: forward, sampling, and the copy of the tokens back to the host."""
+    def launch(self, batch: ScheduledBatch) -> Forward:
+        """Queue the forward of one step."""
         for request in batch.admitted:
             self._filled[request.slot] = 0
             if request.params.penalised:
                 self._token_counts().start(request)
         step = self._prepare(batch)
-        logits = self._run(step)[: len(step.sampled_slots)]
+        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
+        return Forward(step, self._run(step)[: len(requests)], requests)
+
+    @torch.inference_mode()
+    def sample(self, forward: Forward, masks: Mapping[int, NDArray[np.int32]] | None = None) -> PendingResult:
+        """Queue the sampling of the newest forward and the copy of its tokens to the host.
+
+        masks: by row of the sampling requests, what may come next, one bit for each token
+        """
+        step, logits, slots = forward.step, forward.logits, forward.step.sampled_slots
         if not len(logits):
             return PendingResult(torch.empty(0, dtype=torch.int64), [], [])
-        slots = step.sampled_slots
-        tokens = sample(logits, step.sampling, self._counts, slots)
+        sampling = step.sampling
+        if masks:
+            rows = np.array(list(masks), dtype=np.int64)
+            sent = send({"mask_rows": rows, "mask": np.stack(list(masks.values()))}, self.device)
+            sampling = replace(sampling, mask=sent["mask"], mask_rows=sent["mask_rows"])
+        tokens = sample(logits, sampling, self._counts, slots)
         # INVALID_TOKEN ends its request, but the next step may have been launched before the host knows, and embeds this
         self._last_tokens[slots] = tokens.clamp(min=0)
-        if step.sampling.repetition is not None:
+        if sampling.repetition is not None:
             self._token_counts().record(slots, tokens)
-        wanted = [chunk.request.params.logprobs for chunk in batch.chunks if chunk.samples]
+        wanted = [request.params.logprobs for request in forward.requests]
         logprobs: tuple[Tensor, ...] = ()
         if step.logprob_rows is not None:
-            rows = step.logprob_rows
-            logprobs = log_probabilities(logits[rows], tokens[rows], max(count or 0 for count in wanted))
+            index = step.logprob_rows
+            logprobs = log_probabilities(logits[index], tokens[index], max(count or 0 for count in wanted))
         return PendingResult(tokens, wanted, logprobs)
 
     def _run(self, step: _Step) -> Tensor:
@@ -284,6 +298,15 @@ class ModelRunner:
         # a slot may have come twice if a step failed before its changes were sent: the same places with the same pages
         index = np.concatenate([np.arange(slot * width + first, slot * width + last) for slot, first, last in self._changed])
         return {"table_index": index, "table_pages": self._table.reshape(-1)[index]}
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A launched forward whose tokens have not been sampled. logits: (len(requests), vocab), valid until the next launch."""
+
+    step: _Step
+    logits: Tensor
+    requests: list[Request]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class SampleParams:
     presence, frequency, repetition: (n,) float32 penalties, which need a `TokenCounts`
     bias_index:    (m,) int64, row * vocab + token, each at most once; bias: (m,) float32, added there
     allowed_index: (m,) int64, the only places of the rows `allowed_rows` that are kept
+    mask:          (m, ceil(vocab / 32)) int32, one bit for each token of the rows `mask_rows` (m,): whether it is kept
     """
 
     keys: Tensor | None = None
@@ -58,6 +59,8 @@ class SampleParams:
     bias: Tensor | None = None
     allowed_index: Tensor | None = None
     allowed_rows: Tensor | None = None
+    mask: Tensor | None = None
+    mask_rows: Tensor | None = None
     largest_top_k: int | None = None
 
 
@@ -189,6 +192,10 @@ def _adjust(logits: Tensor, params: SampleParams, counts: TokenCounts | None, sl
         kept = scores.flatten()[params.allowed_index]
         scores = scores.index_fill(0, params.allowed_rows, NEG_INF)
         scores = scores.flatten().index_copy(0, params.allowed_index, kept).view(logits.shape)
+    if params.mask is not None and params.mask_rows is not None:
+        bits = params.mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
+        banned = (bits & 1 == 0).flatten(1)[:, : logits.shape[1]]
+        scores = scores.index_copy(0, params.mask_rows, scores[params.mask_rows].masked_fill(banned, NEG_INF))
     return scores
 
 

@@ -119,7 +119,7 @@ class Scheduler:
             request.num_pending -= 1
             if token == INVALID_TOKEN:
                 self._withdraw(request, 0)
-                self.finish(request, "error", "the model's logits are not finite for this request")
+                self.finish(request, "error", "the model's logits are not finite, or the parameters leave no token")
                 continue
             request.tokens.append(token)
             gained.append((request, token))

@@ -22,14 +22,16 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.engine import Engine, EngineStats, load_tokenizer
-from fa_serve.engine.request import RequestOutput, SamplingParams
-from fa_serve.spec import FaServeError
+from fa_serve.engine.engine import Engine, EngineStats
+from fa_serve.engine.loading import load_tokenizer
+from fa_serve.engine.request import QueueFullError, RequestOutput, SamplingParams
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -41,6 +43,7 @@ class Add:
     params: SamplingParams | None
     priority: int = 0
     timeout: float | None = None
+    prepared: bool = False  # its structured output has been compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,19 @@ class Worker(Protocol):
 
 
 def serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None]) -> None:
-    """Run the engine until the command None comes."""
+    """Run the engine until the command None comes. A request whose grammar takes time comes again when it is compiled."""
+    with ThreadPoolExecutor(2, thread_name_prefix="fa_serve-grammar") as pool:
+        _serve(engine, commands, deliver, pool)
+
+
+def _serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None], pool: ThreadPoolExecutor) -> None:
+    preparing: set[str] = set()
+
+    def prepare(command: Add) -> None:
+        with suppress(Exception):  # which add_request raises again
+            engine.prepare(command.params or SamplingParams())
+        commands.put(replace(command, prepared=True))
+
     while True:
         outputs: list[RequestOutput] = []
         rejected: list[tuple[str, Exception]] = []
@@ -88,14 +103,31 @@ def serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None]
             if command is None:
                 return
             if isinstance(command, Abort):
+                if command.request_id in preparing:
+                    preparing.remove(command.request_id)
+                    outputs.append(RequestOutput(command.request_id, [], finished=True, finish_reason="abort"))
+                    continue
                 output = engine.abort(command.request_id)
                 outputs += [] if output is None else [output]
+                continue
+            if command.prepared:
+                if command.request_id not in preparing:
+                    continue  # it has been aborted meanwhile
+                preparing.remove(command.request_id)
+            elif command.params is not None and command.params.structured is not None:
+                if len(preparing) < max(engine.config.max_waiting, 1):
+                    preparing.add(command.request_id)
+                    pool.submit(prepare, command)
+                else:
+                    rejected.append(
+                        (command.request_id, QueueFullError(f"{len(preparing)} grammars are being compiled already"))
+                    )
                 continue
             try:
                 engine.add_request(
                     command.request_id, command.prompt, command.params, priority=command.priority, timeout=command.timeout
                 )
-            except (ValueError, FaServeError) as error:
+            except Exception as error:
                 rejected.append((command.request_id, error))
         outputs += engine.step()
         deliver(Message(engine.stats(), outputs, rejected))

@@ -164,7 +164,7 @@ def test_a_dead_engine_fails_its_requests_and_refuses_new_ones(make_engine, monk
         async with started(inner) as engine:
             streams = [asyncio.create_task(collect(engine, [i], name=str(i))) for i in range(3)]
             await until(lambda: inner.has_unfinished())
-            monkeypatch.setattr(inner._scheduler, "schedule", lambda: 1 / 0)
+            monkeypatch.setattr(inner, "_expire", lambda: 1 / 0)
             gate.release()
             for outputs in await asyncio.gather(*streams):
                 assert outputs[-1].finish_reason == "error"

@@ -255,6 +255,25 @@ def test_a_failed_step_fails_its_requests_and_no_others(make_engine, monkeypatch
     assert engine.generate([[1]], GREEDY)[0].token_ids == greedy(make_model(), [1], 12)
 
 
+@pytest.mark.parametrize("where", ["schedule", "commit"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failed_scheduler_ends_all_requests_and_starts_afresh(make_engine, monkeypatch, caplog, where, depth) -> None:
+    engine = make_engine(max_num_seqs=2)
+    engine._depth = depth
+    for name in "abc":
+        engine.add_request(name, [1, 2, 3, 4, 5], GREEDY)
+    engine.step()
+    monkeypatch.setattr(engine._scheduler, where, lambda *_: {}["lost"])
+    outputs = engine.step()
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [(name, "error") for name in "abc"]
+    assert "the scheduler failed: KeyError: 'lost'" in outputs[0].error
+    assert "all requests end with an error" in caplog.text
+    assert not engine.has_unfinished()
+    completion = engine.generate([[1, 2, 3, 4, 5]], GREEDY)[0]
+    assert (completion.token_ids, completion.num_cached_tokens) == (greedy(make_model(), [1, 2, 3, 4, 5], 12), 0)
+    engine.check_integrity()
+
+
 def test_out_of_memory_makes_steps_smaller_and_loses_nothing(make_engine, monkeypatch, caplog) -> None:
     engine = make_engine(max_num_batched_tokens=64)
     asked = prompts(6)

@@ -1,0 +1,180 @@
+"""Structured output: whatever the model would rather say, the answer is of its schema, and nobody else's changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import re
+
+import jsonschema
+import pytest
+from tiny_models import VOCAB, greedy, make_model
+
+from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams, StructuredOutput
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 130}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+LARK = 'start: sum\nsum: number ("+" number){1,3}\nnumber: /[1-9][0-9]?/'
+STRANGE = ('a "quoted"\n', "back\\slash", "ünïcode 日本", "(a|b)*")
+KINDS = {
+    "json_schema": StructuredOutput(json_schema=SCHEMA),
+    "json_text": StructuredOutput(json_schema=json.dumps(SCHEMA)),
+    "regex": StructuredOutput(regex=r"[a-f]{3}-\d{2}/x?"),
+    "choice": StructuredOutput(choice=STRANGE),
+    "grammar": StructuredOutput(grammar=LARK),
+}
+
+
+def is_of_its_kind(kind: str, text: str) -> bool:
+    if kind.startswith("json"):
+        jsonschema.validate(json.loads(text), SCHEMA)
+        return True
+    if kind == "choice":
+        return text in STRANGE
+    pattern = r"[a-f]{3}-\d{2}/x?" if kind == "regex" else r"[1-9][0-9]?(\+[1-9][0-9]?){1,3}"
+    return re.fullmatch(pattern, text) is not None
+
+
+def params(kind: str, **values) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 200, "temperature": 1.0, "structured": KINDS[kind]} | values)
+
+
+@pytest.fixture
+def with_end(make_engine):
+    """Engines whose model has an end token, which random weights seldom choose."""
+
+    def make(depth: int = 0, **settings) -> Engine:
+        model = make_model()
+        model.generation_config.eos_token_id = [1]
+        engine = make_engine(model=model, **settings)
+        engine._depth = depth  # 1: the host works a step ahead, as on a GPU
+        return engine
+
+    return make
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("settings", [{}, {"num_pages": 40, "max_num_batched_tokens": 13}], ids=["plain", "preempted"])
+def test_every_kind_is_followed_and_neighbours_are_left_alone(with_end, depth, settings) -> None:
+    """Random weights, so that what is right is not what the model would say."""
+    engine = with_end(depth, **settings)
+    kinds = [kind for kind in KINDS for _ in range(3)]
+    asked = [params(kind, seed=i) for i, kind in enumerate(kinds)]
+    plain = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    completions = engine.generate([[3 + i, 4] for i in range(len(kinds))] + [[9, 8, 7]] * 3, asked + [plain] * 3)
+    ended = 0
+    for kind, completion in zip(kinds, completions, strict=False):
+        assert completion.error is None
+        if completion.finish_reason == "stop":
+            ended += 1
+            assert is_of_its_kind(kind, completion.text), completion.text
+    assert ended > len(kinds) // 2
+    assert [c.token_ids for c in completions[-3:]] == [greedy(make_model(), [9, 8, 7], 30)] * 3
+    if settings:
+        assert engine.stats().num_preemptions > 0
+    assert not engine._matchers
+    engine.check_integrity()
+
+
+def test_the_step_ahead_changes_no_answer(with_end) -> None:
+    kinds = list(KINDS)
+    answers = [
+        [c.token_ids for c in with_end(depth).generate([[3]] * 5, [params(kind, seed=5) for kind in kinds])] for depth in (0, 1)
+    ]
+    assert answers[0] == answers[1]
+    alone = [with_end(1).generate([[3]], params(kind, seed=5))[0].token_ids for kind in kinds]
+    assert alone == answers[0]
+
+
+def test_the_embedded_model_writes_json() -> None:
+    engine = Engine(EngineConfig(device="cpu", num_pages=64))
+    completions = engine.generate(["Who is it? "] * 2, [params("json_schema", temperature=0.0), params("choice", seed=1)])
+    assert all(is_of_its_kind(kind, c.text) for kind, c in zip(("json_schema", "choice"), completions, strict=True))
+    free = engine.generate(
+        ["x = "], SamplingParams(max_tokens=64, temperature=0.0, structured=StructuredOutput(json_object=True))
+    )
+    assert free[0].text.startswith("{")
+    assert free[0].finish_reason == "length" or isinstance(json.loads(free[0].text), dict)
+
+
+@pytest.mark.parametrize(
+    ("structured", "message"),
+    [
+        pytest.param({"json_schema": {"type": "nothing"}}, "json_schema must be one that can be .*nothing", id="type"),
+        pytest.param({"json_schema": "{"}, "json_schema must be JSON", id="text"),
+        pytest.param({"json_schema": "[1]"}, "json_schema must be an object", id="list"),
+        pytest.param({"json_schema": {"a": {1, 2}}}, "json_schema must be JSON", id="set"),
+        pytest.param({"json_schema": {"not": {"type": "string"}}}, "json_schema .*not", id="keyword"),
+        pytest.param({"regex": "[0-9"}, "regex must be one that can be followed: .*unclosed", id="regex"),
+        pytest.param({"grammar": "start: missing"}, "grammar .*missing", id="grammar"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_at_submission(make_engine, structured, message) -> None:
+    engine = make_engine()
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        engine.add_request("bad", [1], SamplingParams(structured=StructuredOutput(**structured)))
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        engine.generate([[1], [2]], [SamplingParams(max_tokens=1), SamplingParams(structured=StructuredOutput(**structured))])
+    assert not engine.has_unfinished()
+
+
+def test_without_a_tokenizer_or_an_end_it_is_refused(tokenizer) -> None:
+    engine = Engine(EngineConfig(device="cpu", num_pages=32), model=make_model())
+    with pytest.raises(ValueError, match="structured must be None: this engine has no tokenizer"):
+        engine.generate([[1]], params("regex"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"regex": "a", "choice": ("a",)}, {"regex": ""}, {"choice": ()}, {"choice": "yes"}, {"json_object": 1}],
+    ids=str,
+)
+def test_exactly_one_field_says_what_is_wanted(values) -> None:
+    with pytest.raises(ValueError, match=r"must be (exactly one of|a text|a tuple|True or)"):
+        StructuredOutput(**values)
+
+
+def test_a_mask_that_leaves_nothing_fails_its_request_alone(with_end) -> None:
+    digits = tuple(range(2, VOCAB))
+    bad = params("regex", bad_token_ids=digits)
+    good, none = with_end(1).generate([[3], [4]], [SamplingParams(max_tokens=4, temperature=0.0), bad])
+    assert (none.finish_reason, good.error) == ("error", None)
+    assert "leave no token" in none.error
+
+
+def test_parameters_cross_processes() -> None:
+    for kind in KINDS:
+        assert pickle.loads(pickle.dumps(params(kind))) == params(kind)
+
+
+@pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+def test_streams_of_schemas_rejections_and_aborts(process) -> None:
+    async def collect(engine: AsyncEngine, name: str, wanted: SamplingParams) -> str:
+        outputs = [output async for output in engine.generate("Say: ", wanted, name)]
+        assert outputs[-1].finish_reason == "stop"
+        return "".join(output.text for output in outputs)
+
+    async def main() -> None:
+        engine = AsyncEngine(EngineConfig(device="cpu", num_pages=64, process=process))
+        await engine.start()
+        kinds = ["json_schema", "choice", "grammar", "regex"]
+        texts = await asyncio.gather(*(collect(engine, kind, params(kind, seed=0)) for kind in kinds))
+        assert all(map(is_of_its_kind, kinds, texts)), texts
+        with pytest.raises(ValueError, match="regex must be one that can be followed"):
+            await collect(engine, "bad", SamplingParams(structured=StructuredOutput(regex="(")))
+        # gone while its grammar is compiled
+        task = asyncio.create_task(collect(engine, "left", params("json_schema")))
+        await asyncio.sleep(0)
+        task.cancel()
+        assert is_of_its_kind("choice", await collect(engine, "next", params("choice")))
+        assert (engine.stats().num_running, engine.stats().num_pages_used) == (0, 0)
+        await engine.shutdown()
+
+    asyncio.run(main())
