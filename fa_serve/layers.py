@@ -1,8 +1,9 @@
 """What a decoder layer computes beside attention and its products, for packed tokens: one kernel each on a GPU.
 
-    h = layers.rms_norm(x, weight, 1e-6)
+    qkv = layers.linear(x, qkv_weight, norm=Norm(weight, 1e-6))
     layers.rotary_store_kv(qkv, k_cache, v_cache, slots, num_heads=32, cos=cos, sin=sin)     # in place
-    h = layers.act_and_mul(gate_up, "silu")
+    h = layers.linear(x, gate_up_weight, norm=Norm(weight, 1e-6), activation="silu")
+    x = layers.linear(h, down_weight, residual=x)                                            # in place
 
 Triton's kernels on a GPU, plain torch elsewhere; both compute in float32 (float64 stays) and round once. Arguments come from
 `engine.fusion`, which has compared the result with the model's own layer, so they are not validated again at each of some ten
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,22 +23,52 @@ from torch import Tensor
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, residual: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+class Norm(NamedTuple):
+    """An RMS norm: weight (width,); offset is 1 for models that keep weights around 0."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None = None, activation: str | None = None,
+    residual: Tensor | None = None, alpha: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """norm(x) @ weight.T + bias, then gated or added to the residual; one kernel for a single token on a GPU.
+
+    x: (total, k); weight: (n, k), contiguous; bias: (n,)
+    activation: the first half of the product, activated, gates the second -> (total, n / 2)
+    residual:   (total, n), to which alpha times the product is added in place; it is what returns
+    """
+    kernels = _kernels("linear", x.device) if x.shape[0] == 1 else None
+    if kernels:
+        out = x.new_empty(1, weight.shape[0] // (1 if activation is None else 2)) if residual is None else residual
+        kernels.launch_linear_row(x, weight, bias, norm, activation, residual, alpha, out)
+        return out
+    if norm is not None:
+        x = rms_norm(x, norm)
+    if residual is not None:
+        if bias is not None:
+            residual.add_(bias, alpha=alpha)
+        return residual.addmm_(x, weight.t(), alpha=alpha)
+    y = torch.nn.functional.linear(x, weight, bias)
+    return y if activation is None else act_and_mul(y, activation)
+
+
+def rms_norm(x: Tensor, norm: Norm, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + offset), plus `residual`; x, residual, out (total, width), weight (width,)."""
     out = torch.empty_like(x) if out is None else out
-    if kernels := _kernels(x.device):
-        kernels.launch_rms_norm(x, weight, eps, offset, residual, out)
+    if kernels := _kernels("layers", x.device):
+        kernels.launch_rms_norm(x, *norm, residual, out)
         return out
-    y = _normed(x, weight, eps, offset)
+    y = _normed(x, norm)
     return out.copy_(y if residual is None else y + residual)
 
 
 def rotary_store_kv(
     qkv: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, num_heads: int, cos: Tensor | None = None,
-    sin: Tensor | None = None, q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 0.0,
-    offset: float = 0.0,
+    sin: Tensor | None = None, q_norm: Norm | None = None, k_norm: Norm | None = None,
 ) -> None:  # fmt: skip
     """Norm and turn queries and keys in place, then write keys and values into the paged cache.
 
@@ -46,17 +77,16 @@ def rotary_store_kv(
     slot_mapping: (total,) int64: page * page_size + position in the page; -1 writes nothing
     cos, sin:     (total, rotary_dim), the second half of each row as the first: the first rotary_dim numbers of a head turn,
                   its halves against each other. None turns nothing
-    q_weight:     (head_dim,): RMS norm of each head before it is turned; k_weight likewise; both or none
+    q_norm:       of head_dim: what each head goes through before it is turned; k_norm likewise; both or none, alike but in
+                  their weights
     """
-    if kernels := _kernels(qkv.device):
-        kernels.launch_rotary_store_kv(
-            qkv, cos, sin, q_weight, k_weight, eps, offset, k_cache, v_cache, slot_mapping, num_heads
-        )
+    if kernels := _kernels("layers", qkv.device):
+        kernels.launch_rotary_store_kv(qkv, cos, sin, q_norm, k_norm, k_cache, v_cache, slot_mapping, num_heads)
         return
     page_size, num_kv_heads, dim = k_cache.shape[1:]
     q, k, v = torch.split(qkv.view(len(qkv), -1, dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    for x, weight in ((q, q_weight), (k, k_weight)):
-        y = _wide(x) if weight is None else _normed(x, weight, eps, offset)
+    for x, norm in ((q, q_norm), (k, k_norm)):
+        y = _wide(x) if norm is None else _normed(x, norm)
         if cos is not None and sin is not None:
             half = cos.shape[1] // 2
             first, second, rest = torch.split(y, [half, half, dim - 2 * half], dim=2)
@@ -71,7 +101,7 @@ def rotary_store_kv(
 def act_and_mul(x: Tensor, activation: str) -> Tensor:
     """activation(gate) * up with x (total, 2 * width) = [gate, up] -> (total, width); one of ACTIVATIONS."""
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
-    if kernels := _kernels(x.device):
+    if kernels := _kernels("layers", x.device):
         kernels.launch_act_and_mul(x, activation, out)
         return out
     gate, up = _wide(x).chunk(2, dim=1)
@@ -82,9 +112,9 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     return out.copy_(gate * up)
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def _normed(x: Tensor, norm: Norm) -> Tensor:
     y = _wide(x)
-    return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (_wide(weight) + offset)
+    return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps) * (_wide(norm.weight) + norm.offset)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -92,11 +122,11 @@ def _wide(x: Tensor) -> Tensor:
 
 
 @cache
-def _kernels(device: torch.device) -> Any:
+def _kernels(module: str, device: torch.device) -> Any:
     """Triton's launchers, None on a device without them."""
     if device.type != "cuda":
         return None
     try:
-        return importlib.import_module("fa_serve.backends.triton.layers")
+        return importlib.import_module(f"fa_serve.backends.triton.{module}")
     except ImportError:
         return None

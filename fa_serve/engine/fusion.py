@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,27 +35,11 @@ TOLERANCE = 1e-4  # of the largest number, in float32: another order of sums, an
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMS norm; offset is 1 for models whose weights are kept around 0."""
-
-    weight: Tensor
-    eps: float
-    offset: float
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        return layers.rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual, out=out)
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """x @ weight.T + bias"""
 
     weight: Tensor
     bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +51,12 @@ class FusedLayer:
     num_heads: int
     head_dim: int
     options: dict[str, Any]
-    before_attention: Norm | None
-    after_attention: Norm | None
-    before_mlp: Norm | None
-    after_mlp: Norm | None
-    q_norm: Norm | None
-    k_norm: Norm | None
+    before_attention: layers.Norm | None
+    after_attention: layers.Norm | None
+    before_mlp: layers.Norm | None
+    after_mlp: layers.Norm | None
+    q_norm: layers.Norm | None
+    k_norm: layers.Norm | None
     qkv: Product
     o: Product
     gate_up: Product | None
@@ -95,36 +79,30 @@ class FusedLayer:
         self, x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, attend: Attend
     ) -> Tensor:
         """x (total, hidden) is overwritten."""
-        total = x.shape[0]
-        qkv = self.qkv(x if self.before_attention is None else self.before_attention(x))
-        num_kv_heads = k_cache.shape[2]
+        total, num_kv_heads = x.shape[0], k_cache.shape[2]
+        qkv = layers.linear(x, *self.qkv, norm=self.before_attention)
         widths = [n * self.head_dim for n in (self.num_heads, num_kv_heads, num_kv_heads)]
-        norms: dict[str, Any] = {}
+        options: dict[str, Any] = {"cos": cos, "sin": sin} if self.rotary else {}
         if self.q_norm is not None and self.k_norm is not None:
             if self.q_norm.weight.shape[0] == self.head_dim:
-                norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
-                norms |= {"eps": self.q_norm.eps, "offset": self.q_norm.offset}
+                options |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
             else:  # of all heads together
                 for norm, part in zip((self.q_norm, self.k_norm), torch.split(qkv, widths, dim=1)[:2], strict=True):
-                    norm(part, out=part)
-        if self.rotary:
-            norms |= {"cos": cos, "sin": sin}
-        layers.rotary_store_kv(qkv, k_cache, v_cache, slot_mapping, num_heads=self.num_heads, **norms)
+                    layers.rms_norm(part, norm, out=part)
+        layers.rotary_store_kv(qkv, k_cache, v_cache, slot_mapping, num_heads=self.num_heads, **options)
         heads = [part.view(total, -1, self.head_dim) for part in torch.split(qkv, widths, dim=1)]
         x = self._add(x, attend(*heads).flatten(1), self.o, self.after_attention)
-        h = x if self.before_mlp is None else self.before_mlp(x)
         if self.gate_up is not None and self.down is not None:
-            return self._add(x, layers.act_and_mul(self.gate_up(h), self.activation), self.down, self.after_mlp)
-        h = self.mlp(h[None])
+            h = layers.linear(x, *self.gate_up, norm=self.before_mlp, activation=self.activation)
+            return self._add(x, h, self.down, self.after_mlp)
+        h = self.mlp((x if self.before_mlp is None else layers.rms_norm(x, self.before_mlp))[None])
         h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may return its router's choice as well
-        return x.add_(h, alpha=self.multiplier) if self.after_mlp is None else self.after_mlp(h, residual=x)
+        return x.add_(h, alpha=self.multiplier) if self.after_mlp is None else layers.rms_norm(h, self.after_mlp, residual=x)
 
-    def _add(self, x: Tensor, h: Tensor, product: Product, norm: Norm | None) -> Tensor:
-        if norm is not None:
-            return norm(product(h), residual=x)
-        if product.bias is not None:
-            x.add_(product.bias, alpha=self.multiplier)
-        return x.addmm_(h, product.weight.t(), alpha=self.multiplier)
+    def _add(self, x: Tensor, h: Tensor, product: Product, norm: layers.Norm | None) -> Tensor:
+        if norm is None:
+            return layers.linear(h, *product, residual=x, alpha=self.multiplier)
+        return layers.rms_norm(layers.linear(h, *product), norm, residual=x)
 
 
 class NotFusedError(Exception):
@@ -259,6 +237,10 @@ def _prove(layer: nn.Module, call: _Call) -> bool:
         ours = (*heads, k_cache[0], v_cache[0], result)
         wrong = [name for name, x, y in zip(named, ours, (q, k, v, k, v, expected[0]), strict=True) if not _agree(x, y)]
         if not wrong:
+            # one token takes kernels of its own
+            alone = mine.compute(theirs.hidden[0, :1].clone(), cos[0, :1], sin[0, :1], k_cache, v_cache, slots[:1], attend)
+            if not _agree(alone, expected[0, :1]):
+                raise NotFusedError("a token by itself would give another result")
             return rotary
         reasons.append(f"{'with' if rotary else 'without'} rotary embedding its {' and '.join(wrong)} would be others")
     raise NotFusedError("; ".join(reasons))
@@ -313,13 +295,13 @@ def _build(layer: nn.Module, call: _Call, *, rotary: bool) -> FusedLayer:
     )
 
 
-def _norm(module: Any) -> Norm:
+def _norm(module: Any) -> layers.Norm:
     """Weights around 1 or around 0: whichever gives what the module gives; the proof has the last word."""
     weight, eps = module.weight, float(getattr(module, "variance_epsilon", None) or module.eps)
     x = torch.linspace(-1.0, 2.0, weight.shape[0], dtype=weight.dtype, device=weight.device)[None]
     expected = module(x).float()
-    tried = {offset: layers.rms_norm(x, weight, eps, offset=offset).float() for offset in (0.0, 1.0)}
-    return Norm(weight, eps, min(tried, key=lambda offset: float((tried[offset] - expected).abs().max())))
+    tried = [layers.Norm(weight, eps, offset) for offset in (0.0, 1.0)]
+    return min(tried, key=lambda norm: float((layers.rms_norm(x, norm).float() - expected).abs().max()))
 
 
 def _activation(mlp: Any) -> str:

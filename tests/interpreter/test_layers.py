@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fa_serve import layers
 from fa_serve.backends.triton.layers import launch_act_and_mul, launch_rms_norm, launch_rotary_store_kv
+from fa_serve.backends.triton.linear import launch_linear_row
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -31,12 +32,13 @@ def test_rms_norm(total: int, width: int, dtype: torch.dtype, residual: bool) ->
     r = randn(total, width, dtype=dtype, seed=2) if residual else None
     out = torch.empty(total, width, dtype=dtype)
     launch_rms_norm(x, weight, 1e-3, 1.0, r, out)
-    close(out, layers.rms_norm(x.double(), weight.double(), 1e-3, offset=1.0, residual=None if r is None else r.double()))
+    norm = layers.Norm(weight.double(), 1e-3, 1.0)
+    close(out, layers.rms_norm(x.double(), norm, residual=None if r is None else r.double()))
 
 
 def test_rms_norm_in_place() -> None:
     x, weight = randn(4, 48, dtype=torch.float32), randn(48, dtype=torch.float32, seed=1)
-    exact = layers.rms_norm(x.double(), weight.double(), 1e-6)
+    exact = layers.rms_norm(x.double(), layers.Norm(weight.double(), 1e-6))
     launch_rms_norm(x, weight, 1e-6, 0.0, None, x)
     close(x, exact)
 
@@ -59,18 +61,19 @@ def test_rotary_store_kv(total, heads, kv_heads, dim, rotary, norm, dtype) -> No
     slots = torch.randperm(3 * page_size, generator=torch.Generator().manual_seed(1))[:total]
     slots[1::3] = -1
     caches = [torch.full((3, kv_heads, page_size, dim), 7.0, dtype=dtype).transpose(1, 2) for _ in "kv"]
-    options = {}
+    given, wide = [None] * 4, [None] * 4
     if rotary:
         angles = randn(total, rotary // 2, dtype=torch.float32, seed=3).repeat(1, 2)
-        options = {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
+        given[:2] = [angles.cos().to(dtype), angles.sin().to(dtype)]
+        wide[:2] = [x.double() for x in given[:2]]
     if norm:
-        options |= {"q_weight": randn(dim, dtype=dtype, seed=4), "k_weight": randn(dim, dtype=dtype, seed=5)}
+        given[2:] = [layers.Norm(randn(dim, dtype=dtype, seed=seed), 1e-3, 1.0) for seed in (4, 5)]
+        wide[2:] = [layers.Norm(x.weight.double(), 1e-3, 1.0) for x in given[2:]]
     exact, exact_caches = qkv.double(), [cache.double() for cache in caches]
-    wide = {name: x.double() for name, x in options.items()}
-    layers.rotary_store_kv(exact, *exact_caches, slots, num_heads=heads, eps=1e-3, offset=1.0, **wide)
-    given = [options.get(name) for name in ("cos", "sin", "q_weight", "k_weight")]
+    named = dict(zip(("cos", "sin", "q_norm", "k_norm"), wide, strict=True))
+    layers.rotary_store_kv(exact, *exact_caches, slots, num_heads=heads, **named)
     values = qkv[:, -kv_heads * dim :].clone()
-    launch_rotary_store_kv(qkv, *given, 1e-3, 1.0, *caches, slots, heads)
+    launch_rotary_store_kv(qkv, *given, *caches, slots, heads)
     close(qkv, exact)
     assert torch.equal(qkv[:, -kv_heads * dim :], values)
     for cache, expected in zip(caches, exact_caches, strict=True):
@@ -84,3 +87,29 @@ def test_act_and_mul(activation: str, dtype: torch.dtype) -> None:
     out = torch.empty(5, 1100, dtype=dtype)
     launch_act_and_mul(x, activation, out)
     close(out, layers.act_and_mul(x.double(), activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    ("n", "k", "norm", "activation", "residual", "bias"),
+    [
+        pytest.param(40, 64, False, None, False, False, id="plain"),
+        pytest.param(33, 1100, True, None, False, True, id="norm-bias-odd"),
+        pytest.param(48, 2304, True, "silu", False, True, id="norm-gated-bias"),
+        pytest.param(21, 96, False, "gelu", False, False, id="gated"),
+        pytest.param(37, 1500, False, None, True, True, id="residual-bias"),
+    ],
+)
+def test_linear_row(n: int, k: int, norm: bool, activation: str | None, residual: bool, bias: bool, dtype: torch.dtype) -> None:
+    x, weight = randn(1, k, dtype=dtype), randn(n * (2 if activation else 1), k, dtype=dtype, seed=1) / 16
+    b = randn(weight.shape[0], dtype=dtype, seed=2) if bias else None
+    r = randn(1, n, dtype=dtype, seed=3) if residual else None
+    given = layers.Norm(randn(k, dtype=dtype, seed=4), 1e-3, 1.0) if norm else None
+    exact = layers.linear(
+        x.double(), weight.double(), None if b is None else b.double(), activation=activation, alpha=0.5,
+        norm=None if given is None else layers.Norm(given.weight.double(), 1e-3, 1.0),
+        residual=None if r is None else r.double(),
+    )  # fmt: skip
+    out = torch.empty(1, n, dtype=dtype) if r is None else r
+    launch_linear_row(x, weight, b, given, activation, r, 0.5, out)
+    close(out, exact)

@@ -74,7 +74,7 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residu
         pdl = spec.arch_of(x.device) >= 90
         launch(
             _rms_norm, x.shape[0], (x, weight, residual, out), (eps, offset),
-            (x.stride(0), stride_r, out.stride(0), width, block, pdl), _options(pdl, min(8, max(1, block // 256))),
+            (x.stride(0), stride_r, out.stride(0), width, block, pdl), launch_options(pdl, min(8, max(1, block // 256))),
         )  # fmt: skip
 
 
@@ -160,10 +160,12 @@ def _norm_weights(q_weight_ptr, k_weight_ptr, is_q, cols, keep, offset):
 
 
 def launch_rotary_store_kv(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    offset: float, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int,
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: tuple[Tensor, float, float] | None,
+    k_norm: tuple[Tensor, float, float] | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int,
 ) -> None:  # fmt: skip
     """Arguments as in `fa_serve.layers.rotary_store_kv`. One launch."""
+    q_weight, eps, offset = (None, 0.0, 0.0) if q_norm is None else q_norm
+    k_weight = None if k_norm is None else k_norm[0]
     num_kv_heads, dim = k_cache.shape[2:]
     rotary = dim - dim % 2 if cos is None else cos.shape[1]
     head_blocks = triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS)
@@ -176,7 +178,7 @@ def launch_rotary_store_kv(
             (qkv.stride(0), 0 if cos is None else cos.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], num_heads,
              num_kv_heads, dim, rotary, _HEADS, triton.next_power_of_2(max(rotary // 2, 1)),
              triton.next_power_of_2(max(dim - rotary, 1)), pdl),
-            _options(pdl, 4),
+            launch_options(pdl, 4),
         )  # fmt: skip
 
 
@@ -203,9 +205,9 @@ def launch_act_and_mul(x: Tensor, activation: str, out: Tensor) -> None:
         pdl = spec.arch_of(x.device) >= 90
         launch(
             _act_and_mul, total * blocks, (x, out), (blocks,),
-            (x.stride(0), out.stride(0), width, ACTIVATIONS[activation], block, pdl), _options(pdl, 4),
+            (x.stride(0), out.stride(0), width, ACTIVATIONS[activation], block, pdl), launch_options(pdl, 4),
         )  # fmt: skip
 
 
-def _options(pdl: bool, num_warps: int) -> dict[str, Any]:
+def launch_options(pdl: bool, num_warps: int) -> dict[str, Any]:
     return {"num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
