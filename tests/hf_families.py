@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import fa_serve
 from fa_serve import hf
@@ -43,15 +43,21 @@ class Family:
     packs: bool = True
     gain: float = 1.5
 
-    def build(self, seed: int = 0, **changes: Any) -> PreTrainedModel:
-        transformers = importlib.import_module("transformers")
-        model_class = getattr(transformers, self.model)
-        common = _COMMON[self.kind] if "text_config" not in self.config else {}
-        config = model_class.config_class(**{**common, **self.config, **changes})
+    @property
+    def model_class(self) -> type[PreTrainedModel]:
+        found: type[PreTrainedModel] = getattr(importlib.import_module("transformers"), self.model)
+        return found
+
+    def make_config(self, **changes: Any) -> PreTrainedConfig:
+        config = self.model_class.config_class(**{**_COMMON[self.kind], **self.config, **changes})
         config._experts_implementation = "eager"
+        return config
+
+    def build(self, seed: int = 0, **changes: Any) -> PreTrainedModel:
+        config = self.make_config(**changes)
         config._attn_implementation = "eager"
         torch.manual_seed(seed)
-        model: PreTrainedModel = model_class(config).eval()
+        model = self.model_class(config).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() >= 2:

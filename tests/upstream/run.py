@@ -1,0 +1,129 @@
+"""transformers' own tests of attention with fa_serve in the place of sdpa.
+
+    python tests/upstream/run.py [--families llama,bert] [--version 5.17.0] [--out tests/upstream/results.json]
+
+Fetches the source distribution of transformers (the installed release unless another is named) and the three packages that
+its tests want, once, into --cache; runs the tests of `test_modeling_common.py` that have to do with attention (`suite.py`);
+runs those that fail once more on sdpa itself; and prints, for each family, what passed and the reason of what did not. Ends
+with 1 if a failure has no reason. tests/test_models_report.py writes the docs from what --out holds.
+
+The distribution leaves out the tests of generation, of masks and of single models: those of ours are in tests/test_hf_*.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+ATTENTION = (
+    "eager_matches_sdpa or equivalence or batching or determinism or training or gradient or attention or attn or dispatch "
+    "or hidden_states or inputs_embeds or offload or parallelism or capture or meta or flex or compile"
+)
+# whether a test file has the mixin that is not in the distribution; the same once more with a choice among sdpa's own kernels
+NOT_HERE = "generation_tester_mixin or sdpa_kernels"
+TOOLS = ["accelerate==1.15.0", "parameterized==0.9.0", "psutil==7.2.2"]
+# what we refuse on purpose, by the words of the error
+REASONS = {
+    "never forms the attention weights": "asks sdpa for attention weights, which sdpa leaves out in silence and fa_serve "
+    "refuses with a sentence",
+    "asks for attention dropout": "trains with attention dropout, which fa_serve refuses with a sentence",
+}
+SAME = "fails with sdpa itself in the same way"
+
+
+def fetch(version: str, cache: Path) -> tuple[Path, Path]:
+    """The unpacked distribution, and a folder of packages that its tests import."""
+    source, tools = cache / f"transformers-{version}", cache / "tools"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    if not source.exists():
+        options = ["--no-deps", "--no-build-isolation", "--no-binary", "transformers", "--dest", str(cache)]
+        subprocess.run([*pip, "download", "-q", *options, f"transformers=={version}"], check=True)
+        with tarfile.open(cache / f"transformers-{version}.tar.gz") as archive:
+            archive.extractall(cache, filter="data")
+    if not tools.exists():
+        subprocess.run([*pip, "install", "-q", "--no-deps", "--target", str(tools), *TOOLS], check=True)
+    return source, tools
+
+
+def pytest(source: Path, tools: Path, report: Path, redirect: bool, *arguments: str) -> list[ET.Element]:
+    paths = [str(tools), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "REDIRECT": str(int(redirect)), "TRANSFORMERS_SOURCE": str(source),
+                   "PYTHONPATH": os.pathsep.join(filter(None, paths))}  # fmt: skip
+    options = ["-q", "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *arguments]
+    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, check=False)
+    if not report.exists():
+        sys.exit(done.stdout + done.stderr)
+    return list(ET.parse(report).iter("testcase"))
+
+
+def failures(cases: list[ET.Element]) -> dict[str, str]:
+    """The message of each test that failed, by its name."""
+    found: dict[str, str] = {}
+    for case in cases:
+        for kind in ("failure", "error"):
+            for element in case.findall(kind):
+                found[str(case.get("name"))] = f"{element.get('message')}\n{element.text}"
+    return found
+
+
+def run(family: str, source: Path, tools: Path, cache: Path) -> dict[str, object]:
+    suite, report = str(HERE / "suite.py"), cache / f"{family}.xml"
+    report.unlink(missing_ok=True)
+    cases = pytest(source, tools, report, True, f"{suite}::Test{family}", "-k", f"({ATTENTION}) and not ({NOT_HERE})")
+    failed = failures(cases)
+    names = {str(case.get("name")) for case in cases}
+    skipped = {str(case.get("name")) for case in cases if case.find("skipped") is not None} - set(failed)
+    reasons = {}
+    for name, text in failed.items():
+        reasons[name] = next((reason for words, reason in REASONS.items() if words in text), "")
+    if unknown := [name for name, reason in reasons.items() if not reason]:
+        report.unlink()
+        again = failures(pytest(source, tools, report, False, *(f"{suite}::Test{family}::{name}" for name in unknown)))
+        for name in unknown:
+            reasons[name] = SAME if name in again else re.sub(r"\s+", " ", failed[name].partition("\n")[0])[:300]
+    report.unlink()
+    return {"passed": len(names - set(failed) - skipped), "skipped": len(skipped), "failed": dict(sorted(reasons.items()))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--families", help="names of tests/hf_families.py, separated by commas; default: all")
+    parser.add_argument("--version", default=transformers.__version__, help="of the tests; should be the one installed")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "fa_serve" / "upstream")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(HERE.parent))
+    from hf_families import FAMILIES
+
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    source, tools = fetch(arguments.version, arguments.cache)
+    known = {*REASONS.values(), SAME}
+    results, unexplained = {}, 0
+    for family in arguments.families.split(",") if arguments.families else [f.name for f in FAMILIES]:
+        results[family] = result = run(family, source, tools, arguments.cache)
+        failed = result["failed"]
+        assert isinstance(failed, dict)
+        print(f"{family:18} {result['passed']:4} passed {len(failed):3} failed {result['skipped']:4} skipped", flush=True)
+        for name, reason in failed.items():
+            print(f"    {name}: {reason}", flush=True)
+            unexplained += reason not in known
+        versions = {"transformers": transformers.__version__, "tests": arguments.version, "torch": torch.__version__}
+        if arguments.out:
+            arguments.out.write_text(json.dumps({"versions": versions, "families": results}, indent=1) + "\n")
+    sys.exit(bool(unexplained))
+
+
+if __name__ == "__main__":
+    main()
