@@ -17,6 +17,7 @@ from fa_serve.backends.launch import launch
 from fa_serve.backends.triton.layers import ACTIVATIONS, activate, launch_options
 
 _TILE = 8192  # weights in flight per program of 4 warps: 128 bytes a thread
+_BLOCK_K = 1024
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def launch_linear_row(
     """x (1, k), weight (n, k), all contiguous. norm: (weight, eps, offset) of the RMS norm of x; out may be `residual`."""
     n, k = out.shape[1], x.shape[1]
     gated = activation is not None
-    block_k = min(triton.next_power_of_2(k), 1024)
+    block_k = min(triton.next_power_of_2(k), _BLOCK_K)
     block_n = row_block(n, _TILE // block_k // (2 if gated else 1))
     norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
     pdl = spec.arch_of(x.device) >= 90
