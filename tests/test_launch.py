@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,6 +23,9 @@ class Pointer:
 
     def data_ptr(self) -> int:
         return self.address
+
+    def get_device(self) -> int:
+        return 0
 
 
 class Kernel:
@@ -59,6 +64,7 @@ BASE: dict[str, Any] = {
     "varying": (1, 0.5),
     "fixed": (16, True),
     "options": {"num_warps": 4},
+    "strides": (32, 64),
 }
 
 
@@ -67,7 +73,14 @@ def test_the_second_launch_skips_the_jit(kernel: Kernel) -> None:
     launch(kernel, **BASE)
     launch(kernel, **(BASE | {"pointers": (q, None), "varying": (7, 0.25), "grid": 5}))
     assert kernel.compiled == 1
-    assert kernel.launched == [((5, 1, 1), (q, None, 7, 0.25, 16, True))]
+    assert kernel.launched == [((5, 1, 1), (q, None, 7, 0.25, 32, 64, 16, True))]
+
+
+def test_a_stride_that_grows_with_a_cache_is_of_one_kind(kernel: Kernel) -> None:
+    for length in range(1, 9):
+        launch(kernel, **(BASE | {"strides": (64, 64 * length)}))
+    assert kernel.compiled == 1
+    assert [args[5] for _, args in kernel.launched] == [64 * length for length in range(2, 9)]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +92,11 @@ def test_the_second_launch_skips_the_jit(kernel: Kernel) -> None:
         {"fixed": (32, True)},
         {"fixed": (16, False)},
         {"options": {"num_warps": 8}},
+        {"strides": (8, 64)},
+        {"strides": (1, 64)},
+        {"strides": (32, 1 << 35)},
     ],
-    ids=["presence", "dtype", "alignment", "stride", "constexpr", "option"],
+    ids=["presence", "dtype", "alignment", "stride", "constexpr", "option", "multiple of 16", "one", "width"],
 )
 def test_what_changes_the_code_goes_through_the_jit(kernel: Kernel, change: dict[str, Any]) -> None:
     launch(kernel, **BASE)
@@ -90,10 +106,25 @@ def test_what_changes_the_code_goes_through_the_jit(kernel: Kernel, change: dict
 
 
 def test_each_device_has_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch goes to where the tensors are, whichever device is the current one."""
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+
+    @contextmanager
+    def switch(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", switch)
+    went_to: list[int] = []
+    original = Kernel.__getitem__
+    monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: went_to.append(current[0]) or original(self, grid))
     launch(kernel, **BASE)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(Pointer, "get_device", lambda self: 1)
     launch(kernel, **BASE)
-    assert kernel.compiled == 2
+    assert went_to == [0, 1]
+    assert current == [0]
 
 
 def test_an_unaligned_launch_is_never_remembered(kernel: Kernel) -> None:

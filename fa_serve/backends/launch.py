@@ -8,6 +8,7 @@ key goes through the JIT, which compiles, specialises and checks as ever.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,15 +18,27 @@ _COMPILED: dict[tuple[Any, ...], Any] = {}
 
 def launch(
     kernel: Any, grid: int, pointers: Sequence[torch.Tensor | None], varying: Sequence[float], fixed: Sequence[Any],
-    options: dict[str, Any],
+    options: dict[str, Any], strides: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """Run `kernel(*pointers, *varying, *fixed)` on the current device and stream, in a grid of one dimension.
+    """Run `kernel(*pointers, *varying, *strides, *fixed)` on the tensors' device and its current stream, in a grid of one
+    dimension.
 
-    pointers: tensors or None. The JIT knows them by dtype, presence and whether they are 16-byte aligned, which allocations
-              are; a call with any that is not goes through the JIT each time.
+    pointers: tensors, the first one never None. The JIT knows them by dtype, presence and whether they are 16-byte aligned,
+              which allocations are; a call with any that is not goes through the JIT each time.
     varying:  numbers that the kernel declares `do_not_specialize`, and floats: always of the same type, below 2^31
+    strides:  integers that the JIT knows by whether they are 1 or multiples of 16, and by their width; a cache's grow
     fixed:    whatever else the machine code may depend on: strides by value, then constexprs
     """
+    first = pointers[0]
+    assert first is not None
+    if not first.is_cuda:
+        kernel[grid,](*pointers, *varying, *strides, *fixed, **options)
+        return
+    current, device = torch.cuda.current_device(), first.get_device()
+    if device != current:
+        with torch.cuda.device(device):
+            launch(kernel, grid, pointers, varying, fixed, options, strides)
+        return
     address = 0
     kinds: list[torch.dtype | None] = []
     for tensor in pointers:
@@ -34,12 +47,18 @@ def launch(
         else:
             address |= tensor.data_ptr()
             kinds.append(tensor.dtype)
-    if pointers[0] is None or not pointers[0].is_cuda or address % 16:
-        kernel[grid,](*pointers, *varying, *fixed, **options)
+    if address % 16:
+        kernel[grid,](*pointers, *varying, *strides, *fixed, **options)
         return
-    key = (id(kernel), torch.cuda.current_device(), tuple(kinds), tuple(fixed), tuple(options.values()))
+    widths = tuple([1 if stride == 1 else (stride % 16 == 0, stride >= 1 << 31) for stride in strides])
+    key = (id(kernel), device, tuple(kinds), widths, tuple(fixed), tuple(options.values()))
     compiled = _COMPILED.get(key)
     if compiled is None:
-        _COMPILED[key] = kernel[grid,](*pointers, *varying, *fixed, **options)
+        _COMPILED[key] = kernel[grid,](*pointers, *varying, *strides, *fixed, **options)
     else:
-        compiled[grid, 1, 1](*pointers, *varying, *fixed)
+        compiled[grid, 1, 1](*pointers, *varying, *strides, *fixed)
+
+
+def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, wherever the tensors are: layers may be spread over several."""
+    return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else nullcontext()

@@ -413,9 +413,10 @@ def launch_decode(
         (q, k_cache, v_cache, result, lse, part_out, part_lse, block_table, seqused_k, cu_seqlens_q, sinks, k_descale,
          v_descale),
         (*plan, right, block_table.stride(0), float(softmax_scale), float(softcap)),
-        (*out_strides, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *shape, dim, padded_dim(dim), page_size,
-         right >= 0 and max_seqlen_q > 1, softcap != 0.0, tiles.prefetch, "ieee" if q.dtype == torch.float32 else "tf32"),
+        (*shape, dim, padded_dim(dim), page_size, right >= 0 and max_seqlen_q > 1, softcap != 0.0, tiles.prefetch,
+         "ieee" if q.dtype == torch.float32 else "tf32"),
         {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **programmatic},
+        (*out_strides, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3]),
     )  # fmt: skip
     if part_out is not None:
         block_parts, block_rows = _combine_block(tiles, block_dv, batch * units * unit_rows)
