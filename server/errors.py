@@ -17,6 +17,7 @@ the same shape. A failure that nobody foresaw is a 500 without internals (guard.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 77
+SHORT.maxlevel = 3
 UNFORESEEN = "The server failed on this request; the reason is in its log."
 
 
@@ -118,8 +122,10 @@ def bad_request(errors: Sequence[Any]) -> BadRequest:
             return BadRequest(f"Missing required field: {param}.", param=param, code="missing_required_parameter")
         case "model_attributes_type" | "model_type" | "dict_type" | "missing" if not param:
             return BadRequest("The body must be a JSON object, sent with Content-Type: application/json.")
-        case "unsupported":
-            return BadRequest(error["msg"], param=error["ctx"]["field"], code="unsupported_parameter")
+        case "field" | "unsupported":
+            param = f"{param}.{error['ctx']['field']}" if param else error["ctx"]["field"]
+            code = "unsupported_parameter" if error["type"] == "unsupported" else "invalid_value"
+            return BadRequest(f"{param} {error['ctx']['rule']}.", param=param, code=code)
         case "value_error":
             return BadRequest(
                 _sentence(f"{param}: {error['ctx']['error']}" if param else str(error["ctx"]["error"])), param=param
@@ -143,5 +149,5 @@ def _sentence(text: str) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """Not `repr` cut short: that would write out a value of megabytes first."""
+    return SHORT.repr(value)

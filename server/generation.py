@@ -1,10 +1,10 @@
 """One request's answer: its sequences, from admission to usage, and how OpenAI writes them down.
 
-    answer = ChatAnswer(body, service, key)
+    answer = CompletionAnswer(body, service, key)
     reply = await answer.whole()                     # or: async for chunk in answer.chunks()
 
 A request is `n` sequences for each of its prompts; choice `index` is sequence `index % n` of prompt `index // n`. `Answer` runs
-them and counts; its two children know only how one increment looks. Left out: connections (streaming.py).
+them and counts; its two children know only how one increment looks. Left out: connections (streaming.py), chats (messages.py).
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fa_serve import FaServeError, __version__
-from fa_serve.engine import QueueFullError, RequestOutput, SamplingParams
+from fa_serve.engine import QueueFullError, RequestOutput, SamplingParams, TokenLogprob
 
 from .errors import UNFORESEEN, BadRequest, EngineFailed, TooManyRequests, Unavailable
-from .logprobs import for_chat, for_completion
-from .sampling import sampling_params
-from .schemas import ChatRequest, CompletionRequest, SamplingRequest, Usage
+from .logprobs import for_completion, for_prompt
+from .replies import CompletionLogprobs, PromptLogprobs, Usage
+from .sampling import constraint, sampling_params
+from .schemas import CompletionRequest, SamplingRequest
 from .service import Service
 from .streaming import merge
 
@@ -44,6 +45,7 @@ class Answer(ABC):
         service.require_model(body.model)
         self._body, self._service, self._key = body, service, key
         self._arrival, self._n = time.perf_counter(), body.n or 1
+        self._constraint = constraint(body)
         self._prompts: list[list[int]] = []
         self._usage: Usage = {
             "prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0},
@@ -63,7 +65,8 @@ class Answer(ABC):
                 else:
                     sums[index] = output
         choices = [self._choice(index, sums[index]) | self._prompt_ids(index) for index in sorted(sums)]
-        return self._head | {"object": self.kind, "choices": choices, "usage": self._usage}
+        reply = self._head | {"object": self.kind, "choices": choices, "usage": self._usage}
+        return reply if self._body.prompt_logprobs is None else self._with_prompt_logprobs(reply, sums)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """The reply as a stream of chunks, with the usage in a last one if it was asked for."""
@@ -75,10 +78,12 @@ class Answer(ABC):
             async for index, output in outputs:
                 if index not in begun:
                     begun.add(index)
-                    for choice in self._opening(index):
+                    for choice in self._opening(index, output):
                         yield head | {"choices": [choice | self._prompt_ids(index)]}
-                if output.text or output.finished or output.logprobs or self._body.return_token_ids:
-                    yield head | {"choices": [self._increment(index, output)]}
+                choice = self._increment(index, output)
+                said = choice.get("text") or choice.get("delta") or output.logprobs
+                if said or output.finished or self._body.return_token_ids:
+                    yield head | {"choices": [choice]}
         if with_usage:
             yield head | {"choices": [], "usage": self._usage}
 
@@ -121,8 +126,11 @@ class Answer(ABC):
             watch.ended("abort")
             raise
         except ValueError as error:  # the engine knows the vocabulary; it names what is wrong first
-            name = str(error).partition(" ")[0]
-            param = name if name in type(self._body).model_fields else self._prompt_field
+            name, param = str(error).partition(" ")[0], self._prompt_field
+            if self._constraint is not None and (name == "structured" or hasattr(self._constraint.output, name)):
+                param = self._constraint.field
+            elif name in type(self._body).model_fields:
+                param = name
             raise BadRequest(f"{error}.", param=param, code="invalid_value") from None
         except QueueFullError as error:
             raise TooManyRequests(f"{error}.", retry_after=1) from None
@@ -141,7 +149,14 @@ class Answer(ABC):
                 f"you asked for {len(prompt)} in the prompt and {answer}.",
                 param=self._prompt_field, code="context_length_exceeded",
             )  # fmt: skip
-        return sampling_params(body, wanted or self._default_max_tokens(room), self._logprobs(), sample)
+        return sampling_params(
+            body, sample, max_tokens=wanted or self._default_max_tokens(room), logprobs=self._logprobs(),
+            prompt_logprobs=self._prompt_logprobs(), structured=self._constraint and self._constraint.output,
+            skip_special_tokens=self._skip_special_tokens(),
+        )  # fmt: skip
+
+    def _skip_special_tokens(self) -> bool | None:
+        return self._body.skip_special_tokens
 
     @abstractmethod
     def _count(self) -> int:
@@ -160,12 +175,19 @@ class Answer(ABC):
     def _logprobs(self) -> int | None:
         """How many most likely tokens to report with each token; None reports nothing."""
 
+    def _prompt_logprobs(self) -> int | None:
+        return self._body.prompt_logprobs
+
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _opening(self, index: int) -> list[dict[str, Any]]:
-        """Choices to send before a sequence's first increment."""
+    def _opening(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Choices to send before a sequence's first increment, which is `output`."""
+
+    @abstractmethod
+    def _with_prompt_logprobs(self, reply: dict[str, Any], sums: dict[int, RequestOutput]) -> dict[str, Any]:
+        """vLLM has them in each choice of a completion, and once in a chat's reply."""
 
     @abstractmethod
     def _increment(self, index: int, output: RequestOutput) -> dict[str, Any]: ...
@@ -173,6 +195,9 @@ class Answer(ABC):
     def _common(self, index: int, output: RequestOutput | None = None) -> dict[str, Any]:
         common = {"index": index, "finish_reason": output and output.finish_reason, "logprobs": None}
         return common | {"token_ids": output.token_ids if output else []} if self._body.return_token_ids else common
+
+    def _prompt_scores(self, output: RequestOutput) -> PromptLogprobs:
+        return for_prompt(self._service.token_texts, output.prompt_logprobs or (), self._body.prompt_logprobs or 0)
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         return {"prompt_token_ids": self._prompts[index // self._n]} if self._body.return_token_ids else {}
@@ -204,63 +229,47 @@ class CompletionAnswer(Answer):
     def _default_max_tokens(self, room: int) -> int:
         return min(COMPLETION_TOKENS, room)
 
+    def _prompt_logprobs(self) -> int | None:
+        """For the echo, for the field of that name, or for both."""
+        wanted = (self._body.logprobs if self._body.echo else None, self._body.prompt_logprobs)
+        return max((count for count in wanted if count is not None), default=None)
+
     def _logprobs(self) -> int | None:
         return self._body.logprobs
 
     def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        return self._increment(index, output) | {"text": self._before(index) + output.text}
+        [*opening] = self._opening(index, output) if self._body.echo else []
+        choice = self._increment(index, output)
+        return choice | {"text": self._before(index) + output.text, "logprobs": _joined(*opening, choice)}
 
-    def _opening(self, index: int) -> list[dict[str, Any]]:
-        if self._body.echo or self._body.return_token_ids:
-            return [self._common(index) | {"text": self._before(index)}]
-        return []
+    def _opening(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        if not (self._body.echo or self._body.return_token_ids):
+            return []
+        logprobs = self._scores(index, output.prompt_token_ids, output.prompt_logprobs) if self._body.echo else None
+        return [self._common(index) | {"text": self._before(index), "logprobs": logprobs}]
 
     def _increment(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        increment = self._common(index, output) | {"text": output.text}
-        if output.logprobs:
-            logprobs = for_completion(self._service.token_texts, output.logprobs, self._offsets.get(index, 0))
-            self._offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-            increment["logprobs"] = logprobs
-        return increment
+        logprobs = self._scores(index, output.token_ids, output.logprobs)
+        return self._common(index, output) | {"text": output.text, "logprobs": logprobs}
+
+    def _scores(
+        self, index: int, token_ids: list[int], entries: Sequence[TokenLogprob | None] | None
+    ) -> CompletionLogprobs | None:
+        if self._body.logprobs is None or not entries:
+            return None
+        texts, offset = self._service.token_texts, self._offsets.get(index, 0)
+        logprobs, self._offsets[index] = for_completion(texts, token_ids, entries, offset, self._body.logprobs)
+        return logprobs
+
+    def _with_prompt_logprobs(self, reply: dict[str, Any], sums: dict[int, RequestOutput]) -> dict[str, Any]:
+        for choice in reply["choices"]:
+            choice["prompt_logprobs"] = self._prompt_scores(sums[choice["index"]])
+        return reply
 
     def _before(self, index: int) -> str:
         return self._echo[index // self._n] if self._body.echo else ""
 
 
-class ChatAnswer(Answer):
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-    prefix = "chatcmpl"
-    _prompt_field = "messages"
-    _body: ChatRequest
-
-    def _count(self) -> int:
-        return 1
-
-    async def _encode(self) -> list[list[int]]:
-        messages = [message.rendered() for message in self._body.messages]
-        return [await self._service.encode_chat(messages, self._body.chat_template_kwargs or {})]
-
-    def _max_tokens(self) -> int | None:
-        return self._body.max_completion_tokens or self._body.max_tokens
-
-    def _default_max_tokens(self, room: int) -> int:
-        return room
-
-    def _logprobs(self) -> int | None:
-        return (self._body.top_logprobs or 0) if self._body.logprobs else None
-
-    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
-        return self._common(index, output) | {"message": message}
-
-    def _opening(self, index: int) -> list[dict[str, Any]]:
-        return [self._common(index) | {"delta": {"role": "assistant", "content": ""}}]
-
-    def _increment(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        return self._common(index, output) | {"delta": {"content": output.text} if output.text else {}}
-
-    def _common(self, index: int, output: RequestOutput | None = None) -> dict[str, Any]:
-        common = super()._common(index, output)
-        if output is not None and output.logprobs:
-            common["logprobs"] = {"content": for_chat(self._service.token_texts, output.logprobs), "refusal": None}
-        return common
+def _joined(*choices: dict[str, Any]) -> dict[str, Any] | None:
+    parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]} if parts else None

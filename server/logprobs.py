@@ -1,18 +1,18 @@
 """Log-probabilities in OpenAI's two shapes, and the texts of single tokens that both are made of.
 
-A token need not be text: it may be a piece of a character. `token` shows it as well as it can, `bytes` says what it is. Left
-out: the log-probabilities of prompts.
+A token need not be text: it may be a piece of a character. `token` shows it as well as it can, `bytes` says what it is.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from fa_serve.engine import TokenLogprob
 
-from .schemas import ChatLogprob, CompletionLogprobs, TopLogprob
+from .replies import ChatLogprob, CompletionLogprobs, PromptLogprobs, TopLogprob
 
 LOWEST = -9999.0  # JSON has no infinity; other servers say the same
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -64,18 +64,38 @@ def for_chat(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[ChatLo
     ]
 
 
-def for_completion(texts: TokenTexts, logprobs: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
-    """`offset` is where the first token begins in the choice's text. The sampled token is always among the most likely."""
-    tokens = [texts.text(entry.token_id) for entry in logprobs]
-    offsets = [offset]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
-    top = [
-        {texts.text(token): max(value, LOWEST) for token, value in [*entry.top, (entry.token_id, entry.logprob)]}
-        for entry in logprobs
+def for_completion(
+    texts: TokenTexts, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], offset: int, count: int
+) -> tuple[CompletionLogprobs, int]:
+    """With the `count` likeliest tokens and the actual one; None is a prompt's first token, which has nothing before it.
+
+    `offset` is where the first token begins in the choice's text; where the last one ends is returned too.
+    """
+    tokens = [texts.text(token) for token in token_ids]
+    *offsets, end = accumulate(map(len, tokens), initial=offset)
+    values: list[float | None] = [None if entry is None else max(entry.logprob, LOWEST) for entry in entries]
+    top: list[dict[str, float] | None] = [
+        None
+        if entry is None
+        else {texts.text(token): max(v, LOWEST) for token, v in [*entry.top[:count], (entry.token_id, entry.logprob)]}
+        for entry in entries
     ]
-    values = [max(entry.logprob, LOWEST) for entry in logprobs]
-    return {"text_offset": offsets[:-1], "token_logprobs": values, "tokens": tokens, "top_logprobs": top}
+    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": top}, end
+
+
+def for_prompt(texts: TokenTexts, entries: Sequence[TokenLogprob | None], count: int) -> PromptLogprobs:
+    """As vLLM writes them: by token id, the likeliest and the actual token, whose rank is known if it is among them."""
+    scores: PromptLogprobs = []
+    for entry in entries:
+        if entry is None:
+            scores.append(None)
+            continue
+        top: dict[int, tuple[float, int | None]] = {entry.token_id: (entry.logprob, None)}
+        top |= {token: (value, rank) for rank, (token, value) in enumerate(entry.top[:count], 1)}
+        scores.append(
+            {str(t): {"logprob": max(v, LOWEST), "rank": rank, "decoded_token": texts.text(t)} for t, (v, rank) in top.items()}
+        )
+    return scores
 
 
 def _top(texts: TokenTexts, token_id: int, logprob: float) -> TopLogprob:

@@ -16,20 +16,10 @@ from starlette.exceptions import HTTPException
 import fa_serve
 
 from .errors import Unavailable
-from .generation import Answer, ChatAnswer, CompletionAnswer
-from .schemas import (
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    DetokenizeRequest,
-    ErrorReply,
-    ModelCard,
-    ModelList,
-    Text,
-    TokenizeRequest,
-    Tokens,
-)
+from .generation import Answer, CompletionAnswer
+from .messages import ChatAnswer
+from .replies import ChatCompletion, Completion, ErrorReply, ModelCard, ModelList, Text, Tokens
+from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .service import Service
 from .streaming import EventStream, attend
 
@@ -85,7 +75,7 @@ async def chat_completions(body: ChatRequest, request: Request, service: Shared)
 
 
 async def _respond(kind: type[Answer], body: Any, request: Request, service: Service) -> Response:
-    request.state.user = body.user
+    request.state.user = body.user or getattr(body, "safety_identifier", None)
     settings = service.settings
     answer = kind(body, service, getattr(request.state, "key", None))
     if body.stream:
@@ -116,8 +106,8 @@ async def tokenize(body: TokenizeRequest, service: Shared) -> Tokens:
     if body.prompt is not None:
         [tokens] = await service.encode([body.prompt], special=body.add_special_tokens is not False)
     else:
-        messages = [message.rendered() for message in body.messages or []]
-        tokens = await service.encode_chat(messages, body.chat_template_kwargs or {})
+        tools = body.tools or []
+        tokens, _ = await service.encode_chat(service.template(body, tools), body, tools, body.chat_template_kwargs or {})
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len}
 
 

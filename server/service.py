@@ -8,27 +8,28 @@ event loop and no two prompts use the tokenizer at once. Left out: what a reques
 from __future__ import annotations
 
 import asyncio
-import inspect
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from fa_serve.engine.prompts import encode
 
 from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
 from .logprobs import TokenTexts
 from .metrics import Metrics
-from .schemas import ModelCard
+from .replies import ModelCard
+from .schemas import ChatRequest, TokenizeRequest, Tool
 from .settings import Settings
+from .templates import Template
 
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
 
 T = TypeVar("T")
-NAMES = re.compile(r"""message(\.name|\[['"]name['"]\]|\.get\(['"]name['"])""")
 
 
 class Service:
@@ -38,7 +39,8 @@ class Service:
         self.draining = False
         self._loading: asyncio.Task[None] | None = None
         self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
-        self._template = settings.chat_template.read_text() if settings.chat_template else None
+        self._chat_template = settings.chat_template.read_text() if settings.chat_template else None
+        self._template = lru_cache(16)(lambda text: Template(self.engine.tokenizer, text))
         self._in_flight: Counter[str | None] = Counter()
         self.metrics = Metrics(lambda: (self.engine.stats(), self.model_name) if self.running else None)
         self._idle = asyncio.Event()
@@ -140,6 +142,11 @@ class Service:
         }  # fmt: skip
 
     @cached_property
+    def special_tokens(self) -> set[str]:
+        """Those that are no part of a text."""
+        return {token.content for token in self.engine.tokenizer.added_tokens_decoder.values() if token.special}
+
+    @cached_property
     def token_texts(self) -> TokenTexts:
         return TokenTexts(self.engine.tokenizer)
 
@@ -147,9 +154,28 @@ class Service:
         """Prompts as token ids, with the special tokens that the tokenizer adds to plain text."""
         return await self._tokenize(lambda: [self._ids(p, special) if isinstance(p, str) else p for p in prompts])
 
-    async def encode_chat(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> list[int]:
-        """A conversation through the chat template, up to where the assistant speaks."""
-        return await self._tokenize(lambda: self._ids(self._render(messages, variables), special=False))
+    def template(self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> Template:
+        """The request's own chat template if that is allowed, else the operator's, else the model's."""
+        if body.chat_template is not None and not self.settings.allow_request_chat_template:
+            raise BadRequest("This server takes no chat templates from requests.", param="chat_template")
+        try:
+            # a model may have another template for tools
+            given = body.chat_template or self._chat_template
+            return self._template(self.engine.tokenizer.get_chat_template(given, [{}] if tools else None))
+        except ValueError:
+            raise BadRequest("This model has no chat template; use /v1/completions.", param="messages") from None
+
+    async def encode_chat(
+        self, template: Template, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool], variables: dict[str, Any]
+    ) -> tuple[list[int], str]:
+        """A conversation through the chat template, up to where the assistant speaks: as token ids, and as text."""
+
+        def work() -> tuple[list[int], str]:
+            messages = [message.rendered() for message in body.messages or ()]
+            text = template.render(messages, [tool.rendered() for tool in tools] or None, variables)
+            return self._ids(text, special=False), text
+
+        return await self._tokenize(work)
 
     async def decode(self, token_ids: list[int]) -> str:
         return await self._tokenize(lambda: self._text(token_ids))
@@ -161,27 +187,7 @@ class Service:
         return str(self.engine.tokenizer.decode(token_ids))
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        return list(self.engine.tokenizer.encode(text, add_special_tokens=special))
-
-    def _render(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
-        import jinja2
-
-        tokenizer = self.engine.tokenizer
-        template = self._template or tokenizer.chat_template
-        if not template:
-            raise BadRequest("This model has no chat template; use /v1/completions.", param="messages")
-        if any("name" in message for message in messages) and not NAMES.search(str(template)):
-            raise BadRequest("This model's chat template has no use for names.", param="messages")
-        if taken := variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
-            raise BadRequest(f"{min(taken)!r} is not a variable of the chat template.", param="chat_template_kwargs")
-        try:
-            return str(
-                tokenizer.apply_chat_template(
-                    messages, chat_template=self._template, tokenize=False, add_generation_prompt=True, **variables
-                )
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:  # the latter from variables of the wrong type
-            raise BadRequest(f"The chat template refuses these messages: {error}", param="messages") from None
+        return encode(self.engine.tokenizer, text, special)
 
     async def _tokenize(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, work)

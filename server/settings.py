@@ -40,6 +40,13 @@ class Settings(BaseSettings):
     device: str = _option("auto", "auto, cpu, cuda, cuda:1, ...", "Model")
     max_model_len: int | None = _option(None, "Tokens of prompt and answer together.", "Model", ge=1)
     chat_template: Path | None = _option(None, "Jinja file to use instead of the model's chat template.", "Model")
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = _option(
+        "auto", "How the model writes tool calls; auto tells it from the chat template.", "Model"
+    )
+    reasoning_parser: Literal["auto", "none", "think"] = _option(
+        "auto", "Whether <think> is split from answers; auto: if the chat template has it.", "Model"
+    )
+    trust_remote_code: bool = _option(False, "Run code that comes with a model.", "Model")
 
     max_num_seqs: int = _option(256, "Sequences that run at once.", "Engine", ge=1)
     max_num_batched_tokens: int = _option(8192, "Tokens in one step.", "Engine", ge=1)
@@ -57,6 +64,7 @@ class Settings(BaseSettings):
 
     api_keys: Annotated[list[SecretStr], NoDecode] = _option([], "API keys, comma-separated (environment only).", "Access")
     api_key_file: Path | None = _option(None, "File with one API key per line; # starts a comment.", "Access")
+    allow_request_chat_template: bool = _option(False, "Let requests bring chat templates of their own.", "Access")
     public_metrics: bool = _option(False, "Serve /metrics without an API key.", "Access")
 
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "What to log; info has the access log.", "Logs")

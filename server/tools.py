@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from .reasoning import held_back
-from .schemas import ToolCallDelta
+from .replies import ToolCallDelta
 
 KEYS = {"name", "arguments", "parameters", "type", "id"}
 

@@ -18,6 +18,7 @@ import torch
 class EngineConfig:
     """
     model:                  hub name or local folder; None is the embedded model
+    trust_remote_code:      run code that comes with the model; else one that needs its own is refused
     dtype:                  "auto" (the checkpoint's), "float16", "bfloat16", "float32"
     device:                 "auto" (cuda if there is one, else cpu), or a torch device
     page_size:              tokens in a page of the KV cache
@@ -35,6 +36,7 @@ class EngineConfig:
     """
 
     model: str | Path | None = None
+    trust_remote_code: bool = False
     dtype: str = "auto"
     device: str = "auto"
     page_size: int = 16

@@ -64,10 +64,10 @@ class FakeEngine:
         return SimpleNamespace(num_running=1, num_waiting=2, num_pages=8, num_pages_used=4, num_steps=5, num_prompt_tokens=6,
                                num_cached_tokens=7, num_output_tokens=8, num_preemptions=9)  # fmt: skip
 
-    def _logprobs(self, token: int, params: Any) -> list[TokenLogprob] | None:
-        if params.logprobs is None:
+    def _logprobs(self, token: int, count: int | None) -> list[TokenLogprob] | None:
+        if count is None:
             return None
-        return [TokenLogprob(token, -0.5, [(token + 1 + k, float("-inf") if k else -0.25) for k in range(params.logprobs)])]
+        return [TokenLogprob(token, -0.5, [(token + 1 + k, float("-inf") if k else -0.25) for k in range(count)])]
 
     async def generate(
         self, prompt: list[int], params: Any, request_id: str, *, priority: int = 0
@@ -82,8 +82,10 @@ class FakeEngine:
                 ended = i + 1 == len(words)
                 reason = ("error" if self.error else "length" if len(words) < len(self.words) else "stop") if ended else None
                 yield RequestOutput(
-                    request_id, prompt, word, [i], self._logprobs(i, params), ended, reason, self.error,
+                    request_id, prompt, word, [i], self._logprobs(i, params.logprobs), ended, reason, self.error,
                     num_prompt_tokens=len(prompt), num_output_tokens=i + 1, num_cached_tokens=2,
+                    prompt_logprobs=None if i or params.prompt_logprobs is None else
+                    [None, *(self._logprobs(token, params.prompt_logprobs)[0] for token in prompt[1:])],
                 )  # fmt: skip
         finally:
             if not ended:

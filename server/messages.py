@@ -1,0 +1,156 @@
+"""A chat's answer: the text as the fields of a message, which are thoughts, content and tool calls, streamed or whole.
+
+    reader = MessageReader(thoughts, tools)
+    delta = reader.read("<think>Hm")            # {"reasoning_content": "Hm"}
+    message = reader.whole(text)                # of a reader that has read nothing yet
+
+The readers of reasoning.py and tools.py do the finding; `MessageReader` puts them in a row, `ChatAnswer` chooses them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fa_serve.engine import RequestOutput
+
+from .errors import BadRequest
+from .generation import Answer
+from .logprobs import for_chat
+from .reasoning import OPENING, ThoughtReader, opened_by
+from .replies import ToolCallDelta
+from .schemas import ChatRequest
+from .service import Service
+from .tools import FORMATS, REQUIRED, ToolReader, new_call
+
+
+class MessageReader:
+    """Of one answer. `function`: the answer is nothing but the arguments of this one (a template may want ids of a length)."""
+
+    def __init__(
+        self,
+        thoughts: ThoughtReader | None = None,
+        tools: ToolReader | None = None,
+        function: str | None = None,
+        id_length: int | None = None,
+    ):
+        self._thoughts, self._tools = thoughts, tools
+        self._function, self._id_length, self._named = function, id_length, False
+
+    def read(self, text: str, last: bool = False) -> dict[str, Any]:
+        """A delta of what is certain by now; with `last`, of all that is left."""
+        thoughts = ""
+        calls: list[ToolCallDelta] = []
+        if self._thoughts is not None:
+            thoughts, text = self._thoughts.read(text, last)
+        if self._function is not None and text:
+            call: ToolCallDelta = {"index": 0, "function": {"arguments": ""}}
+            calls = [call if self._named else new_call(0, self._function, self._id_length)]
+            calls[0]["function"]["arguments"], text, self._named = text, "", True
+        if self._tools is not None:
+            text, calls = self._tools.read(text, last)
+        delta = {"reasoning_content": thoughts, "content": text, "tool_calls": calls}
+        return {name: value for name, value in delta.items() if value}
+
+    def whole(self, text: str) -> dict[str, Any]:
+        delta = self.read(text, last=True)
+        for call in delta.get("tool_calls", ()):
+            del call["index"]
+        return {"role": "assistant", "content": None if delta else "", "refusal": None} | delta
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """OpenAI says "stop" after the call of a function that was named in the request."""
+        return "tool_calls" if reason == "stop" and self._tools is not None and self._tools.num_calls else reason
+
+
+class ChatAnswer(Answer):
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    _prompt_field = "messages"
+    _body: ChatRequest
+
+    def __init__(self, body: ChatRequest, service: Service, key: str | None):
+        super().__init__(body, service, key)
+        self._tools, self._readers = body.offered_tools(), dict[int, MessageReader]()
+        self._template = service.template(body, self._tools)
+        chosen = service.settings.tool_call_parser
+        self._format = self._template.tool_format if chosen == "auto" else FORMATS[chosen]
+        self._free = bool(self._tools) and self._constraint is None  # to call tools or not
+        if self._tools and self._constraint is not None and self._constraint.field != "tool_choice":
+            raise BadRequest(
+                f"{self._constraint.field} holds the whole answer to a format, so that no tool could be called; "
+                'with tools it is only allowed when tool_choice is "none".', param=self._constraint.field,
+            )  # fmt: skip
+        if self._free and self._format is None:
+            raise BadRequest(
+                "This model's chat template does not tell how it writes tool calls; the operator can, with --tool-call-parser. "
+                'Only tool_choice "required", or a named function, works without.', param="tools",
+            )  # fmt: skip
+        if body.reasoning_effort is not None and not self._template.takes("reasoning_effort"):
+            raise BadRequest("This model's chat template has no use for it.", param="reasoning_effort")
+
+    def _count(self) -> int:
+        return 1
+
+    async def _encode(self) -> list[list[int]]:
+        variables = dict(self._body.chat_template_kwargs or {})
+        if self._body.reasoning_effort is not None:
+            variables["reasoning_effort"] = self._body.reasoning_effort
+        tokens, self._text = await self._service.encode_chat(self._template, self._body, self._tools, variables)
+        return [tokens]
+
+    @property
+    def _thinks(self) -> bool:
+        """Whether answers have thoughts; one that is held to a format begins with it."""
+        setting = self._service.settings.reasoning_parser
+        return self._constraint is None and (self._template.thinks if setting == "auto" else setting == "think")
+
+    def _skip_special_tokens(self) -> bool | None:
+        """In some vocabularies the markers of tool calls and thoughts are special tokens, which are no text otherwise."""
+        markers = {self._format.opening} if self._free and self._format else set()
+        markers |= {OPENING} if self._thinks else set()
+        return False if markers & self._service.special_tokens else self._body.skip_special_tokens
+
+    def _reader(self, index: int) -> MessageReader:
+        if index not in self._readers:
+            thoughts = ThoughtReader(opened_by(self._text)) if self._thinks else None
+            named, id_length = self._body.named_tool(), self._format.id_length if self._format else None
+            tools = None
+            if self._tools and named is None:
+                style = self._format if self._free and self._format else replace(REQUIRED, id_length=id_length)
+                offered = [tool.function.name for tool in self._tools]
+                tools = ToolReader(style, offered, single=self._body.parallel_tool_calls is False)
+            function = named.function.name if named is not None else None
+            self._readers[index] = MessageReader(thoughts, tools, function, id_length)
+        return self._readers[index]
+
+    def _max_tokens(self) -> int | None:
+        return self._body.max_completion_tokens or self._body.max_tokens
+
+    def _default_max_tokens(self, room: int) -> int:
+        return room
+
+    def _logprobs(self) -> int | None:
+        return (self._body.top_logprobs or 0) if self._body.logprobs else None
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        message = self._reader(index).whole(output.text)
+        return self._common(index, output) | {"message": message}
+
+    def _with_prompt_logprobs(self, reply: dict[str, Any], sums: dict[int, RequestOutput]) -> dict[str, Any]:
+        return reply | {"prompt_logprobs": self._prompt_scores(sums[0])}
+
+    def _opening(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        return [self._common(index) | {"delta": {"role": "assistant", "content": ""}}]
+
+    def _increment(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        delta = self._reader(index).read(output.text, output.finished)
+        return self._common(index, output) | {"delta": delta}
+
+    def _common(self, index: int, output: RequestOutput | None = None) -> dict[str, Any]:
+        common = super()._common(index, output)
+        if output is not None:
+            common["finish_reason"] = self._reader(index).finish_reason(output.finish_reason)
+        if output is not None and output.logprobs:
+            common["logprobs"] = {"content": for_chat(self._service.token_texts, output.logprobs), "refusal": None}
+        return common

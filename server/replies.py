@@ -1,0 +1,151 @@
+"""What clients get: OpenAI's objects, field for field, and what is beyond them as vLLM spells it.
+
+TypedDicts: checked by mypy, shown in /openapi.json, free at run time. Left out: what clients send (schemas.py).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from typing_extensions import NotRequired, TypedDict
+
+
+class Tokens(TypedDict):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Text(TypedDict):
+    prompt: str
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    """Null stands for the first token of an echoed prompt, which has nothing before it."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class Choice(TypedDict):
+    index: int
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class MessageToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionDelta
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[MessageToolCall]]
+
+
+class ChatChoice(Choice):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class Reply(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: NotRequired[Usage | None]
+
+
+class Completion(Reply):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ChatCompletion(Reply):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ErrorBody(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(TypedDict):
+    error: ErrorBody
