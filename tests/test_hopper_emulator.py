@@ -72,6 +72,7 @@ CASES = [
     Case("out-of-its-own-place", tiles=TileConfig(2, 64, 2, 1, DYNAMIC, o_parts=1), seqlen_q=500, seqlen_k=500),
     Case("out-in-halves", head_dim=(128, 128), tiles=TileConfig(2, 64, 2, 1, STATIC, o_parts=2), seqlen_q=400, seqlen_k=400),
     Case("out-in-halves-ahead", head_dim=(128, 128), tiles=TileConfig(2, 64, 2, 2, DYNAMIC, o_parts=2), seqlen_q=400),
+    Case("queries-in-registers", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, q_registers=True), seqlen_q=500, seqlen_k=500),
     Case("one-stage", tiles=TileConfig(2, 64, 1, 2, DYNAMIC), seqlen_q=300, seqlen_k=300),
 ]
 

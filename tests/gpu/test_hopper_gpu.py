@@ -14,7 +14,14 @@ import fa_serve
 from fa_serve.backends.hopper.forward import launch_forward
 from fa_serve.backends.hopper.tiles import Schedule, TileConfig
 from fa_serve.backends.reference import attention_reference
-from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention, make_qkv
+from fa_serve.testing import (
+    assert_lse_matches,
+    assert_matches_reference,
+    cu_seqlens,
+    eager_attention,
+    make_paged,
+    make_qkv,
+)
 
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -118,3 +125,71 @@ def test_another_device_is_made_current() -> None:
         pytest.skip("needs two GPUs")
     q, k, v = (x.to("cuda:1") for x in inputs())
     check(run(q, k, v), q, k, v)
+
+
+PAGED_CASES = [  # page size, head dims, window, heads
+    pytest.param(16, (128, 128), (-1, 0), (8, 2), id="16-d128"),
+    pytest.param(32, (64, 64), (-1, 0), (8, 8), id="32-d64"),
+    pytest.param(48, (128, 128), (-1, -1), (8, 1), id="48-d128-full"),
+    pytest.param(64, (256, 256), (-1, 0), (4, 2), id="64-d256"),
+    pytest.param(128, (192, 128), (-1, 0), (4, 4), id="128-d192"),
+    pytest.param(256, (128, 128), (200, 0), (8, 2), id="256-d128-window"),
+    pytest.param(16, (256, 256), (100, 20), (4, 1), id="16-d256-window"),
+    pytest.param(16, (96, 96), (-1, 0), (8, 2), id="16-d96"),
+]
+
+
+def paged_call(lengths_q: list[int], lengths_k: list[int], page_size: int, head_dims: tuple[int, int], heads: tuple[int, int]):
+    """-> q, the caches and the lengths of one call, and the keys and values of each sequence. What nobody owns is NaN."""
+    q, k, v = (
+        x[0] for x in make_qkv(1, sum(lengths_q), sum(lengths_k), *heads, *head_dims, dtype=torch.bfloat16, device="cuda")
+    )
+    keys, values = k.split(lengths_k), v.split(lengths_k)
+    k_cache, v_cache, block_table, seqused_k = make_paged(keys, values, page_size)
+    lengths = {"block_table": block_table, "seqused_k": seqused_k, "cu_seqlens_q": cu_seqlens(lengths_q, "cuda"),
+               "max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}  # fmt: skip
+    return (q, k_cache, v_cache), lengths, list(zip(q.split(lengths_q), keys, values, strict=True))
+
+
+@pytest.mark.parametrize(("page_size", "head_dims", "window", "heads"), PAGED_CASES)
+def test_paged(page_size: int, head_dims: tuple[int, int], window: tuple[int, int], heads: tuple[int, int]) -> None:
+    lengths_q, lengths_k = [500, 1, 70, 0, 128, 17], [500, 300, 333, 40, 1000, 17]
+    tensors, lengths, sequences = paged_call(lengths_q, lengths_k, page_size, head_dims, heads)
+    options = OPTIONS | {"window_size": window}
+    runs = [launch_forward(*tensors, out=None, return_lse=True, **lengths, **options) for _ in range(20)]
+    assert all(torch.equal(out, runs[0][0]) for out, _ in runs)
+    out, lse = runs[0]
+    for part, part_lse, (q, k, v) in zip(out.split(lengths_q), lse.split(lengths_q, dim=1), sequences, strict=True):
+        if len(q):
+            one = [x[None] for x in (q, k, v)]
+            exact, exact_lse = attention_reference(*(x.double() for x in one), **options)
+            assert_matches_reference(part[None], exact, eager_attention(*one, **options))
+            assert_lse_matches(part_lse[None], exact_lse)
+
+
+def test_a_mixed_batch_in_a_graph_follows_its_lengths() -> None:
+    """Through the public function: prompts here, decoding sequences by the split-KV kernel, and one graph for all of it."""
+    heads, few = (8, 2), 4  # 16 packed rows
+    tensors, lengths, _ = paged_call([1, 300, 1, 20], [900, 700, 33, 500], 16, (128, 128), heads)
+    lengths |= {"max_seqlen_q": 322, "max_seqlen_k": 900}
+    lengths["block_table"] = torch.randperm(len(tensors[1]), device="cuda", dtype=torch.int32)[: 4 * 30].view(4, 30)
+    lengths["max_seqlen_k"] = 480
+    for cache in tensors[1:]:
+        cache.nan_to_num_(0.5)
+
+    def call() -> Tensor:
+        return fa_serve.attention_paged(*tensors, causal=True, softmax_scale=0.1, **lengths)
+
+    lengths["seqused_k"].copy_(torch.tensor([400, 480, 33, 400]))
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for lengths_q, lengths_k in (([1, 300, 1, 20], [480, 470, 33, 300]), ([few, few + 1, 1, 312], [90, 80, 1, 400])):
+        lengths["cu_seqlens_q"].copy_(cu_seqlens(lengths_q, "cuda"))
+        lengths["seqused_k"].copy_(torch.tensor(lengths_k))
+        out.fill_(float("nan"))
+        graph.replay()
+        for b, (part, q) in enumerate(zip(out.split(lengths_q), tensors[0].split(lengths_q), strict=True)):
+            k, v = (x[lengths["block_table"][b].long()].flatten(0, 1)[: lengths_k[b]] for x in tensors[1:])
+            check(part[None], q[None], k[None], v[None])

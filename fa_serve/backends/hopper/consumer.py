@@ -74,18 +74,35 @@ def _receive(turn, smem, bars, var: gl.constexpr):
 
 
 @gluon.jit
-def _issue_scores(turn, count, smem, group: gl.constexpr, var: gl.constexpr):
+def _queries(turn, smem, group: gl.constexpr, var: gl.constexpr):
+    """The warpgroup's rows of a tile's queries in registers; or the turn, by which `_issue_scores` finds them."""
+    if var.tiles.q_registers:
+        S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, var.tiles.block_n, 16]
+        )
+        LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
+        D0: gl.constexpr = var.d0
+        return smem.q.index((turn % var.tiles.q_stages) * var.tiles.groups + group).reshape([64, D0]).load(LAYOUT)
+    else:  # noqa: RET505
+        return turn
+
+
+@gluon.jit
+def _issue_scores(queries, count, smem, group: gl.constexpr, var: gl.constexpr):
     """Start S = Q K^T, [64, block_n]."""
     D0: gl.constexpr = var.d0
     D1: gl.constexpr = var.d1
     BLOCK_N: gl.constexpr = var.tiles.block_n
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
-    q_slot = (turn % var.tiles.q_stages) * var.tiles.groups + group
     slot = count % var.tiles.stages
     zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
-    q = smem.q.index(q_slot).reshape([64, D0])
     k = smem.k.index(slot).reshape([BLOCK_N, D0])
-    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if var.tiles.q_registers:
+        s = warpgroup_mma(queries, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    else:
+        q_slot = (queries % var.tiles.q_stages) * var.tiles.groups + group
+        q = smem.q.index(q_slot).reshape([64, D0])
+        s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if var.d1 > 0:
         q1 = smem.q1.index(q_slot).reshape([64, D1])
         k1 = smem.k1.index(slot).reshape([BLOCK_N, D1])
@@ -159,7 +176,7 @@ def _online_softmax(s, state, block, limits, epilogue, dtype: gl.constexpr, mask
 
 
 @gluon.jit
-def _step(acc, p, state, turn, count, block, more, limits, smem, bars, epilogue,
+def _step(acc, p, state, queries, count, block, more, limits, smem, bars, epilogue,
           dtype: gl.constexpr, group: gl.constexpr, var: gl.constexpr):  # fmt: skip
     """S(count) and P(count - 1) V(count - 1) issued together; the softmax of S runs under the latter.
 
@@ -170,14 +187,14 @@ def _step(acc, p, state, turn, count, block, more, limits, smem, bars, epilogue,
     MASKED: gl.constexpr = var.has_left or var.has_right
     _take_turn(group, var)
     if var.tiles.overlap:
-        s_token = _issue_scores(turn, count, smem, group, var)
+        s_token = _issue_scores(queries, count, smem, group, var)
         o_token = _issue_values(p, acc, count - 1, smem, bars, var)
         _pass_turn(group, var)
         s = warpgroup_mma_wait(1, deps=[s_token])
     else:
         o_token = _issue_values(p, acc, count - 1, smem, bars, var)
         acc = warpgroup_mma_wait(0, deps=[o_token])
-        s_token = _issue_scores(turn, count, smem, group, var)
+        s_token = _issue_scores(queries, count, smem, group, var)
         _pass_turn(group, var)
         s = warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)
@@ -283,10 +300,11 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
     count = 0
     tile = _receive(turn, smem, bars, var)
     s = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
+    queries = _queries(turn, smem, group, var)
     if AHEAD:
         _wait_keys(count, bars, var, tile.row >= 0)
         _take_turn(group, var)
-        s_token = _issue_scores(turn, count, smem, group, var)
+        s_token = _issue_scores(queries, count, smem, group, var)
         _pass_turn(group, var)
         s = warpgroup_mma_wait(0, deps=[s_token])
     while tile.row >= 0:
@@ -294,7 +312,8 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
         if not AHEAD:
             _wait_keys(count, bars, var)
             _take_turn(group, var)
-            s_token = _issue_scores(turn, count, smem, group, var)
+            queries = _queries(turn, smem, group, var)
+            s_token = _issue_scores(queries, count, smem, group, var)
             _pass_turn(group, var)
             s = warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)
@@ -309,7 +328,7 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
         _wait_keys(count + 1, bars, var, blocks > 1)
         for j in range(1, blocks):
             acc, p, state = _step(
-                acc, p, state, turn, count + j, tile.high - 1 - j, j + 1 < blocks, limits, smem, bars, epilogue, dtype, group,
+                acc, p, state, queries, count + j, tile.high - 1 - j, j + 1 < blocks, limits, smem, bars, epilogue, dtype, group,
                 var,
             )  # fmt: skip
         count += blocks
@@ -319,7 +338,8 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
             _wait_keys(count, bars, var, upcoming.row >= 0)
             _take_turn(group, var)
             o_token = _issue_values(p, acc, count - 1, smem, bars, var)
-            s_token = _issue_scores(turn, count, smem, group, var)  # of what lies there, unused, when no tile is left
+            queries = _queries(turn, smem, group, var)
+            s_token = _issue_scores(queries, count, smem, group, var)  # of what lies there, unused, when no tile is left
             _pass_turn(group, var)
             acc = warpgroup_mma_wait(SCORE_GROUPS, deps=[o_token])
             mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)

@@ -40,6 +40,7 @@ class TileConfig:
     softmax_first: every exponential of a step comes before the wait for the previous PV; else ptxas chooses
     o_parts:  0: O leaves through the place of its queries, which is free for the next ones when it has left. Else O has a place
               of its own for 1 / o_parts of it, and a lone query tile is free after its last QK^T
+    q_registers: a warpgroup reads its queries into registers once per tile, instead of from shared memory in every step
     blocks_per_sm: how many blocks share a multiprocessor; more than one needs small tiles
     """
 
@@ -53,6 +54,7 @@ class TileConfig:
     softmax_first: bool = True
     o_parts: int = 0
     blocks_per_sm: int = 1
+    q_registers: bool = False
 
     @property
     def block_m(self) -> int:
