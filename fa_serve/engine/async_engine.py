@@ -7,8 +7,8 @@
     await engine.shutdown()
 
 The engine runs in a thread or a process (worker.py). A step's message is dealt to the requests' mailboxes. A mailbox holds at
-most one output: what comes before the consumer is back is joined to it, so a slow consumer neither holds up a step nor piles
-up memory.
+most one output for each answer: what comes before the consumer is back is joined to it, so a slow consumer neither holds up a
+step nor piles up memory.
 
 If the engine ends by an exception, every unfinished request ends with an error, and later ones raise EngineDeadError.
 """
@@ -34,27 +34,39 @@ class EngineDeadError(FaServeError, RuntimeError):
 
 
 class _Mailbox:
-    """What a request has gained since its consumer looked last; lives on the event loop."""
+    """What a request's answers have gained since their consumer looked last; lives on the event loop."""
 
-    def __init__(self) -> None:
-        self._content: RequestOutput | Exception | None = None
+    def __init__(self, num_answers: int) -> None:
+        self.unfinished = set(range(num_answers))
+        self._content: dict[int, RequestOutput] = {}
+        self._error: Exception | None = None
         self._arrived = asyncio.Event()
 
-    def put(self, content: RequestOutput | Exception) -> None:
-        if isinstance(self._content, RequestOutput) and isinstance(content, RequestOutput):
-            self._content.absorb(content)
+    def put(self, output: RequestOutput) -> None:
+        if output.index in self._content:
+            self._content[output.index].absorb(output)
         else:
-            self._content = content
+            self._content[output.index] = output
+        if output.finished:
+            self.unfinished.discard(output.index)
         self._arrived.set()
+
+    def refuse(self, error: Exception) -> None:
+        self._error = error
+        self._arrived.set()
+
+    def drained(self) -> bool:
+        """Whether there will be nothing more to get."""
+        return not self.unfinished and not self._content
 
     async def get(self) -> RequestOutput:
         await self._arrived.wait()
-        self._arrived.clear()
-        content, self._content = self._content, None
-        if isinstance(content, RequestOutput):
-            return content
-        assert content is not None
-        raise content
+        if self._error is not None:
+            raise self._error
+        output = self._content.pop(next(iter(self._content)))
+        if not self._content:
+            self._arrived.clear()
+        return output
 
 
 class AsyncEngine:
@@ -134,7 +146,7 @@ class AsyncEngine:
         priority: int = 0,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The increments of one answer, the last with `finished`. Leaving the iterator early aborts the request.
+        """The increments of the answers, each one's last with `finished`. Leaving the iterator early aborts the request.
 
         Raises ValueError for a bad prompt or id and QueueFullError before anything is yielded, EngineDeadError when the engine
         has ended.
@@ -145,28 +157,29 @@ class AsyncEngine:
             raise ValueError(f"request_id must be unique among unfinished requests, got {request_id!r}")
         worker, read = self._worker, self._reader.read
         name = self._names[request_id] = f"{request_id}-{next(self._serial)}"
-        mailbox = self._mailboxes[name] = _Mailbox()
-        ended = False
+        mailbox = self._mailboxes[name] = _Mailbox(1 if params is None else params.n)
+        sent = False
         try:
             # a long text takes a tokenizer a while, which neither the event loop nor a step should wait for
             tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
             if self._error is not None:
                 raise self._error
             worker.send(Add(name, tokens, params, priority, timeout))
-            while not ended:
+            sent = True
+            while not mailbox.drained():
                 output = await mailbox.get()
                 output.request_id, output.prompt_token_ids = request_id, tokens
-                ended = output.finished
                 yield output
         finally:
             del self._mailboxes[name], self._names[request_id]
-            if not ended:
+            if sent and mailbox.unfinished:
                 worker.send(Abort(name))
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its consumer gets a last output. Unknown ids are ignored: the request may just have ended."""
         if self._worker is not None and request_id in self._names:
-            self._worker.send(Abort(self._names[request_id]))
+            name = self._names[request_id]
+            self._worker.send(Abort(name, len(self._mailboxes[name].unfinished)))
 
     @property
     def _loaded(self) -> Ready:
@@ -178,7 +191,7 @@ class AsyncEngine:
         self._stats = message.stats
         for name, error in message.rejected:
             if name in self._mailboxes:
-                self._mailboxes[name].put(error)
+                self._mailboxes[name].refuse(error)
         for output in message.outputs:
             if output.request_id in self._mailboxes:
                 self._mailboxes[output.request_id].put(output)
@@ -186,7 +199,8 @@ class AsyncEngine:
     def _die(self, error: EngineDeadError) -> None:
         self._error = self._error or error
         for name, mailbox in self._mailboxes.items():
-            mailbox.put(RequestOutput(name, [], finished=True, finish_reason="error", error=str(error)))
+            for index in sorted(mailbox.unfinished):
+                mailbox.put(RequestOutput(name, [], finished=True, finish_reason="error", error=str(error), index=index))
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> None:

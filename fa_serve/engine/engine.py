@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
@@ -34,6 +34,7 @@ from transformers.utils.logging import tqdm
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.detokenizer import TextStream
+from fa_serve.engine.groups import Groups, answers, members
 from fa_serve.engine.loading import end_ids, load_model, load_tokenizer, sizes
 from fa_serve.engine.model_runner import ModelRunner, PendingResult
 from fa_serve.engine.pages import PageTable
@@ -92,6 +93,7 @@ class Engine:
         self._eos_ids = end_ids(model)
         self._grammars = Grammars(tokenizer, self.vocab_size, self._eos_ids)
         self._matchers: dict[str, Any] = {}
+        self._groups = Groups()
         self._depth = 1 if model.device.type == "cuda" else 0
         self._inflight: deque[tuple[ScheduledBatch, PendingResult]] = deque()
         self._streams: dict[str, TextStream] = {}
@@ -116,20 +118,26 @@ class Engine:
         """
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
-        if not self._room:
+        requests = self._requests(request_id, prompt, params or SamplingParams(), priority)
+        if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already")
-        self._submit(self._request(request_id, prompt, params or SamplingParams(), priority), timeout)
+        self._submit(request_id, params or SamplingParams(), requests, timeout)
 
     @property
     def _room(self) -> int:
         """Requests that may still come before the queue is full."""
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.requests), 0)
 
-    def _request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0) -> Request:
+    def _requests(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> list[Request]:
+        """One request for each answer."""
+        capacity = self.config.max_num_seqs + self.config.max_waiting
+        if answers(params) > capacity:
+            raise ValueError(f"n and best_of must be at most {capacity}, what the queue holds, got {answers(params)}")
+        if request_id in self._groups or request_id in self._scheduler.requests:
+            raise ValueError(f"request_id must be unique among unfinished requests, got {request_id!r}")
         tokens = self._reader.read(prompt)
-        for name, plain in (("prompt_logprobs", None), ("n", 1), ("best_of", None)):
-            if getattr(params, name) != plain:
-                raise ValueError(f"{name} must be {plain}: this engine does not do it, got {getattr(params, name)!r}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop must be empty: this engine has no tokenizer")
         if (largest := max(params.token_ids(), default=0)) >= self.vocab_size:
@@ -146,15 +154,20 @@ class Engine:
                 )
         room = self.max_model_len - len(tokens)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        return Request(
-            request_id=request_id,
-            prompt=tokens,
-            params=params,
-            max_tokens=min(room, params.max_tokens or room),
-            seed=seed,
-            end_ids=ends,
-            rank=(time.monotonic() + PRIORITY_SECONDS * priority, next(self._serial)),
-        )
+        now = time.monotonic()
+        return [
+            Request(
+                request_id=name,
+                prompt=tokens,
+                params=own,
+                max_tokens=min(room, params.max_tokens or room),
+                seed=(seed + index + (1 << 63)) % (1 << 64) - (1 << 63),
+                end_ids=ends,
+                rank=(now + PRIORITY_SECONDS * priority, next(self._serial)),
+                arrival=now,
+            )
+            for index, (name, own) in enumerate(members(request_id, params))
+        ]
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile what `params.structured` asks for, which may take long; from any thread. add_request finds it ready then.
@@ -164,39 +177,42 @@ class Engine:
         if params.structured is not None:
             self._grammars.matcher(params.structured)
 
-    def _submit(self, request: Request, timeout: float | None = None) -> None:
-        matcher = None if request.params.structured is None else self._grammars.matcher(request.params.structured)
-        self._scheduler.add(request)
-        if matcher is not None:
-            self._matchers[request.request_id] = matcher
-        if timeout is not None:
-            heappush(self._deadlines, (time.monotonic() + timeout, next(self._serial), timeout, request))
-        if self.tokenizer is not None:
-            params = request.params
-            self._streams[request.request_id] = TextStream(
-                self.tokenizer.backend_tokenizer, request.prompt, params.stop, params.skip_special_tokens
-            )
+    def _submit(self, request_id: str, params: SamplingParams, requests: list[Request], timeout: float | None = None) -> None:
+        if params.structured is not None:
+            self._matchers |= {request.request_id: self._grammars.matcher(params.structured) for request in requests}
+        for request in requests:
+            self._scheduler.add(request)
+            if timeout is not None:
+                heappush(self._deadlines, (request.arrival + timeout, next(self._serial), timeout, request))
+            if self.tokenizer is not None:
+                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, params.stop)
+                self._streams[request.request_id] = stream
+        self._groups.add(request_id, params)
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request; its pages are free when this returns. None if it has ended already or never was."""
-        request = self._scheduler.abort(request_id)
-        return None if request is None else self._output(request)
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request; its pages are free when this returns. Its last outputs: none if it has ended already or never was."""
+        ended = [self._scheduler.abort(name) for name in self._groups.names(request_id)]
+        return self._groups.merge([self._output(request) for request in ended if request is not None])
 
     def has_unfinished(self) -> bool:
         return bool(self._scheduler.requests or self._inflight)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return what requests gained, at most one output for each."""
+        """Compute one step and return what requests gained, at most one output for each answer."""
         outputs = self._expire()
         try:
             batch = self._scheduler.schedule()
         except Exception as error:
-            return outputs + self._reset(error)
+            return self._groups.merge(outputs + self._reset(error))
+        if batch.admitted:
+            now = time.monotonic()
+            for request in batch.admitted:
+                request.queue_time = request.queue_time or now - request.arrival
         if batch:
             outputs += self._launch(batch)
         if self._inflight and (len(self._inflight) > self._depth or not batch):
             outputs += self._commit(*self._inflight.popleft())
-        return outputs
+        return self._groups.merge(outputs)
 
     def generate(
         self,
@@ -205,7 +221,8 @@ class Engine:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """Answers to all prompts, in their order; `params` for all, or one for each. `progress` shows a bar on stderr.
+        """Answers to all prompts, in their order, the n of one prompt side by side; `params` for all, or one for each prompt.
+        `progress` shows a bar on stderr.
 
         There may be more prompts than the queue holds. Outputs of other requests are lost. Raises ValueError as add_request
         does, before anything is computed.
@@ -219,23 +236,24 @@ class Engine:
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
         for each in params:
             self.prepare(each)
-        queue = deque(map(self._request, ids, prompts, params))
-        whole: dict[str, RequestOutput] = {}
+        queue = deque(zip(ids, params, map(self._requests, ids, prompts, params), strict=True))
+        whole: dict[tuple[str, int], RequestOutput] = {}
         try:
-            with tqdm(total=len(prompts), unit="request", disable=not progress) as bar:
+            with tqdm(total=sum(each.n for each in params), unit="answer", disable=not progress) as bar:
                 while queue or self.has_unfinished():
-                    for _ in range(min(self._room, len(queue))):
-                        self._submit(queue.popleft())
+                    while queue and len(queue[0][2]) <= self._room:
+                        self._submit(*queue.popleft())
                     for output in self.step():
-                        if output.request_id in whole:
-                            whole[output.request_id].absorb(output)
+                        key = output.request_id, output.index
+                        if key in whole:
+                            whole[key].absorb(output)
                         else:
-                            whole[output.request_id] = output
+                            whole[key] = output
                         bar.update(output.finished)
         finally:
             for request_id in ids:
                 self.abort(request_id)
-        return [_completion(whole[request_id]) for request_id in ids]
+        return [_completion(whole[x, index]) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -263,6 +281,9 @@ class Engine:
             if not request.finished:
                 self._scheduler.finish(request, "error", f"the request was not finished within its {timeout:g} seconds")
                 outputs.append(self._output(request))
+        if len(self._deadlines) > 2 * len(self._scheduler.requests) + 64:  # most are of requests that ended in time
+            self._deadlines = [entry for entry in self._deadlines if not entry[3].finished]
+            heapify(self._deadlines)
         return outputs
 
     def _launch(self, batch: ScheduledBatch) -> list[RequestOutput]:
@@ -307,6 +328,9 @@ class Engine:
             gained = dict(self._scheduler.commit(batch, result.tokens))
         except Exception as error:
             return self._reset(error)
+        for request, start, entries in result.prompt_logprobs:
+            if request.prompt_logprobs is not None:  # a preempted prompt is computed twice
+                request.prompt_logprobs += entries[len(request.prompt_logprobs) - start :]
         sampling = (chunk.request for chunk in batch.chunks if chunk.samples)
         logprobs = dict(zip(sampling, result.logprobs, strict=True))
         self._num_output_tokens += len(gained)
@@ -333,7 +357,8 @@ class Engine:
             text += "" if stream is None else stream.flush()
             self._streams.pop(request.request_id, None)
             self._matchers.pop(request.request_id, None)
-        if token is not None and request.num_output_tokens == 1:
+        first = token is not None and request.num_output_tokens == 1
+        if first:
             self._num_prompt_tokens += len(request.prompt)
             self._num_cached_tokens += request.num_cached_tokens
         return RequestOutput(
@@ -348,6 +373,8 @@ class Engine:
             num_prompt_tokens=len(request.prompt),
             num_output_tokens=request.num_output_tokens,
             num_cached_tokens=request.num_cached_tokens,
+            prompt_logprobs=request.prompt_logprobs if first else None,
+            queue_time=request.queue_time if request.finished else None,
         )
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
@@ -400,4 +427,6 @@ def _completion(output: RequestOutput) -> Completion:
         logprobs=output.logprobs,
         error=output.error,
         num_cached_tokens=output.num_cached_tokens,
+        index=output.index,
+        prompt_logprobs=output.prompt_logprobs,
     )

@@ -37,20 +37,32 @@ from fa_serve.hf import PagedBatch, attention_layers, paged_forward
 log = logging.getLogger("fa_serve.engine")
 
 
+PromptRows = list[tuple[Request, int, int]]  # a request, and of which of its tokens log-probabilities come: first, last + 1
+
+
 @dataclass(slots=True)
 class StepResult:
-    """For each chunk that samples, in order: its token, and its log-probabilities if they were asked for."""
+    """For each chunk that samples, in order: its token, and its log-probabilities if they were asked for.
+
+    prompt_logprobs: (request, index of the first token, log-probabilities of the prompt's tokens from there on)
+    """
 
     tokens: list[int]
     logprobs: list[TokenLogprob | None]
+    prompt_logprobs: list[tuple[Request, int, list[TokenLogprob]]]
 
 
 class PendingResult:
-    """The outcome of a launched step, on its way to the host."""
+    """The outcome of a launched step, on its way to the host.
 
-    def __init__(self, tokens: Tensor, wanted: list[int | None], logprobs: Sequence[Tensor]) -> None:
-        self._wanted = wanted
-        self._host = [tokens, *logprobs]
+    logprobs: what `log_probabilities` says of the rows whose `wanted` is not None; prompts: the same of `rows`, one by one
+    """
+
+    def __init__(
+        self, tokens: Tensor, wanted: list[int | None], logprobs: Sequence[Tensor], rows: PromptRows, prompts: Sequence[Tensor]
+    ) -> None:
+        self._wanted, self._rows, self._count = wanted, rows, len(logprobs)
+        self._host = [tokens, *logprobs, *prompts]
         self._arrived: torch.Event | None = None
         if tokens.is_cuda:
             self._host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in self._host]
@@ -61,14 +73,22 @@ class PendingResult:
         """Wait for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        tokens, *logprobs = (x.tolist() for x in self._host)
-        result = StepResult(tokens, [None] * len(tokens))
-        if logprobs:
+        tokens, *values = (x.tolist() for x in self._host)
+        result = StepResult(tokens, [None] * len(tokens), [])
+        if self._count:
             rows = [row for row, wanted in enumerate(self._wanted) if wanted is not None]
-            for row, chosen, values, ids in zip(rows, *logprobs, strict=True):
-                top = list(zip(ids, values, strict=True))[: self._wanted[row]]
-                result.logprobs[row] = TokenLogprob(tokens[row], chosen, top)
+            for row, *entry in zip(rows, *values[: self._count], strict=True):
+                result.logprobs[row] = _entry(tokens[row], self._wanted[row], *entry)
+        prompts = zip(*values[self._count :], strict=True)
+        for request, first, last in self._rows:
+            count = request.params.prompt_logprobs
+            entries = [_entry(request.prompt[index], count, *next(prompts)) for index in range(first, last)]
+            result.prompt_logprobs.append((request, first, entries))
         return result
+
+
+def _entry(token: int, count: int | None, chosen: float, values: list[float], ids: list[int]) -> TokenLogprob:
+    return TokenLogprob(token, chosen, list(zip(ids, values, strict=True))[:count])
 
 
 class ModelRunner:
@@ -156,7 +176,8 @@ class ModelRunner:
                 self._token_counts().start(request)
         step = self._prepare(batch)
         requests = [chunk.request for chunk in batch.chunks if chunk.samples]
-        return Forward(step, self._run(step)[: len(requests)], requests)
+        rows = [(c.request, c.start + 1, c.start + 1 + c.prompt_rows) for c in batch.chunks if c.prompt_rows]
+        return Forward(step, self._run(step)[: len(requests) + batch.num_prompt_rows], requests, rows)
 
     @torch.inference_mode()
     def sample(self, forward: Forward, masks: Mapping[int, NDArray[np.int32]] | None = None) -> PendingResult:
@@ -164,9 +185,15 @@ class ModelRunner:
 
         masks: by row of the sampling requests, what may come next, one bit for each token
         """
-        step, logits, slots = forward.step, forward.logits, forward.step.sampled_slots
-        if not len(logits):
-            return PendingResult(torch.empty(0, dtype=torch.int64), [], [])
+        step, slots, count = forward.step, forward.step.sampled_slots, len(forward.requests)
+        logits, prompts = forward.logits[:count], forward.logits[count:]
+        prompt_logprobs: tuple[Tensor, ...] = ()
+        if step.prompt_targets is not None:
+            top = max(request.params.prompt_logprobs or 0 for request, *_ in forward.prompt_rows)
+            prompt_logprobs = log_probabilities(prompts, step.prompt_targets, top)
+        if not count:
+            none = torch.empty(0, dtype=torch.int64, device=logits.device)
+            return PendingResult(none, [], [], forward.prompt_rows, prompt_logprobs)
         sampling = step.sampling
         if masks:
             rows = np.array(list(masks), dtype=np.int64)
@@ -182,7 +209,7 @@ class ModelRunner:
         if step.logprob_rows is not None:
             index = step.logprob_rows
             logprobs = log_probabilities(logits[index], tokens[index], max(count or 0 for count in wanted))
-        return PendingResult(tokens, wanted, logprobs)
+        return PendingResult(tokens, wanted, logprobs, forward.prompt_rows, prompt_logprobs)
 
     def _run(self, step: _Step) -> Tensor:
         """Logits of one forward, the sampled rows first."""
@@ -247,7 +274,12 @@ class ModelRunner:
             else:
                 shape = None
         if shape is None:
-            arrays["logits_indices"] = ends[samples] - 1
+            firsts = zip(batch.chunks, ends - lengths, strict=True)
+            rows = [np.arange(first, first + chunk.prompt_rows) for chunk, first in firsts if chunk.prompt_rows]
+            arrays["logits_indices"] = np.concatenate([ends[samples] - 1, *rows])
+            if rows:
+                targets = [c.request.prompt[c.start + 1 : c.start + 1 + c.prompt_rows] for c in batch.chunks if c.prompt_rows]
+                others["prompt_targets"] = np.concatenate([np.array(x, dtype=np.int64) for x in targets])
             arrays["cu_seqlens_q"] = np.concatenate([[0], ends]).astype(np.int32)
             arrays["sampled_slots"] = slots[samples]
             sent = send(arrays | others, self.device)
@@ -258,6 +290,7 @@ class ModelRunner:
             inputs=shape or self._inputs(sent, max_seqlen_q, max_seqlen_k, fresh=not starts.any()),
             sampled_slots=sent["sampled_slots"],
             logprob_rows=sent.get("logprob_rows"),
+            prompt_targets=sent.get("prompt_targets"),
             sampling=SampleParams(
                 **{name: sent[name] for name in sampling},
                 largest_top_k=int(sampling["top_k"].max()) if "top_k" in sampling else None,
@@ -302,11 +335,15 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A launched forward whose tokens have not been sampled. logits: (len(requests), vocab), valid until the next launch."""
+    """A launched forward whose tokens have not been sampled.
+
+    logits: (rows, vocab), one for each of `requests`, then those of `prompt_rows`; valid until the next launch
+    """
 
     step: _Step
     logits: Tensor
     requests: list[Request]
+    prompt_rows: PromptRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +353,7 @@ class _Step:
     inputs: Inputs | tuple[int, int]
     sampled_slots: Tensor
     logprob_rows: Tensor | None
+    prompt_targets: Tensor | None
     sampling: SampleParams
 
 

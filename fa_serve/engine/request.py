@@ -253,6 +253,8 @@ class Request:
     num_shared:   leading pages that were found in the prefix cache; num_offered: leading pages that are registered there
     rank:         position in the queue; smaller is served first and preempted last
     slot:         row of per-sequence state on the device while it runs, else -1
+    arrival:      when it came, on the engine's clock; queue_time: seconds until its first step
+    prompt_logprobs: those known so far, if they are wanted
     """
 
     request_id: str
@@ -262,6 +264,7 @@ class Request:
     seed: int = 0
     end_ids: frozenset[int] = frozenset()
     rank: tuple[float, int] = (0.0, 0)
+    arrival: float = 0.0
 
     tokens: list[int] = field(init=False)
     num_pending: int = 0
@@ -274,9 +277,13 @@ class Request:
     page_hashes: list[bytes] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    queue_time: float | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing is before the first
 
     @property
     def num_tokens(self) -> int:

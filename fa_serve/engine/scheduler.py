@@ -32,17 +32,22 @@ from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import FinishReason, Request
 
 INVALID_TOKEN = -1  # what the sampler returns for logits that are not numbers
+PROMPT_ROWS = 256  # tokens of prompts in a step whose logits are wanted: logits are large
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens start .. start + length of one request. If they reach its last token, the step samples the next one."""
+    """Tokens start .. start + length of one request. If they reach its last token, the step samples the next one.
+
+    prompt_rows: of how many, from the first on, the log-probability of the token after it is wanted
+    """
 
     request: Request
     slot: int
     start: int
     length: int
     samples: bool
+    prompt_rows: int = 0
 
 
 @dataclass(slots=True)
@@ -55,6 +60,10 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def num_prompt_rows(self) -> int:
+        return sum(chunk.prompt_rows for chunk in self.chunks)
 
     def __bool__(self) -> bool:
         return bool(self.chunks)
@@ -87,7 +96,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget:
             request = self.running[index]
-            length = min(request.num_tokens - request.num_computed, budget)
+            length = self._length(batch, request, budget)
             if request.num_output_tokens + request.num_pending >= request.max_tokens:
                 length = 0  # its last token is on its way
             if length and not self._grow(request, request.num_computed + length):
@@ -95,11 +104,14 @@ class Scheduler:
             if length:
                 budget -= self._append(batch, request, length)
             index += 1
-        while self.waiting and budget and self._slots and self.num_preemptions == preemptions and self._admit(self.waiting[0]):
-            request = self.waiting.pop(0)
+        while self.waiting and self._slots and self.num_preemptions == preemptions:
+            request = self.waiting[0]
+            if not self._length(batch, request, budget) or not self._admit(request):
+                break
+            self.waiting.pop(0)
             insort(self.running, request, key=_rank)
             batch.admitted.append(request)
-            budget -= self._append(batch, request, min(request.num_tokens - request.num_computed, budget))
+            budget -= self._append(batch, request, self._length(batch, request, budget))
         return batch
 
     def commit(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[tuple[Request, int]]:
@@ -173,10 +185,17 @@ class Scheduler:
         for queue in (self.waiting, self.running):
             assert queue == sorted(queue, key=_rank), "a queue is out of order"
 
+    def _length(self, batch: ScheduledBatch, request: Request, budget: int) -> int:
+        """How many tokens of the request fit into the step."""
+        length = min(request.num_tokens - request.num_computed, budget)
+        if _prompt_rows(request, length):
+            length = min(length, PROMPT_ROWS - batch.num_prompt_rows)
+        return length
+
     def _append(self, batch: ScheduledBatch, request: Request, length: int) -> int:
         start = request.num_computed
         samples = start + length == request.num_tokens
-        batch.chunks.append(Chunk(request, request.slot, start, length, samples))
+        batch.chunks.append(Chunk(request, request.slot, start, length, samples, _prompt_rows(request, length)))
         request.num_computed += length
         request.num_pending += samples
         self._offer_pages(request)
@@ -204,7 +223,8 @@ class Scheduler:
             return False  # preempted while its token was on the way, which nobody keeps on the device for it
         self.pages.hash_pages(request.tokens, request.page_hashes)
         # the last token is computed in any case: its logits are wanted
-        shared = self.pages.match(request.page_hashes[: (request.num_tokens - 1) // self.pages.page_size])
+        known = 0 if _prompt_rows(request, 2) else (request.num_tokens - 1) // self.pages.page_size
+        shared = self.pages.match(request.page_hashes[:known])
         need = self.pages.pages_for(request.num_tokens) - len(shared)
         if need + self.pages.num_evictable(shared) + len(self.running) > self.pages.num_available:
             return False
@@ -243,6 +263,13 @@ class Scheduler:
         self.pages.release(request.pages)
         self._slots.append(request.slot)
         request.pages, request.slot, request.num_shared, request.num_offered = [], -1, 0, 0
+
+
+def _prompt_rows(request: Request, length: int) -> int:
+    """Of how many of its next tokens the log-probability of the one after is wanted."""
+    if request.params.prompt_logprobs is None or request.num_output_tokens + request.num_pending:
+        return 0
+    return max(min(length, len(request.prompt) - 1 - request.num_computed), 0)
 
 
 def _rank(request: Request) -> tuple[float, int]:

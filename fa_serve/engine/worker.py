@@ -49,6 +49,7 @@ class Add:
 @dataclass(frozen=True, slots=True)
 class Abort:
     request_id: str
+    num_answers: int = 1
 
 
 Command = Add | Abort | None  # None ends the engine
@@ -105,10 +106,12 @@ def _serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None
             if isinstance(command, Abort):
                 if command.request_id in preparing:
                     preparing.remove(command.request_id)
-                    outputs.append(RequestOutput(command.request_id, [], finished=True, finish_reason="abort"))
+                    outputs += [
+                        RequestOutput(command.request_id, [], finished=True, finish_reason="abort", index=index)
+                        for index in range(command.num_answers)
+                    ]
                     continue
-                output = engine.abort(command.request_id)
-                outputs += [] if output is None else [output]
+                outputs += engine.abort(command.request_id)
                 continue
             if command.prepared:
                 if command.request_id not in preparing:

@@ -224,11 +224,11 @@ def test_abort_frees_pages_at_once(make_engine) -> None:
         engine.add_request(name, [1, 2, 3], GREEDY)
     engine.step()
     held = engine.stats().num_pages_used
-    output = engine.abort("running")
+    (output,) = engine.abort("running")
     assert (output.finished, output.finish_reason, output.num_output_tokens) == (True, "abort", 1)
     assert engine.stats().num_pages_used < held
-    assert engine.abort("waiting").finish_reason == "abort"
-    assert engine.abort("running") is None
+    assert [output.finish_reason for output in engine.abort("waiting")] == ["abort"]
+    assert engine.abort("running") == []
     engine.check_integrity()
     outputs = [output for _ in range(20) for output in engine.step()]
     assert {output.request_id for output in outputs} == {"other"}
