@@ -8,7 +8,7 @@ PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
 JOBS   ?= 2
-BENCH  ?= prefill varlen
+BENCH  ?= prefill varlen decode mixed
 
 SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c

@@ -3,21 +3,27 @@
     python benchmarks/bench_attention.py prefill                      # what `auto` chooses, against SDPA-flash, cuDNN, FA3
     python benchmarks/bench_attention.py prefill --backend triton --peers flash,cudnn
     python benchmarks/bench_attention.py varlen                       # unequal lengths, and many short ones
-    python benchmarks/bench_attention.py tune --head-dims 128         # the portable kernel's tiles
+    python benchmarks/bench_attention.py decode                       # paged: 45 cells, uneven lengths, float8; dense caches
+    python benchmarks/bench_attention.py mixed                        # 32 sequences decoding and one mid-prompt, in one call
+    python benchmarks/bench_attention.py tune --head-dims 128         # the portable kernel's tiles; decode has tune_decode.py
 
 The prefill grid is the FlashAttention papers': 16k tokens in all, hidden size 2048, bfloat16; TFLOPS count 4 * batch * heads *
-seqlen^2 * head_dim, half of it when causal. A cell whose result is wrong reports no speed.
+seqlen^2 * head_dim, half of it when causal. Decode and mixed: page_size 16, pages in random order; microseconds of one call
+inside a CUDA graph, since that is how a step runs; FA3's is its own paged call, whose scheduling metadata is made on the way. A
+float8 cell's peer is our own bfloat16. A cell whose result is wrong reports no speed. A run replaces the results of the last.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from measure import Results, fa3, host_microseconds, milliseconds, sdpa
+from measure import Results, fa3, graph_microseconds, host_microseconds, milliseconds, read_bandwidth, sdpa
+from paged_problem import Problem, pools, uneven
 from torch.nn.attention import SDPBackend
 
 import fa_serve
@@ -26,6 +32,10 @@ from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attenti
 
 TOKENS, HIDDEN = 16384, 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+PAGED_HEADS = ((32, 8, 128), (32, 32, 128), (64, 8, 128), (16, 8, 128), (64, 8, 64))
+DECODE_CELLS = (
+    (1, 1024), (1, 16384), (1, 131072), (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 512), (256, 4096),
+)  # fmt: skip
 
 
 def gate(head_dim: int, causal: bool, **options: object) -> None:
@@ -125,6 +135,76 @@ def varlen(args: argparse.Namespace) -> None:
     results.write()
 
 
+def paged_cell(results: Results, case: str, problem: Problem, peers: dict[str, float] | None = None) -> None:
+    """The gate, then our time and FA3's; `peers` takes its place."""
+    ours, flash = problem.ours(), problem.fa3() if peers is None else None
+    problem.check(case, ours(), rows=2)
+    calls: dict[str, Callable[[], torch.Tensor]] = {} if flash is None else {"fa3": flash}
+    for name, call in calls.items():
+        worst = (ours().float() - call().float()).abs().max().item()
+        assert worst < 0.05, f"{name} and ours differ by {worst}"
+    mine = graph_microseconds(ours, rep=30)
+    rates = peers or {name: graph_microseconds(call, rep=30) for name, call in calls.items()}
+    ratio = results.add(case, "us", mine, rates)
+    theirs = next(iter(rates.values()), float("nan"))
+    print(f"{case:<28}{mine:9.1f}{theirs:9.1f}{problem.bytes_read / mine * 1e-6:7.2f}{ratio:7.2f}", flush=True)
+
+
+def decode(args: argparse.Namespace) -> None:
+    results = Results("decode", args.out)
+    bandwidth = read_bandwidth()
+    results.add("read_bandwidth", "TB/s", bandwidth, {})
+    print(f"read bandwidth {bandwidth:.2f} TB/s\n{'case':<28}{'ours us':>9}{'peer us':>9}{'TB/s':>7}{'ratio':>7}", flush=True)
+    pool, small_pool = pools(), pools(torch.float8_e4m3fn)
+    for heads, kv_heads, dim in PAGED_HEADS:
+        layout, caches = f"{heads}_{kv_heads}_d{dim}", pool(kv_heads, dim)
+        for batch, kv in DECODE_CELLS:
+            paged_cell(results, f"{layout}_{batch}x{kv}", Problem.make([kv] * batch, heads, kv_heads, dim, pool=caches))
+        if (heads, kv_heads, dim) not in ((32, 8, 128), (64, 8, 64)):
+            continue
+        for batch in (16, 64, 256):
+            for name, lengths in uneven(batch).items():
+                paged_cell(results, f"{layout}_{batch}_{name}", Problem.make(lengths, heads, kv_heads, dim, pool=caches))
+        small = small_pool(kv_heads, dim)
+        for batch, kv in ((1, 131072), (64, 8192), (256, 4096)):
+            plain = graph_microseconds(Problem.make([kv] * batch, heads, kv_heads, dim, pool=caches).ours(), rep=30)
+            problem = Problem.make([kv] * batch, heads, kv_heads, dim, torch.float8_e4m3fn, pool=small)
+            paged_cell(results, f"{layout}_{batch}x{kv}_fp8", problem, {"own_bf16": plain})
+    first = Problem.make([1024], 32, 8, 128).ours()
+    print(f"host time of a call {host_microseconds(first):.1f} us")
+    dense_decode(results)
+    results.write()
+
+
+def dense_decode(results: Results) -> None:
+    """One token over a cache of (batch, heads, seqlen, dim), as transformers' caches are, against torch's own kernels."""
+    for batch, kv in ((1, 1024), (1, 16384), (8, 8192), (32, 4096)):
+        q = torch.randn(batch, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(batch, 8, kv, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+        ours = partial(fa_serve.attention, q, k, v, causal=True)
+        kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+        calls = {name: sdpa(kind, q, k, v, False) for name, kind in kinds.items()}
+        for name, call in calls.items():
+            worst = (ours().float() - call().transpose(1, 2).float()).abs().max().item()
+            assert worst < 0.05, f"{name} and ours differ by {worst}"
+        mine, rates = graph_microseconds(ours, rep=30), {name: graph_microseconds(call, rep=30) for name, call in calls.items()}
+        ratio = results.add(f"32_8_d128_{batch}x{kv}_dense", "us", mine, rates)
+        shown = "  ".join(f"{name} {us:.1f}" for name, us in rates.items())
+        print(f"dense {batch}x{kv:<10} ours {mine:.1f}  {shown}  ratio {ratio:.2f}", flush=True)
+
+
+def mixed(args: argparse.Namespace) -> None:
+    results = Results("mixed", args.out)
+    print(f"{'case':<28}{'ours us':>9}{'peer us':>9}{'TB/s':>7}{'ratio':>7}")
+    pool = pools()
+    for heads, kv_heads, dim in PAGED_HEADS:
+        for name, before in (("new", 0), ("after_4k", 4096)):
+            lengths, queries = [4096] * 32 + [before + 2048], [1] * 32 + [2048]
+            problem = Problem.make(lengths, heads, kv_heads, dim, queries=queries, pool=pool(kv_heads, dim))
+            paged_cell(results, f"{heads}_{kv_heads}_d{dim}_{name}", problem)
+    results.write()
+
+
 def tune(args: argparse.Namespace) -> None:
     """Every tile that fits, over the grid: the table that tiles.py's branches quote."""
     from fa_serve.backends.triton.forward import launch_forward
@@ -158,7 +238,7 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bench", choices=["prefill", "varlen", "tune"])
+    parser.add_argument("bench", choices=["prefill", "varlen", "decode", "mixed", "tune"])
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="flash,cudnn,fa3")
     parser.add_argument("--head-dims", type=lambda s: [int(x) for x in s.split(",")], default=[64, 128, 256])
@@ -166,7 +246,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     torch.manual_seed(0)
-    {"prefill": prefill, "varlen": varlen, "tune": tune}[args.bench](args)
+    {"prefill": prefill, "varlen": varlen, "decode": decode, "mixed": mixed, "tune": tune}[args.bench](args)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,12 @@ def host_microseconds(call: Callable[[], object], calls: int = 200) -> float:
     return min(times)
 
 
+def read_bandwidth() -> float:
+    """TB/s of summing 4 GiB: what a kernel that only reads can reach here."""
+    x = torch.randn(1 << 30, device="cuda")
+    return x.numel() * 4 / graph_microseconds(lambda: x.sum(), calls=1) * 1e-6
+
+
 def sdpa(kind: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor]:
     """torch's operator held to one kernel; q, k, v as (batch, seqlen, heads, dim)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -94,7 +100,8 @@ class Results:
         """One line; the unit says whether more is better. -> ours against the best peer, NaN without one."""
         ratio = min((_ratio({"unit": unit, "ours": ours}, theirs) for theirs in peers.values()), default=float("nan"))
         line = {"bench": self.bench, "case": case, "unit": unit, "ours": round(ours, 2),
-                "peers": {name: round(value, 2) for name, value in peers.items()}, "ratio": round(ratio, 3)}  # fmt: skip
+                "peers": {name: round(value, 2) for name, value in peers.items()},
+                "ratio": round(ratio, 3) if peers else None}  # fmt: skip
         self.lines.append(line | self.machine)
         return ratio
 

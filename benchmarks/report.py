@@ -54,6 +54,7 @@ def prefill_chart(lines: list[Line], name: str) -> None:
 
 
 def decode_chart(lines: list[Line], name: str) -> None:
+    lines = [line for line in lines if "fa3" in line["peers"]]
     figure, axis = plt.subplots(figsize=(11, 3.6))
     ratios = [line["ratio"] for line in lines]
     axis.bar(range(len(lines)), ratios, color=[COLOURS["ours"] if ratio >= 1 else COLOURS["flash"] for ratio in ratios])
@@ -99,7 +100,7 @@ def main() -> None:
             prefill_chart(lines, f"{bench}.svg")
     if lines := read("decode"):
         decode_chart(lines, "decode.svg")
-    for bench in ("prefill", "prefill_triton", "varlen", "decode", "decode_uneven", "decode_fp8", "mixed"):
+    for bench in ("prefill", "prefill_triton", "varlen", "decode", "mixed"):
         summary(bench)
 
 

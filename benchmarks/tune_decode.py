@@ -11,7 +11,7 @@ fp8     tiles for a float8_e4m3fn cache, against our own bfloat16
 
 A variant changes one thing of what `decode_tiles` chooses: page numbers not read ahead (`late`), another tile, one wave of
 pieces or several. Its column is the time of our choice over its own: above 1 it is faster. A red gate ends the run. Left out:
-results that count for anything but tuning; those are bench_decode.py's.
+results that count for anything but tuning; those are bench_attention.py's.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import fa3, graph_microseconds, host_microseconds
-from torch import Tensor
+from measure import graph_microseconds, host_microseconds, read_bandwidth
+from paged_problem import DEVICE, Problem, pools, uneven
 from triton.runtime.errors import OutOfResources
 
 from fa_serve import spec
-from fa_serve.backends.reference import ReferenceBackend
 from fa_serve.backends.triton import decode
-from fa_serve.backends.triton.decode import DecodeTiles, _num_sms, decode_tiles, launch_decode
+from fa_serve.backends.triton.decode import DecodeTiles, _num_sms
 from fa_serve.backends.triton.kv_cache import launch_store_kv
-from fa_serve.testing import assert_lse_matches, assert_matches_reference, cu_seqlens, eager_attention
+from fa_serve.testing import cu_seqlens
 
-DEVICE = torch.device("cuda", 0)
 CELLS = {
     (32, 8, 128): ((1, 1024), (1, 16384), (1, 131072), (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 512), (256, 4096)),
     (64, 8, 64): ((1, 1024), (1, 16384), (8, 8192), (32, 4096), (64, 8192), (128, 1024)),
@@ -49,93 +47,6 @@ Shape = tuple[int, int, int, int]  # block_n, num_warps, num_stages, programs th
 TILES: tuple[Shape, ...] = ((64, 4, 4, 2), (64, 2, 2, 4))
 FP8_TILES: tuple[Shape, ...] = ((64, 4, 3, 3), (64, 4, 4, 3), (128, 4, 2, 2), (128, 8, 3, 2))
 WAVES = (1, 2, 4, 8)
-
-
-@dataclass
-class Problem:
-    """One decode step over a cache of random keys, pages in random order."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    options: dict[str, Any]
-
-    @classmethod
-    def make(
-        cls, lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.bfloat16, page_size: int = 16,
-        queries: int = 1, pool: tuple[Tensor, Tensor] | None = None,
-    ) -> Problem:  # fmt: skip
-        counts = [-(-n // page_size) for n in lengths]
-        poisoned = pool is None
-        if pool is None:
-            shape = (sum(counts), page_size, kv_heads, dim)
-            pool = tuple(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).to(dtype) for _ in range(2))
-        order = torch.randperm(sum(counts), device=DEVICE, dtype=torch.int32)
-        table = torch.full((len(lengths), max(counts)), 2**28 if poisoned else 0, device=DEVICE, dtype=torch.int32)
-        for row, pages in enumerate(order.split(counts)):
-            table[row, : len(pages)] = pages
-            if poisoned and lengths[row] % page_size:
-                for cache in pool:
-                    cache[int(pages[-1]), lengths[row] % page_size :] = float("nan")
-        options = {
-            "block_table": table, "seqused_k": torch.tensor(lengths, device=DEVICE, dtype=torch.int32),
-            "cu_seqlens_q": cu_seqlens([queries] * len(lengths), DEVICE), "max_seqlen_q": queries, "max_seqlen_k": max(lengths),
-            "softmax_scale": dim**-0.5, "window_size": (-1, 0), "softcap": 0.0, "sinks": None, "k_descale": None,
-            "v_descale": None, "num_splits": 0, "out": None, "return_lse": False,
-        }  # fmt: skip
-        q_dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
-        q = torch.randn(queries * len(lengths), heads, dim, device=DEVICE, dtype=q_dtype)
-        if dtype == torch.float8_e4m3fn:
-            options |= {name: torch.rand(kv_heads, device=DEVICE) + 0.5 for name in ("k_descale", "v_descale")}
-        return cls(q, pool[0][: sum(counts)], pool[1][: sum(counts)], options)
-
-    def run(self, tiles: DecodeTiles | None = None, **changes: Any) -> tuple[Tensor, Tensor | None]:
-        return launch_decode(self.q, self.k_cache, self.v_cache, **(self.options | changes), tiles=tiles)
-
-    def default_tiles(self) -> DecodeTiles:
-        batch, (_, heads, dim), kv_heads = len(self.options["seqused_k"]), self.q.shape, self.k_cache.shape[2]
-        return decode_tiles(
-            spec.arch_of(DEVICE), _num_sms(DEVICE), self.q.element_size(), self.k_cache.element_size(), dim, dim, heads,
-            kv_heads, batch, self.options["max_seqlen_q"], self.options["max_seqlen_k"], 0,
-        )  # fmt: skip
-
-    def fa3(self) -> Callable[[], object] | None:
-        call, o = fa3(), self.options
-        if call is None:
-            return None
-        out = torch.empty_like(self.q)
-        return lambda: call(
-            self.q, self.k_cache, self.v_cache, o["max_seqlen_q"], o["cu_seqlens_q"], o["max_seqlen_k"], fa_version=3, out=out,
-            seqused_k=o["seqused_k"], causal=True, block_table=o["block_table"],
-        )  # fmt: skip
-
-    def eager(self, options: dict[str, Any]) -> Tensor:
-        """The equation in q's own dtype, sequence by sequence."""
-        starts, page_size, outs = options["cu_seqlens_q"].tolist(), self.k_cache.shape[1], []
-        for row, length in enumerate(options["seqused_k"].tolist()):
-            pages = options["block_table"][row, : -(-length // page_size)].long()
-            kv = []
-            for cache, descale in ((self.k_cache, options["k_descale"]), (self.v_cache, options["v_descale"])):
-                x = cache[pages].flatten(0, 1)[:length].to(self.q.dtype)
-                kv.append(x if descale is None else (x * descale[:, None]).to(x.dtype))
-            names = ("softmax_scale", "window_size", "softcap", "sinks")
-            q = self.q[starts[row] : starts[row + 1]]
-            outs.append(eager_attention(q[None], kv[0][None], kv[1][None], **{name: options[name] for name in names})[0])
-        return torch.cat(outs)
-
-    def check(self, what: str, tiles: DecodeTiles | None = None, **changes: Any) -> None:
-        """Against float64, by the 2x rule."""
-        options = self.options | changes | {"return_lse": True, "out": None}
-        out, lse = self.run(tiles, **options)
-        exact, exact_lse = ReferenceBackend().forward_paged(self.q.double(), self.k_cache, self.v_cache, **options)
-        assert lse is not None
-        assert_matches_reference(out, exact, self.eager(options), what)
-        assert_lse_matches(lse, exact_lse)
-
-    @property
-    def bytes_read(self) -> int:
-        tokens = int(self.options["seqused_k"].sum())
-        return 2 * tokens * self.k_cache.shape[2] * self.k_cache.shape[3] * self.k_cache.element_size()
 
 
 def gate() -> None:
@@ -157,7 +68,7 @@ def gate() -> None:
     for parts in (1, 3, 200):
         for balanced in (False, True):
             tiles = replace(problem.default_tiles(), parts=parts, balanced=balanced, prefetch=parts > 1)
-            problem.check(f"parts {parts} balanced {balanced}", tiles)
+            problem.check(f"parts {parts} balanced {balanced}", tiles=tiles)
     gate_invariance(problem)
     gate_graph()
 
@@ -287,40 +198,23 @@ def compare(search: Search, cases: Iterator[tuple[str, Problem]]) -> list[str]:
     return rows
 
 
-def pools(dtype: torch.dtype = torch.bfloat16) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
-    """One pool of pages per head layout, as large as its largest cell, freed when the next one is asked for."""
-    held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def pool(kv_heads: int, dim: int, pages: int) -> tuple[Tensor, Tensor]:
-        if (kv_heads, dim) not in held:
-            held.clear()
-            shape = (pages, 16, kv_heads, dim)
-            held[kv_heads, dim] = tuple(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).to(dtype) for _ in range(2))
-        return held[kv_heads, dim]
-
-    return pool
-
-
 def grid_cases() -> Iterator[tuple[str, Problem]]:
     pool = pools()
     for (heads, kv_heads, dim), shapes in CELLS.items():
-        largest = max(batch * kv for batch, kv in shapes) // 16
         for batch, kv in shapes:
-            problem = Problem.make([kv] * batch, heads, kv_heads, dim, pool=pool(kv_heads, dim, largest))
+            problem = Problem.make([kv] * batch, heads, kv_heads, dim, pool=pool(kv_heads, dim))
             yield f"{heads}/{kv_heads} d{dim} {batch}x{kv}", problem
 
 
 def uneven_cases() -> Iterator[tuple[str, Problem]]:
     pool = pools()
-    generator = torch.Generator().manual_seed(0)
     for heads, kv_heads, dim in ((32, 8, 128), (64, 8, 64)):
         for batch in (16, 64, 256):
-            exponents = torch.rand(batch, generator=generator) * 8 + 5  # 32 to 8192
-            spread = [int(2**e) for e in exponents.tolist()]
-            long = [20 * 512 if i % 10 == 3 else 512 for i in range(batch)]
-            for name, lengths in (("log", spread), ("20x", long)):
-                problem = Problem.make(lengths, heads, kv_heads, dim, pool=pool(kv_heads, dim, 64 * 1024))
-                yield f"{heads}/{kv_heads} d{dim} {batch} {name}", problem
+            for name, lengths in uneven(batch).items():
+                yield (
+                    f"{heads}/{kv_heads} d{dim} {batch} {name}",
+                    Problem.make(lengths, heads, kv_heads, dim, pool=pool(kv_heads, dim)),
+                )
 
 
 def fp8(search: Search) -> list[str]:
@@ -330,9 +224,9 @@ def fp8(search: Search) -> list[str]:
     for heads, kv_heads, dim in ((32, 8, 128), (64, 8, 64)):
         for batch, kv in ((1, 131072), (64, 8192), (256, 4096)):
             case = f"{heads}/{kv_heads} d{dim} {batch}x{kv}"
-            plain = Problem.make([kv] * batch, heads, kv_heads, dim, pool=pool(kv_heads, dim, 65536))
+            plain = Problem.make([kv] * batch, heads, kv_heads, dim, pool=pool(kv_heads, dim))
             base = search.measure(case, plain, plain.default_tiles())
-            small = Problem.make([kv] * batch, heads, kv_heads, dim, torch.float8_e4m3fn, pool=quantised(kv_heads, dim, 65536))
+            small = Problem.make([kv] * batch, heads, kv_heads, dim, torch.float8_e4m3fn, pool=quantised(kv_heads, dim))
             mine = small.default_tiles()
             ours = search.measure(case + " fp8", small, mine)
             found = cells(search.variants(case + " fp8", small, ours, FP8_TILES), FP8_TILES)
@@ -354,7 +248,7 @@ def launch() -> list[str]:
         problem = Problem.make([kv] * batch, 32, 8, 128)
         tiles, out, arch_of, block = problem.default_tiles(), torch.empty_like(problem.q), spec.arch_of, decode._combine_block
 
-        def timed(problem: Problem = problem, tiles: DecodeTiles = tiles, out: Tensor = out) -> float:
+        def timed(problem: Problem = problem, tiles: DecodeTiles = tiles, out: torch.Tensor = out) -> float:
             return graph_microseconds(lambda: problem.run(tiles, out=out))
 
         times = []
@@ -370,12 +264,6 @@ def launch() -> list[str]:
         cells = "".join(f"{us:11.2f}" for us in times[2:])
         rows.append(f"32/8 d128 {f'{batch}x{kv}':<12}{times[0]:13.2f}{times[1]:8.2f}{cells}{host:9.1f}")
     return rows
-
-
-def read_bandwidth() -> float:
-    """TB/s of summing 4 GiB: what a kernel that only reads can reach here."""
-    x = torch.randn(1 << 30, device=DEVICE)
-    return x.numel() * 4 / graph_microseconds(lambda: x.sum(), calls=1) * 1e-6
 
 
 def main() -> None:

@@ -1,0 +1,161 @@
+"""One step over a paged cache: its tensors, our call, FlashAttention-3's, and the check against float64.
+
+bench_attention.py times it through the public function, tune_decode.py by the kernel's own launcher and tiles. Pages lie in
+random order. Without a shared pool whatever no sequence owns is NaN, and table entries past the last page point outside of the
+cache; a pool, shared by the cells of a grid, saves the time of filling gigabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from measure import fa3
+from torch import Tensor
+
+import fa_serve
+from fa_serve import spec
+from fa_serve.backends.reference import ReferenceBackend
+from fa_serve.backends.triton.decode import DecodeTiles, _num_sms, decode_tiles, launch_decode
+from fa_serve.testing import assert_lse_matches, assert_matches_reference, cu_seqlens, eager_attention
+
+DEVICE = torch.device("cuda", 0)
+POOL_PAGES = 65536  # of 16 tokens: 2^20 tokens
+
+
+@dataclass
+class Problem:
+    """`options` are those of `launch_decode`."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    options: dict[str, Any]
+
+    @classmethod
+    def make(
+        cls, lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.bfloat16,
+        page_size: int = 16, queries: int | Sequence[int] = 1, pool: tuple[Tensor, Tensor] | None = None,
+    ) -> Problem:  # fmt: skip
+        q_lens = [queries] * len(lengths) if isinstance(queries, int) else list(queries)
+        counts = [-(-n // page_size) for n in lengths]
+        poisoned = pool is None
+        if pool is None:
+            shape = (sum(counts), page_size, kv_heads, dim)
+            k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).to(dtype) for _ in range(2))
+            pool = k, v
+        order = torch.randperm(len(pool[0]), device=DEVICE, dtype=torch.int32)[: sum(counts)]
+        table = torch.full((len(lengths), max(counts)), 2**28 if poisoned else 0, device=DEVICE, dtype=torch.int32)
+        for row, pages in enumerate(order.split(counts)):
+            table[row, : len(pages)] = pages
+            if poisoned and lengths[row] % page_size:
+                for cache in pool:
+                    cache[int(pages[-1]), lengths[row] % page_size :] = float("nan")
+        options = {
+            "block_table": table, "seqused_k": torch.tensor(lengths, device=DEVICE, dtype=torch.int32),
+            "cu_seqlens_q": cu_seqlens(q_lens, DEVICE), "max_seqlen_q": max(q_lens), "max_seqlen_k": max(lengths),
+            "softmax_scale": dim**-0.5, "window_size": (-1, 0), "softcap": 0.0, "sinks": None, "k_descale": None,
+            "v_descale": None, "num_splits": 0, "out": None, "return_lse": False,
+        }  # fmt: skip
+        fp8 = dtype == torch.float8_e4m3fn
+        q = torch.randn(sum(q_lens), heads, dim, device=DEVICE, dtype=torch.bfloat16 if fp8 else dtype)
+        if fp8:
+            options |= {name: torch.rand(kv_heads, device=DEVICE) + 0.5 for name in ("k_descale", "v_descale")}
+        return cls(q, *pool, options)
+
+    def run(self, tiles: DecodeTiles | None = None, **changes: Any) -> tuple[Tensor, Tensor | None]:
+        """The decode kernel's launcher."""
+        return launch_decode(self.q, self.k_cache, self.v_cache, **(self.options | changes), tiles=tiles)
+
+    def default_tiles(self) -> DecodeTiles:
+        batch, (_, heads, dim), kv_heads = len(self.options["seqused_k"]), self.q.shape, self.k_cache.shape[2]
+        return decode_tiles(
+            spec.arch_of(DEVICE), _num_sms(DEVICE), self.q.element_size(), self.k_cache.element_size(), dim, dim, heads,
+            kv_heads, batch, self.options["max_seqlen_q"], self.options["max_seqlen_k"], 0,
+        )  # fmt: skip
+
+    def ours(self) -> Callable[[], Tensor]:
+        """The public function."""
+        out, o = torch.empty_like(self.q), self.options
+        names = ("block_table", "seqused_k", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "k_descale", "v_descale")
+        call = {name: o[name] for name in names} | {"causal": True, "out": out}
+        return lambda: fa_serve.attention_paged(self.q, self.k_cache, self.v_cache, **call)
+
+    def fa3(self) -> Callable[[], Tensor] | None:
+        flash, o = fa3(), self.options
+        if flash is None:
+            return None
+        out = torch.empty_like(self.q)
+
+        def call() -> Tensor:
+            flash(
+                self.q, self.k_cache, self.v_cache, o["max_seqlen_q"], o["cu_seqlens_q"], o["max_seqlen_k"], fa_version=3,
+                out=out, seqused_k=o["seqused_k"], causal=True, block_table=o["block_table"],
+            )  # fmt: skip
+            return out
+
+        return call
+
+    def check(
+        self, what: str, out: Tensor | None = None, lse: Tensor | None = None, rows: int = 1 << 20,
+        tiles: DecodeTiles | None = None, **changes: Any,
+    ) -> None:  # fmt: skip
+        """Raises AssertionError: the first, the last and about `rows` sequences against float64, by the 2x rule.
+
+        Without `out` the launcher runs, with `tiles` and options changed.
+        """
+        o = self.options | changes
+        if out is None:
+            out, lse = self.run(tiles, **(changes | {"return_lse": True, "out": None}))
+        starts, page_size = o["cu_seqlens_q"].tolist(), self.k_cache.shape[1]
+        count = len(starts) - 1
+        exacts, eagers, ours, lses, exact_lses = [], [], [], [], []
+        names = ("softmax_scale", "window_size", "softcap", "sinks")
+        for row in sorted({0, count - 1, *range(0, count, -(-count // rows))}):
+            a, b, n = starts[row], starts[row + 1], int(o["seqused_k"][row])
+            single = o | {"block_table": o["block_table"][row : row + 1], "seqused_k": o["seqused_k"][row : row + 1],
+                          "cu_seqlens_q": cu_seqlens([b - a], DEVICE), "return_lse": True, "out": None}  # fmt: skip
+            exact, exact_lse = ReferenceBackend().forward_paged(self.q[a:b].double(), self.k_cache, self.v_cache, **single)
+            pages = o["block_table"][row, : -(-n // page_size)].long()
+            kv = []
+            for cache, descale in ((self.k_cache, o["k_descale"]), (self.v_cache, o["v_descale"])):
+                x = cache[pages].flatten(0, 1)[:n].to(self.q.dtype)
+                kv.append((x if descale is None else (x * descale[:, None]).to(x.dtype))[None])
+            eagers.append(eager_attention(self.q[a:b][None], *kv, **{name: o[name] for name in names})[0])
+            exacts.append(exact)
+            ours.append(out[a:b])
+            if lse is not None:
+                lses.append(lse[:, a:b])
+                exact_lses.append(exact_lse)
+        assert_matches_reference(torch.cat(ours), torch.cat(exacts), torch.cat(eagers), what)
+        if lse is not None:
+            assert_lse_matches(torch.cat(lses, 1), torch.cat(exact_lses, 1))
+
+    @property
+    def bytes_read(self) -> int:
+        """Keys and values, once."""
+        tokens = int(self.options["seqused_k"].sum())
+        return 2 * tokens * self.k_cache.shape[2] * self.k_cache.shape[3] * self.k_cache.element_size()
+
+
+def pools(dtype: torch.dtype = torch.bfloat16) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    """Of (kv_heads, dim): random keys and values of POOL_PAGES pages; one pair is held, the last one's is given back."""
+    held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def pool(kv_heads: int, dim: int) -> tuple[Tensor, Tensor]:
+        if (kv_heads, dim) not in held:
+            held.clear()
+            shape = (POOL_PAGES, 16, kv_heads, dim)
+            k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).to(dtype) for _ in range(2))
+            held[kv_heads, dim] = k, v
+        return held[kv_heads, dim]
+
+    return pool
+
+
+def uneven(batch: int) -> dict[str, list[int]]:
+    """Lengths log-uniform from 32 to 8192, and 10% of the sequences 20 times as long as the others."""
+    exponents = torch.rand(batch, generator=torch.Generator().manual_seed(batch)) * 8 + 5
+    return {"log": [int(2**e) for e in exponents.tolist()], "20x": [20 * 512 if i % 10 == 3 else 512 for i in range(batch)]}
