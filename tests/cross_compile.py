@@ -50,11 +50,11 @@ class Kernel:
     target: str
     binary: Any
 
-    @cached_property
-    def _cubin(self) -> str:
-        with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+    def _dissect(self, tool: str, option: str) -> str:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.binary.asm["cubin"])
-        return file.name
+            file.flush()
+            return subprocess.run([_NVIDIA_BIN / tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -62,11 +62,26 @@ class Kernel:
 
     @cached_property
     def sass(self) -> str:
-        return subprocess.run([_NVIDIA_BIN / "nvdisasm", "-c", self._cubin], capture_output=True, text=True, check=True).stdout
+        return self._dissect("nvdisasm", "-c")
 
     @cached_property
     def instructions(self) -> Counter[str]:
         return Counter({name: len(re.findall(rf"\b{re.escape(name)}", self.sass)) for name in _INSTRUCTIONS})
+
+    @cached_property
+    def hot_loop(self) -> Counter[str]:
+        """Opcodes, without their suffixes, of the shortest loop that multiplies matrices."""
+        code, labels, loops = list[str](), dict[str, int](), list[list[str]]()
+        for line in self.sass.splitlines():
+            if label := re.match(r"\s*(\.L_x_\d+):", line):
+                labels[label.group(1)] = len(code)
+            elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(.*?);", line):
+                code.append(instruction.group(1))
+                target = re.search(r"BRA.*`\((\.L_x_\d+)\)", code[-1])
+                if target and target.group(1) in labels:
+                    loops.append(code[labels[target.group(1)] :])
+        names = [Counter(re.split(r"[ .]", instruction)[0] for instruction in loop) for loop in loops]
+        return min((loop for loop in names if loop["HMMA"] or loop["HGMMA"]), key=Counter.total)
 
     @cached_property
     def registers(self) -> int:
@@ -91,10 +106,7 @@ class Kernel:
         return [line for line in (done.stdout + done.stderr).splitlines() if "warning" in line.lower() or "C75" in line]
 
     def _usage(self, pattern: str) -> int:
-        text = subprocess.run(
-            [_NVIDIA_BIN / "cuobjdump", "-res-usage", self._cubin], capture_output=True, text=True, check=True
-        )
-        return max(int(n) for n in re.findall(pattern, text.stdout))
+        return max(int(n) for n in re.findall(pattern, self._dissect("cuobjdump", "-res-usage")))
 
     def _amd(self, pattern: str) -> int:
         return int(re.search(pattern, self.binary.asm["amdgcn"]).group(1))  # type: ignore[union-attr]
