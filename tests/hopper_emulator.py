@@ -207,21 +207,21 @@ class _Copy:
     """A tensor descriptor: 64-bit addresses, and bounds per coordinate as the copy engine has them."""
 
     def __init__(self, descriptor: Descriptor) -> None:
-        self.descriptor = descriptor
+        self.base, self.view = descriptor
         self.dtype = descriptor.base.dtype
         self.layout = None
-        self.block_type = types.SimpleNamespace(shape=list(descriptor.block_shape))
+        self.block_type = types.SimpleNamespace(shape=list(self.view.block_shape))
         storage = descriptor.base.untyped_storage()
         self.memory = torch.empty(0, dtype=self.dtype).set_(storage)
 
     def _cells(self, corner: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        d = self.descriptor
+        d, itemsize = self.view, self.base.element_size()
         for size, stride in zip(d.shape, d.strides, strict=True):
-            if size <= 0 or not 0 <= stride * d.base.element_size() < 1 << 40:
+            if size <= 0 or not 0 <= stride * itemsize < 1 << 40:
                 raise EmulationError(f"a descriptor cannot have {size} and stride {stride}")
-        if any(stride * d.base.element_size() % 16 for stride in d.strides[:-1]):
+        if any(stride * itemsize % 16 for stride in d.strides[:-1]):
             raise EmulationError(f"strides must be multiples of 16 bytes, got {d.strides}")
-        start = d.base.storage_offset()
+        start = self.base.storage_offset()
         offset = torch.zeros((), dtype=torch.int64)
         inside = torch.ones((), dtype=torch.bool)
         for at, extent, size, stride in zip(corner, d.block_shape, d.shape, d.strides, strict=True):
@@ -229,7 +229,7 @@ class _Copy:
             steps = torch.arange(extent)
             offset = offset[..., None] + steps * stride
             inside = inside[..., None] & (int(at) + steps >= 0) & (int(at) + steps < size)
-        start %= (1 << 64) // d.base.element_size()
+        start %= (1 << 64) // itemsize
         cells = offset + start
         if inside.any() and (int(cells[inside].min()) < 0 or int(cells[inside].max()) >= self.memory.numel()):
             raise EmulationError("a copy inside its bounds reaches outside of the tensor")

@@ -328,8 +328,8 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
         _wait_keys(count + 1, bars, var, blocks > 1)
         for j in range(1, blocks):
             acc, p, state = _step(
-                acc, p, state, queries, count + j, tile.high - 1 - j, j + 1 < blocks, limits, smem, bars, epilogue, dtype, group,
-                var,
+                acc, p, state, queries, count + j, tile.high - 1 - j, j + 1 < blocks, limits, smem, bars, epilogue, dtype,
+                group, var,
             )  # fmt: skip
         count += blocks
         turn += 1

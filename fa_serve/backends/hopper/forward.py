@@ -13,8 +13,8 @@ it; between warpgroups `pingpong` hands the tensor cores around. Scores are in b
 Packed sequences are bounded by the hardware: descriptors are ragged (Triton's `tools.ragged_tma`), rows past a sequence's end
 read as zero and are not written, so a neighbour's NaN can neither be read nor overwritten, and no tile needs a slow path.
 
-A page of a paged cache is bounded in the same way: it is a packed sequence as long as what its owner uses of it, and a tile of K
-or V arrives page by page. Entries of the block table behind the last page, or before a window, are not read.
+A page of a paged cache is bounded in the same way: it is a packed sequence as long as what its owner uses of it, and a tile of
+K or V arrives page by page. Entries of the block table behind the last page, or before a window, are not read.
 
 Left out: explicit masks, float8 caches, the backward pass. `head_dim` 96 runs at the cost of 128.
 """
@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.runtime.driver import driver
 
 from fa_serve.backends.hopper.consumer import consumer
-from fa_serve.backends.hopper.launch import Descriptor, launch
+from fa_serve.backends.hopper.launch import Descriptor, View, launch
 from fa_serve.backends.hopper.producer import producer
 from fa_serve.backends.hopper.schedule import TileCounters, tile_slots, tile_table
 from fa_serve.backends.hopper.shared import RAGGED, Bars, Descs, Epilogue, Smem, Variant, Work
@@ -202,7 +202,7 @@ class _Plan(NamedTuple):
     number: int
     blocks: int
     slots: int
-    descriptors: tuple[tuple[Any, ...] | None, ...]
+    descriptors: tuple[Any, ...]  # a View, or None where the variant has no such part
     integers: tuple[int, ...]
     registers: int
 
@@ -236,7 +236,7 @@ def _plan(
     blocks = total if tiles.schedule == Schedule.GRID else min(total, _multiprocessors(device) * tiles.blocks_per_sm)
     describe = _ragged if packed else _dense
     out_shape = (*q_shape[:-1], head_dim_v)
-    of_keys: tuple[Any, ...]
+    of_keys: tuple[View | None, ...]
     if paged:
         # rows of pages, in pieces that fill 64 columns of a block
         k, v = (
@@ -288,8 +288,8 @@ def _run(
         counter = _counter(device)
     q0, q1, k0, k1, v0, o0 = plan.descriptors
     args = (
-        Descriptor(q, *q0), q1 and Descriptor(q, *q1), Descriptor(k, *k0), k1 and Descriptor(k, *k1), Descriptor(v, *v0),
-        Descriptor(out, *o0), lse, sinks, table, counter, pages, *_base_2(scale, softcap), *plan.integers, var,
+        Descriptor(q, q0), q1 and Descriptor(q, q1), Descriptor(k, k0), k1 and Descriptor(k, k1), Descriptor(v, v0),
+        Descriptor(out, o0), lse, sinks, table, counter, pages, *_base_2(scale, softcap), *plan.integers, var,
     )  # fmt: skip
     key = (plan.number, q.dtype, lse is None, None if sinks is None else sinks.dtype)
     launch(_attention_forward, key, (plan.blocks, 1, 1), args, device, num_warps=4, maxnreg=plan.registers)
@@ -303,12 +303,14 @@ def _base_2(scale: float, softcap: float) -> tuple[float, float]:
     return (scale * 2.0 * log2e / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
 
 
-def _dense(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> View:
     """(batch, seqlen, heads, dim): what lies past seqlen or dim reads as zero and is not written."""
-    return tuple(shape), _addressable_strides(shape, strides), (1, rows, 1, width), _LAYOUTS[dtype, 4, width]
+    addressable = _addressable_strides(shape, strides)
+    assert addressable is not None
+    return View(tuple(shape), addressable, (1, rows, 1, width), _LAYOUTS[dtype, 4, width], {})
 
 
-def _ragged(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def _ragged(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> View:
     """(total, heads, dim) with the end of each sequence as the hardware's bound.
 
     Row r of the sequence [start, start + length) is addressed as (2^30, start + length, 2^30 - length + r): the bound 2^30
@@ -319,7 +321,7 @@ def _ragged(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: 
     assert addressable is not None
     row, head, last = addressable
     bounds = (0x7FFF0000, 0x7FFF0000, RAGGED.value, *shape[1:])
-    return bounds, ((1 << 34) - row, row, row, head, last), (1, 1, rows, 1, width), _LAYOUTS[dtype, 5, width]
+    return View(bounds, ((1 << 34) - row, row, row, head, last), (1, 1, rows, 1, width), _LAYOUTS[dtype, 5, width], {})
 
 
 @lru_cache(maxsize=4096)
