@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileCon
 import fa_serve
 from fa_serve import hf
 from fa_serve.backends.reference import attention_reference, visible_keys
-from fa_serve.hf import models
+from fa_serve.hf import masks, models
 from fa_serve.hf.masks import Implicit, classify
 from fa_serve.spec import UnsupportedModelError
 from fa_serve.testing import make_qkv
@@ -253,6 +253,13 @@ def seen(mask: Tensor | Implicit, batch: int, seqlen_q: int, seqlen_k: int) -> T
     """A mask in either form, spelled out."""
     if isinstance(mask, Tensor):
         return mask.expand(batch, 1, seqlen_q, seqlen_k)
+    if mask.table is not None:
+        assert mask.used is not None
+        keep = torch.zeros(batch, 1, 1, seqlen_k, dtype=torch.bool)
+        for row in range(batch):
+            keep[row, :, :, mask.table[row, : mask.used[row]].long()] = True
+        assert torch.equal(mask.padding, keep[:, 0, 0])
+        return keep
     keys = mask.keys or seqlen_k
     keep = visible_keys(seqlen_q, keys, mask.window_size, torch.device("cpu")).expand(batch, 1, -1, -1)
     if mask.padding is not None:
@@ -263,6 +270,14 @@ def seen(mask: Tensor | Implicit, batch: int, seqlen_q: int, seqlen_k: int) -> T
     return torch.nn.functional.pad(keep, (0, seqlen_k - keys))
 
 
+@pytest.fixture(params=["listed", "masked"])
+def listing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A decoding step's keys go to a GPU's kernels as a list of their numbers, elsewhere as a mask."""
+    if request.param == "listed":
+        monkeypatch.setattr(masks, "LISTED_ON", {"cpu"})
+    return bool(request.param == "listed")
+
+
 LAYOUTS = {
     "no cache": (6, 6, 0, 0),
     "continued": (3, 11, 8, 0),
@@ -270,6 +285,7 @@ LAYOUTS = {
     "static, empty": (6, 16, 0, 0),
     "static, sliding": (6, 16, 2, 0),
     "static, filled": (4, 16, torch.tensor(5), 0),
+    "static, decode": (1, 16, torch.tensor(5), 0),
     "rolled": (4, 6, 9, 7),
     "rolled, decode": (1, 3, 9, 7),
 }
@@ -278,7 +294,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("padding", ["none", "left", "right", "short"])
 @pytest.mark.parametrize("function", [CAUSAL, SLIDING, FULL, SLIDING_FULL], ids=["causal", "sliding", "full", "sliding-full"])
-def test_mask_says_what_transformers_says(function: Any, padding: str, layout: tuple[int, int, Any, int]) -> None:
+def test_mask_says_what_transformers_says(
+    function: Any, padding: str, layout: tuple[int, int, Any, int], listing: bool
+) -> None:
     q_length, kv_length, q_offset, kv_offset = layout
     mask = None
     if padding != "none":
@@ -291,8 +309,10 @@ def test_mask_says_what_transformers_says(function: Any, padding: str, layout: t
     ours = hf.mask_forward(**arguments)
     theirs = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
     assert torch.equal(seen(ours, 2, q_length, kv_length), theirs.expand(2, 1, q_length, kv_length))
-    if function is CAUSAL and not isinstance(q_offset, Tensor):
+    if function is CAUSAL and (q_length > 1 or listing or not isinstance(q_offset, Tensor)):
         assert isinstance(ours, Implicit)
+        known = mask is not None or isinstance(q_offset, Tensor)
+        assert (ours.table is not None) == (listing and q_length == 1 and known)
 
 
 @pytest.mark.parametrize("sliding", [False, True])
@@ -412,7 +432,7 @@ GENERATE = {
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt-oss"])
 @pytest.mark.parametrize("options", GENERATE.values(), ids=GENERATE)
-def test_ways_to_generate(family: str, options: dict[str, Any]) -> None:
+def test_ways_to_generate(family: str, options: dict[str, Any], listing: bool) -> None:
     options = dict(options)
     mask = torch.ones(options.pop("batch", 2), 12, dtype=torch.int64)
     mask[0, :4] = 0
@@ -452,7 +472,7 @@ def test_compiles_without_a_graph_break(family: str) -> None:
     ("family", "graphs"),
     [("llama", 1), ("gemma3", 2)],  # a sliding static cache takes another way once it is full
 )
-def test_compiled_decoding_does_not_recompile(family: str, graphs: int) -> None:
+def test_compiled_decoding_does_not_recompile(family: str, graphs: int, listing: bool) -> None:
     eager, ours = BY_NAME[family].build(), fa_serve.patch(BY_NAME[family].build())
     mask = torch.ones(2, 12, dtype=torch.int64)
     mask[0, :4] = 0

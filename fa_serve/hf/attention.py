@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fa_serve.hf.continuous import paged_attention
 from fa_serve.hf.masks import Implicit
-from fa_serve.hf.ops import attention, attention_varlen
+from fa_serve.hf.ops import attention, attention_listed, attention_varlen
 from fa_serve.spec import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ def attention_forward(
         return fa_serve_batch.attend(module, query, key, value, attention_mask, causal=causal, left=left, **options), None
 
     mask: Tensor | None = None
+    if isinstance(attention_mask, Implicit) and attention_mask.table is not None and position_bias is None:
+        table, used, rows = attention_mask.table, attention_mask.used, attention_mask.starts
+        assert used is not None and rows is not None  # noqa: PT018
+        out = attention_listed(query, key, value, table, used, rows, sinks=s_aux, softmax_scale=scaling, softcap=softcap or 0.0)
+        return out, None
     if isinstance(attention_mask, Implicit):
         window_size = attention_mask.window_size
         if attention_mask.keys is not None:
@@ -63,7 +68,7 @@ def attention_forward(
             position_bias = None if position_bias is None else position_bias[..., : attention_mask.keys]
         if attention_mask.padding is not None:
             mask = attention_mask.padding[:, None, None, :]
-        if cu_seq_lens_q is None:
+        if cu_seq_lens_q is None and attention_mask.table is None:
             cu_seq_lens_q = attention_mask.starts
     elif attention_mask is not None:
         if attention_mask.dim() != 4:

@@ -29,6 +29,9 @@ from fa_serve.hf.models import handles_mask
 
 MaskFunction = Callable[..., Any]
 
+# devices whose kernels read keys by their numbers; elsewhere that would copy them
+LISTED_ON = {"cuda"}
+
 
 @dataclass(frozen=True, eq=False)
 class Implicit:
@@ -38,18 +41,23 @@ class Implicit:
     keys:        how many of the first keys count: a static cache hands out all its room; None: all of them
     padding:     bool (batch, keys), False where a key is padding, or None
     starts:      int32 (n + 1,): a batch of one is n sequences packed end to end, each on its own; or None
+    used, table: int32 (batch,) and (batch, keys): each row has one query, which sees the used[b] keys table[b, :used[b]]; then
+                 `padding` is the whole mask, and `starts` counts the rows. Or None
     """
 
     window_size: tuple[int, int]
     keys: int | None = None
     padding: Tensor | None = None
     starts: Tensor | None = None
+    used: Tensor | None = None
+    table: Tensor | None = None
 
     ndim = 0  # transformers asks it of a mask that was made ahead of the forward
 
     def to(self, *args: Any, **kwargs: Any) -> Implicit:
         """Moved as a tensor would be; layers on several devices ask for it."""
-        moved = (None if x is None else x.to(*args, **kwargs) for x in (self.padding, self.starts))
+        tensors = (self.padding, self.starts, self.used, self.table)
+        moved = (None if x is None else x.to(*args, **kwargs) for x in tensors)
         return Implicit(self.window_size, self.keys, *moved)
 
     def contiguous(self) -> Implicit:
@@ -116,10 +124,22 @@ def mask_forward(
     """
     if isinstance(attention_mask, Implicit):
         return attention_mask
-    # a traced forward gets its mask in full: closures cannot be read there, nor the padding looked at
-    pattern = None if is_tracing(attention_mask) or handles_mask(config) else classify(mask_function)
+    pattern = None
+    tracing = is_tracing(attention_mask)
+    if not handles_mask(config):
+        # a traced forward cannot read closures
+        plain = ((-1, 0), None) if mask_function is causal_mask_function else None
+        pattern = plain if tracing else classify(mask_function)
     if pattern is not None:
         window_size, sequences = pattern
+        known = q_offset if isinstance(q_offset, Tensor) else attention_mask
+        if q_length == 1 and window_size[1] == 0 and sequences is None and known is not None and known.device.type in LISTED_ON:
+            seen = _seen(window_size[0], kv_length, q_offset, kv_offset, attention_mask, known.device)
+            return _listed(seen.expand(batch_size, -1))
+    # nor look at the padding
+    if pattern is not None and not tracing:
+        if isinstance(q_offset, Tensor) and q_length > 1 and window_size[1] == 0 and not q_offset.is_meta:
+            q_offset = int(q_offset)  # a chunk of a prompt behind a static cache: its kernel is worth the wait
         implicit = _implicit(window_size, q_length, kv_length, q_offset, kv_offset)
         # a caller that works on the mask forbids to skip it; packed ones transformers never allows to be skipped
         may_skip = allow_is_causal_skip if window_size[1] == 0 else allow_is_bidirectional_skip
@@ -153,6 +173,29 @@ def _implicit(
     if keys == kv_length:
         return Implicit(window_size)
     return Implicit(window_size, keys) if window_size[1] == 0 and q_length <= keys < kv_length else None
+
+
+def _seen(
+    left: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, attention_mask: Tensor | None, device: torch.device
+) -> Tensor:
+    """bool (1 or batch, kv_length): which keys the one query sees, without asking the device where it stands."""
+    behind = q_offset - kv_offset - torch.arange(kv_length, device=device)
+    seen = (behind >= 0)[None]
+    if left >= 0:
+        seen = seen & (behind <= left)
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    return seen if padding is None else seen & padding[:, kv_offset : kv_offset + kv_length]
+
+
+def _listed(seen: Tensor) -> Implicit:
+    """One query per row, and bool (batch, keys) which keys it sees: their numbers, so that no kernel visits another."""
+    batch, keys = seen.shape
+    so_far = seen.cumsum(1)
+    # the n-th key that is seen is the first at which n have been; past the last one this is `keys`, which nobody reads
+    count = torch.arange(1, keys + 1, device=seen.device).expand(batch, keys).contiguous()
+    table = torch.searchsorted(so_far, count, out_int32=True)
+    rows = torch.arange(batch + 1, dtype=torch.int32, device=seen.device)
+    return Implicit((-1, -1), padding=seen, starts=rows, used=so_far[:, -1].to(torch.int32), table=table)
 
 
 def _starts(sequences: Tensor) -> Tensor:

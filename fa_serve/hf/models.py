@@ -34,12 +34,14 @@ class Source:
 
     told:             the names that its modules pass on, and that its eager attention takes
     handles_mask:     its attention works on the mask, which must therefore be a tensor
+    wants_mask:       it asks transformers for a mask that is never left out, to work on it before the attention
     goes_elsewhere:   it has a kind of attention beside the one that reaches us, with the same masks
     counts_positions: it makes position_ids of its own, which do not start at 0 (as fairseq does)
     """
 
     told: frozenset[str]
     handles_mask: bool
+    wants_mask: bool
     goes_elsewhere: bool
     counts_positions: bool
 
@@ -61,7 +63,7 @@ def admit(model: PreTrainedModel) -> None:
     """Check a model that is being made or switched over, and note what the mask function has to know of it."""
     check_class(type(model))
     source = _read(type(model).__module__)
-    if source.handles_mask or source.goes_elsewhere:
+    if source.handles_mask or source.wants_mask or source.goes_elsewhere:
         _handling_masks.add(type(model.config))
 
 
@@ -99,7 +101,8 @@ def _read(module: str) -> Source:
             added = {x.id for n in inside if isinstance(n, ast.BinOp) for x in (n.left, n.right) if isinstance(x, ast.Name)}
             handles_mask |= bool(calls) and "attention_mask" in looked_into
             goes_elsewhere |= not calls and "Attention" in node.name and "attention_mask" in added
-    return Source(frozenset(told), handles_mask, goes_elsewhere, "create_position_ids_from_input_ids" in text)
+    wants_mask = "allow_is_causal_skip" in text
+    return Source(frozenset(told), handles_mask, wants_mask, goes_elsewhere, "create_position_ids_from_input_ids" in text)
 
 
 def _is_name(node: ast.AST, name: str) -> bool:
