@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import assert_same, check_pages
+from hf_families import assert_same, check_pages, here
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,12 +29,12 @@ IMAGE, START, END, VIDEO = 91, 92, 93, 94
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(here())
 
 
 def prompt(length: int, images: list[slice]) -> dict[str, Tensor]:
     """Text with image tokens at these places, one list entry a row; the first row is padded on the left."""
-    ids = torch.randint(3, 90, (len(images), length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 90, (len(images), length), generator=torch.Generator().manual_seed(0), device="cpu").to(here())
     for row, image in zip(ids, images, strict=True):
         row[image] = IMAGE
     mask = torch.ones_like(ids)

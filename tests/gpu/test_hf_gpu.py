@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any
 
 import hf_families
 import pytest
 import test_hf_models as checks
+import test_hf_multimodal as multimodal
 import torch
 from hf_families import BY_NAME, FAMILIES, LENGTH, Family, padding_mask, pair, positions, tokens
-from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 import fa_serve
 from fa_serve import hf
@@ -24,12 +28,6 @@ DECODERS = [
 ]
 ENCODERS = [BY_NAME[name] for name in ("bert", "modernbert")]
 SEQ2SEQ = [BY_NAME[name] for name in ("bart", "t5")]
-# a router flips between two experts on a rounding: no bound holds for such models in bfloat16
-NO_ROUTER = [
-    f
-    for f in FAMILIES
-    if f.kind in ("decoder", "encoder") and not {"num_local_experts", "num_experts", "n_routed_experts"} & set(f.config)
-]
 
 
 def each(families: list[Family]) -> pytest.MarkDecorator:
@@ -96,19 +94,81 @@ def test_seq2seq(family: Family, kind: str) -> None:
     checks.check_seq2seq(family, kind)
 
 
-@each(NO_ROUTER)
-@pytest.mark.parametrize("kind", ["none", "left", "right"])
-def test_bfloat16_by_the_rule_of_two(family: Family, kind: str) -> None:
+def outputs(model: PreTrainedModel, family: Family, way: str) -> Tensor:
+    """(valid positions, vocab): what a model says, asked in this way."""
+    if family.kind == "vision":
+        pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), device="cpu").to("cuda", model.dtype)
+        out = model(pixels)
+        return (out.logits if "logits" in out else out.last_hidden_state).flatten(0, -2)
+    ids, at = tokens(3, LENGTH), torch.arange(LENGTH).expand(3, -1)
+    if way in ("none", "left", "right"):
+        mask = padding_mask(way)
+        if family.kind == "seq2seq":
+            decoder = {"decoder_input_ids": tokens(3, 13, seed=1), "decoder_attention_mask": padding_mask(way, 13)}
+            return model(ids, attention_mask=mask, **decoder).logits[decoder["decoder_attention_mask"].bool()]
+        more = {"position_ids": positions(mask)} if family.kind == "decoder" else {}
+        return model(ids, attention_mask=mask, **more).logits[mask.bool()]
+    if way == "packed":
+        restarting = torch.cat([torch.arange(n) for n in (7, 1, 12, 4)])[None]
+        return model(ids[:1], position_ids=restarting, use_cache=False).logits[0]
+    if way == "own mask":
+        keep = (torch.rand(3, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1), device="cpu") < 0.4).to("cuda")
+        keep |= torch.eye(LENGTH, dtype=torch.bool)
+        if model.config._attn_implementation == "eager":
+            keep = torch.where(keep, 0.0, torch.finfo(model.dtype).min).to(model.dtype)
+        return model(ids, attention_mask=keep, position_ids=at, use_cache=False).logits.flatten(0, 1)
+    static = StaticCache(config=model.config, max_cache_len=40) if "static" in way else None
+    cache = static or DynamicCache(config=model.config)
+    mask = padding_mask("left" if "decode" in way else "none")
+    ends = (14, *range(15, LENGTH + 1)) if "decode" in way else (3, 10, 11, LENGTH)
+    parts = [
+        model(
+            ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions(mask)[:, start:end],
+            past_key_values=cache, use_cache=True,
+        ).logits
+        for start, end in pairwise((0, *ends))
+    ]  # fmt: skip
+    return torch.cat(parts, dim=1)[mask.bool()]
+
+
+WAYS = ("none", "left", "right", "packed", "decode", "static decode", "chunks", "static chunks", "own mask")
+ASKED = [
+    pytest.param(family, way, id=f"{family.name}-{way}")
+    for family in FAMILIES
+    for way in (WAYS if family.kind == "decoder" else WAYS[:1] if family.kind == "vision" else WAYS[:3])
+]
+
+
+@pytest.mark.parametrize(("family", "way"), ASKED)
+def test_bfloat16_by_the_rule_of_two(family: Family, way: str) -> None:
     """Our error is at most twice that of eager bfloat16; both are measured against eager float32 with the same weights."""
-    eager = family.build().to(torch.bfloat16)
+    exact = three(family)
+    eager = copy.deepcopy(exact).to(torch.bfloat16)
     ours = fa_serve.patch(copy.deepcopy(eager))
-    exact = copy.deepcopy(eager).float()
-    mask = padding_mask(kind)
-    inputs: dict[str, Any] = {"input_ids": tokens(*mask.shape), "attention_mask": mask}
-    if family.kind == "decoder":
-        inputs["position_ids"] = positions(mask)
-    actual, expected, rounded = (model(**inputs).logits[mask.bool()] for model in (ours, exact, eager))
-    assert_matches_reference(actual, expected, rounded)
+    assert_matches_reference(*(outputs(model, family, way) for model in (ours, exact, eager)))
+
+
+@functools.lru_cache(maxsize=1)
+def three(family: Family) -> PreTrainedModel:
+    """In float32, with weights that are bfloat16's. A router flips between two experts on a rounding: all are taken here."""
+    return family.build(**{name: value for name, value in EVERY_EXPERT.items() if name in family.config}).bfloat16().float()
+
+
+EVERY_EXPERT = {"num_local_experts": 1, "num_experts": 1, "n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1,
+                "topk_group": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", multimodal.MODELS.values(), ids=multimodal.MODELS)
+def test_what_sees_and_hears_in_bfloat16(make: Callable[[], Any]) -> None:
+    name, config, inputs = make()
+    exact = multimodal.build(name, config).bfloat16().float()
+    inputs = {k: v.bfloat16().float() if v.is_floating_point() else v for k, v in inputs.items()}
+    rounded = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+    eager = copy.deepcopy(exact).to(torch.bfloat16)
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    valid = inputs["attention_mask"].bool() if "attention_mask" in inputs else slice(None)
+    results = (model(**given).logits[valid] for model, given in ((ours, rounded), (exact, inputs), (eager, rounded)))
+    assert_matches_reference(*results)
 
 
 @each([BY_NAME[name] for name in ("llama", "mistral", "gemma2")])
