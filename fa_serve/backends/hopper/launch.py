@@ -48,11 +48,7 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], args: 
     """
     key = (id(kernel), device.index, key)
     compiled, send = _COMPILED.get(key, (None, None))
-    if (
-        send is not None
-        and not triton.knobs.runtime.launch_enter_hook.calls
-        and not triton.knobs.runtime.launch_exit_hook.calls
-    ):
+    if send is not None and not _is_watched():
         send(grid, args)
         return
     args = [TensorDescriptor(arg.base, *arg.view[:4]) if isinstance(arg, Descriptor) else arg for arg in args]
@@ -64,8 +60,14 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], args: 
         _COMPILED[key] = compiled, _sender(compiled, device.index)
 
 
+def _is_watched() -> bool:
+    """Whether a profiler asked Triton to be told of launches."""
+    runtime = triton.knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+
+
 def _sender(compiled: Any, device: int) -> Callable[..., None] | None:
-    """What Triton 3.6 does after its checks, less the encoding and the hooks; None if this launcher is another than expected."""
+    """What Triton 3.6 does after its checks, less the encoding and the hooks; None if its launcher is not the one known here."""
     run = compiled.run
     if run.global_scratch_size or run.profile_scratch_size:
         return None
