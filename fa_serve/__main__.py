@@ -180,6 +180,7 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Random tokens of each prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 128,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    processes: Annotated[int, typer.Option(min=1, help="Of this client, which a fast server keeps busy.")] = 1,
     out: Annotated[Path | None, typer.Option("--json", help="File to append the report to, as one JSON line.")] = None,
 ) -> None:
     """Put a load on a server and report latencies and throughput. Without --rate, 32 requests run at once."""
@@ -190,7 +191,8 @@ def bench(
     from fa_serve.server.bench import Load, run
 
     load_ = Load(url=url, key=key, model=model, requests=requests, rate=rate, prompt_tokens=prompt_tokens, seed=seed,
-                 output_tokens=output_tokens, concurrency=concurrency or (32 if rate is None else None))  # fmt: skip
+                 output_tokens=output_tokens, concurrency=concurrency or (32 if rate is None else None),
+                 processes=processes)  # fmt: skip
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("requests", total=requests)
         try:
@@ -204,6 +206,8 @@ def bench(
     console = Console()
     console.print(table)
     console.print(f"{report['output_tokens_per_s']:.0f} tokens/s, {report['requests_per_s']:.2f} requests/s", highlight=False)
+    if report["client_busy"] > 0.8:
+        console.print("This client was busy all the time: the server may be faster than it; try --processes.", highlight=False)
     if out is not None:
         with out.open("a") as file:
             file.write(json.dumps(report) + "\n")

@@ -5,18 +5,21 @@
 Prompts are random token ids, so that no server can answer from a cache, and answers have a fixed length. Requests arrive as a
 Poisson process (`rate`), or as fast as `concurrency` lets them. A client in Python is easily slower than the server it
 measures: each stream is one asyncio protocol over httptools that does nothing but note when events arrive; they are read
-when the stream has ended. Left out: what the numbers mean (docs/serving.md).
+when the stream has ended. `client_busy` in the report tells how busy the client was: near 1 the figures are its own, and
+`processes` gives it more of them. Left out: what the numbers mean (docs/serving.md).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import random
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -33,6 +36,7 @@ class Load:
     concurrency:  how many at once; None is no bound, for use with a rate
     rate:         requests per second, arriving as a Poisson process; None starts each as soon as concurrency allows
     prompt_tokens, output_tokens: of each request; token ids are drawn from `ids`
+    processes:    of the client; requests, concurrency and rate are shared among them
     """
 
     url: str = "http://127.0.0.1:8000"
@@ -46,6 +50,7 @@ class Load:
     ids: tuple[int, int] = (100, 1000)
     warmup: int = 4
     seed: int = 0
+    processes: int = 1
 
 
 @dataclass
@@ -56,19 +61,18 @@ class Exchange:
     arrivals: list[float] = field(default_factory=list)
     events: list[bytes] = field(default_factory=list)
     status: int = 0
+    tokens: int = 0
     error: str | None = None
 
     def settle(self) -> None:
-        """Judge the stream now that it has ended."""
+        """Judge the stream now that it has ended, and forget what it said."""
         if self.error is None and self.status != 200:
             self.error = f"status {self.status}: {b''.join(self.events)[:200].decode(errors='replace')}"
-        elif self.error is None and (not self.events or self.events[-1] != b"[DONE]"):
+        elif self.error is None and (len(self.events) < 2 or self.events[-1] != b"[DONE]"):
             self.error = "the stream ended without [DONE]"
-
-    @property
-    def tokens(self) -> int:
-        usage = json.loads(self.events[-2]).get("usage") or {}
-        return int(usage.get("completion_tokens", 0))
+        elif self.error is None:
+            self.tokens = int((json.loads(self.events[-2]).get("usage") or {}).get("completion_tokens", 0))
+        self.events = []
 
     @property
     def token_arrivals(self) -> list[float]:
@@ -120,32 +124,80 @@ class _Stream(asyncio.Protocol):
 
 
 async def run(load: Load, progress: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
-    """Run the load and return its report, ready for JSON. `progress` is told of each request that has ended."""
-    where, model = urlsplit(load.url), load.model or await first_model(load.url, load.key)
-    rng = random.Random(load.seed)
-    bodies = [_body(load, model, rng) for _ in range(load.warmup + load.requests)]
-    for body in bodies[: load.warmup]:
-        exchange = await _exchange(where, _request(where, load.key, body))
+    """Run the load and return its report, ready for JSON. `progress` is told of requests that have ended."""
+    load = load if load.model else replace(load, model=await first_model(load.url, load.key))
+    rng = random.Random(f"warm-up {load.seed}")
+    for _ in range(load.warmup):
+        exchange = await _exchange(load, _body(load, rng))
         if exchange.error:
             raise RuntimeError(f"warm-up failed: {exchange.error}")
+    if load.processes == 1:
+        return _report(load, [await _offer(load, progress)])
+    context, parts = multiprocessing.get_context("spawn"), _parts(load)
+    barrier = context.Barrier(len(parts))
+    with ProcessPoolExecutor(len(parts), context, _meet_at, (barrier,)) as pool:
+        loop, shares = asyncio.get_running_loop(), []
+        for share in asyncio.as_completed([loop.run_in_executor(pool, _work, part) for part in parts]):
+            shares.append(await share)
+            progress(len(shares[-1].exchanges))
+    return _report(load, shares)
+
+
+@dataclass
+class _Share:
+    """What one process of the client has seen; the clock is the machine's."""
+
+    exchanges: list[Exchange]
+    begin: float
+    end: float
+    busy: float
+
+
+def _parts(load: Load) -> list[Load]:
+    """One load for each process; together they are the whole."""
+    number = min(load.processes, load.requests, load.concurrency or load.requests)
+
+    def part(total: int, index: int) -> int:
+        return total // number + (index < total % number)
+
+    return [
+        replace(load, requests=part(load.requests, i), concurrency=load.concurrency and part(load.concurrency, i),
+                rate=load.rate and load.rate / number, seed=load.seed * number + i, processes=1)
+        for i in range(number)
+    ]  # fmt: skip
+
+
+def _meet_at(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _work(load: Load) -> _Share:
+    _barrier.wait()  # interpreters take their time to start
+    return asyncio.run(_offer(load, lambda _: None))
+
+
+async def _offer(load: Load, progress: Callable[[int], None]) -> _Share:
+    rng = random.Random(load.seed)
+    bodies = [_body(load, rng) for _ in range(load.requests)]
     gate = asyncio.Semaphore(load.concurrency or load.requests)
 
     async def one(body: bytes) -> Exchange:
         async with gate:
-            exchange = await _exchange(where, _request(where, load.key, body))
+            exchange = await _exchange(load, body)
         progress(1)
         return exchange
 
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     tasks = []
     due = begin
-    for body in bodies[load.warmup :]:
+    for body in bodies:
         if load.rate is not None:
             due += rng.expovariate(load.rate)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.create_task(one(body)))
-    exchanges = await asyncio.gather(*tasks)
-    return _report(load, model, exchanges, time.perf_counter() - begin)
+    exchanges, end = await asyncio.gather(*tasks), time.perf_counter()
+    return _Share(exchanges, begin, end, (time.process_time() - busy) / (end - begin))
 
 
 async def first_model(url: str, key: str | None) -> str:
@@ -160,11 +212,11 @@ async def first_model(url: str, key: str | None) -> str:
     return str(response.json()["data"][0]["id"])
 
 
-def _body(load: Load, model: str, rng: random.Random) -> bytes:
+def _body(load: Load, rng: random.Random) -> bytes:
     low, high = load.ids
     return json.dumps(
         {
-            "model": model, "prompt": [rng.randrange(low, high) for _ in range(load.prompt_tokens)], "temperature": 0,
+            "model": load.model, "prompt": [rng.randrange(low, high) for _ in range(load.prompt_tokens)], "temperature": 0,
             "max_tokens": load.output_tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         }
     ).encode()  # fmt: skip
@@ -178,12 +230,13 @@ def _request(where: SplitResult, key: str | None, body: bytes) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-async def _exchange(where: SplitResult, request: bytes) -> Exchange:
-    exchange = Exchange()
+async def _exchange(load: Load, body: bytes) -> Exchange:
+    exchange, where = Exchange(), urlsplit(load.url)
     secure = where.scheme == "https"
     try:
         _, stream = await asyncio.get_running_loop().create_connection(
-            lambda: _Stream(request, exchange), where.hostname or where.netloc, where.port or (443 if secure else 80),
+            lambda: _Stream(_request(where, load.key, body), exchange),
+            where.hostname or where.netloc, where.port or (443 if secure else 80),
             ssl=ssl.create_default_context() if secure else None,
         )  # fmt: skip
         await stream.ended
@@ -193,7 +246,9 @@ async def _exchange(where: SplitResult, request: bytes) -> Exchange:
     return exchange
 
 
-def _report(load: Load, model: str, exchanges: list[Exchange], seconds: float) -> dict[str, Any]:
+def _report(load: Load, shares: list[_Share]) -> dict[str, Any]:
+    exchanges = [exchange for share in shares for exchange in share.exchanges]
+    seconds = max(share.end for share in shares) - min(share.begin for share in shares)
     good = [exchange for exchange in exchanges if exchange.error is None]
     first = [exchange.arrivals[0] - exchange.sent for exchange in good]
     whole = [exchange.arrivals[-1] - exchange.sent for exchange in good]
@@ -201,11 +256,11 @@ def _report(load: Load, model: str, exchanges: list[Exchange], seconds: float) -
     tokens = sum(exchange.tokens for exchange in good)
     errors = sorted({exchange.error for exchange in exchanges if exchange.error})
     return {
-        "model": model, "requests": load.requests, "failed": len(exchanges) - len(good), "errors": errors[:5],
+        "model": load.model, "requests": load.requests, "failed": len(exchanges) - len(good), "errors": errors[:5],
         "concurrency": load.concurrency, "rate": load.rate, "prompt_tokens": load.prompt_tokens,
         "output_tokens": load.output_tokens, "seconds": round(seconds, 3), "requests_per_s": round(len(good) / seconds, 3),
-        "output_tokens_per_s": round(tokens / seconds, 1), "ttft_ms": _quantiles(first), "itl_ms": _quantiles(gaps),
-        "e2e_ms": _quantiles(whole),
+        "output_tokens_per_s": round(tokens / seconds, 1), "client_busy": round(max(share.busy for share in shares), 2),
+        "ttft_ms": _quantiles(first), "itl_ms": _quantiles(gaps), "e2e_ms": _quantiles(whole),
     }  # fmt: skip
 
 

@@ -1,0 +1,244 @@
+"""The service over HTTP against vLLM's server and our own offline engine, on one GPU, one of them at a time.
+
+    python benchmarks/bench_serving.py --shapes qwen06 --peer-path DIR        # vLLM and what it needs lie in DIR
+    python benchmarks/bench_serving.py --shapes qwen06,llama8b --peer-path DIR --budget 300
+    python benchmarks/bench_serving.py --shapes tiny --device cpu --requests 8    # tries the script out
+
+Two loads, `LOADS` below: 256 requests at once for throughput, 32 for the times that a client sees. A model has its shape's
+config and random weights, and a tokenizer with a word for each id (bench_engine.py); prompts are random token ids, end tokens
+are ignored, prefix caches are off. Every server answers the same requests of the same client (`fa-serve bench`, in
+`--clients` processes, whose busiest is `client_busy`), first a warm-up. The offline engine gets the throughput load at once.
+
+What is written: output tokens per second, medians of the time to the first token and between tokens, and the seconds from
+the start of a server to its first ready answer. `ratio` is ours against the peer, above 1 when ours is better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from bench_engine import LIMIT, SHAPES, say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fa_serve.server.bench import Load
+
+MEMORY = 0.85
+# requests, at once, tokens in, tokens out
+LOADS = {"256 at once": (768, 256, 256, 256), "32 at once": (160, 32, 512, 128)}
+THROUGHPUT, LATENCY = LOADS
+
+
+def run(args: argparse.Namespace) -> None:
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for shape in args.shapes:
+        deadline = time.time() + args.budget
+        with tempfile.TemporaryDirectory(prefix="bench_serving_") as folder:
+            sides = {"fa_serve": ours(folder, args), **({"vllm": vllm(folder, args)} if args.peer_path else {})}
+            offline = alone(shape, folder, args, deadline)
+            say(f"{shape}: model written and measured alone after {time.time() - deadline + args.budget:.0f} s")
+            for side, (command, env) in sides.items():
+                try:
+                    with server(side, command, env, deadline, args) as (url, seconds):
+                        measures = {"start": seconds} | measure(url, shape, args, deadline)
+                except (RuntimeError, OSError) as error:
+                    say(f"  {side}: {error}")
+                    continue
+                for name, value in measures.items():
+                    found.setdefault(f"{shape} {name}", {})[side] = value
+                say(f"  {side:<10}" + ", ".join(f"{name} {value:.5g}" for name, value in measures.items()))
+            say(f"  {'offline':<10}{offline:.5g} tokens/s")
+            if mine := found.get(f"{shape} throughput, {THROUGHPUT}", {}).get("fa_serve"):
+                found[f"{shape} throughput, {THROUGHPUT}, against the engine offline"] = {"fa_serve": mine, "offline": offline}
+    report(found, args)
+
+
+def report(found: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
+    if args.device != "cuda":
+        say("not written: results are those of a GPU")
+        return
+    from measure import Results
+
+    results = Results("serving", args.out)
+    for case, values in found.items():
+        if "fa_serve" in values:
+            unit = "tok/s" if "throughput" in case else "s" if "start" in case else "ms"
+            results.add(case, unit, values["fa_serve"], {name: value for name, value in values.items() if name != "fa_serve"})
+    if results.path.exists():
+        # the lines of cases that this run has not measured stay
+        measured = {line["case"] for line in results.lines}
+        results.lines[:0] = [
+            line for line in map(json.loads, results.path.read_text().splitlines()) if line["case"] not in measured
+        ]
+    results.write()
+
+
+# The servers, each in a process group of its own
+
+
+def ours(folder: str, args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    command = [sys.executable, "-m", "fa_serve", "serve", folder, "--device", args.device, "--max-model-len", str(LIMIT),
+               "--gpu-memory-utilization", str(MEMORY), "--no-prefix-caching", "--log-level", "warning",
+               "--served-model-name", "bench", *args.serve]  # fmt: skip
+    return command, {"PYTHONPATH": path()}
+
+
+def vllm(folder: str, args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--max-model-len", str(LIMIT),
+               "--gpu-memory-utilization", str(MEMORY), "--no-enable-prefix-caching", "--disable-uvicorn-access-log",
+               "--host", "127.0.0.1", "--served-model-name", "bench"]  # fmt: skip
+    own = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    return command, own | {"PYTHONPATH": args.peer_path}
+
+
+@contextmanager
+def server(
+    side: str, command: list[str], env: dict[str, str], deadline: float, args: argparse.Namespace
+) -> Iterator[tuple[str, float]]:
+    """Its address, and the seconds until it was ready. Raises RuntimeError, with the end of its log, if it is not in time."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryFile("w+") as log:
+        begin = time.time()
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], env=os.environ | {"HF_HUB_OFFLINE": "1"} | env, stdout=log,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            url = f"http://127.0.0.1:{port}"
+            while not ready(url, "/ready" if side == "fa_serve" else "/health"):
+                if process.poll() is not None or time.time() > deadline:
+                    log.seek(max(0, log.tell() - 3000))
+                    raise RuntimeError(f"not ready after {time.time() - begin:.0f} s\n{log.read()[-3000:]}")
+                time.sleep(0.1)
+            yield url, time.time() - begin
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ready(url: str, path: str) -> bool:
+    try:
+        return httpx.get(url + path, timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+# The clients
+
+
+def measure(url: str, shape: str, args: argparse.Namespace, deadline: float) -> dict[str, float]:
+    from fa_serve.server.bench import Load
+
+    words = (5, SHAPES[shape]["vocab_size"])
+    base = Load(url=url, model="bench", ids=words, warmup=1)
+    drive(replace(base, requests=64, concurrency=64, prompt_tokens=64, output_tokens=32), args)
+    found = {}
+    for name, (requests, at_once, tokens_in, tokens_out) in LOADS.items():
+        if time.time() > deadline:
+            break
+        load = replace(base, requests=args.requests or requests, concurrency=at_once, prompt_tokens=tokens_in, seed=7,
+                       output_tokens=tokens_out if args.requests is None else 8)  # fmt: skip
+        answer = drive(load, args)
+        if answer["failed"]:
+            raise RuntimeError(f"{name}: {answer['failed']} requests failed: {answer['errors']}")
+        shown = ("seconds", "output_tokens_per_s", "client_busy", "ttft_ms", "itl_ms")
+        say(f"    {name}: {json.dumps({key: answer[key] for key in shown})}")
+        if name == THROUGHPUT:
+            found[f"throughput, {name}"] = answer["output_tokens_per_s"]
+        else:
+            found |= {f"first token, {name}": answer["ttft_ms"]["p50"], f"between tokens, {name}": answer["itl_ms"]["p50"]}
+    return found
+
+
+def drive(load: Load, args: argparse.Namespace) -> dict[str, Any]:
+    from fa_serve.server.bench import run as offer
+
+    return asyncio.run(offer(replace(load, processes=args.clients)))
+
+
+# The engine alone, in a process of its own
+
+
+def alone(shape: str, folder: str, args: argparse.Namespace, deadline: float) -> float:
+    """Write the model; -> tokens a second of our engine without a server."""
+    command = [sys.executable, __file__, "offline", "--shapes", shape, "--folder", folder, "--device", args.device]
+    if args.requests is not None:
+        command += ["--requests", str(args.requests)]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path()}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=deadline - time.time())
+    return float(done.stdout.splitlines()[-1])
+
+
+def path() -> str:
+    return os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]))
+
+
+def offline(args: argparse.Namespace) -> None:
+    """Every request at once, with text, as a server makes it."""
+    import gc
+
+    import torch
+    from bench_engine import Workload, make_folder
+
+    from fa_serve.engine import Engine, EngineConfig, SamplingParams
+
+    make_folder(args.shapes[0], Path(args.folder), args.device)
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+    settings = {"model": args.folder, "device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": MEMORY}
+    engine = Engine(EngineConfig(**settings, prefix_caching=False))
+    requests, _, tokens_in, tokens_out = LOADS[THROUGHPUT]
+    if args.requests is not None:
+        requests, tokens_out = args.requests, 8
+
+    def seconds(name: str, lengths: list[tuple[int, int]]) -> float:
+        prompts = Workload(lengths).prompts(name, engine.vocab_size)
+        begin = time.perf_counter()
+        for row, (prompt, (_, tokens)) in enumerate(zip(prompts, lengths, strict=True)):
+            params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+            engine.add_request(f"{name}-{row}", prompt, params)
+        while engine.has_unfinished():
+            engine.step()
+        return time.perf_counter() - begin
+
+    seconds("warm-up", [(64, 32)] * 64)
+    print(requests * tokens_out / seconds("load", [(tokens_in, tokens_out)] * requests))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {"run": run, "offline": offline}
+    parser.add_argument("part", nargs="?", choices=parts, default="run", help="run; the other is run's own")
+    parser.add_argument("--shapes", type=lambda text: text.split(","), default=["qwen06", "llama8b"])
+    parser.add_argument("--peer-path", default="", help="PYTHONPATH of vLLM's server; none leaves it out")
+    parser.add_argument("--budget", type=float, default=170.0, help="seconds for each shape")
+    parser.add_argument("--clients", type=int, default=2, help="processes that send requests")
+    parser.add_argument("--requests", type=int, help="so many of each load's, with answers of 8 tokens")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="one more of `fa-serve serve`'s")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    parts[args.part](args)
+
+
+if __name__ == "__main__":
+    main()
