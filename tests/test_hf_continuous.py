@@ -39,8 +39,12 @@ def prompts() -> list[list[int]]:
 
 
 def expected(model: PreTrainedModel) -> list[list[int]]:
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
-    return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts()]
+    # no end token for `generate` either: `min_new_tokens` would forbid that one, which generate_batch does not
+    model.generation_config.eos_token_id = None
+    return [
+        model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS)[0, len(ids) :].tolist()
+        for ids in prompts()
+    ]
 
 
 def generate_batch(model: PreTrainedModel) -> list[Any]:
@@ -104,3 +108,19 @@ def test_a_cache_that_cannot_hold_the_heads() -> None:
     """transformers sizes its cache by the wrong dimension of multi-head latent attention."""
     done = generate_batch(fa_serve.patch(BY_NAME["deepseek-v3"].build()))
     assert all("holds heads of size 8, DeepseekV3Attention has 24" in str(output.error) for output in done)
+
+
+def test_where_tokens_go_is_found_again_by_the_first_layer() -> None:
+    """It is kept for the later layers of a step, not for the next run over the same tensors: a graph captures that one."""
+    batch, table = torch.arange(3, dtype=torch.int32), torch.tensor([[5, -1], [2, 7]], dtype=torch.int32)
+
+    def slots(layer: int, *lengths: int) -> tuple[list[int], list[int]]:
+        step: Any = object.__new__(continuous._Step)
+        step.layer, step.block_table, step.k_cache = layer, table, torch.empty(8, 4, 1, 1)
+        step.cu_seqlens_k = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        used, where = step._slots(batch, 3)
+        return used.tolist(), where.tolist()
+
+    first = ([3, 6], [5 * 4 + 2, 7 * 4 + 1, -1])
+    assert slots(0, 3, 6) == slots(1, 0, 0) == slots(4, 0, 0) == first
+    assert slots(0, 4, 0) == slots(1, 3, 6) == ([4, 0], [5 * 4 + 3, -1, -1])

@@ -35,11 +35,6 @@ def paged_attention(
 
     Returns out (1, total, heads, head_dim_v); rows that belong to no request, the padding for CUDA graphs, are 0.
     """
-    if query.is_cuda:
-        # on the H200 some of its tests gave other tokens than `generate`
-        raise UnsupportedModelError(
-            "generate_batch through fa_serve runs on a CPU only in this version; on a GPU use fa_serve.engine, or sdpa"
-        )
     if position_bias is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} adds a position_bias to its scores, which a paged cache cannot hold"
