@@ -1,0 +1,141 @@
+"""A server process under load, on this machine alone: crowds, bursts over a small queue, clients that hang up, SIGTERM.
+
+CI runs a smaller form. The whole one, which prints what it measured: FA_SERVE_LOAD=full pytest -s tests/server/test_load.py
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+
+import httpx
+from fa_serve.server.bench import Load, run
+
+FULL = os.environ.get("FA_SERVE_LOAD") == "full"
+
+
+def eventually(condition, seconds: float = 10.0) -> float:
+    """How long it took."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds, "it never came true"
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+def tell(what: str, **figures) -> None:
+    print(f"\n{what}: {json.dumps(figures)}")
+
+
+def test_a_crowd_of_streams(served):
+    streams, tokens = (500, 64) if FULL else (200, 8)
+    load = Load(url=served.url, requests=streams, concurrency=streams, prompt_tokens=8, output_tokens=tokens)
+    report = asyncio.run(run(load))
+    assert (report["failed"], report["errors"]) == (0, [])
+    assert report["output_tokens_per_s"] * report["seconds"] > 0.99 * streams * tokens
+    assert 0 < report["itl_ms"]["p50"] <= report["itl_ms"]["p99"] < 60_000
+    assert served.metric("kv_cache_usage_perc") == 0
+    tell(
+        f"{streams} streams at once", **{name: report[name] for name in ("seconds", "output_tokens_per_s", "ttft_ms", "itl_ms")}
+    )
+
+
+def test_a_full_house(start_server, tmp_path):
+    """A small queue under bursts, clients that hang up, and SIGTERM under load; with keys, and the settings of a file."""
+    (tmp_path / "fa-serve.toml").write_text('served_model_name = "org/name"\nmax_num_seqs = 32\nmax_waiting = 64\n')
+    settings = ("--config", str(tmp_path / "fa-serve.toml"), "--log-level", "warning", "--public-metrics")
+    served = start_server(*settings, FA_SERVE_API_KEYS="key-1,key-2")
+    crowd = 90 if FULL else 40
+    try:
+        assert httpx.get(f"{served.url}/v1/models").status_code == 401
+        asyncio.run(bursts(served, 10 if FULL else 3, 200 if FULL else 120))
+        asyncio.run(with_client(served, some_hang_up, crowd))
+        asyncio.run(with_client(served, drain, crowd))
+        assert served.process.wait(30) == 0
+    finally:
+        served.end()
+
+
+async def bursts(served, number, size):
+    """`number` of them, half a second apart, whether the one before has been answered or not."""
+    load = Load(url=served.url, model="org/name", key="key-1", requests=size, concurrency=size, warmup=0,
+                prompt_tokens=8, output_tokens=8)  # fmt: skip
+
+    async def burst(index):
+        await asyncio.sleep(0.5 * index)
+        return await run(load)
+
+    begin = time.monotonic()
+    reports = await asyncio.wait_for(asyncio.gather(*map(burst, range(number))), 240)
+    failed = sum(report["failed"] for report in reports)
+    assert 0 < failed < number * size, "both must occur: room, and the end of it"
+    assert all(error.startswith("status 429") for report in reports for error in report["errors"])
+    eventually(lambda: served.metric("num_requests_running") == 0)
+    assert served.metric("kv_cache_usage_perc") == 0
+    answered = number * size - failed
+    assert served.metric("request_success_total", 'finished_reason="length"') == answered
+    tell(f"{number * size} requests in bursts of {size}", answered=answered, refused=failed, seconds=time.monotonic() - begin)
+
+
+async def with_client(served, what, crowd):
+    headers, limits = {"authorization": "Bearer key-2"}, httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=served.url, headers=headers, timeout=120, limits=limits) as client:
+        await what(served, client, crowd)
+
+
+def ask(client, tokens):
+    body = {"model": "org/name", "prompt": "x", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    return client.stream("POST", "/v1/completions", json=body)
+
+
+async def some_hang_up(served, client, crowd):
+    """Three of ten, each in the middle of its stream."""
+    draw, gone = random.Random(0), crowd * 3 // 10
+
+    async def one(number):
+        lines, leaves_after = [], draw.randrange(1, 60) if number < gone else None
+        async with ask(client, 300 if number < gone else 80) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                lines += [line] if line else []
+                if len(lines) == leaves_after:
+                    break
+        return lines[-1] == "data: [DONE]"
+
+    aborted = served.aborted()
+    ended = Counter(await asyncio.gather(*map(one, range(crowd))))
+    assert ended == {True: crowd - gone, False: gone}
+    seconds = eventually(lambda: served.metric("num_requests_running") + served.metric("num_requests_waiting") == 0)
+    assert served.metric("kv_cache_usage_perc") == 0
+    assert served.aborted() - aborted == gone
+    tell(f"{gone} of {crowd} clients hang up", seconds_until_idle=seconds)
+
+
+async def drain(served, client, crowd):
+    """SIGTERM with every stream under way or waiting: all of them end as they would have, and nothing new begins."""
+
+    def arrived():
+        # three readings: against the way that requests go, so that none is counted twice
+        return sum(map(served.metric, ("e2e_request_latency_seconds_count", "num_requests_running", "num_requests_waiting")))
+
+    async def one():
+        async with ask(client, 80) as response:
+            return [line async for line in response.aiter_lines() if line]
+
+    before, streams = arrived(), [asyncio.create_task(one()) for _ in range(crowd)]
+    while arrived() < before + crowd:
+        await asyncio.sleep(0.01)
+    served.process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    while (await client.get("/ready")).status_code != 503:
+        await asyncio.sleep(0.01)
+    assert (await client.get("/health")).status_code == 200
+    refused = await client.post("/v1/completions", json={"model": "org/name", "prompt": "x"})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    lines = await asyncio.gather(*streams)
+    assert [stream[-1] for stream in lines] == ["data: [DONE]"] * crowd
+    assert all(json.loads(stream[-2][6:])["choices"][0]["finish_reason"] == "length" for stream in lines)
+    tell(f"SIGTERM with {crowd} in flight", lost=0, seconds=time.monotonic() - begin)

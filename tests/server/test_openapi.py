@@ -1,0 +1,215 @@
+"""schemathesis over our /openapi.json: what the document forbids is refused, every answer is one it describes, none is a 500.
+
+A server with the embedded model and small limits is asked about a thousand times. The document cannot say which fields go
+together, so a case that it allows is put in order before it is sent, for most of them to come as far as the engine. Guards
+broken on purpose show that each kind of fault is found. A longer search, with other cases each time:
+
+    FA_SERVE_FUZZ=500 pytest tests/server/test_openapi.py
+"""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+from fa_serve.server import errors, routes
+from fa_serve.server.app import create_app
+from fa_serve.server.process import Server
+from fa_serve.server.service import Service
+from fa_serve.server.settings import Settings
+from fa_serve.server.streaming import EventStream
+from starlette.responses import JSONResponse
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+EXAMPLES = int(os.environ.get("FA_SERVE_FUZZ", "0"))
+CHECKS = (
+    "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
+    "response_schema_conformance", "negative_data_rejection", "unsupported_method", "missing_required_header",
+)  # fmt: skip
+TOGETHER = {"stream_options": "stream", "top_logprobs": "logprobs"}  # the one is refused without the other
+ALONE = {"/tokenize": ("messages", "chat_template_kwargs"), "/v1/completions": ("echo", "suffix", "best_of")}
+SHORT = 4
+
+
+@dataclass
+class Found:
+    """`failures` by check; `statuses` of what the document allows, by path."""
+
+    failures: dict[str, str] = field(default_factory=dict)
+    statuses: dict[str, Counter[int]] = field(default_factory=dict)
+    streams: int = 0
+
+
+def fuzz(url: str, examples: int, path: str | None = None) -> Found:
+    from schemathesis.config import SchemathesisConfig
+    from schemathesis.engine import from_schema
+    from schemathesis.engine.events import NonFatalError, ScenarioFinished
+
+    document, cards = httpx.get(f"{url}/openapi.json").json(), httpx.get(f"{url}/v1/models").json()
+    settings = {
+        "base-url": url, "continue-on-failure": True, "phases": {"stateful": {"enabled": False}},
+        "generation": {"max-examples": examples, "no-shrink": True, "deterministic": not EXAMPLES},
+        "checks": {"enabled": False, **{name: {"enabled": True} for name in CHECKS}},
+    }  # fmt: skip
+    schema = schemathesis.openapi.from_dict(document, config=SchemathesisConfig.from_dict(settings))
+
+    def before_call(context, case, kwargs) -> None:
+        if isinstance(case.body, dict):
+            # or else another model's name and an empty prompt are all that is ever refused
+            if isinstance(case.body.get("model"), str):
+                case.body["model"] = cards["data"][0]["id"]
+            if case.body.get("prompt") == "":
+                case.body["prompt"] = "import"
+            if allowed(case):
+                put_in_order(case.body, case.operation.path)
+
+    found = Found()
+    schemathesis.hook(before_call)
+    try:
+        for event in from_schema(schema.include(path=path) if path else schema).execute():
+            if isinstance(event, NonFatalError):
+                found.failures[event.label] = str(event.value)
+            elif isinstance(event, ScenarioFinished):
+                note(event.recorder, found)
+    finally:
+        schemathesis.hooks.unregister(before_call)
+    return found
+
+
+def allowed(case) -> bool:
+    return case.meta is None or case.meta.generation.mode.is_positive
+
+
+def put_in_order(body: dict, path: str) -> None:
+    if path.startswith("/v1"):
+        body |= {"n": 1 + ((body.get("n") or 1) - 1) % 2, "max_tokens": SHORT, "stream": len(str(body)) % 3 == 0}
+        body.pop("max_completion_tokens", None)
+        if body.get("min_tokens"):
+            body["min_tokens"] = 1
+    for name, other in TOGETHER.items():
+        if not body.get(other):
+            body.pop(name, None)
+    for name in ALONE.get(path, ()):
+        if body.get("prompt") is not None:
+            body.pop(name, None)
+    if body.get("messages"):
+        body.pop("add_special_tokens", None)
+    if body.get("prompt") == []:
+        body["prompt"] = "import"
+    body.update({name: shortened(body[name]) for name in ("prompt", "tokens", "messages") if body.get(name)})
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        body.pop(name, None)  # of the vocabulary, which the document does not know
+
+
+def shortened(value):
+    if isinstance(value, str):
+        return value[:SHORT]
+    if isinstance(value, int | float):
+        return int(value) % 2000
+    return [shortened(item) if not isinstance(item, dict) else item for item in value[:2]]
+
+
+def note(recorder, found: Found) -> None:
+    for name, node in recorder.cases.items():
+        case, exchange = node.value, recorder.interactions.get(name)
+        for check in recorder.checks.get(name, ()):
+            if check.failure_info is not None:
+                found.failures.setdefault(
+                    check.name, f"{recorder.label}: {check.failure_info.failure}\n{case.as_curl_command()}"
+                )
+        if exchange is None or exchange.response is None:
+            found.failures.setdefault("no answer", case.as_curl_command())
+        elif allowed(case):
+            response = exchange.response
+            found.statuses.setdefault(case.operation.path, Counter())[response.status_code] += 1
+            found.streams += response.headers.get("content-type", [""])[0].startswith("text/event-stream")
+
+
+def test_the_service_does_what_its_document_says(start_server):
+    limits = ("--max-model-len", "64", "--max-n", "4", "--max-num-seqs", "16", "--log-level", "error")
+    served = start_server(*limits)
+    try:
+        found = fuzz(served.url, EXAMPLES or 30)
+    finally:
+        served.end()
+    assert found.failures == {}
+    assert found.streams > 5
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        assert found.statuses[path][200] > 0.5 * found.statuses[path].total(), f"{path}: {found.statuses[path]}"
+
+
+@contextmanager
+def serving(app) -> Iterator[str]:
+    """The application in a thread of this process, over the fake engine, so that it can be broken."""
+    urls, ready = [], threading.Event()
+
+    def announce(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    server = Server(app, "127.0.0.1", 0, 1.0, announce)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield urls[0]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def a_handler_fails(monkeypatch):
+    monkeypatch.setattr(Service, "encode", lambda *_: 1 / 0)
+
+
+def errors_are_fastapis_own(monkeypatch):
+    monkeypatch.setattr(errors, "bad_request", lambda found: Plain(str(found)))
+
+
+class Plain(errors.BadRequest):
+    def response(self):
+        return JSONResponse({"detail": self.message}, 422)
+
+
+def a_bound_is_gone(monkeypatch):
+    strict = routes.JsonRequest.json
+
+    async def without_logprobs(self):
+        body = await strict(self)
+        return {name: value for name, value in body.items() if name != "logprobs"} if isinstance(body, dict) else body
+
+    monkeypatch.setattr(routes.JsonRequest, "json", without_logprobs)
+
+
+def streams_are_called_json(monkeypatch):
+    monkeypatch.setattr(EventStream, "media_type", "application/x-ndjson")
+
+
+def any_method_will_do(monkeypatch):
+    monkeypatch.setattr(routes.router, "routes", [*routes.router.routes])
+    routes.router.add_api_route("/v1/completions", lambda: {}, methods=["GET", "PUT", "PATCH"], include_in_schema=False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (None, None),
+        (a_handler_fails, "not_a_server_error"),
+        (errors_are_fastapis_own, "response_schema_conformance"),
+        (a_bound_is_gone, "negative_data_rejection"),
+        (streams_are_called_json, "content_type_conformance"),
+        (any_method_will_do, "unsupported_method"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_fault_is_found(fault, check, engine, monkeypatch):
+    with monkeypatch.context() as patch:
+        if fault is not None:
+            fault(patch)
+        with serving(create_app(engine, Settings(log_level="error"))) as url:
+            found = fuzz(url, 5, "/v1/completions")
+    assert found.failures.keys() == {check} - {None}, found.failures
