@@ -90,16 +90,14 @@ class Answer(ABC):
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Admission, tokens, generation. The usage is complete when this ends."""
         service, usage = self._service, self._usage
-        with service.admit(self._count() * self._n, self._key):
+        with service.admit(self._count() * max(self._n, getattr(self._body, "best_of", None) or 1), self._key):
             self._prompts = await self._encode()
-            sequences = []
-            for number, prompt in enumerate(self._prompts):
-                for sample in range(self._n):
-                    name = f"{self._head['id']}-{number * self._n + sample}"
-                    sequences.append(self._sequence(prompt, self._params(prompt, sample), name))
+            every = [(prompt, self._params(prompt)) for prompt in self._prompts]
+            sequences = [self._sequences(*one, f"{self._head['id']}-{number}") for number, one in enumerate(every)]
             usage["prompt_tokens"] = usage["total_tokens"] = sum(map(len, self._prompts))
             async with aclosing(merge(sequences)) as outputs:
-                async for index, output in outputs:
+                async for number, output in outputs:
+                    index = number * self._n + output.index
                     if output.finish_reason == "error":
                         # an engine's reason may hold internals: it belongs in the log
                         log.error("%s failed: %s", self._head["id"], output.error)
@@ -115,15 +113,29 @@ class Answer(ABC):
                             usage["prompt_tokens_details"]["cached_tokens"] += output.num_cached_tokens
                     yield index, output
 
-    async def _sequence(self, prompt: list[int], params: SamplingParams, name: str) -> AsyncGenerator[RequestOutput, None]:
-        watch, priority = self._service.metrics.watch(self._service.model_name, self._arrival), self._body.priority or 0
+    async def _sequences(self, prompt: list[int], params: SamplingParams, name: str) -> AsyncGenerator[RequestOutput, None]:
+        """What `n` answers to one prompt gain. The prompt's log-probabilities, if they are wanted, come with all and first."""
+        metrics, priority = self._service.metrics, self._body.priority or 0
+        watches = {index: metrics.watch(self._service.model_name, self._arrival) for index in range(self._n)}
+        scores: list[TokenLogprob | None] | None = None
+        early: list[RequestOutput] = []
         try:
             async with aclosing(self._service.engine.generate(prompt, params, name, priority=priority)) as outputs:
                 async for output in outputs:
-                    watch.saw(output)
-                    yield output
+                    watches[output.index].saw(output)
+                    if output.finished:
+                        del watches[output.index]
+                    early.append(output)
+                    scores = scores or output.prompt_logprobs
+                    if scores is None and params.prompt_logprobs is not None and output.finish_reason != "error":
+                        continue
+                    for output in early:
+                        output.prompt_logprobs = scores
+                        yield output
+                    early = []
         except (GeneratorExit, asyncio.CancelledError):
-            watch.ended("abort")
+            for watch in watches.values():
+                watch.ended("abort")
             raise
         except ValueError as error:  # the engine knows the vocabulary; it names what is wrong first
             name, param = str(error).partition(" ")[0], self._prompt_field
@@ -137,7 +149,7 @@ class Answer(ABC):
         except FaServeError as error:
             raise Unavailable(f"{error}.", retry_after=5) from None
 
-    def _params(self, prompt: list[int], sample: int) -> SamplingParams:
+    def _params(self, prompt: list[int]) -> SamplingParams:
         body, room = self._body, self._service.engine.max_model_len - len(prompt)
         wanted = self._max_tokens()
         if not prompt:
@@ -150,7 +162,7 @@ class Answer(ABC):
                 param=self._prompt_field, code="context_length_exceeded",
             )  # fmt: skip
         return sampling_params(
-            body, sample, max_tokens=wanted or self._default_max_tokens(room), logprobs=self._logprobs(),
+            body, max_tokens=wanted or self._default_max_tokens(room), logprobs=self._logprobs(),
             prompt_logprobs=self._prompt_logprobs(), structured=self._constraint and self._constraint.output,
             skip_special_tokens=self._skip_special_tokens(),
         )  # fmt: skip

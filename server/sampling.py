@@ -12,6 +12,8 @@ from .errors import BadRequest
 from .schemas import ChatRequest, SamplingRequest, Tool
 
 SAME = (
+    "n",
+    "seed",
     "temperature",
     "top_p",
     "min_p",
@@ -20,7 +22,6 @@ SAME = (
     "repetition_penalty",
     "min_tokens",
     "ignore_eos",
-    "prompt_logprobs",
 )
 
 
@@ -32,15 +33,15 @@ class Constraint:
     output: StructuredOutput
 
 
-def sampling_params(body: SamplingRequest, sample: int, **others: Any) -> SamplingParams:
-    """For the `sample`-th answer to the same prompt. What the request leaves open is the engine's default."""
+def sampling_params(body: SamplingRequest, **others: Any) -> SamplingParams:
+    """What the request leaves open is the engine's default."""
     given: dict[str, Any] = {name: getattr(body, name) for name in SAME}
     given |= {
         "top_k": None if body.top_k is None else max(body.top_k, 0),
         "logit_bias": _token_ids(body.logit_bias) if body.logit_bias else None,
         "allowed_token_ids": None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        "seed": None if body.seed is None else (body.seed + sample + 2**63) % 2**64 - 2**63,
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "best_of": getattr(body, "best_of", None),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
     } | others
     try:

@@ -79,14 +79,17 @@ class FakeEngine:
             for i, word in enumerate(words):
                 await self.gate.wait()
                 await asyncio.sleep(0)
-                ended = i + 1 == len(words)
-                reason = ("error" if self.error else "length" if len(words) < len(self.words) else "stop") if ended else None
-                yield RequestOutput(
-                    request_id, prompt, word, [i], self._logprobs(i, params.logprobs), ended, reason, self.error,
-                    num_prompt_tokens=len(prompt), num_output_tokens=i + 1, num_cached_tokens=2,
-                    prompt_logprobs=None if i or params.prompt_logprobs is None else
-                    [None, *(self._logprobs(token, params.prompt_logprobs)[0] for token in prompt[1:])],
-                )  # fmt: skip
+                last = i + 1 == len(words)
+                reason = ("error" if self.error else "length" if len(words) < len(self.words) else "stop") if last else None
+                for index in reversed(range(params.n)):  # none may count on the first to come first
+                    ended = last and not index
+                    scored = not (i or index) and params.prompt_logprobs is not None
+                    scores = [self._logprobs(token, params.prompt_logprobs)[0] for token in prompt[1:]] if scored else []
+                    yield RequestOutput(
+                        request_id, prompt, word, [i], self._logprobs(i, params.logprobs), last, reason, self.error,
+                        num_prompt_tokens=len(prompt), num_output_tokens=i + 1, num_cached_tokens=2, index=index,
+                        prompt_logprobs=[None, *scores] if scored else None,
+                    )  # fmt: skip
         finally:
             if not ended:
                 self.aborted.append(request_id)

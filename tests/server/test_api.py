@@ -83,7 +83,7 @@ async def test_batch_times_n(serving, engine, stream):
     for choice in (choice for reply in replies for choice in reply["choices"]):
         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
     assert texts == dict.fromkeys(range(4), "Hello, wörld")
-    assert [(s.prompt, s.params.seed) for s in engine.seen] == [([1, 2], 5), ([1, 2], 6), ([3], 5), ([3], 6)]
+    assert [(seen.prompt, seen.params.n, seen.params.seed) for seen in engine.seen] == [([1, 2], 2, 5), ([3], 2, 5)]
     if not stream:
         assert replies[0]["usage"]["prompt_tokens"] == 3
         assert replies[0]["usage"]["completion_tokens"] == 12
@@ -138,6 +138,76 @@ async def test_completion_logprobs(serving, conforms):
     assert reply["choices"][0]["logprobs"] == expected
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert {name: [value for part in parts for value in part[name]] for name in expected} == expected
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_logprobs_of_an_echo(serving, engine, stream):
+    """The prompt is three bytes, whose tokens are their letters; nothing is before the first."""
+    body = {"model": "fake", "prompt": "abc", "echo": True, "logprobs": 1, "n": 2, "stream": stream}
+    async with serving() as client:
+        response = await client.post("/v1/completions", json=body)
+    choices = [choice for reply in (frames(response.text) if stream else [response.json()]) for choice in reply["choices"]]
+    assert engine.seen[0].params.prompt_logprobs == 1
+    for index in range(2):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == "abcHello, wörld"
+        scores = {name: [x for choice in mine for x in choice["logprobs"][name]] for name in choices[0]["logprobs"]}
+        assert scores["tokens"] == ["a", "b", "c", "!", '"', "#"]
+        assert scores["text_offset"] == [0, 1, 2, 3, 4, 5]
+        assert scores["token_logprobs"] == [None, *[-0.5] * 5]
+        assert scores["top_logprobs"][:3] == [None, {"c": -0.25, "b": -0.5}, {"d": -0.25, "c": -0.5}]
+
+
+async def test_prompt_logprobs(serving, engine):
+    a, b, c = (engine.tokenizer.encode(letter)[0] for letter in "abc")
+    likeliest = {"logprob": -0.25, "rank": 1}
+    expected = [
+        None,
+        {str(b): {"logprob": -0.5, "rank": None, "decoded_token": "b"}, str(b + 1): {**likeliest, "decoded_token": "c"}},
+        {str(c): {"logprob": -0.5, "rank": None, "decoded_token": "c"}, str(c + 1): {**likeliest, "decoded_token": "d"}},
+    ]
+    async with serving() as client:
+        reply = (await client.post("/v1/completions", json={**TEXT, "prompt": [a, b, c], "prompt_logprobs": 1, "n": 2})).json()
+        chat = (await client.post("/v1/chat/completions", json={**CHAT, "prompt_logprobs": 0, "n": 2})).json()
+        refused = await client.post("/v1/completions", json={**TEXT, "prompt_logprobs": 1, "stream": True})
+    assert [choice["prompt_logprobs"] for choice in reply["choices"]] == [expected] * 2
+    assert [score and len(score) for score in chat["prompt_logprobs"]] == [None, 1, 1, 1]
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_best_of(serving, engine):
+    async with serving(max_n=4) as client:
+        assert (await client.post("/v1/completions", json={**TEXT, "best_of": 3, "n": 2})).status_code == 200
+        for wrong in ({"best_of": 5}, {"best_of": 2, "stream": True}, {"best_of": 1, "n": 2}):
+            response = await client.post("/v1/completions", json={**TEXT, **wrong})
+            assert response.status_code == 400, wrong
+        assert response.json()["error"]["param"] == "best_of"
+    assert (engine.seen[0].params.best_of, engine.seen[0].params.n) == (3, 2)
+
+
+async def test_guided_outputs_reach_the_engine(serving, engine):
+    schema = {"type": "object"}
+    asked = [
+        ({"guided_json": schema}, "json_schema", schema), ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")), ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+        ({"structured_outputs": {"json": '{"type": "object"}'}}, "json_schema", '{"type": "object"}'),
+        ({"structured_outputs": {"choice": ["a"]}}, "choice", ("a",)),
+        ({"structured_outputs": {"json_object": True}}, "json_object", True),
+    ]  # fmt: skip
+    chat = [
+        ({"response_format": {"type": "json_object"}}, "json_object", True),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}},
+         "json_schema", schema),
+    ]  # fmt: skip
+    async with serving() as client:
+        for path, body, cases in (("/v1/completions", TEXT, asked), ("/v1/chat/completions", CHAT, asked + chat)):
+            for fields, name, value in cases:
+                assert (await client.post(path, json={**body, **fields})).status_code == 200, fields
+                assert getattr(engine.seen[-1].params.structured, name) == value
+        assert (
+            await client.post("/v1/chat/completions", json={**CHAT, "response_format": {"type": "text"}})
+        ).status_code == 200
+        assert engine.seen[-1].params.structured is None
 
 
 async def test_echo_and_token_ids(serving):
@@ -421,7 +491,7 @@ async def test_metrics(serving, engine):
         assert (await client.post("/v1/completions", json={**TEXT, "n": 2})).status_code == 200
         engine.gate.clear()
         leaving = asyncio.create_task(client.post("/v1/completions", json=TEXT))
-        while len(engine.seen) < 3:
+        while len(engine.seen) < 2:
             await asyncio.sleep(0.001)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)

@@ -1,0 +1,224 @@
+"""Tools and thoughts over a fake engine that says what a model would say, read by openai-python's own stream reader."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from fa_serve.server.sampling import call_schemas
+from fa_serve.server.schemas import Tool
+
+pytestmark = pytest.mark.anyio
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% if x %}<tool_call></tool_call>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "[{{ call.id }}:{{ call.function.name }}:{{ call.function.arguments.a + 1 }}]{% endfor %}{% endfor %}<|assistant|>"
+)
+THINKING = (
+    "{% for message in messages %}{{ message.content.split('</think>')[-1] }}{% endfor %}"
+    "{% if open %}<think>\n{% elif enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+)
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": NUMBERS}}
+NOW = {"type": "function", "function": {"name": "now"}}
+CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "tools": [ADD, NOW]}
+CALLS = ("I", " add", ".\n<tool", '_call>\n{"name": "a', 'dd", "arguments": {"a"', ": 1, ", '"b": 2}}', "\n</tool_call>\n",
+         '<tool_call>{"name": "now"}', "</tool_call>")  # fmt: skip
+
+
+@pytest.fixture
+def teller(engine, serving):
+    """`async with teller(words, template) as client`: openai-python over an engine that says these words."""
+
+    def start(words: tuple[str, ...], template: str = TEMPLATE, **settings: Any):
+        engine.words, engine.max_model_len, engine.tokenizer.chat_template = words, 4096, template
+        return serving(**settings)
+
+    return start
+
+
+def spoken_by(client) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", max_retries=0, http_client=client)
+
+
+async def both(client, conforms, **body):
+    """The plain reply and the one that openai-python puts together from a stream of it; they must agree but for ids."""
+    api = spoken_by(client)
+    plain = await api.chat.completions.create(**body)
+    conforms("CreateChatCompletionResponse", trimmed(plain))
+    chunks, whole = [], None
+    async with api.chat.completions.stream(**body) as stream:
+        async for event in stream:
+            if event.type == "chunk":
+                chunks.append(event.chunk)
+        whole = stream.current_completion_snapshot
+    for chunk in chunks:
+        conforms("CreateChatCompletionStreamResponse", trimmed(chunk))
+    for one, other in zip(plain.choices, whole.choices, strict=True):
+        assert other.finish_reason == one.finish_reason
+        assert (other.message.content or "") == (one.message.content or "")
+        assert called(other.message) == called(one.message)
+        assert len({call.id for call in other.message.tool_calls or ()}) == len(called(one.message))
+    return plain, chunks
+
+
+def called(message) -> list[tuple[str, str]]:
+    assert all(call.type == "function" for call in message.tool_calls or ())
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+
+
+def trimmed(reply) -> Any:
+    """Without reasoning_content, which is vLLM's, to be held against OpenAI's schemas."""
+    data = reply.model_dump(exclude_unset=True)
+    for choice in data["choices"]:
+        choice.get("message", choice.get("delta")).pop("reasoning_content", None)
+    return data
+
+
+async def test_calls(teller, conforms, engine):
+    async with teller(CALLS) as client:
+        plain, chunks = await both(client, conforms, **CHAT)
+    [choice] = plain.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I add.")
+    assert called(choice.message) == [("add", '{"a": 1, "b": 2}'), ("now", "{}")]
+    pieces = [call.function.arguments for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert len(pieces) > 3, "the arguments stream as they come"
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "tool_calls"]
+    prompt = engine.tokenizer.decode(engine.seen[0].prompt)
+    given = json.JSONDecoder().raw_decode(prompt)[0]
+    assert given == ADD
+    assert '"parameters": {"type": "object", "properties": {}}' in prompt, "templates expect parameters"
+
+
+async def test_no_call_is_plain_content(teller, conforms):
+    async with teller((" 1 <", " 2\n")) as client:
+        plain, _ = await both(client, conforms, **CHAT)
+    assert (plain.choices[0].message.content, plain.choices[0].message.tool_calls) == (" 1 < 2\n", None)
+    assert plain.choices[0].finish_reason == "stop"
+
+
+async def test_a_single_call_and_none(teller, conforms, engine):
+    async with teller(CALLS) as client:
+        plain, _ = await both(client, conforms, **CHAT, parallel_tool_calls=False)
+        assert [call.function.name for call in plain.choices[0].message.tool_calls] == ["add"]
+        plain, _ = await both(client, conforms, **CHAT, tool_choice="none")
+    assert plain.choices[0].message.content == "".join(CALLS)
+    assert "Adds." not in engine.tokenizer.decode(engine.seen[-1].prompt)
+
+
+async def test_cut_off_in_a_call(teller, conforms):
+    async with teller(CALLS) as client:
+        plain, _ = await both(client, conforms, **CHAT, max_tokens=6)
+    assert plain.choices[0].finish_reason == "length"
+    assert plain.choices[0].message.tool_calls[0].function.arguments == '{"a": 1, '
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=["required", "named"])
+async def test_forced(teller, conforms, engine, choice):
+    arguments = '{"a": 1, "b": 2}'
+    text = arguments if choice != "required" else f'[{{"name": "add", "parameters": {arguments}}}]'
+    async with teller(tuple(text)) as client:
+        plain, _ = await both(client, conforms, **CHAT, tool_choice=choice, parallel_tool_calls=False)
+    [message] = [choice.message for choice in plain.choices]
+    assert (message.content, called(message)) == (None, [("add", arguments)])
+    assert plain.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop"), "as OpenAI has it"
+    schema = engine.seen[0].params.structured.json_schema
+    if choice == "required":
+        assert (schema["minItems"], schema["maxItems"], len(schema["items"]["anyOf"])) == (1, 1, 2)
+        assert schema["$defs"]["add"] == NUMBERS
+    else:
+        assert schema == NUMBERS
+
+
+def test_references_move_with_their_schema():
+    inner = {"$defs": {"N": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/N"}, "b": {"items": [{"$ref": "#"}]}}}
+    calls, definitions = call_schemas(
+        [Tool(**{"type": "function", "function": {"name": "f", "parameters": inner}})], "arguments"
+    )
+    assert calls[0]["properties"] == {"name": {"const": "f"}, "arguments": {"$ref": "#/$defs/f"}}
+    moved = definitions["f"]["properties"]
+    assert moved == {"a": {"$ref": "#/$defs/f/$defs/N"}, "b": {"items": [{"$ref": "#/$defs/f"}]}}
+
+
+async def test_history(teller, engine):
+    """As a client sends it: the reply's own message, and the tool's answer."""
+    async with teller(CALLS) as client:
+        api = spoken_by(client)
+        reply = (await api.chat.completions.create(**CHAT)).choices[0].message
+        answer = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": [{"type": "text", "text": "3"}]}
+        reply.tool_calls = reply.tool_calls[:1]
+        await api.chat.completions.create(**{**CHAT, "messages": [*CHAT["messages"], reply, answer], "tools": openai.omit})
+    prompt = engine.tokenizer.decode(engine.seen[1].prompt)
+    assert prompt == f"<|user|>Hi<|assistant|>I add.[{reply.tool_calls[0].id}:add:2]<|tool|>3<|assistant|>"
+
+
+async def test_special_tokens_are_shown_where_they_are_markers(teller, engine):
+    async with teller(CALLS) as client:
+        await client.post("/v1/chat/completions", json=CHAT)
+        del client.service.special_tokens
+        engine.tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
+        await client.post("/v1/chat/completions", json=CHAT)
+        await client.post("/v1/chat/completions", json={**CHAT, "tool_choice": "none"})
+        await client.post("/v1/completions", json={"model": "fake", "prompt": "Hi", "skip_special_tokens": False})
+    assert [seen.params.skip_special_tokens for seen in engine.seen] == [True, False, True, False]
+
+
+async def test_the_operator_names_the_format(teller, conforms):
+    words = ("[TOOL_CALLS]", "now[ARGS]", '{"a": 1}')
+    plain_template = TEMPLATE.replace("<tool_call></tool_call>", "")
+    async with teller(words, plain_template, tool_call_parser="mistral") as client:
+        plain, _ = await both(client, conforms, **CHAT)
+    [call] = plain.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments, len(call.id)) == ("now", '{"a": 1}', 9)
+
+
+async def test_a_template_without_tools_names_them(teller, conforms):
+    async with teller(("a",), THINKING) as client:
+        for choice in ("required", "auto"):
+            response = await client.post("/v1/chat/completions", json={**CHAT, "tool_choice": choice})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+            conforms("ErrorResponse", response.json())
+
+
+THOUGHTS = ("<thi", "nk>\nOne", "\nand", "\n", "</think>", "\n\n", "Four", ".")
+ASK = {"model": "fake", "messages": CHAT["messages"]}
+
+
+@pytest.mark.parametrize("mode", ["own", "open", "closed", "off"])
+async def test_thoughts(teller, conforms, mode):
+    words = THOUGHTS if mode in ("own", "off") else ("One\nand\n</think>Four.",) if mode == "open" else ("Four.",)
+    variables = {"open": True} if mode == "open" else {"enable_thinking": False} if mode == "closed" else {}
+    async with teller(words, THINKING, reasoning_parser="none" if mode == "off" else "auto") as client:
+        plain, chunks = await both(client, conforms, **ASK, n=2, extra_body={"chat_template_kwargs": variables})
+    streamed = ["", ""]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            streamed[choice.index] += getattr(choice.delta, "reasoning_content", "")
+    for choice in plain.choices:
+        thoughts = getattr(choice.message, "reasoning_content", "")
+        assert thoughts == streamed[choice.index] == ("One\nand" if mode in ("own", "open") else "")
+        assert choice.message.content == ("".join(THOUGHTS) if mode == "off" else "Four.")
+
+
+async def test_thoughts_before_a_call(teller, conforms):
+    async with teller((*THOUGHTS, *CALLS), THINKING + TEMPLATE) as client:
+        plain, _ = await both(client, conforms, **CHAT)
+    message = plain.choices[0].message
+    assert (message.reasoning_content, message.content) == ("One\nand", "Four.I add.")
+    assert len(message.tool_calls) == 2
+
+
+async def test_a_template_of_the_request(teller, engine):
+    async with teller(("a",), allow_request_chat_template=True) as client:
+        own = {**ASK, "chat_template": "<{{ messages[0].content }}{{ x }}>", "chat_template_kwargs": {"x": 3}}
+        assert (await client.post("/v1/chat/completions", json=own)).status_code == 200
+        for bad in ("{% if %}", "{{ messages.append(1) }}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}", "{{ x.y.z }}"):
+            response = await client.post("/v1/chat/completions", json={**ASK, "chat_template": bad})
+            assert response.status_code == 400, bad
+    assert engine.tokenizer.decode(engine.seen[0].prompt) == "<Hi3>"
+
+
+async def test_effort_is_the_templates(teller, engine):
+    async with teller(("a",), "{{ reasoning_effort }}") as client:
+        assert (await client.post("/v1/chat/completions", json={**ASK, "reasoning_effort": "low"})).status_code == 200
+    assert engine.tokenizer.decode(engine.seen[0].prompt) == "low"
