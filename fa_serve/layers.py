@@ -112,6 +112,24 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     return out.copy_(gate * up)
 
 
+def sample_rows(
+    logits: Tensor, keys: Tensor | None = None, temperature: Tensor | None = None, top_k: Tensor | None = None,
+    top_p: Tensor | None = None, min_p: Tensor | None = None, slots: Tensor | None = None, last_tokens: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """A token for each row of logits (n, vocab), -1 where a row's maximum is not finite: (n,) int64. None without a kernel.
+
+    keys:        (n,) int64, of the row's random numbers; None when every row is greedy
+    temperature: (n,) float32, 0 is greedy; top_k: (n,) int64; top_p, min_p: (n,) float32; None when no row uses it
+    last_tokens: int64, of which `slots` (n,) int64 get the tokens, 0 for -1
+    """
+    kernels = _kernels("sampling", logits.device)
+    if not kernels:
+        return None
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    kernels.launch_sample_rows(logits, keys, temperature, top_k, top_p, min_p, slots, last_tokens, tokens)
+    return tokens
+
+
 def _normed(x: Tensor, norm: Norm) -> Tensor:
     y = _wide(x)
     return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps) * (_wide(norm.weight) + norm.offset)

@@ -199,9 +199,8 @@ class ModelRunner:
             rows = np.array(list(masks), dtype=np.int64)
             sent = send({"mask_rows": rows, "mask": np.stack(list(masks.values()))}, self.device)
             sampling = replace(sampling, mask=sent["mask"], mask_rows=sent["mask_rows"])
-        tokens = sample(logits, sampling, self._counts, slots)
-        # INVALID_TOKEN ends its request, but the next step may have been launched before the host knows, and embeds this
-        self._last_tokens[slots] = tokens.clamp(min=0)
+        # INVALID_TOKEN ends its request, but the next step may have been launched before the host knows, and embeds 0 for it
+        tokens = sample(logits, sampling, self._counts, slots, self._last_tokens)
         if sampling.repetition is not None:
             self._token_counts().record(slots, tokens)
         wanted = [request.params.logprobs for request in forward.requests]

@@ -8,7 +8,8 @@ same numbers alone, in any batch, and after preemption. A draw is an exponential
 chooses i with probability p_i / sum(p) and needs no normalisation. It is run in two rounds, first among blocks of BLOCK tokens
 and then within the winning block, so that a row needs vocab / BLOCK + BLOCK random numbers and not one for each token.
 
-top_k and top_p keep tokens that tie with the last one kept. Left out: end tokens and stop strings (scheduler.py,
+top_k and top_p keep tokens that tie with the last one kept. On a GPU one kernel does it all (layers.sample_rows); what stands
+here in torch is for other devices. Left out: end tokens and stop strings (scheduler.py,
 detokenizer.py).
 """
 
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fa_serve import layers
 from fa_serve.engine.request import Request
 from fa_serve.engine.scheduler import INVALID_TOKEN
 
@@ -94,9 +96,27 @@ class TokenCounts:
         return scores - params.frequency[:, None] * times - params.presence[:, None] * (times > 0)
 
 
-def sample(logits: Tensor, params: SampleParams, counts: TokenCounts | None = None, slots: Tensor | None = None) -> Tensor:
-    """logits (n, vocab), any float dtype; slots (n,) int64, for the counts -> (n,) int64."""
+def sample(
+    logits: Tensor, params: SampleParams, counts: TokenCounts | None = None, slots: Tensor | None = None,
+    last_tokens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """logits (n, vocab), any float dtype; slots (n,) int64, for the counts -> (n,) int64.
+
+    last_tokens: (num_slots,) int64, which gets the tokens at `slots`, and 0 for those that are not finite
+    """
     scores = _adjust(logits, params, counts, slots)
+    tokens = layers.sample_rows(
+        scores, params.keys, params.temperature, params.top_k, params.top_p, params.min_p, slots, last_tokens
+    )
+    if tokens is None:
+        tokens = _sample(scores, params)
+        if last_tokens is not None:
+            last_tokens[slots] = tokens.clamp(min=0)
+    return tokens
+
+
+def _sample(scores: Tensor, params: SampleParams) -> Tensor:
+    """In plain torch, for devices without the kernel."""
     best, tokens = scores.max(dim=-1)  # a NaN anywhere in a row is its maximum
     if params.keys is not None and params.temperature is not None:
         greedy = params.temperature == 0
