@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,11 @@ def make_model(family: str = "llama") -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32, attn_implementation="eager")
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model.eval()
+
+
+def random_prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -55,14 +55,17 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
-        if self.max_waiting < 0:
-            raise ValueError(f"max_waiting must be 0 or positive, got {self.max_waiting}")
+            if not (value is None and name in ("num_pages", "max_model_len")) and (not _is_integer(value) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if not _is_integer(self.max_waiting) or self.max_waiting < 0:
+            raise ValueError(f"max_waiting must be 0 or a positive integer, got {self.max_waiting!r}")
+        if self.seed is not None and not _is_integer(self.seed):
+            raise ValueError(f"seed must be an integer or None, got {self.seed!r}")
         if self.dtype not in ("auto", "float16", "bfloat16", "float32"):
             raise ValueError(f"dtype must be auto, float16, bfloat16 or float32, got {self.dtype!r}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
 
     @property
     def model_name(self) -> str:
@@ -88,3 +91,7 @@ class EngineConfig:
     @property
     def in_process(self) -> bool:
         return self.resolve_device().startswith("cuda") if self.process is None else self.process
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -9,9 +9,11 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from tokenizers import Tokenizer
+
 
 def encode(tokenizer: Any, text: str, special_tokens: bool = True) -> list[int]:
-    """Straight to tokenizers: transformers around it takes longer, and warns of texts that are longer than the model's limit."""
+    """Straight to tokenizers: transformers around it takes longer, and warns of texts longer than the model's limit."""
     ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special_tokens).ids
     return ids
 
@@ -23,6 +25,7 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._max_chars = 0 if tokenizer is None else max_model_len * _longest(tokenizer.backend_tokenizer)
 
     def read(self, prompt: str | Sequence[int]) -> list[int]:
         """Raises ValueError for a prompt that is empty, too long, or not of this vocabulary."""
@@ -37,6 +40,12 @@ class PromptReader:
                 )
         elif self._tokenizer is None:
             raise ValueError("prompt must be token ids: this engine has no tokenizer")
+        elif len(prompt) > self._max_chars:
+            # tokenizing a text of many megabytes takes seconds of a thread, to be refused after all
+            raise ValueError(
+                f"prompt must be shorter than max_model_len = {self._max_model_len} tokens, and so than {self._max_chars} "
+                f"characters, got {len(prompt)}"
+            )
         else:
             tokens = encode(self._tokenizer, prompt)
         if not tokens:
@@ -47,3 +56,8 @@ class PromptReader:
                 f"got {len(tokens)}"
             )
         return tokens
+
+
+def _longest(tokenizer: Tokenizer) -> int:
+    """Characters that one token stands for at most: those of its name, or a few times as many if texts are normalised."""
+    return max(map(len, tokenizer.get_vocab()), default=1) * (1 if tokenizer.normalizer is None else 4)

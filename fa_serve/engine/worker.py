@@ -173,7 +173,7 @@ class ProcessWorker:
     ) -> None:
         self._config, self._on_message, self._on_death = config or EngineConfig(), on_message, on_death
         self._commands: Commands = queue.SimpleQueue()
-        self._stopping = False
+        self._stopping = self._ready = False
         self._process: Any = None
 
     def start(self) -> Ready:
@@ -183,14 +183,17 @@ class ProcessWorker:
         self._process = context.Process(target=_main, args=(self._config, theirs), name="fa_serve-engine", daemon=True)
         self._process.start()
         theirs.close()
+        if self._stopping:  # `stop` came before there was a process
+            self._process.kill()
         try:
             tokenizer = load_tokenizer(self._config)
             ready = self._wait(ours)
         except BaseException:
+            self._process.join(1)  # it is about to end by itself, and tidies up
             self._process.kill()
             self._process.join()
             raise
-        ready.tokenizer = tokenizer
+        ready.tokenizer, self._ready = tokenizer, True
         threading.Thread(target=self._read, args=(ours,), name="fa_serve-engine-read", daemon=True).start()
         threading.Thread(target=_forward, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
         return ready
@@ -203,17 +206,19 @@ class ProcessWorker:
                 raise received
             logging.getLogger(received.name).handle(received)
         self._process.join()
-        raise RuntimeError(f"the engine's process ended with exit code {self._process.exitcode} while loading")
+        how = "was stopped" if self._stopping else f"ended with exit code {self._process.exitcode}"
+        raise RuntimeError(f"the engine's process {how} while loading")
 
     def send(self, command: Add | Abort) -> None:
         self._commands.put(command)
 
     def stop(self) -> None:
-        """End the process after the step that it is in; kill it if that takes more than half a minute."""
+        """End the process after the step that it is in; kill it if that takes more than half a minute, or if it loads still."""
         self._stopping = True
         self._commands.put(None)
         if self._process is not None:
-            self._process.join(30)
+            if self._ready:
+                self._process.join(30)
             self._process.kill()
             self._process.join()
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -249,4 +250,20 @@ def test_a_process_that_cannot_start_says_why(model_folder) -> None:
     config = EngineConfig(model=model_folder, device="cpu", num_pages=4, max_model_len=100, process=True)
     with pytest.raises(ValueError, match="max_model_len must be at most 64, what 4 pages of 16 tokens hold, got 100"):
         asyncio.run(AsyncEngine(config).start())
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_is_not_waited_for_while_it_loads(model_folder) -> None:
+    async def main() -> float:
+        engine = AsyncEngine(EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True))
+        loading = asyncio.create_task(engine.start())
+        await until(lambda: bool(multiprocessing.active_children()))
+        start = time.perf_counter()
+        await engine.shutdown()
+        took = time.perf_counter() - start
+        with pytest.raises(RuntimeError, match="was stopped while loading"):
+            await loading
+        return took
+
+    assert asyncio.run(main()) < 15, "it would take the half minute that a step may take"
     assert not multiprocessing.active_children()

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from tiny_models import CONFIGS, VOCAB, greedy, make_model
+from tiny_models import CONFIGS, VOCAB, greedy, make_model, random_prompts
 
 from fa_serve.engine import Engine, EngineConfig, QueueFullError, SamplingParams
 from fa_serve.hf import paged
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
-
-
-def prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -31,7 +24,7 @@ def prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
 )
 def test_greedy_tokens_are_those_of_generate(make_engine, family, settings) -> None:
     reference = make_model(family)
-    asked = prompts(10)
+    asked = random_prompts(10)
     engine = make_engine(family, **settings)
     completions = engine.generate(asked, GREEDY)
     assert [c.token_ids for c in completions] == [greedy(reference, prompt, 12) for prompt in asked]
@@ -44,7 +37,7 @@ def test_greedy_tokens_are_those_of_generate(make_engine, family, settings) -> N
 
 def test_a_prefix_cache_hit_changes_nothing(make_engine) -> None:
     engine = make_engine()
-    prompt = prompts(1)[0][:5] * 4
+    prompt = random_prompts(1)[0][:5] * 4
     first, again = (engine.generate([prompt], GREEDY)[0] for _ in range(2))
     # 20 tokens are 5 pages of 4; the last is computed in any case
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 16)
@@ -96,7 +89,7 @@ def test_prefix_caching_can_be_turned_off(make_engine) -> None:
 
 def test_a_seed_gives_the_same_answer_alone_and_in_any_batch(make_engine) -> None:
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=7)
-    prompt, *others = prompts(8)
+    prompt, *others = random_prompts(8)
     alone = make_engine().generate([prompt], params)[0].token_ids
     for settings in ({}, {"max_num_batched_tokens": 9}, {"num_pages": 16, "max_model_len": 64}):
         engine = make_engine(**settings)
@@ -178,6 +171,14 @@ def test_a_bad_prompt_is_refused(make_engine, prompt, message) -> None:
     assert not engine.has_unfinished()
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(make_engine, tokenizer, monkeypatch) -> None:
+    engine = make_engine(max_model_len=20)
+    longest = max(map(len, tokenizer.get_vocab()))
+    monkeypatch.setattr("fa_serve.engine.prompts.encode", lambda *_: pytest.fail("it was tokenized"))
+    with pytest.raises(ValueError, match=f"shorter than max_model_len = 20 tokens, and so than {20 * longest} characters"):
+        engine.add_request("bad", "x" * (20 * longest + 1))
+
+
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
 def test_a_timeout_is_positive(make_engine, timeout) -> None:
     with pytest.raises(ValueError, match="timeout must be positive"):
@@ -198,7 +199,10 @@ def test_one_text_is_not_a_list_of_prompts(make_engine) -> None:
     ("field", "value"),
     [
         ("max_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1),
-        ("seed", 2**63), ("stop", ("",)), ("stop", "text"), ("stop_token_ids", (-1,)),
+        ("seed", 2**63), ("stop", ("",)), ("stop", "text"), ("stop_token_ids", (-1,)), ("max_tokens", True), ("top_k", 1.0),
+        ("temperature", "1"), ("temperature", True), ("n", 0), ("best_of", 0), ("stop", (1,)), ("stop_token_ids", (1.0,)),
+        ("stop_token_ids", 3), ("logit_bias", {"1": 2.0}), ("logit_bias", {1: "2"}), ("structured", "{}"), ("seed", 1.0),
+        ("prompt_logprobs", 21), ("logprobs", 1.0), ("allowed_token_ids", "12"),
     ],
 )  # fmt: skip
 def test_bad_sampling_parameters_name_the_field(field, value) -> None:
@@ -213,7 +217,11 @@ def test_settings_that_cannot_work_are_refused_with_numbers(make_engine) -> None
         make_engine(max_model_len=257)
     assert make_engine(num_pages=16).max_model_len == 64
     assert make_engine(num_pages=None, max_num_seqs=2).config.num_pages == 2 * 256 // 4
-    for field, value in (("page_size", 0), ("dtype", "int8"), ("gpu_memory_utilization", 1.5), ("max_waiting", -1)):
+    for field, value in (
+        ("page_size", 0), ("page_size", True), ("page_size", None), ("num_pages", 1.0), ("max_num_seqs", "8"),
+        ("dtype", "int8"), ("gpu_memory_utilization", 1.5), ("gpu_memory_utilization", "1"), ("max_waiting", -1),
+        ("max_waiting", 1.5), ("seed", 0.5),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=field):
             EngineConfig(**{field: value})
 
@@ -276,7 +284,7 @@ def test_a_failed_scheduler_ends_all_requests_and_starts_afresh(make_engine, mon
 
 def test_out_of_memory_makes_steps_smaller_and_loses_nothing(make_engine, monkeypatch, caplog) -> None:
     engine = make_engine(max_num_batched_tokens=64)
-    asked = prompts(6)
+    asked = random_prompts(6)
     real = engine._runner.launch
 
     def launch(batch):
@@ -349,7 +357,7 @@ def test_no_more_than_max_waiting_requests_wait(make_engine) -> None:
 
 def test_generate_takes_more_prompts_than_the_queue(make_engine, capsys) -> None:
     engine = make_engine(max_num_seqs=2, max_waiting=1)
-    asked = prompts(9)
+    asked = random_prompts(9)
     completions = engine.generate(asked, GREEDY, progress=True)
     reference = make_model()
     assert [c.token_ids for c in completions] == [greedy(reference, prompt, 12) for prompt in asked]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import random
 from typing import Any
 
 import pytest
 import torch
 from long_run import long_run
-from tiny_models import CONFIGS, VOCAB, greedy, make_model, make_tokenizer
+from tiny_models import CONFIGS, greedy, make_model, make_tokenizer, random_prompts
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 
@@ -26,11 +25,6 @@ def make_engine(family: str = "llama", **settings: Any) -> Engine:
     return Engine(config, model=make_model(family).to("cuda"), tokenizer=make_tokenizer())
 
 
-def prompts(count: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
-
-
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(
     "settings",
@@ -42,7 +36,7 @@ def prompts(count: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
     ],
 )
 def test_greedy_tokens_are_those_of_generate(family: str, settings: dict[str, Any]) -> None:
-    asked = prompts(24)
+    asked = random_prompts(24, 60)
     engine = make_engine(family, **settings)
     completions = engine.generate(asked, GREEDY)
     reference = make_model(family).to("cuda")
@@ -55,7 +49,7 @@ def test_greedy_tokens_are_those_of_generate(family: str, settings: dict[str, An
 
 def test_a_seed_gives_the_same_answer_alone_and_in_a_batch() -> None:
     params = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, top_k=50, seed=7)
-    prompt, *others = prompts(12)
+    prompt, *others = random_prompts(12, 60)
     alone = make_engine().generate([prompt], params)[0].token_ids
     mixed = make_engine().generate([*others, prompt], [SamplingParams(max_tokens=30)] * 11 + [params])
     assert mixed[-1].token_ids == alone
@@ -80,7 +74,7 @@ def test_the_cache_takes_what_is_left_of_the_share() -> None:
     used = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
     assert engine.config.num_pages > 1000
     assert used == pytest.approx(total * share, rel=0.05)
-    assert len(engine.generate(prompts(32), GREEDY)) == 32
+    assert len(engine.generate(random_prompts(32, 60), GREEDY)) == 32
     with pytest.raises(ValueError, match="leaves no room for a KV cache"):
         make_engine(num_pages=None, gpu_memory_utilization=0.001)
 
