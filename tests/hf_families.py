@@ -125,8 +125,9 @@ FAMILIES = [
         "num_experts_per_tok": 2, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8, "v_head_dim": 16}),
     Family("llama4", "Llama4ForCausalLM", config={
-        "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 7, "intermediate_size_mlp": 96,
-        "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}, paged=_MASK_OF_ITS_OWN, packs=False),
+        "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 7,
+        "intermediate_size_mlp": 96, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+        paged=_MASK_OF_ITS_OWN, packs=False),
     Family("gpt2", "GPT2LMHeadModel", config={"n_inner": 96}),
     Family("opt", "OPTForCausalLM", config={"ffn_dim": 96, "word_embed_proj_dim": 64}, packs=False),
     Family("gpt-neox", "GPTNeoXForCausalLM"),
