@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -73,6 +74,13 @@ CASES = [
     Case("out-in-halves", head_dim=(128, 128), tiles=TileConfig(2, 64, 2, 1, STATIC, o_parts=2), seqlen_q=400, seqlen_k=400),
     Case("out-in-halves-ahead", head_dim=(128, 128), tiles=TileConfig(2, 64, 2, 2, DYNAMIC, o_parts=2), seqlen_q=400),
     Case("queries-in-registers", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, q_registers=True), seqlen_q=500, seqlen_k=500),
+    Case(
+        "half-of-the-queries-in-registers",
+        head_dim=(256, 256),
+        seqlen_q=300,
+        seqlen_k=300,
+        tiles=TileConfig(2, 64, 2, 1, DYNAMIC, q_registers=True, o_parts=2),
+    ),
     Case("one-stage", tiles=TileConfig(2, 64, 1, 2, DYNAMIC), seqlen_q=300, seqlen_k=300),
 ]
 
@@ -152,16 +160,20 @@ def paged_inputs(case: Case, lengths_q: list[int], lengths_k: list[int]):
     return (q, k_cache, v_cache), paging, options, list(zip(rows, keys, values, strict=True))
 
 
-@pytest.mark.parametrize("case", PAGED, ids=lambda case: case.id)
-def test_paged(case: Case) -> None:
-    """Pages in any order; every slot that no sequence owns is NaN, and table entries behind the last page point outside."""
+def paged_is_right(case: Case, faults: dict[str, str] | None = None) -> None:
     tensors, paging, options, sequences = paged_inputs(case, [70, 0, 1, 150, 90], [70, 30, 9, 310, 0])
-    with emulated():
+    with emulated(faults=faults, patience=2.0 if faults else 20.0):
         out, lse = launch_forward(*tensors, out=None, return_lse=True, **paging, **options)
     for rows, k, v in sequences:
         if rows.start < rows.stop and len(k):
             check(out[None, rows], lse[None, :, rows], tensors[0][None, rows], k[None], v[None], options)
     assert (out[-90:] == 0).all()
+
+
+@pytest.mark.parametrize("case", PAGED, ids=lambda case: case.id)
+def test_paged(case: Case) -> None:
+    """Pages in any order; every slot that no sequence owns is NaN, and table entries behind the last page point outside."""
+    paged_is_right(case)
 
 
 def test_pages_before_a_window_are_not_read() -> None:
@@ -187,10 +199,10 @@ def test_strided_caches(order: tuple[int, ...]) -> None:
             check(out[None], lse[None], q[None], k[None], v[None], options)
 
 
-def test_sequences_with_few_queries_are_left_alone() -> None:
+def few_queries_are_left_alone(faults: dict[str, str] | None = None) -> None:
     tensors, paging, options, sequences = paged_inputs(Case(""), [1, 70, 16, 17, 0], [90, 70, 33, 40, 5])
     out, lse = torch.full_like(tensors[0], 7.0), torch.full((2, 104), 7.0)
-    with emulated():
+    with emulated(faults=faults):
         launch_forward(*tensors, out=out, lse=lse, return_lse=True, skip_q=16, **paging, **options)
     for index, (rows, k, v) in enumerate(sequences):
         if index in (1, 3):
@@ -198,6 +210,10 @@ def test_sequences_with_few_queries_are_left_alone() -> None:
         else:
             assert (out[rows] == 7.0).all()
             assert (lse[:, rows] == 7.0).all()
+
+
+def test_sequences_with_few_queries_are_left_alone() -> None:
+    few_queries_are_left_alone()
 
 
 def test_a_mixed_batch_is_shared_with_who_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,12 +358,33 @@ def test_the_emulator_sees(fault: str) -> None:
     tiles = TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True)
 
     def run() -> None:
-        with emulated(faults=FAULTS[fault], patience=1.0, delay=5e-3):
-            out, lse = launch_forward(q, k, v, out=None, return_lse=True, tiles=tiles, **options)
-        check(out, lse, q, k, v, options)
+        for seed in range(4):  # a race need not be lost every time
+            with emulated(seed=seed, faults=FAULTS[fault], patience=1.0, delay=5e-3):
+                out, lse = launch_forward(q, k, v, out=None, return_lse=True, tiles=tiles, **options)
+            check(out, lse, q, k, v, options)
 
     with pytest.raises((EmulationError, AssertionError)):
         run()
+
+
+PAGE_FAULTS = {
+    "a page read past its owner's end": ("gl.minimum(gl.maximum(tile.kv_len - key + row, 0), var.page_size)", "var.page_size"),
+    "the pieces of a block in another order": (
+        "(slot * CHUNKS + chunk) * PIECES + i",
+        "(slot * CHUNKS + chunk) * PIECES + (i ^ 1)",
+    ),
+    "the table's row of another sequence": ("tl.store(record + 4, k_start)", "tl.store(record + 4, k_start * 0)"),
+    "a sequence that somebody else computes": ("tl.where(q_len > skip_q, q_len, 0)", "q_len"),
+}
+
+
+@pytest.mark.parametrize("fault", PAGE_FAULTS)
+def test_the_emulator_sees_in_pages(fault: str) -> None:
+    faults, check_it = dict([PAGE_FAULTS[fault]]), partial(paged_is_right, Case("", window=FULL))
+    if "somebody" in fault:
+        check_it = few_queries_are_left_alone
+    with pytest.raises((EmulationError, AssertionError)):
+        check_it(faults)
 
 
 def test_the_emulator_sees_a_bound_past_the_sequence() -> None:

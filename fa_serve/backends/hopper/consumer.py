@@ -98,6 +98,7 @@ def _issue_scores(queries, count, smem, group: gl.constexpr, var: gl.constexpr):
     zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
     k = smem.k.index(slot).reshape([BLOCK_N, D0])
     if var.tiles.q_registers:
+        q_slot = group  # of a second part there is one slot
         s = warpgroup_mma(queries, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:
         q_slot = (queries % var.tiles.q_stages) * var.tiles.groups + group

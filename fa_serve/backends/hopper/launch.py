@@ -67,7 +67,7 @@ def _is_watched() -> bool:
 
 
 def _sender(compiled: Any, device: int) -> Callable[..., None] | None:
-    """What Triton 3.6 does after its checks, less the encoding and the hooks; None if its launcher is not the one known here."""
+    """What Triton 3.6 does after its checks, less the encoding and the hooks; None if its launcher is not the one known."""
     run = compiled.run
     if run.global_scratch_size or run.profile_scratch_size:
         return None

@@ -40,7 +40,8 @@ class TileConfig:
     softmax_first: every exponential of a step comes before the wait for the previous PV; else ptxas chooses
     o_parts:  0: O leaves through the place of its queries, which is free for the next ones when it has left. Else O has a place
               of its own for 1 / o_parts of it, and a lone query tile is free after its last QK^T
-    q_registers: a warpgroup reads its queries into registers once per tile, instead of from shared memory in every step
+    q_registers: a warpgroup reads its queries, or their first part, into registers once per tile, instead of from shared memory
+              in every step. A second part needs q_stages 1
     blocks_per_sm: how many blocks share a multiprocessor; more than one needs small tiles
     """
 
@@ -74,10 +75,10 @@ HEAD_DIMS = {
     (96, 96): (128, 0, 128),
     (128, 128): (128, 0, 128),
     (192, 128): (128, 64, 128),
-    (256, 256): (256, 0, 256),
+    (256, 256): (128, 128, 256),
 }
 """(head_dim, head_dim_v) -> widths in shared memory (first part of Q and K, second part or 0, V). 96 is padded with zeros by
-the copy engine; 192 is computed as 128 + 64, because tiles are powers of two."""
+the copy engine; 192 is computed as 128 + 64, because tiles are powers of two; half of 256 fits in registers."""
 
 
 def shared_bytes(tiles: TileConfig, head_dim: int, head_dim_v: int) -> int:
@@ -103,11 +104,11 @@ def forward_tiles(
         # 512 packed sequences of 64: 88 so, 86 with a static schedule, 68 one block per tile
         if first <= 128 and not second:
             return TileConfig(1, 64, 2, 2, Schedule.DYNAMIC, blocks_per_sm=2)
-        return TileConfig(1, 64, 2, 1, Schedule.GRID)
-    if first == 256:
+        return TileConfig(1, 64, 2, 1, Schedule.GRID, o_parts=2)
+    if head_dim == 256:
         if masked and max_seqlen_k >= 16384:
             # the blocks that end early make room for others: causal 650, and 626 with the next one
-            return TileConfig(2, 64, 2, 1, Schedule.GRID)
+            return TileConfig(2, 64, 2, 1, Schedule.GRID, o_parts=2)
         # shared memory has room for one query tile only; with a place for half of O its successor arrives under the last PV:
         # 512 keys 517 and 466 without, 8k 655 and 616, causal 8k 664 and 615
         return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
