@@ -19,7 +19,7 @@ from contextlib import aclosing
 from typing import Any
 
 from fa_serve import FaServeError, __version__
-from fa_serve.engine import QueueFullError, RequestOutput, SamplingParams, TokenLogprob
+from fa_serve.engine import QueueFullError, RequestOutput, SamplingParams, StructuredOutput, TokenLogprob
 
 from .errors import UNFORESEEN, BadRequest, EngineFailed, TooManyRequests, Unavailable
 from .logprobs import for_completion, for_prompt
@@ -139,8 +139,8 @@ class Answer(ABC):
             raise
         except ValueError as error:  # the engine knows the vocabulary; it names what is wrong first
             name, param = str(error).partition(" ")[0], self._prompt_field
-            if self._constraint is not None and (name == "structured" or hasattr(self._constraint.output, name)):
-                param = self._constraint.field
+            if self._constraint is not None and (name == "structured" or hasattr(StructuredOutput, name)):
+                param = "tools" if self._constraint.field == "tool_choice" else self._constraint.field
             elif name in type(self._body).model_fields:
                 param = name
             raise BadRequest(f"{error}.", param=param, code="invalid_value") from None
@@ -163,9 +163,12 @@ class Answer(ABC):
             )  # fmt: skip
         return sampling_params(
             body, max_tokens=wanted or self._default_max_tokens(room), logprobs=self._logprobs(),
-            prompt_logprobs=self._prompt_logprobs(), structured=self._constraint and self._constraint.output,
+            prompt_logprobs=self._prompt_logprobs(), structured=self._structured(),
             skip_special_tokens=self._skip_special_tokens(),
         )  # fmt: skip
+
+    def _structured(self) -> StructuredOutput | None:
+        return None if self._constraint is None else self._constraint.output
 
     def _skip_special_tokens(self) -> bool | None:
         return self._body.skip_special_tokens

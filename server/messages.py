@@ -12,13 +12,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fa_serve.engine import RequestOutput
+from fa_serve.engine import RequestOutput, StructuredOutput
 
 from .errors import BadRequest
 from .generation import Answer
+from .grammar import ANY_TEXT, calls, compose, rule
 from .logprobs import for_chat
 from .reasoning import OPENING, ThoughtReader, opened_by
 from .replies import ToolCallDelta
+from .sampling import Constraint
 from .schemas import ChatRequest
 from .service import Service
 from .tools import FORMATS, REQUIRED, ToolReader, new_call
@@ -75,12 +77,14 @@ class ChatAnswer(Answer):
         self._template = service.template(body, self._tools)
         chosen = service.settings.tool_call_parser
         self._format = self._template.tool_format if chosen == "auto" else FORMATS[chosen]
-        self._free = bool(self._tools) and self._constraint is None  # to call tools or not
-        if self._tools and self._constraint is not None and self._constraint.field != "tool_choice":
-            raise BadRequest(
-                f"{self._constraint.field} holds the whole answer to a format, so that no tool could be called; "
-                'with tools it is only allowed when tool_choice is "none".', param=self._constraint.field,
-            )  # fmt: skip
+        held, setting = self._constraint, service.settings.reasoning_parser
+        self._free = bool(self._tools) and (held is None or held.field != "tool_choice")  # to call tools or not
+        thinks = self._template.thinks if setting == "auto" else setting == "think"
+        self._thinks = thinks and not (held and held.output.grammar)  # a grammar of the request's own has no place for it
+        if self._free and held is None and any(tool.function.strict for tool in self._tools):
+            self._constraint = Constraint("tools", ANY_TEXT)
+        if self._free and held is not None and held.output.grammar is not None:
+            raise BadRequest(f"{held.field} leaves no room for tools, unless tool_choice is none.", param=held.field)
         if self._free and self._format is None:
             raise BadRequest(
                 "This model's chat template does not tell how it writes tool calls; the operator can, with --tool-call-parser. "
@@ -99,17 +103,29 @@ class ChatAnswer(Answer):
         tokens, self._text = await self._service.encode_chat(self._template, self._body, self._tools, variables)
         return [tokens]
 
-    @property
-    def _thinks(self) -> bool:
-        """Whether answers have thoughts; one that is held to a format begins with it."""
-        setting = self._service.settings.reasoning_parser
-        return self._constraint is None and (self._template.thinks if setting == "auto" else setting == "think")
+    def _structured(self) -> StructuredOutput | None:
+        """What is wanted alone if that is all there can be, else together with thoughts before it and calls in its place."""
+        thoughts = opened_by(self._text) if self._thinks else False
+        if self._constraint is None or (thoughts is False and not self._free):
+            return super()._structured()
+        rules: list[str] = []
+        mark, free_text = self._service.special_tokens.get, self._constraint.output is ANY_TEXT
+        try:
+            start = "" if free_text else "answer"
+            rules = [] if free_text else [f"answer: {rule(self._constraint.output)}"]
+        except ValueError as error:
+            raise BadRequest(f"{self._constraint.field} is no JSON schema: {error}.", param=self._constraint.field) from None
+        if self._free and self._format is not None:
+            single = self._body.parallel_tool_calls is False
+            called, more = calls(self._format, self._tools, single, mark, text=free_text)
+            start, rules = f"{start} | {called}" if start else called, rules + more
+        return StructuredOutput(grammar=compose(start, rules, thoughts, mark))
 
     def _skip_special_tokens(self) -> bool | None:
         """In some vocabularies the markers of tool calls and thoughts are special tokens, which are no text otherwise."""
         markers = {self._format.opening} if self._free and self._format else set()
         markers |= {OPENING} if self._thinks else set()
-        return False if markers & self._service.special_tokens else self._body.skip_special_tokens
+        return False if markers & self._service.special_tokens.keys() else self._body.skip_special_tokens
 
     def _reader(self, index: int) -> MessageReader:
         if index not in self._readers:

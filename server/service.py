@@ -142,9 +142,9 @@ class Service:
         }  # fmt: skip
 
     @cached_property
-    def special_tokens(self) -> set[str]:
-        """Those that are no part of a text."""
-        return {token.content for token in self.engine.tokenizer.added_tokens_decoder.values() if token.special}
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of those that are no part of a text."""
+        return {token.content: i for i, token in self.engine.tokenizer.added_tokens_decoder.items() if token.special}
 
     @cached_property
     def token_texts(self) -> TokenTexts:

@@ -10,7 +10,8 @@ of its stream. Text that looked like a call and is none becomes content. White s
 
 Formats: hermes, which Qwen uses too: <tool_call>{"name": ..., "arguments": ...}</tool_call>, one after the other; llama3_json:
 {"name": ..., "parameters": ...} at the very start of the answer or after <|python_tag|>, several apart by ";"; mistral:
-[TOOL_CALLS] and a list of such objects, or name[ARGS]{...}. Left out: formats that are not JSON.
+[TOOL_CALLS] and a list of such objects, or name[ARGS]{...}. Left out: formats that are not JSON, and what holds a model to
+one of these (grammar.py).
 """
 
 from __future__ import annotations
