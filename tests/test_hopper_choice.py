@@ -100,13 +100,13 @@ def test_a_name_for_each_schedule() -> None:
 
 
 def test_head_group_keeps_heads_of_one_key_head_together() -> None:
-    assert head_group(64, 4, 1 << 20, 200) == 64
-    assert head_group(64, 4, 8 << 20, 200) == 12
-    assert head_group(64, 4, 1 << 30, 200) == 4
-    assert head_group(2, 1, 0, 1) == 2
+    assert head_group(64, 4, 1 << 20, 200) == (64, 4)
+    assert head_group(64, 4, 8 << 20, 200) == (8, 4)
+    assert head_group(64, 4, 1 << 30, 200) == (4, 4)
+    assert head_group(2, 1, 0, 1) == (2, 2)
 
 
-def test_head_group_gives_every_multiprocessor_several_tiles() -> None:
-    assert head_group(64, 1, 24 << 20, 32) == 13
-    assert head_group(64, 4, 24 << 20, 32) == 16
-    assert head_group(256, 1, 24 << 20, 4) == 32, "no more heads at once than share what they read"
+def test_the_last_group_gives_every_multiprocessor_several_tiles() -> None:
+    assert head_group(64, 1, 16 << 20, 32) == (1, 13)
+    assert head_group(64, 4, 16 << 20, 32) == (4, 16)
+    assert head_group(256, 1, 16 << 20, 4) == (1, 32), "no more heads at once than share what they read"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hopper_emulator import EmulationError, emulated
+from hopper_emulator import EmulationError, _namespace, emulated
 
 from fa_serve import api
 from fa_serve.backends.hopper import HopperBackend
@@ -289,6 +290,20 @@ def test_the_counter_is_as_it_was_found() -> None:
             out, lse = launch_forward(q, k, v, out=None, return_lse=True, tiles=tiles, **options)
             assert counter.item() == 0
             check(out, lse, q, k, v, options)
+
+
+@pytest.mark.parametrize("heads", [1, 5, 32])
+@pytest.mark.parametrize(("group", "tail"), [(1, 1), (4, 1), (4, 13), (8, 32), (32, 32)])
+def test_every_tile_of_every_head_is_dealt_once(heads: int, group: int, tail: int) -> None:
+    """Group after group, longest tiles of a group first; the last group is at least the tail."""
+    deal, tiles = _namespace({})["_deal"], 7
+    work = SimpleNamespace(head_group=min(group, heads), head_tail=min(tail, heads))
+    dealt = [tuple(map(int, deal(torch.tensor(i), tiles, heads, work))) for i in range(tiles * heads)]
+    assert sorted(dealt) == [(head, tile) for head in range(heads) for tile in range(tiles)]
+    in_last = heads - (heads - work.head_tail) // work.head_group * work.head_group
+    ends = [*range(work.head_group, heads - in_last + 1, work.head_group), heads]
+    order = [(next(g for g, end in enumerate(ends) if head < end), tile, head) for head, tile in dealt]
+    assert order == sorted(order)
 
 
 @pytest.mark.parametrize("window", [FULL, CAUSAL, (-1, 50), (100, 0)], ids=str)

@@ -58,15 +58,15 @@ def _ring(width: gl.constexpr, desc, var: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "softcap", "lse_stride", "total", "num_m", "num_heads", "heads_per_kv", "head_group", "seqlen_q", "seqlen_k",
-        "left", "right", "table_stride", "k_pitch", "v_pitch",
+        "scale", "softcap", "lse_stride", "total", "num_m", "num_heads", "heads_per_kv", "head_group", "head_tail", "seqlen_q",
+        "seqlen_k", "left", "right", "table_stride", "k_pitch", "v_pitch",
     ],
     do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "counter_ptr", "block_table_ptr"],
 )  # fmt: skip
 def _attention_forward(
     q_desc, q1_desc, k_desc, k1_desc, v_desc, o_desc, lse_ptr, sinks_ptr, table_ptr, counter_ptr, block_table_ptr, scale,
-    softcap, lse_stride, total, num_m, num_heads, heads_per_kv, head_group, seqlen_q, seqlen_k, left, right, table_stride,
-    k_pitch, v_pitch, var: gl.constexpr,
+    softcap, lse_stride, total, num_m, num_heads, heads_per_kv, head_group, head_tail, seqlen_q, seqlen_k, left, right,
+    table_stride, k_pitch, v_pitch, var: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = var.tiles.groups
     STAGES: gl.constexpr = var.tiles.stages
@@ -114,7 +114,7 @@ def _attention_forward(
     if var.varlen:
         counter_ptr = table_ptr + total // num_heads * 8
     work = Work(
-        table_ptr, counter_ptr, total, num_m, num_heads, heads_per_kv, head_group, seqlen_q, seqlen_k, left, right,
+        table_ptr, counter_ptr, total, num_m, num_heads, heads_per_kv, head_group, head_tail, seqlen_q, seqlen_k, left, right,
         block_table_ptr, table_stride, k_pitch, v_pitch,
     )  # fmt: skip
     epilogue = Epilogue(lse_ptr, sinks_ptr, lse_stride, num_heads, scale, softcap, left, right)
@@ -230,9 +230,9 @@ def _plan(
     kv_bytes = 2 * (head_dim + head_dim_v)
     if packed:
         # tiles of some sequences run side by side; those of one length are a few sequences' as a rule
-        group = head_group(num_heads, heads_per_kv, kv_bytes * min(4, batch) * max_seqlen_k, slots)
+        group, tail = head_group(num_heads, heads_per_kv, kv_bytes * min(4, batch) * max_seqlen_k, slots)
     else:
-        group = head_group(batch * num_heads, heads_per_kv, kv_bytes * max_seqlen_k, num_m)
+        group, tail = head_group(batch * num_heads, heads_per_kv, kv_bytes * max_seqlen_k, num_m)
     blocks = total if tiles.schedule == Schedule.GRID else min(total, _multiprocessors(device) * tiles.blocks_per_sm)
     describe = _ragged if packed else _dense
     out_shape = (*q_shape[:-1], head_dim_v)
@@ -255,8 +255,8 @@ def _plan(
         describe(out_shape, out_stride, 64, var.o_width, dtype),
     )  # fmt: skip
     integers = (
-        q_shape[0] if packed else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group, max_seqlen_q, max_seqlen_k, left,
-        right, table_stride or 0, k_stride[0] // k_stride[1] if paged else 0, v_stride[0] // v_stride[1] if paged else 0,
+        q_shape[0] if packed else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group, tail, max_seqlen_q, max_seqlen_k,
+        left, right, table_stride or 0, k_stride[0] // k_stride[1] if paged else 0, v_stride[0] // v_stride[1] if paged else 0,
     )  # fmt: skip
     return _Plan(var, _number(var), blocks, slots, descriptors, integers, tiles.registers[0])
 

@@ -39,22 +39,22 @@ def _pack(tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def _deal(index, tiles, heads, head_group):
+def _deal(index, tiles, heads, work):
     """-> head and number of the tile among those of the head, longest first: tiles of a group of heads together (their keys
-    share the L2 cache), neighbours in head order."""
+    share the L2 cache), neighbours in head order. The last group has `head_tail` heads and what does not fill a group: a short
+    one would leave most blocks without work."""
     safe = gl.maximum(gl.minimum(index, tiles * heads - 1), 0)
-    per_group = gl.maximum(head_group * tiles, 1)
-    # what does not fill a group joins the last one: a short group at the end would leave most blocks without work
-    last = gl.maximum(heads // head_group - 1, 0)
+    per_group = gl.maximum(work.head_group * tiles, 1)
+    last = (heads - work.head_tail) // work.head_group
     group = gl.minimum(safe // per_group, last)
     rest = safe - group * per_group
-    size = gl.where(group == last, heads - group * head_group, head_group)
-    return group * head_group + rest % size, rest // size
+    size = gl.where(group == last, heads - group * work.head_group, work.head_group)
+    return group * work.head_group + rest % size, rest // size
 
 
 @gluon.jit
 def _dense_tile(index, work, var: gl.constexpr):
-    batch_head, m = _deal(index, work.num_m, work.total // work.num_m, work.head_group)
+    batch_head, m = _deal(index, work.num_m, work.total // work.num_m, work)
     if var.has_right:
         m = work.num_m - 1 - m
     row = m * var.tiles.block_m
@@ -75,7 +75,7 @@ def _dense_tile(index, work, var: gl.constexpr):
 @gluon.jit
 def _packed_tile(index, work, live, layout: gl.constexpr):
     """A record of `schedule.tile_table`, of which `live` are tiles."""
-    head, number = _deal(index, live, work.num_heads, work.head_group)
+    head, number = _deal(index, live, work.num_heads, work)
     tile = unpack_tile(gl.load(work.table + number * 8 + gl.arange(0, 8, layout=layout)), layout)
     row = gl.where(index < live * work.num_heads, tile.row, -1)
     return Tile(row, head, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, tile.low, tile.high)

@@ -96,6 +96,7 @@ class Work(NamedTuple):
     num_heads: gl.tensor
     heads_per_kv: gl.tensor
     head_group: gl.tensor
+    head_tail: gl.tensor
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     left: gl.tensor
