@@ -14,12 +14,13 @@ import pytest
 import torch
 from hf_families import BY_NAME, VOCAB, assert_same
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig, masking_utils
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig, StaticCache, masking_utils
+from transformers.integrations.executorch import convert_and_export_with_cache
 
 import fa_serve
 from fa_serve import hf
 from fa_serve.backends.reference import attention_reference, visible_keys
-from fa_serve.hf import masks, models
+from fa_serve.hf import attention, masks, models
 from fa_serve.hf.masks import Implicit, classify
 from fa_serve.spec import UnsupportedModelError
 from fa_serve.testing import make_qkv
@@ -485,6 +486,69 @@ def test_compiled_decoding_does_not_recompile(family: str, graphs: int, listing:
     actual = ours.generate(ids, **options, cache_implementation="static", compile_config=compile_config)
     assert torch.equal(actual, eager.generate(ids, **options))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@torch.no_grad()
+def test_a_step_compiled_by_the_user_is_one_graph(listing: bool) -> None:
+    """model(...) with a static cache, without a mask and with one of the room's length: no break, no graph for each token."""
+    eager, ours = BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())
+    ids = tokens(2, 12)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    room = torch.ones(2, 20, dtype=torch.int64)
+    room[0, :3] = 0
+    for padding in (None, room):
+        given: list[dict[str, Any]] = [{"position_ids": torch.arange(n)[None]} for n in range(13)]
+        if padding is not None:
+            positions = (padding.cumsum(1) - 1).clamp(min=0)
+            given = [{"attention_mask": padding[:, :n], "position_ids": positions[:, :n]} for n in range(13)]
+        cache = StaticCache(config=ours.config, max_cache_len=20)
+        ours(ids[:, :6], **given[6], past_key_values=cache)
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        for n in range(7, 13):
+            step = dict(given[n])
+            step["position_ids"] = step["position_ids"][:, -1:].clone(memory_format=torch.contiguous_format)
+            if padding is not None:
+                step["attention_mask"] = torch.nn.functional.pad(step["attention_mask"], (0, 20 - n))
+            actual = compiled(ids[:, n - 1 : n], **step, past_key_values=cache).logits
+        expected = eager(ids, **given[12]).logits[:, -1:]
+        torch.testing.assert_close(actual, expected, atol=3e-5, rtol=0)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+# transformers collects outputs in a global while it is traced
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
+@torch.no_grad()
+def test_exports_with_a_static_cache(listing: bool) -> None:
+    """Each attention is one node of the exported graph, which decodes as the model does."""
+    eager, ours = BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())
+    ours.generation_config.cache_implementation = "static"
+    ours.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 16}
+    program = convert_and_export_with_cache(ours)
+    name = "fa_serve.attention_listed.default" if listing else "fa_serve.attention.default"
+    assert [str(node.target) for node in program.graph.nodes].count(name) == ours.config.num_hidden_layers
+    ids, module = tokens(1, 9), program.module()
+    steps = [module(input_ids=ids[:, n : n + 1], cache_position=torch.tensor([n])) for n in range(9)]
+    torch.testing.assert_close(torch.cat(steps, 1), eager(ids).logits, atol=3e-5, rtol=0)
+
+
+def test_a_step_that_needs_gradients_has_them(listing: bool) -> None:
+    results = []
+    for model in (BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())):
+        ids = tokens(2, 6)
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+        model(ids[:, 5:], attention_mask=torch.ones_like(ids), past_key_values=cache).logits.sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_who_has_gradients_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    attention._say_who_has_gradients.cache_clear()
+    for _ in range(2):
+        attention._say_who_has_gradients()
+    assert [record.message for record in caplog.records if "no backward pass" in record.message] == caplog.messages
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,6 +16,8 @@ from fa_serve.spec import UnsupportedModelError
 
 if TYPE_CHECKING:
     from fa_serve.hf.paged import PagedBatch, Probe
+
+logger = logging.getLogger(__name__)
 
 
 def attention_forward(
@@ -56,9 +60,14 @@ def attention_forward(
         return fa_serve_batch.attend(module, query, key, value, attention_mask, causal=causal, left=left, **options), None
 
     mask: Tensor | None = None
-    if isinstance(attention_mask, Implicit) and attention_mask.table is not None and position_bias is None:
+    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if needs_grad and query.is_cuda and not torch.compiler.is_compiling():
+        _say_who_has_gradients()
+    listed = isinstance(attention_mask, Implicit) and attention_mask.table is not None and position_bias is None
+    if listed and not needs_grad:
+        assert isinstance(attention_mask, Implicit)
         table, used, rows = attention_mask.table, attention_mask.used, attention_mask.starts
-        assert used is not None and rows is not None  # noqa: PT018
+        assert table is not None and used is not None and rows is not None  # noqa: PT018
         out = attention_listed(query, key, value, table, used, rows, sinks=s_aux, softmax_scale=scaling, softcap=softcap or 0.0)
         return out, None
     if isinstance(attention_mask, Implicit):
@@ -90,6 +99,14 @@ def attention_forward(
     if position_bias is not None:
         mask = _combine(position_bias, mask)
     return attention(q, k, v, mask=mask, **options).contiguous(), None
+
+
+@functools.cache
+def _say_who_has_gradients() -> None:
+    logger.warning(
+        "fa_serve's kernels have no backward pass: attention that needs gradients runs on PyTorch's own. For inference, use "
+        "torch.no_grad() or torch.inference_mode()"
+    )
 
 
 def _same_sequence(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
