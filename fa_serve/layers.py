@@ -130,6 +130,30 @@ def sample_rows(
     return tokens
 
 
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (..., k) @ weight (n, k).T + bias (n,) -> (..., n); the bits of a row do not depend on how many others there are."""
+    rows = x.reshape(-1, x.shape[-1])
+    if kernels := _kernels("invariant", x.device):
+        out = x.new_empty(len(rows), weight.shape[0])
+        kernels.launch_linear(rows, weight, bias, out)
+    else:
+        # a library chooses its way by the number of rows: one at a time
+        linear_row = torch.nn.functional.linear
+        out = torch.cat([linear_row(row[None], weight, bias) for row in rows]) if len(rows) else rows @ weight.t()
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def invariant_sum(x: Tensor) -> Tensor:
+    """Over the last dimension, in float32 or wider; the bits of a row do not depend on how many others there are."""
+    rows = x.reshape(-1, x.shape[-1])
+    if kernels := _kernels("invariant", x.device):
+        out = torch.empty(len(rows), dtype=torch.float32, device=x.device)
+        kernels.launch_row_sum(rows, out)
+    else:
+        out = torch.stack([_wide(row).sum() for row in rows]) if len(rows) else _wide(rows).sum(-1)
+    return out.view(x.shape[:-1])
+
+
 def _normed(x: Tensor, norm: Norm) -> Tensor:
     y = _wide(x)
     return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps) * (_wide(norm.weight) + norm.offset)

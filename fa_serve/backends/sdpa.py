@@ -76,8 +76,9 @@ class SdpaBackend:
 
         single = [b for b, (start, end) in enumerate(rows) if end - start == 1 and lengths[b] > 0]
         longest = max((lengths[b] for b in single), default=0)
-        if len(single) == 1 or longest * len(single) > 2 * sum(lengths[b] for b in single) + 4096:
-            single = []  # padding to the longest would cost more than one call each
+        # padding to the longest may cost more than one call each; with `num_splits` given the others have no say in a result
+        if num_splits or len(single) == 1 or longest * len(single) > 2 * sum(lengths[b] for b in single) + 4096:
+            single = []
         if single:
             # one call for all decoding sequences: positions past a sequence's end read its first key and are masked out
             index = torch.tensor(single, device=q.device)

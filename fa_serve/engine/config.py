@@ -31,6 +31,7 @@ class EngineConfig:
     prefix_caching:         keep the pages of finished requests for prompts that begin alike
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
     fusion:                 on a GPU, layers of the Llama kind run on fused kernels, proven when the model is loaded
+    deterministic:          a request's tokens and log-probabilities are bitwise the same alone and in any batch; slower
     process:                the async engine runs in a process of its own; None: if it is on a GPU
     seed:                   from which requests without a seed draw theirs; None is a fresh one each time
     """
@@ -49,6 +50,7 @@ class EngineConfig:
     prefix_caching: bool = True
     eager: bool = False
     fusion: bool = True
+    deterministic: bool = False
     process: bool | None = None
     seed: int | None = None
 

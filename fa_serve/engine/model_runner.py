@@ -28,6 +28,7 @@ from fa_serve.engine import kv_cache
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.cuda_graphs import DecodeGraphs, Inputs
 from fa_serve.engine.fusion import fuse
+from fa_serve.engine.invariant import NUM_SPLITS, invariant
 from fa_serve.engine.request import Request, SamplingParams, TokenLogprob
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.scheduler import Chunk, ScheduledBatch
@@ -102,7 +103,8 @@ class ModelRunner:
         self.eager = config.eager or self.device.type != "cuda"
         self.max_num_seqs = config.max_num_seqs
         self.layers = attention_layers(model)
-        if config.fusion and not self.eager:
+        self._deterministic = config.deterministic
+        if config.fusion and not self.eager and not config.deterministic:
             fuse(model)
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
         self._graphs: DecodeGraphs | None = None
@@ -129,7 +131,7 @@ class ModelRunner:
         """Capture the largest decoding step, if this model can be; call it once, when the cache has its final place."""
         graphs = DecodeGraphs(
             self._forward, self.kv_caches, self._device_table, max_batch=self.max_num_seqs, page_size=self.page_size,
-            vocab=self.vocab_size, dtype=self.model.dtype,
+            vocab=self.vocab_size, dtype=self.model.dtype, num_splits=NUM_SPLITS if self._deterministic else 0,
         )  # fmt: skip
         try:
             graphs.capture_largest()
@@ -190,7 +192,8 @@ class ModelRunner:
         prompt_logprobs: tuple[Tensor, ...] = ()
         if step.prompt_targets is not None:
             top = max(request.params.prompt_logprobs or 0 for request, *_ in forward.prompt_rows)
-            prompt_logprobs = log_probabilities(prompts, step.prompt_targets, top)
+            with invariant(self._deterministic):
+                prompt_logprobs = log_probabilities(prompts, step.prompt_targets, top)
         if not count:
             none = torch.empty(0, dtype=torch.int64, device=logits.device)
             return PendingResult(none, [], [], forward.prompt_rows, prompt_logprobs)
@@ -207,7 +210,8 @@ class ModelRunner:
         logprobs: tuple[Tensor, ...] = ()
         if step.logprob_rows is not None:
             index = step.logprob_rows
-            logprobs = log_probabilities(logits[index], tokens[index], max(count or 0 for count in wanted))
+            with invariant(self._deterministic):
+                logprobs = log_probabilities(logits[index], tokens[index], max(count or 0 for count in wanted))
         return PendingResult(tokens, wanted, logprobs, forward.prompt_rows, prompt_logprobs)
 
     def _run(self, step: _Step) -> Tensor:
@@ -225,7 +229,8 @@ class ModelRunner:
     def _forward(self, inputs: Inputs) -> Tensor:
         last = self._last_tokens[(-1 - inputs.input_ids).clamp(min=0)]
         input_ids = torch.where(inputs.input_ids < 0, last, inputs.input_ids)
-        return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
+        with invariant(self._deterministic):
+            return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
 
     def _token_counts(self) -> TokenCounts:
         if self._counts is None:
@@ -272,6 +277,9 @@ class ModelRunner:
                 sent["sampled_slots"] = sent["slots"][: len(slots)]
             else:
                 shape = None
+        if shape is None and self._deterministic:
+            # each token is a sequence of its own, which ends with it
+            arrays |= {"slots": np.repeat(slots, lengths), "seqused_k": (positions + 1).astype(np.int32)}
         if shape is None:
             firsts = zip(batch.chunks, ends - lengths, strict=True)
             rows = [np.arange(first, first + chunk.prompt_rows) for chunk, first in firsts if chunk.prompt_rows]
@@ -279,7 +287,8 @@ class ModelRunner:
             if rows:
                 targets = [c.request.prompt[c.start + 1 : c.start + 1 + c.prompt_rows] for c in batch.chunks if c.prompt_rows]
                 others["prompt_targets"] = np.concatenate([np.array(x, dtype=np.int64) for x in targets])
-            arrays["cu_seqlens_q"] = np.concatenate([[0], ends]).astype(np.int32)
+            starts_q = np.arange(ends[-1] + 1) if self._deterministic else np.concatenate([[0], ends])
+            arrays["cu_seqlens_q"] = starts_q.astype(np.int32)
             arrays["sampled_slots"] = slots[samples]
             sent = send(arrays | others, self.device)
         if self._changed:
@@ -308,9 +317,10 @@ class ModelRunner:
                 block_table=self._device_table[:, :width].index_select(0, sent["slots"]),
                 seqused_k=sent["seqused_k"],
                 cu_seqlens_q=sent["cu_seqlens_q"],
-                max_seqlen_q=max_seqlen_q,
+                max_seqlen_q=1 if self._deterministic else max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
-                fresh=fresh,
+                fresh=fresh and not self._deterministic,
+                num_splits=NUM_SPLITS if self._deterministic else 0,
             ),
         )
 

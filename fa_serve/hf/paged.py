@@ -31,6 +31,7 @@ class PagedBatch:
 
     kv_caches: (k_cache, v_cache) by layer_idx
     fresh:     no sequence has keys in the cache but those of this step, so attention takes them as they come
+    num_splits: as in `attention_paged`
     """
 
     kv_caches: Sequence[tuple[Tensor, Tensor]]
@@ -42,6 +43,7 @@ class PagedBatch:
     max_seqlen_k: int
     backend: str = "auto"
     fresh: bool = False
+    num_splits: int = 0
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Implicit | None, *,
@@ -68,8 +70,8 @@ class PagedBatch:
         k_cache, v_cache = self.kv_caches[layer_idx]
         out = attention_paged(
             q, k_cache, v_cache, block_table=self.block_table, seqused_k=self.seqused_k, cu_seqlens_q=self.cu_seqlens_q,
-            max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, window_size=(left, 0), backend=self.backend,
-            **options,
+            max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, window_size=(left, 0), num_splits=self.num_splits,
+            backend=self.backend, **options,
         )  # fmt: skip
         return cast(Tensor, out)
 
@@ -159,7 +161,9 @@ def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
     _refuse(model, changing, f"its {changing} rotary embedding depends on the longest sequence of the batch")
     try:
         token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-        output = model.train(False)(input_ids=token, use_cache=True, fa_serve_batch=probe)
+        # with a mask of padding transformers does not look for packed sequences, which the meta device could not show it
+        padding = torch.ones_like(token)
+        output = model.train(False)(input_ids=token, attention_mask=padding, use_cache=True, fa_serve_batch=probe)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
     finally:

@@ -10,7 +10,7 @@ import torch
 from long_run import long_run
 from tiny_models import CONFIGS, greedy, make_model, make_tokenizer, random_prompts
 
-from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine import Completion, Engine, EngineConfig, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
@@ -53,6 +53,34 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_batch() -> None:
     alone = make_engine().generate([prompt], params)[0].token_ids
     mixed = make_engine().generate([*others, prompt], [SamplingParams(max_tokens=30)] * 11 + [params])
     assert mixed[-1].token_ids == alone
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_deterministic_answers_are_bitwise_the_same_alone_and_in_any_batch(dtype: str) -> None:
+    """Among 64 others, in chunks, preempted, taken from the prefix cache; with graphs and without."""
+
+    def bits(completion: Completion) -> Any:
+        assert completion.logprobs is not None
+        prompt = [entry and (entry.logprob, entry.top) for entry in completion.prompt_logprobs or []]
+        return completion.token_ids, [(x.logprob, x.top) for x in completion.logprobs], prompt
+
+    def engine(**settings: Any) -> Engine:
+        return Engine(EngineConfig(**{"dtype": dtype, "deterministic": True, "num_pages": 1024, "max_num_seqs": 65} | settings))
+
+    prompt, *others = random_prompts(65, 200, seed=3)
+    prompt = (prompt * 20)[:300]
+    asked = [
+        SamplingParams(max_tokens=40, temperature=0.0, logprobs=3, prompt_logprobs=1),
+        SamplingParams(max_tokens=40, seed=7, top_p=0.9, top_k=50, logprobs=0),
+    ]
+    crowd = [SamplingParams(max_tokens=60, seed=i, ignore_eos=True) for i in range(64)]
+    alone = [bits(engine().generate([prompt], params)[0]) for params in asked]
+    for settings in ({}, {"eager": True}, {"max_num_batched_tokens": 100}, {"num_pages": 260, "max_model_len": 1024}):
+        running = engine(**settings)
+        completions = running.generate([prompt, *others, prompt], [asked[0], *crowd, asked[1]])
+        assert [bits(completions[0]), bits(completions[-1])] == alone, settings
+        assert [bits(c) for c in running.generate([prompt, prompt], asked)] == alone, settings
+        assert running.stats().num_preemptions > 0 or settings.get("num_pages") != 260
 
 
 def test_one_step_ahead_gives_each_token_once() -> None:
