@@ -273,9 +273,9 @@ def seen(mask: Tensor | Implicit, batch: int, seqlen_q: int, seqlen_k: int) -> T
 
 @pytest.fixture(params=["listed", "masked"])
 def listing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """A decoding step's keys go to a GPU's kernels as a list of their numbers, elsewhere as a mask."""
+    """To a GPU's kernels keys go listed, in a decoding step, or packed, behind a padded prompt; elsewhere with a mask."""
     if request.param == "listed":
-        monkeypatch.setattr(masks, "LISTED_ON", {"cpu"})
+        monkeypatch.setattr(masks, "KERNELS_ON", {"cpu"})
     return bool(request.param == "listed")
 
 
@@ -337,6 +337,39 @@ def test_a_mask_moves_as_a_tensor_does() -> None:
     assert (mask.window_size, mask.keys, mask.starts) == ((3, 0), 5, None)
     assert mask.padding is not None
     assert mask.padding.is_meta
+
+
+PACKED = {
+    "left": ([3, 0, 5], CAUSAL, True),
+    "left, window": ([3, 0, 5], SLIDING, True),
+    "left, both ways": ([3, 0, 5], FULL, True),
+    "right": ([-3, 0, -5], CAUSAL, False),
+    "right, both ways": ([-3, 0, -5], FULL, True),
+    "right, window both ways": ([-3, 0, -5], SLIDING_FULL, False),
+    "nothing left": ([0, 7], CAUSAL, False),
+}
+
+
+@pytest.mark.parametrize("offset", [0, 2], ids=["prompt", "chunk"])
+@pytest.mark.parametrize(("pads", "function", "packs"), PACKED.values(), ids=PACKED)
+def test_keys_are_packed_where_kernels_can_count_from_their_end(
+    pads: list[int], function: Any, packs: bool, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "KERNELS_ON", {"cpu"})
+    keep = torch.ones(len(pads), 7, dtype=torch.bool)
+    for row, pad in enumerate(pads):
+        keep[row, slice(pad) if pad > 0 else slice(7 + pad, None)] = False
+    queries = 7 - offset
+    given = {"batch_size": len(pads), "q_length": queries, "kv_length": 7, "q_offset": offset, "mask_function": function}
+    mask = hf.mask_forward(**given, attention_mask=keep)
+    assert isinstance(mask, Implicit)
+    assert (mask.packing is not None) == packs
+    q, k, v = make_qkv(len(pads), queries, 7, 4, 2, 16)
+    truth = masking_utils.sdpa_mask(**given, attention_mask=keep, allow_is_causal_skip=False)
+    expected, _ = attention_reference(q, k, v, softmax_scale=0.25, mask=truth)
+    if packs:  # nobody reads a key that was left out
+        k = k.masked_fill(~keep[..., None, None], torch.nan)
+    torch.testing.assert_close(attend(q, k, v, mask), expected)
 
 
 def test_a_mask_that_must_not_be_skipped_is_spelled_out() -> None:

@@ -87,6 +87,12 @@ def attention_forward(
     options["window_size"] = tuple(-1 if side >= key.shape[2] else side for side in window_size)
 
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    packing = attention_mask.packing if isinstance(attention_mask, Implicit) else None
+    if packing is not None and position_bias is None and cu_seq_lens_q is None and not needs_grad:
+        k, v = (x[packing.rows, packing.columns] for x in (k, v))
+        cu_seqlens = (packing.cu_seqlens_q, packing.cu_seqlens_k)
+        out = attention_varlen(q.flatten(0, 1), k, v, *cu_seqlens, q.shape[1], packing.max_seqlen_k, **options)
+        return out.contiguous().view(*q.shape[:2], *out.shape[1:]), None
     if cu_seq_lens_q is not None:
         if q.shape[0] != 1:
             raise UnsupportedModelError(f"cu_seq_lens_q describes a batch of 1, packed end to end, got a batch of {q.shape[0]}")

@@ -7,8 +7,8 @@ tells the plain patterns (causal or not, a window, packed sequences) from everyt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,8 +29,25 @@ from fa_serve.hf.models import handles_mask
 
 MaskFunction = Callable[..., Any]
 
-# devices whose kernels read keys by their numbers; elsewhere that would copy them
-LISTED_ON = {"cuda"}
+# devices with kernels for keys that are listed or packed; elsewhere a mask is cheaper than these
+KERNELS_ON = {"cuda"}
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """A padded batch with its keys packed end to end, none of them padding, and all of its queries.
+
+    rows, columns: int64 (total_k,): where the keys stand; cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,)
+    """
+
+    rows: Tensor
+    columns: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_k: int
+
+    def to(self, *args: Any, **kwargs: Any) -> Packing:
+        return cast("Packing", _moved(self, *args, **kwargs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +60,7 @@ class Implicit:
     starts:      int32 (n + 1,): a batch of one is n sequences packed end to end, each on its own; or None
     used, table: int32 (batch,) and (batch, keys): each row has one query, which sees the used[b] keys table[b, :used[b]]; then
                  `padding` is the whole mask, and `starts` counts the rows. Or None
+    packing:     the same as `padding`, where the keys that it leaves can be packed
     """
 
     window_size: tuple[int, int]
@@ -51,17 +69,21 @@ class Implicit:
     starts: Tensor | None = None
     used: Tensor | None = None
     table: Tensor | None = None
+    packing: Packing | None = None
 
     ndim = 0  # transformers asks it of a mask that was made ahead of the forward
 
     def to(self, *args: Any, **kwargs: Any) -> Implicit:
         """Moved as a tensor would be; layers on several devices ask for it."""
-        tensors = (self.padding, self.starts, self.used, self.table)
-        moved = (None if x is None else x.to(*args, **kwargs) for x in tensors)
-        return Implicit(self.window_size, self.keys, *moved)
+        return cast("Implicit", _moved(self, *args, **kwargs))
 
     def contiguous(self) -> Implicit:
         return self
+
+
+def _moved(x: Any, *args: Any, **kwargs: Any) -> Any:
+    parts = {field.name: getattr(x, field.name) for field in fields(x)}
+    return replace(x, **{n: part.to(*args, **kwargs) for n, part in parts.items() if isinstance(part, Tensor | Packing)})
 
 
 # closures of one function share its code
@@ -133,7 +155,13 @@ def mask_forward(
     if pattern is not None:
         window_size, sequences = pattern
         known = q_offset if isinstance(q_offset, Tensor) else attention_mask
-        if q_length == 1 and window_size[1] == 0 and sequences is None and known is not None and known.device.type in LISTED_ON:
+        if (
+            q_length == 1
+            and window_size[1] == 0
+            and sequences is None
+            and known is not None
+            and known.device.type in KERNELS_ON
+        ):
             seen = _seen(window_size[0], kv_length, q_offset, kv_offset, attention_mask, known.device)
             return _listed(seen.expand(batch_size, -1))
     # nor look at the padding
@@ -151,7 +179,7 @@ def mask_forward(
                 padding = padding[:, kv_offset : kv_offset + (implicit.keys or kv_length)]
                 # a model that is tried out on the meta device has no padding to look at
                 padding = None if padding.is_meta or padding.all() else padding
-            return replace(implicit, padding=padding)
+            return replace(implicit, padding=padding, packing=_packing(padding, window_size, q_length))
     mask: Tensor = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
@@ -173,6 +201,22 @@ def _implicit(
     if keys == kv_length:
         return Implicit(window_size)
     return Implicit(window_size, keys) if window_size[1] == 0 and q_length <= keys < kv_length else None
+
+
+def _packing(padding: Tensor | None, window_size: tuple[int, int], q_length: int) -> Packing | None:
+    """The keys without their padding, if the kernels can count from their end: causal ones padded on the left, and those that
+    every query sees, however they are padded. Looks at the device, once for all layers."""
+    if padding is None or padding.device.type not in KERNELS_ON:
+        return None
+    causal = window_size[1] == 0
+    lengths = padding.sum(1)
+    longest, ends = torch.stack([lengths.max(), (padding[:, :-1] & ~padding[:, 1:]).sum() + (~padding[:, -1]).sum()]).tolist()
+    if ends and (causal or window_size != (-1, -1)):
+        return None
+    rows, columns = padding.nonzero(as_tuple=True)
+    cu_seqlens_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    cu_seqlens_q = torch.arange(len(padding) + 1, dtype=torch.int32, device=padding.device) * q_length
+    return Packing(rows, columns, cu_seqlens_q, cu_seqlens_k, longest)
 
 
 def _seen(
