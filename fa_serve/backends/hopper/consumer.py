@@ -23,11 +23,16 @@ from fa_serve.backends.hopper.shared import RAGGED, Tile
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+# of [64, 4]: as wgmma's accumulators are shared by a quad of threads, which has 8 rows of 16 of each warp, twice
+SUM_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+)
 FIRST_NAMED_BARRIER = gl.constexpr(8)  # Triton's own warp specialisation uses the lower ones
 
 
 class Softmax(NamedTuple):
-    """Of 64 rows: running maximum m (base 2) and sum l."""
+    """Of 64 rows: running maximum m [64] (base 2), and the sum in four parts l [64, 4]: one for each thread that has a share of
+    the row, so that they need not meet before the end."""
 
     m: gl.tensor
     l: gl.tensor  # noqa: E741
@@ -172,7 +177,9 @@ def _online_softmax(s, state, block, limits, epilogue, dtype: gl.constexpr, mask
         safe = gl.where(m == float("-inf"), 0.0, m)  # -inf - -inf: a row that has seen nothing yet
     p = gl.exp2(s * scale - gl.expand_dims(safe, 1))
     alpha = gl.exp2(state.m - safe)
-    l = state.l * alpha + gl.sum(p, 1)  # noqa: E741
+    parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
+    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, SUM_LAYOUT), assert_trivial=True)
+    l = state.l * gl.expand_dims(rescale, 1) + gl.convert_layout(parts, SUM_LAYOUT, assert_trivial=True)  # noqa: E741
     return gl.convert_layout(p.to(dtype), P_LAYOUT), Softmax(m, l), alpha
 
 
@@ -241,7 +248,8 @@ def _write(acc, state, tile, turn, desc, smem, epilogue, dtype: gl.constexpr, gr
     DV: gl.constexpr = var.dv
     row = tile.row + 64 * group
     empty = state.m == float("-inf")
-    inverse = gl.where(empty, 0.0, 1.0 / state.l)
+    total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
+    inverse = gl.where(empty, 0.0, 1.0 / total)
     acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
     if var.tiles.o_parts == 0:
         buffer = smem.q.index((turn % var.tiles.q_stages) * var.tiles.groups + group)
@@ -256,7 +264,7 @@ def _write(acc, state, tile, turn, desc, smem, epilogue, dtype: gl.constexpr, gr
         _wait_sent()
         _send(right, tile, row, DV // 2, smem.o.index(group), desc, var)
     if epilogue.lse is not None:
-        lse = gl.where(empty, float("-inf"), (state.m + gl.log2(state.l)) * LN2)
+        lse = gl.where(empty, float("-inf"), (state.m + gl.log2(total)) * LN2)
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
         if var.varlen:
             base = epilogue.lse + tile.head.to(gl.int64) * epilogue.lse_stride + tile.origin
@@ -277,10 +285,11 @@ def _release_queries(turn, bars, var: gl.constexpr):
 def _first_state(tile, epilogue, layout: gl.constexpr):
     """A sink is a key without a value: it opens the maximum and the sum."""
     m = gl.full([64], float("-inf"), gl.float32, layout=layout)
-    l = gl.zeros([64], gl.float32, layout=layout)  # noqa: E741
+    l = gl.zeros([64, 4], gl.float32, layout=SUM_LAYOUT)  # noqa: E741
     if epilogue.sinks is not None:
         m = gl.full([64], 0.0, gl.float32, layout=layout) + gl.load(epilogue.sinks + tile.head).to(gl.float32) * LOG2E
-        l = l + 1.0  # noqa: E741
+        first = gl.arange(0, 4, layout=gl.SliceLayout(0, SUM_LAYOUT)) == 0
+        l = l + gl.expand_dims(gl.where(first, 1.0, 0.0), 0)  # noqa: E741
     return Softmax(m, l)
 
 
