@@ -5,8 +5,8 @@
     python benchmarks/bench_serving.py --shapes tiny --device cpu --requests 8    # tries the script out
 
 Two loads, `LOADS` below: 256 requests at once for throughput, 32 for the times that a client sees. A model has its shape's
-config and random weights, and a tokenizer with a word for each id (bench_engine.py); prompts are random token ids, end tokens
-are ignored, prefix caches are off. Every server answers the same requests of the same client (`fa-serve bench`, in
+config and random weights, and a tokenizer with a word for each id (engine_workloads.py); prompts are random token ids, end
+tokens are ignored, prefix caches are off. Every server answers the same requests of the same client (`fa-serve bench`, in
 `--clients` processes, whose busiest is `client_busy`), first a warm-up. The offline engine gets the throughput load at once.
 
 What is written: output tokens per second, medians of the time to the first token and between tokens, and the seconds from
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from bench_engine import LIMIT, SHAPES, say
+from engine_workloads import LIMIT, SHAPES, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,7 +195,7 @@ def offline(args: argparse.Namespace) -> None:
     import gc
 
     import torch
-    from bench_engine import Workload, make_folder
+    from engine_workloads import Workload, make_folder
 
     from fa_serve.engine import Engine, EngineConfig, SamplingParams
 

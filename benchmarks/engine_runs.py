@@ -1,0 +1,171 @@
+"""What bench_engine.py runs in processes of their own: the gate and the model, then one engine each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine_workloads import LIMIT, SHAPES, TOP_P, WARM_UP, WORKLOADS, Workload, make_folder, make_model
+
+
+def tell(name: str, value: float | None = None, note: str = "") -> None:
+    """To the process that has started this one."""
+    print("@ " + json.dumps([name, value, note]), flush=True)
+
+
+def prepare(args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    gate(args)
+    tell("gate", None, f"greedy float32 tokens are those of model.generate, {time.perf_counter() - start:.1f} s")
+    start = time.perf_counter()
+    make_folder(args.shapes[0], Path(args.folder), args.device)
+    tell("model", None, f"written in {time.perf_counter() - start:.1f} s")
+    tell("done", 0.0)
+
+
+def gate(args: argparse.Namespace) -> None:
+    """The engine's greedy tokens, prompts cut in chunks and decoded together, are those of transformers, one by one."""
+    import torch
+
+    from fa_serve.engine import Engine, EngineConfig, SamplingParams
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    # logits that are far apart, so that rounding never decides
+    model = make_model("tiny", args.device, dtype=torch.float32, initializer_range=0.4, eos_token_id=None)
+    draw = random.Random(0)
+    prompts = [draw.choices(range(5, 512), k=length) for length in (1, 15, 16, 17, 63, 150)]
+    expected = []
+    model.set_attn_implementation("eager")
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=args.device)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0)
+        expected.append(out[0, len(prompt) :].tolist())
+    settings = {"device": args.device, "num_pages": 256, "max_num_seqs": 8, "max_num_batched_tokens": 100, "max_model_len": 512}
+    engine = Engine(EngineConfig(**settings | args.set), model=model)
+    answers = engine.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
+    for prompt, answer, tokens in zip(prompts, answers, expected, strict=True):
+        assert answer.token_ids == tokens, f"prompt of {len(prompt)} tokens: {answer.token_ids}, model.generate says {tokens}"
+
+
+Rate = Callable[[str, Workload], tuple[float, str] | None]
+
+
+def measure(args: argparse.Namespace, rate: Rate, warm_up: Workload = WARM_UP) -> None:
+    """The workloads in their order. `rate` answers one: seconds and a note, or None when the time is up."""
+    for name in ("warm-up", *args.workloads):
+        workload = (warm_up if name == "warm-up" else WORKLOADS[name]).cut(args.requests or 256)
+        if (taken := rate(name, workload)) is None:
+            return
+        seconds, note = taken
+        note = f"{len(workload.lengths)} requests in {seconds:.2f} s{note}"
+        tell(name, None if name == "warm-up" else workload.tokens / seconds, note)
+    tell("done", 0.0)
+
+
+def serve_ours(args: argparse.Namespace) -> None:
+    imports = time.time()
+    from fa_serve.engine import Engine, EngineConfig, SamplingParams
+
+    settings = {"model": args.folder, "device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": 0.85, "seed": 0,
+                "prefix_caching": args.workloads == ["shared"]}  # fmt: skip
+    loading = time.time()
+    engine = Engine(EngineConfig(**settings | args.set))
+    engine.tokenizer = None  # no text is made, as in the other engines
+    first = time.time()
+    engine.generate([[7] * 128], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    start_up(args, imports, loading, first)
+
+    def rate(name: str, workload: Workload) -> tuple[float, str] | None:
+        before, prompts = engine.stats(), workload.prompts(name, engine.vocab_size)
+        start = time.perf_counter()
+        for row, (prompt, (_, tokens_out)) in enumerate(zip(prompts, workload.lengths, strict=True)):
+            sampling: Any = TOP_P if workload.sampled else {"temperature": 0.0}
+            engine.add_request(f"{name}-{row}", prompt, SamplingParams(max_tokens=tokens_out, ignore_eos=True, **sampling))
+        ended: Counter[str | None] = Counter()
+        while engine.has_unfinished():
+            ended.update(output.finish_reason for output in engine.step() if output.finished)
+            if time.time() > args.deadline:
+                return None
+        seconds, after = time.perf_counter() - start, engine.stats()
+        assert ended == {"length": len(prompts)}, ended
+        steps, preempted = after.num_steps - before.num_steps, after.num_preemptions - before.num_preemptions
+        note = f", {steps} steps of {seconds / steps * 1e3:.2f} ms"
+        note += f", {preempted} preemptions" if preempted else ""
+        cached = after.num_cached_tokens - before.num_cached_tokens
+        return seconds, note + (f", {cached} tokens cached" if cached else "")
+
+    measure(args, rate)
+
+
+def serve_vllm(args: argparse.Namespace) -> None:
+    imports = time.time()
+    from vllm import LLM, SamplingParams
+
+    loading = time.time()
+    llm = LLM(
+        args.folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=LIMIT, gpu_memory_utilization=0.85,
+        enable_prefix_caching=args.workloads == ["shared"], disable_log_stats=True,
+    )  # fmt: skip
+    vocab = SHAPES[args.shapes[0]]["vocab_size"]
+
+    def params(tokens_out: int) -> Any:
+        return SamplingParams(max_tokens=tokens_out, temperature=0.0, ignore_eos=True, detokenize=False)
+
+    first = time.time()
+    llm.generate([{"prompt_token_ids": [7] * 128}], params(1), use_tqdm=False)
+    start_up(args, imports, loading, first)
+
+    def rate(name: str, workload: Workload) -> tuple[float, str]:
+        prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts(name, vocab)]
+        asked = [params(tokens_out) for _, tokens_out in workload.lengths]
+        start = time.perf_counter()
+        answers = llm.generate(prompts, asked, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert [len(x.outputs[0].token_ids) for x in answers] == [tokens_out for _, tokens_out in workload.lengths]
+        return seconds, ""
+
+    measure(args, rate)
+
+
+def serve_generate_batch(args: argparse.Namespace) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    imports = loading = time.time()
+    model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype="auto", attn_implementation="paged|sdpa")
+    model.to(args.device).eval()
+
+    def rate(name: str, workload: Workload) -> tuple[float, str]:
+        (tokens_out,) = {tokens_out for _, tokens_out in workload.lengths}
+        config = GenerationConfig(max_new_tokens=tokens_out, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        start = time.perf_counter()
+        answers = model.generate_batch(workload.prompts(name, model.config.vocab_size), config, progress_bar=False)
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        assert {len(answer.generated_tokens) for answer in answers.values()} == {tokens_out}
+        return seconds, ""
+
+    first = time.time()
+    rate("first", Workload([(128, 1)]))
+    start_up(args, imports, loading, first)
+    # it takes one length of answers for all, which B has not
+    args.workloads = [name for name in args.workloads if len({tokens_out for _, tokens_out in WORKLOADS[name].lengths}) == 1]
+    measure(args, rate, Workload([(64, 8)] * 32))
+
+
+def start_up(args: argparse.Namespace, imports: float, loading: float, first: float) -> None:
+    """Where the time has gone since this process was started, to the first token, which has just come."""
+    now = time.time()
+    parts = f"Python {imports - args.started:.1f}, imports {loading - imports:.1f}, engine {first - loading:.1f}"
+    tell("startup", now - args.started, f"s: {parts}, first token {now - first:.1f}")
+
+
+PARTS = {"prepare": prepare, "fa_serve": serve_ours, "vllm": serve_vllm, "generate_batch": serve_generate_batch}

@@ -1,0 +1,96 @@
+"""The shapes of models and the workloads that the benches of the engine and of the service share."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LIMIT = 4096  # max_model_len of every engine
+SHARED = 2048
+TOP_P = {"temperature": 0.7, "top_p": 0.9}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama8b": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    },
+    "qwen06": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,
+        "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def uneven(count: int) -> list[tuple[int, int]]:
+    draw = random.Random(0)
+    return [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests as (tokens in, tokens out), and whether the rate counts those that come in as well."""
+
+    lengths: list[tuple[int, int]]
+    all_tokens: bool = False
+    prefix: int = 0
+    sampled: bool = False
+
+    def prompts(self, name: str, vocab: int) -> list[list[int]]:
+        """Token ids, others for each workload; `prefix` of each are the same."""
+        draw = random.Random(name)
+        shared = draw.choices(range(5, vocab), k=self.prefix)
+        return [shared + draw.choices(range(5, vocab), k=tokens_in - self.prefix) for tokens_in, _ in self.lengths]
+
+    def cut(self, requests: int) -> Workload:
+        return Workload(self.lengths[:requests], self.all_tokens, self.prefix, self.sampled)
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens_out + tokens_in * self.all_tokens for tokens_in, tokens_out in self.lengths)
+
+
+WORKLOADS = {
+    "A": Workload([(512, 256)] * 256),
+    "B": Workload(uneven(256)),
+    "sampled": Workload(uneven(256), sampled=True),
+    "C": Workload([(128, 256)]),
+    "D": Workload([(3072, 1)] * 64, all_tokens=True),
+    "shared": Workload([(SHARED + 64, 64)] * 128, prefix=SHARED),
+}
+WARM_UP = Workload([(64, 8 + row // 4) for row in range(256)])
+
+
+def make_model(shape: str, device: str, *, dtype: Any, **changes: Any) -> Any:
+    """A model of that shape with random weights, made where it runs."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.for_model(**SHAPES[shape] | changes)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.generation_config = GenerationConfig()
+    return model.eval()
+
+
+def make_folder(shape: str, folder: Path, device: str) -> None:
+    """Weights and config, and a tokenizer with a word for each id."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    make_model(shape, device, dtype=torch.bfloat16).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,186 @@
+"""Where a step of the engine goes: kernels by their share of the device's time, idle time of the device, the host's functions.
+
+    python benchmarks/bench_engine.py profile --shapes llama8b       # decoding at batch 1, 64 and 256, and a prefill
+
+Step is what one of them costs; weights are random and made on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import pstats
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from engine_workloads import LIMIT, SHAPES, Workload, make_model, say
+
+
+def profile(args: argparse.Namespace) -> None:
+    """Kernels by their share of the device's time, how long the device is idle, and what a step costs the host."""
+    import torch
+
+    from fa_serve.engine import Engine, EngineConfig
+
+    for shape in args.shapes:
+        end = time.time() + args.budget
+        model = make_model(shape, args.device, dtype=torch.bfloat16)
+        settings = {"device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": 0.85, "prefix_caching": False}
+        engine = Engine(EngineConfig(**settings | args.set), model=model)
+        embedding = model.get_input_embeddings().weight
+        weights = sum(x.nbytes for x in model.parameters()) - (0 if model.config.tie_word_embeddings else embedding.nbytes)
+        bandwidth = copy_bandwidth() if args.device == "cuda" else float("nan")
+        say(f"{shape}: weights of a step {weights / 1e9:.2f} GB, copies at {bandwidth / 1e12:.2f} TB/s")
+        sizes = SHAPES[shape]
+        token = (
+            4 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
+        )  # bytes of its keys and values
+        for batch in (1, 64, 256):
+            if batch > (args.requests or 256) or time.time() > end:
+                say(f"decode {batch}: left out")
+                continue
+            step = decode_step(engine, batch)
+            floor = (weights + batch * 640 * token) / bandwidth * 1e3
+            say(f"decode, batch {batch}, kv 640: {step}; weights and KV take {floor:.3f} ms, ratio {step.wall / floor:.2f}")
+            say(step.table(args.top))
+        if time.time() < end:
+            count = min(16, args.requests or 16)
+            step = prefill_step(engine, count)
+            say(f"prefill, {count} x 512 tokens: {step}")
+            say(step.table(args.top))
+            say(host_profile(partial(prefill_step, engine, count), 2 * args.top))
+
+
+def host_profile(call: Callable[[], object], top: int) -> str:
+    """What Python spends its time on; the profiler makes it slower."""
+    profiler, text = cProfile.Profile(), io.StringIO()
+    profiler.runcall(call)
+    pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(top)
+    return "\n".join(row[:110] for row in text.getvalue().splitlines() if row.strip())
+
+
+@dataclass
+class Step:
+    """Milliseconds of a step by the clock, of the device (profiled) and of the host; microseconds and calls of each kernel."""
+
+    wall: float
+    busy: float
+    host: float
+    kernels: Counter[str]
+    calls: Counter[str]
+    steps: int
+
+    def __str__(self) -> str:
+        idle = max(0.0, 1 - self.busy / self.wall)
+        return f"{self.wall:.3f} ms a step, device busy {self.busy:.3f} ({idle:.0%} idle), host {self.host:.3f}"
+
+    def table(self, top: int) -> str:
+        total = sum(self.kernels.values())
+        rows = [
+            f"  {us / total:6.1%} {us / self.calls[name]:9.1f} us x{self.calls[name] / self.steps:7.1f}  {short(name)}"
+            for name, us in self.kernels.most_common(top)
+        ]
+        return "\n".join(rows)
+
+
+def decode_step(engine: Any, batch: int, steps: int = 20) -> Step:
+    """A step in the middle of decoding, of sequences with about 640 tokens."""
+    from fa_serve.engine import SamplingParams
+
+    prompts = Workload([(640 - steps, 1)] * batch).prompts(f"profile {batch}", engine.vocab_size)
+    for row, prompt in enumerate(prompts):
+        engine.add_request(f"decode-{row}", prompt, SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
+    started: set[str] = set()
+    while len(started) < batch:
+        started |= {output.request_id for output in engine.step() if output.token_ids}
+    for _ in range(5):
+        engine.step()
+    step = observe(engine.step, steps)
+    for row in range(batch):
+        engine.abort(f"decode-{row}")
+    while engine.has_unfinished():
+        engine.step()
+    return step
+
+
+def prefill_step(engine: Any, count: int) -> Step:
+    """One step of nothing but prompts, from requests to first tokens."""
+    from fa_serve.engine import SamplingParams
+
+    prompts = Workload([(512, 1)] * count).prompts("profile prefill", engine.vocab_size)
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+    def step() -> None:
+        engine.generate(prompts, params)
+
+    step()
+    return observe(step, 5)
+
+
+def observe(step: Callable[[], object], steps: int) -> Step:
+    """Time that many steps first, undisturbed, then profile as many."""
+    import torch
+
+    from fa_serve.engine.model_runner import PendingResult
+
+    read, waited = PendingResult.read, 0.0
+
+    def timed_read(pending: PendingResult) -> Any:
+        nonlocal waited
+        start = time.perf_counter()
+        result = read(pending)
+        waited += time.perf_counter() - start
+        return result
+
+    PendingResult.read = timed_read  # type: ignore[method-assign]
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wall = time.perf_counter() - start
+    PendingResult.read = read  # type: ignore[method-assign]
+
+    on_gpu = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    wait()
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        for _ in range(steps):
+            step()
+        wait()
+    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    kernels: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    spans = []
+    for event in profiler.events() or []:
+        if event.device_type == kind:
+            begin, end = event.time_range.start, event.time_range.end
+            kernels[event.name] += end - begin if on_gpu else event.self_cpu_time_total
+            calls[event.name] += 1
+            spans.append((begin, end))
+    busy, until = 0.0, 0.0
+    for begin, end in sorted(spans):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    each = 1e3 / steps
+    return Step(wall * each, busy * each / 1e6, (wall - waited) * each, kernels, calls, steps)
+
+
+def short(name: str) -> str:
+    for noise in ("void ", "at::native::", "(anonymous namespace)::", "c10::", "cutlass::"):
+        name = name.replace(noise, "")
+    return name[:78]
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a large copy."""
+    import torch
+    from measure import milliseconds
+
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) * 1e3
