@@ -48,6 +48,7 @@ GUESTS = {
         "fa_serve.engine.model_runner",
         "fa_serve.engine.engine",
         "fa_serve.engine.loading",
+        "fa_serve.engine.kv_cache",
         "fa_serve.engine.fusion",
     ),
     "llguidance": ("fa_serve.engine.structured",),
@@ -59,7 +60,7 @@ GUESTS = {
     "asyncio": ("fa_serve.engine.async_engine", "fa_serve.server", "fa_serve.__main__"),
     "server": (),  # our folder is installed as fa_serve.server and has no other name
 }
-COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic"}
+COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "opentelemetry": "opentelemetry_sdk"}
 BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))
 KERNELS = ("fa_serve.backends.triton", "fa_serve.backends.hopper")
 KERNEL_MODULE_LINES, MODULE_LINES, FUNCTION_LINES, SOURCE_LINES = 550, 400, 150, 8000
@@ -285,11 +286,12 @@ def packages_are_installed(house: House) -> Iterator[str]:
 
 
 def imports_are_declared(house: House) -> Iterator[str]:
-    """In pyproject's dependencies; those of the server and the command line may be in its extra [server]."""
+    """In pyproject's dependencies; those of the server and the command line may be in its extras [server] and [otel]."""
     project = tomllib.loads((house.root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
     plain, extra = (
         {re.split(r"[^\w-]", line)[0].replace("-", "_").lower() for line in lines}
-        for lines in (project["dependencies"], project["optional-dependencies"]["server"])
+        for lines in (project["dependencies"], extras["server"] + extras.get("otel", []))
     )
     for module in house:
         declared = plain | extra if inside(module.name, "fa_serve.server", "fa_serve.__main__") else plain

@@ -10,12 +10,14 @@ The engine runs in a thread or a process (worker.py). A step's message is dealt 
 most one output for each answer: what comes before the consumer is back is joined to it, so a slow consumer neither holds up a
 step nor piles up memory.
 
-If the engine ends by an exception, every unfinished request ends with an error, and later ones raise EngineDeadError.
+If the engine ends by an exception, or its process dies, every unfinished request ends with an error at once, and later ones
+raise EngineDeadError: for good, or until a new engine has been loaded (EngineConfig.max_restarts).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from itertools import count
@@ -27,6 +29,8 @@ from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.request import RequestOutput, SamplingParams
 from fa_serve.engine.worker import Abort, Add, Message, ProcessWorker, Ready, ThreadWorker, Worker
 from fa_serve.spec import FaServeError
+
+log = logging.getLogger("fa_serve.engine")
 
 
 class EngineDeadError(FaServeError, RuntimeError):
@@ -83,18 +87,23 @@ class AsyncEngine:
         self._serial = count()
         self._stats: EngineStats | None = None
         self._error: EngineDeadError | None = None
+        self._restarts = 0
+        self._restarting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Load the model, if it is not there yet, and start the worker."""
         if self._worker is not None:
             raise RuntimeError("the engine has been started already")
+        await self._start()
+
+    async def _start(self) -> None:
         loop, source = asyncio.get_running_loop(), self._source
 
         def on_message(message: Message) -> None:
             _call(loop, self._deliver, message)
 
         def on_death(reason: str) -> None:
-            _call(loop, self._die, EngineDeadError(f"the engine has ended: {reason}"))
+            _call(loop, self._mourn, reason)
 
         if not isinstance(source, Engine) and (source or EngineConfig()).in_process:
             self._worker = ProcessWorker(source, on_message, on_death)
@@ -103,12 +112,35 @@ class AsyncEngine:
         ready = await asyncio.to_thread(self._worker.start)
         assert ready.config.max_model_len is not None
         self._reader = PromptReader(ready.tokenizer, ready.vocab_size, ready.config.max_model_len)
-        self._ready = ready
+        self._ready, self._stats = ready, None
+
+    def _mourn(self, reason: str) -> None:
+        """The worker has died: its requests end, and if the config says so there will be another."""
+        again = not isinstance(self._source, Engine) and self._restarts < self.config.max_restarts and self._restarting is None
+        self._die(EngineDeadError(f"the engine has ended: {reason}" + ("; it is being restarted" if again else "")))
+        if again:
+            self._restarts += 1
+            self._restarting = asyncio.create_task(self._restart())
+
+    async def _restart(self) -> None:
+        try:
+            await self._start()
+        except Exception as error:
+            self._error = EngineDeadError(f"the engine has ended and could not be restarted: {error}")
+            log.exception("the engine could not be restarted")
+        else:
+            self._error = None
+            log.warning("the engine has been restarted, %d of %d times", self._restarts, self.config.max_restarts)
+        finally:
+            self._restarting = None
 
     async def shutdown(self) -> None:
         """End the engine after the step that it is in; unfinished requests end with an error."""
         if self._worker is not None:
             await asyncio.to_thread(self._worker.stop)
+            if self._restarting is not None:
+                await self._restarting
+                await asyncio.to_thread(self._worker.stop)
             self._die(EngineDeadError("the engine was shut down"))
 
     @property

@@ -23,6 +23,7 @@ class EngineConfig:
     device:                 "auto" (cuda if there is one, else cpu), or a torch device
     page_size:              tokens in a page of the KV cache
     num_pages:              pages of the KV cache; None sizes it by memory
+    kv_cache_dtype:         "auto" (the model's) or "fp8": half the memory of 16-bit numbers, tokens may differ
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together
     max_num_seqs:           sequences that run at once
     max_waiting:            requests that may wait beyond the running ones
@@ -33,6 +34,7 @@ class EngineConfig:
     fusion:                 on a GPU, layers of the Llama kind run on fused kernels, proven when the model is loaded
     deterministic:          a request's tokens and log-probabilities are bitwise the same alone and in any batch; slower
     process:                the async engine runs in a process of its own; None: if it is on a GPU
+    max_restarts:           how often the async engine starts a new one when its engine has died; 0: it ends for good
     seed:                   from which requests without a seed draw theirs; None is a fresh one each time
     """
 
@@ -42,6 +44,7 @@ class EngineConfig:
     device: str = "auto"
     page_size: int = 16
     num_pages: int | None = None
+    kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 256
     max_waiting: int = 1024
@@ -52,6 +55,7 @@ class EngineConfig:
     fusion: bool = True
     deterministic: bool = False
     process: bool | None = None
+    max_restarts: int = 0
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -59,12 +63,15 @@ class EngineConfig:
             value = getattr(self, name)
             if not (value is None and name in ("num_pages", "max_model_len")) and (not _is_integer(value) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if not _is_integer(self.max_waiting) or self.max_waiting < 0:
-            raise ValueError(f"max_waiting must be 0 or a positive integer, got {self.max_waiting!r}")
+        for name in ("max_waiting", "max_restarts"):
+            if not _is_integer(getattr(self, name)) or getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or a positive integer, got {getattr(self, name)!r}")
         if self.seed is not None and not _is_integer(self.seed):
             raise ValueError(f"seed must be an integer or None, got {self.seed!r}")
         if self.dtype not in ("auto", "float16", "bfloat16", "float32"):
             raise ValueError(f"dtype must be auto, float16, bfloat16 or float32, got {self.dtype!r}")
+        if self.kv_cache_dtype not in ("auto", "fp8"):
+            raise ValueError(f"kv_cache_dtype must be auto or fp8, got {self.kv_cache_dtype!r}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")

@@ -57,10 +57,10 @@ class DecodeGraphs:
 
     def __init__(
         self, forward: Callable[[Inputs], Tensor], kv_caches: Sequence[tuple[Tensor, Tensor]], table: Tensor, *, max_batch: int,
-        page_size: int, vocab: int, dtype: torch.dtype, num_splits: int = 0,
+        page_size: int, vocab: int, dtype: torch.dtype, **options: Any,
     ) -> None:  # fmt: skip
         self._forward, self._kv_caches, self._table, self._page_size = forward, kv_caches, table, page_size
-        self._num_splits = num_splits
+        self._options = options  # of PagedBatch
         self.sizes = batch_sizes(max_batch)
         longest = table.shape[1] * page_size
         self.lengths = [*(length for length in LENGTHS if length < longest), longest]
@@ -107,7 +107,7 @@ class DecodeGraphs:
                 cu_seqlens_q=self._cu_seqlens_q[: size + 1],
                 max_seqlen_q=1,
                 max_seqlen_k=length,
-                num_splits=self._num_splits,
+                **self._options,
             ),
         )
 

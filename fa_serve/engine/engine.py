@@ -404,6 +404,7 @@ class Engine:
             PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            window=self._runner.window,
         )
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from fa_serve.api import attention_varlen
+from fa_serve.hf import PagedBatch, paged_forward
 from fa_serve.spec import AttentionSpec
 
+HEADROOM = 224.0
 CPU_SHARE = 0.25  # of the memory that is available when the model has been loaded
 
 
@@ -33,6 +38,39 @@ def allocate(
         return torch.empty(num_pages, layer.num_kv_heads, page_size, dim, dtype=layer.kv_dtype, device=device).transpose(1, 2)
 
     return [(pages(layer, layer.head_dim), pages(layer, layer.head_dim_v)) for layer in layers]
+
+
+class _Ranges:
+    """Rides in the place of a PagedBatch: attention over one sequence, and the largest key and value of each head."""
+
+    def __init__(self) -> None:
+        self.largest: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, causal: bool, left: int, **options: Any
+    ) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        self.largest[module.layer_idx] = tuple(x.float().abs().amax(dim=(0, 2)) for x in (k, v))  # type: ignore[assignment]
+        ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+        out = attention_varlen(
+            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=len(q), max_seqlen_k=len(q), causal=True,
+            window_size=(left, 0), **options,
+        )  # fmt: skip
+        return cast(Tensor, out)[None]
+
+
+@torch.inference_mode()
+def descales(model: PreTrainedModel, vocab: int, num_tokens: int = 256) -> list[tuple[Tensor, Tensor]]:
+    """By layer, what stored float8 keys and values are multiplied by: (num_kv_heads,) float32 each.
+
+    From one forward over random tokens: the largest number met is stored as HEADROOM, half of what float8_e4m3fn holds;
+    what comes to more than that is saturated.
+    """
+    ids = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ranges = _Ranges()
+    paged_forward(model, ids, torch.arange(num_tokens, device=model.device), cast(PagedBatch, ranges), ids[:1] * 0)
+    scaled = [tuple(x.clamp(min=1e-6) / HEADROOM for x in ranges.largest[layer]) for layer in sorted(ranges.largest)]
+    return cast(list[tuple[Tensor, Tensor]], scaled)
 
 
 def available_memory() -> int:

@@ -104,6 +104,10 @@ class ModelRunner:
         self.max_num_seqs = config.max_num_seqs
         self.layers = attention_layers(model)
         self._deterministic = config.deterministic
+        self._options: dict[str, Any] = {"num_splits": NUM_SPLITS} if config.deterministic else {}  # of PagedBatch
+        if config.kv_cache_dtype == "fp8":
+            self.layers = [replace(layer, kv_dtype=torch.float8_e4m3fn) for layer in self.layers]
+            self._options["descales"] = kv_cache.descales(model, self.vocab_size)
         if config.fusion and not self.eager and not config.deterministic:
             fuse(model)
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
@@ -116,6 +120,12 @@ class ModelRunner:
         # the same on the device, and what of it is out of date: (slot, first, last) of columns
         self._device_table = torch.zeros((config.max_num_seqs, 0), dtype=torch.int32, device=self.device)
         self._changed: list[tuple[int, int, int]] = []
+
+    @property
+    def window(self) -> int | None:
+        """Keys before a token that any layer looks at; None if one looks at all."""
+        lefts = [layer.window_size[0] for layer in self.layers]
+        return None if min(lefts, default=-1) < 0 else max(lefts)
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Make the KV cache; its content is lost if there was one."""
@@ -131,7 +141,7 @@ class ModelRunner:
         """Capture the largest decoding step, if this model can be; call it once, when the cache has its final place."""
         graphs = DecodeGraphs(
             self._forward, self.kv_caches, self._device_table, max_batch=self.max_num_seqs, page_size=self.page_size,
-            vocab=self.vocab_size, dtype=self.model.dtype, num_splits=NUM_SPLITS if self._deterministic else 0,
+            vocab=self.vocab_size, dtype=self.model.dtype, **self._options,
         )  # fmt: skip
         try:
             graphs.capture_largest()
@@ -320,7 +330,7 @@ class ModelRunner:
                 max_seqlen_q=1 if self._deterministic else max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
                 fresh=fresh and not self._deterministic,
-                num_splits=NUM_SPLITS if self._deterministic else 0,
+                **self._options,
             ),
         )
 

@@ -251,6 +251,7 @@ class Request:
     num_pending:  sampled tokens that are still on the device (a step that has been launched and not yet read)
     num_computed: leading tokens whose keys and values are in the cache once all launched steps have run
     num_shared:   leading pages that were found in the prefix cache; num_offered: leading pages that are registered there
+    num_released: leading pages that are behind the window of every layer, and not held any more
     rank:         position in the queue; smaller is served first and preempted last
     slot:         row of per-sequence state on the device while it runs, else -1
     arrival:      when it came, on the engine's clock; queue_time: seconds until its first step
@@ -272,6 +273,7 @@ class Request:
     num_cached_tokens: int = 0
     num_shared: int = 0
     num_offered: int = 0
+    num_released: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)

@@ -32,6 +32,7 @@ from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import FinishReason, Request
 
 INVALID_TOKEN = -1  # what the sampler returns for logits that are not numbers
+WINDOW_TILE = 128  # keys that a kernel may read at once: of a tile with keys in the window, nothing is given away
 PROMPT_ROWS = 256  # tokens of prompts in a step whose logits are wanted: logits are large
 
 
@@ -70,9 +71,13 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """Owner of the queues. `waiting` and `running` are sorted by rank."""
+    """Owner of the queues. `waiting` and `running` are sorted by rank.
 
-    def __init__(self, pages: PageTable, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    window: keys before a token that any layer looks at; None if one looks at all. What is behind it is given back
+    """
+
+    def __init__(self, pages: PageTable, *, max_num_seqs: int, max_num_batched_tokens: int, window: int | None = None) -> None:
+        self.window = window
         self.pages = pages
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -178,7 +183,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def check_integrity(self) -> None:
-        self.pages.check_integrity([request.pages for request in self.running])
+        self.pages.check_integrity([request.pages[request.num_released :] for request in self.running])
         assert sorted(self._slots + [request.slot for request in self.running]) == list(range(self.max_num_seqs))
         assert all(request.slot == -1 and not request.pages for request in self.waiting)
         assert sorted(self.requests) == sorted(request.request_id for request in self.waiting + self.running)
@@ -199,6 +204,12 @@ class Scheduler:
         request.num_computed += length
         request.num_pending += samples
         self._offer_pages(request)
+        if self.window is not None:
+            # steps run in order: those in flight have read these pages before anybody writes to them
+            behind = max(start - self.window, 0) // WINDOW_TILE * WINDOW_TILE // self.pages.page_size
+            if behind > request.num_released:
+                self.pages.release(request.pages[request.num_released : behind])
+                request.num_released = behind
         return length
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
@@ -249,7 +260,7 @@ class Scheduler:
 
     def _withdraw(self, request: Request, start: int) -> None:
         """Nobody may take over what this request was to write from token `start` on: it was not, or it is not finite."""
-        first = max(start, request.num_shared * self.pages.page_size) // self.pages.page_size
+        first = max(start // self.pages.page_size, request.num_shared, request.num_released)
         self.pages.unregister(request.pages[first:])
         request.num_offered = min(request.num_offered, first)
 
@@ -260,9 +271,9 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
-        self.pages.release(request.pages)
+        self.pages.release(request.pages[request.num_released :])
         self._slots.append(request.slot)
-        request.pages, request.slot, request.num_shared, request.num_offered = [], -1, 0, 0
+        request.pages, request.slot, request.num_shared, request.num_offered, request.num_released = [], -1, 0, 0, 0
 
 
 def _prompt_rows(request: Request, length: int) -> int:

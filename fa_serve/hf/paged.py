@@ -32,6 +32,7 @@ class PagedBatch:
     kv_caches: (k_cache, v_cache) by layer_idx
     fresh:     no sequence has keys in the cache but those of this step, so attention takes them as they come
     num_splits: as in `attention_paged`
+    descales:  (k_descale, v_descale) by layer_idx, of float8 caches
     """
 
     kv_caches: Sequence[tuple[Tensor, Tensor]]
@@ -44,6 +45,7 @@ class PagedBatch:
     backend: str = "auto"
     fresh: bool = False
     num_splits: int = 0
+    descales: Sequence[tuple[Tensor, Tensor]] | None = None
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Implicit | None, *,
@@ -56,7 +58,7 @@ class PagedBatch:
             )
         k_cache, v_cache = self.kv_caches[module.layer_idx]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend)
+        store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend, **self._descale(module.layer_idx))
         return self.attention(module.layer_idx, q, k, v, left=left, **options)[None]
 
     def attention(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, left: int, **options: Any) -> Tensor:
@@ -71,9 +73,12 @@ class PagedBatch:
         out = attention_paged(
             q, k_cache, v_cache, block_table=self.block_table, seqused_k=self.seqused_k, cu_seqlens_q=self.cu_seqlens_q,
             max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, window_size=(left, 0), num_splits=self.num_splits,
-            backend=self.backend, **options,
+            backend=self.backend, **self._descale(layer_idx), **options,
         )  # fmt: skip
         return cast(Tensor, out)
+
+    def _descale(self, layer_idx: int) -> dict[str, Any]:
+        return {} if self.descales is None else dict(zip(("k_descale", "v_descale"), self.descales[layer_idx], strict=True))
 
 
 def paged_forward(

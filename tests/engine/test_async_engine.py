@@ -34,8 +34,8 @@ async def collect(engine: AsyncEngine, prompt, params=GREEDY, name="request"):
     return [output async for output in engine.generate(prompt, params, name)]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(4000):
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    for _ in range(int(200 * seconds)):
         if condition():
             return
         await asyncio.sleep(0.005)
@@ -266,4 +266,30 @@ def test_a_process_is_not_waited_for_while_it_loads(model_folder) -> None:
         return took
 
     assert asyncio.run(main()) < 15, "it would take the half minute that a step may take"
+    assert not multiprocessing.active_children()
+
+
+def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) -> None:
+    async def main() -> None:
+        config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_restarts=1)
+        engine = AsyncEngine(config)
+        await engine.start()
+        for death in range(2):
+            task = asyncio.create_task(collect(engine, [1], SamplingParams(max_tokens=250), f"r{death}"))
+            await until(lambda: engine.stats().num_running > 0)
+            (process,) = multiprocessing.active_children()
+            os.kill(process.pid, signal.SIGKILL)
+            end = (await task)[-1]
+            assert (end.finish_reason, engine.is_alive) == ("error", False)
+            assert end.error.endswith("; it is being restarted") == (death == 0)
+            with pytest.raises(EngineDeadError, match="exit code -9"):
+                await collect(engine, [1])
+            if death == 0:
+                await until(lambda: engine.is_alive, 120)
+                tokens = [t for output in await collect(engine, [7, 5]) for t in output.token_ids]
+                assert tokens == greedy(make_model(), [7, 5], 12)
+        await engine.shutdown()
+
+    asyncio.run(main())
+    assert "has been restarted, 1 of 1 times" in caplog.text
     assert not multiprocessing.active_children()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import CONFIGS, VOCAB, greedy, make_model, random_prompts
@@ -104,6 +106,56 @@ def test_requests_without_a_seed_differ_and_follow_the_engine_seed(make_engine) 
     assert one[0].token_ids != one[1].token_ids
     assert [c.token_ids for c in one] == [c.token_ids for c in same]
     assert [c.token_ids for c in one] != [c.token_ids for c in other]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_pages_behind_every_window_are_given_back(make_engine, monkeypatch, depth) -> None:
+    monkeypatch.setattr("fa_serve.engine.scheduler.WINDOW_TILE", 8)
+    asked = random_prompts(5, 90, seed=1)
+    tokens = [greedy(make_model("mistral"), prompt, 100) for prompt in asked]
+    params = SamplingParams(max_tokens=100, temperature=0.0)
+    engine = make_engine("mistral", max_num_batched_tokens=16)
+    engine._depth = depth
+    for i, prompt in enumerate(asked):
+        engine.add_request(str(i), prompt, params)
+    most, got = 0, {str(i): [] for i in range(5)}
+    while engine.has_unfinished():
+        for output in engine.step():
+            got[output.request_id] += output.token_ids
+        engine.check_integrity()
+        if not engine.stats().num_waiting and all(got.values()):
+            most = max(most, engine.stats().num_pages_used)
+    assert list(got.values()) == tokens
+    # 9 keys in the window, 8 more in its tile, one that is written, in pages of 4
+    assert most <= 5 * 6
+    # a preempted sequence starts from its first page again; a part of its pages may still be cached
+    small = make_engine("mistral", num_pages=40, max_model_len=160, max_num_batched_tokens=64)
+    small._depth = depth
+    assert [c.token_ids for c in small.generate(asked, SamplingParams(max_tokens=60, temperature=0.0))] == [
+        t[:60] for t in tokens
+    ]
+    assert make_engine("gemma2")._scheduler.window is None, "every other layer looks at everything"
+
+
+def test_a_float8_cache_is_near_and_small(make_engine) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0)
+    plain = EngineConfig(device="cpu", dtype="float32", num_pages=64)
+    exact, rough = Engine(plain), Engine(replace(plain, kv_cache_dtype="fp8"))
+    caches = [engine._runner.kv_caches[0][0] for engine in (exact, rough)]
+    assert (caches[1].dtype, caches[0].element_size()) == (torch.float8_e4m3fn, 4 * caches[1].element_size())
+    asked = ["What is 17 + 25?", "def add(a, b):\n    return", "import "]
+    for left, right in zip(exact.generate(asked, params), rough.generate(asked, params), strict=True):
+        # the first token's attention has not been through the cache
+        assert left.token_ids[0] == right.token_ids[0]
+        assert right.logprobs[0].logprob == pytest.approx(left.logprobs[0].logprob, abs=1e-3)
+        same = [a == b for a, b in zip(left.token_ids, right.token_ids, strict=True)]
+        until = same.index(False) if False in same else len(same)
+        for a, b in zip(left.logprobs[:until], right.logprobs[:until], strict=True):
+            assert b.logprob == pytest.approx(a.logprob, abs=0.25)
+    again = rough.generate(asked, params)
+    assert [c.error for c in again] == [None] * 3
+    with pytest.raises(ValueError, match="kv_cache_dtype must be auto or fp8, got 'int4'"):
+        EngineConfig(kv_cache_dtype="int4")
 
 
 def test_end_tokens_end_an_answer(make_engine) -> None:
