@@ -31,6 +31,9 @@ def make_engine(family: str = "llama", **settings: Any) -> Engine:
     [
         pytest.param({}, id="graphs"),
         pytest.param({"eager": True}, id="eager"),
+        pytest.param({"fusion": False}, id="unfused"),
+        pytest.param({"deterministic": True}, id="deterministic"),
+        pytest.param({"prefix_caching": False}, id="no prefix cache"),
         pytest.param({"max_num_batched_tokens": 27}, id="chunked"),
         pytest.param({"num_pages": 16, "max_model_len": 128}, id="preempted"),
     ],
