@@ -8,6 +8,7 @@ drift apart. torch and transformers are imported when a command needs them. Left
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import logging
 import platform
@@ -216,31 +217,73 @@ def bench(
 
 
 @app.command()
-def info() -> None:
-    """Show which attention backend each kind of call gets on this machine, and why the others were refused."""
+def info(
+    model: Annotated[str | None, typer.Argument(help="Hub name or local folder; only its config is read.")] = None,
+    arch: Annotated[int | None, typer.Option(help="Answer for a GPU of this compute capability, 90 for 9.0.")] = None,
+) -> None:
+    """Show which attention backend each kind of call gets on this machine, and why the others were refused.
+
+    With MODEL: each kind of layer that its config asks for instead, who serves it in a prefill and in the engine's decoding,
+    and whether the engine runs the model. Ends with 1 if a part of the model is refused.
+    """
     import torch
 
     from fa_serve import __version__
     from fa_serve.backends import explain
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    device = "cuda" if torch.cuda.is_available() or arch is not None else "cpu"
+    name = platform.processor() or platform.machine()
+    if device == "cuda":
+        name = torch.cuda.get_device_name() if arch is None else f"compute capability {arch / 10}"
     console = Console(width=None if sys.stdout.isatty() else 160)
     versions = {"fa_serve": __version__, "python": platform.python_version(), "torch": torch.__version__,
                 "transformers": version("transformers")}  # fmt: skip
     console.print(", ".join(f"{package} {number}" for package, number in versions.items()), highlight=False)
     console.print(f"{device}: {name}\n", highlight=False)
+    if model is not None:
+        _info_of_model(model, device, arch, console)
+        return
     table = Table("call", "spec", "backend", "why not the ones before", show_lines=True)
-    for title, spec in _cases(device):
-        reasons = explain(spec)
-        chosen = next((backend for backend, reason in reasons.items() if reason is None), None)
-        before = list(reasons) if chosen is None else list(reasons)[: list(reasons).index(chosen)]
-        why = "\n".join(f"{backend}: {reasons[backend]}" for backend in before)
-        table.add_row(title, str(spec), chosen or "none", why)
+    for title, spec in _cases(device, arch):
+        table.add_row(title, str(spec), *_choice(explain(spec)))
     console.print(table)
 
 
-def _cases(device: str) -> list[tuple[str, AttentionSpec]]:
+def _choice(reasons: dict[str, str | None]) -> tuple[str, str]:
+    """The first backend without a reason, and the reasons of those before it."""
+    before = list(itertools.takewhile(lambda item: item[1] is not None, reasons.items()))
+    chosen = "none" if len(before) == len(reasons) else list(reasons)[len(before)]
+    return chosen, "\n".join(f"{backend}: {reason}" for backend, reason in before)
+
+
+def _info_of_model(model: str, device: str, arch: int | None, console: Console) -> None:
+    import torch
+
+    from fa_serve.backends import explain
+    from fa_serve.hf.info import decoding, describe
+    from fa_serve.spec import arch_of
+
+    try:
+        described = describe(model, device, arch_of(torch.device(device)) if arch is None else arch)
+    except (ValueError, OSError) as error:
+        _fail(str(error), code=2)
+    table = Table("part", "layers", "what each asks for", "prefill", "decoding", "why not the ones before", show_lines=True)
+    for part in described.parts:
+        for layer, where in part.kinds():
+            (prefill, why), (decode, _) = _choice(explain(layer.spec)), _choice(explain(decoding(layer.spec)))
+            decode = decode if layer.spec.window_size[1] == 0 and layer.spec.mask is None else "-"
+            title = f"{part.name}\n{part.model}"
+            table.add_row(title, f"{where}\n{layer.module}", str(layer.spec).partition(", ")[2], prefill, decode, why)
+    console.print(table)
+    for part in described.parts:
+        if part.refused or part.untried:
+            console.print(f"{part.name}: {'refused' if part.refused else 'not tried out'}: {part.refused or part.untried}")
+    console.print("engine: runs it" if described.engine is None else f"engine: {described.engine}", highlight=False)
+    if any(part.refused for part in described.parts):
+        raise typer.Exit(code=1)
+
+
+def _cases(device: str, arch: int | None) -> list[tuple[str, AttentionSpec]]:
     """What people run, named by where it occurs."""
     import torch
 
@@ -248,8 +291,9 @@ def _cases(device: str) -> list[tuple[str, AttentionSpec]]:
 
     def spec(**changes: Any) -> AttentionSpec:
         dtype = changes.pop("dtype", torch.bfloat16)
-        base = {"layout": "varlen", "device": device, "arch": arch_of(torch.device(device)), "dtype": dtype, "kv_dtype": dtype,
-                "head_dim": 128, "head_dim_v": 128, "num_heads": 32, "num_kv_heads": 8, "window_size": (-1, 0)}  # fmt: skip
+        here = arch_of(torch.device(device)) if arch is None else arch
+        base = {"layout": "varlen", "device": device, "arch": here, "dtype": dtype, "kv_dtype": dtype, "head_dim": 128,
+                "head_dim_v": 128, "num_heads": 32, "num_kv_heads": 8, "window_size": (-1, 0)}  # fmt: skip
         return AttentionSpec(**{**base, **changes})
 
     dense, paged = {"layout": "dense"}, {"layout": "paged", "page_size": 16}
