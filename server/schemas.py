@@ -296,8 +296,9 @@ class ChatRequest(Conversation, SamplingRequest):
 
     UNSUPPORTED = {
         "audio": NOTHING, "function_call": ("none",), "functions": ([],), "metadata": ({},), "modalities": (["text"],),
-        "moderation": NOTHING, "prediction": NOTHING, "prompt_cache_key": NOTHING, "prompt_cache_retention": NOTHING,
-        "service_tier": ("auto", "default"), "store": (False,), "verbosity": NOTHING, "web_search_options": NOTHING,
+        "moderation": NOTHING, "prediction": NOTHING, "prompt_cache_key": NOTHING, "prompt_cache_options": NOTHING,
+        "prompt_cache_retention": NOTHING, "service_tier": ("auto", "default"), "store": (False,), "verbosity": NOTHING,
+        "web_search_options": NOTHING,
     }  # fmt: skip
 
     @model_validator(mode="after")
