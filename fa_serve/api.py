@@ -74,7 +74,8 @@ def attention(
     if mask is not None:
         _check_mask(mask, q, k)
     _check_out(out, q, v)
-    chosen = _backend("dense", q, k, v, window, softcap, sinks, mask, 0, True, backend, False)
+    few = q.shape[1] <= FEW_QUERIES < k.shape[1] and (mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)))
+    chosen = _backend("dense", q, k, v, window, softcap, sinks, mask, 0, True, backend, few)
     result, lse = chosen.forward(
         q,
         k,

@@ -20,7 +20,7 @@ import torch
 
 Layout = Literal["dense", "varlen", "paged"]
 FEW_QUERIES = 16
-"""Per sequence of a paged batch: beyond that rows fill a tile by themselves, and splitting keys gains nothing."""
+"""Per sequence: beyond that rows fill a tile by themselves, and splitting keys gains nothing."""
 
 
 class FaServeError(Exception):
@@ -45,7 +45,8 @@ class AttentionSpec:
     window_size:  (left, right), -1 unlimited; causal calls arrive with right == 0
     mask:         dtype of an explicit mask ("bool" keeps where True, "float" is added to the scores), or None
     needs_grad:   autograd will ask for gradients of q, k or v
-    few_queries:  (paged) up to FEW_QUERIES per sequence, or keys in a fixed number of splits: what decoding kernels are for
+    few_queries:  up to FEW_QUERIES per sequence, behind which no mask of their own stands; or, paged, keys in a fixed number of
+                  splits: what decoding kernels are for. Packed sequences have it never
     whole_rows:   (paged) tokens and heads are multiples of 16 bytes apart, and pages a whole number of tokens
     """
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fa_serve.backends import triton as backend
-from fa_serve.backends.reference import ReferenceBackend
+from fa_serve.backends.reference import ReferenceBackend, attention_reference
 from fa_serve.backends.triton import TritonBackend
 from fa_serve.backends.triton.decode import DecodeTiles, _fit_float16, decode_tiles, launch_decode
 from fa_serve.backends.triton.forward import launch_forward
@@ -181,11 +181,6 @@ def test_without_lse_and_without_queries():
     assert launch_decode(q[:0], k_cache, v_cache, **nothing)[0].shape == (0, 8, 32)
 
 
-def test_page_numbers_without_prefetch():
-    tiles = DecodeTiles(16, 16, 2, 2, 3, True, prefetch=False)
-    check(Case(q_lens=(3, 1), kv_lens=(200, 90), window_size=(20, 0)), tiles=tiles)
-
-
 @pytest.mark.parametrize("scale", [1e-30, 3e-5, 1.0, 1e30])
 def test_queries_of_any_size_fit_float16(scale: float):
     """Powers of two are taken out row by row, so nothing is rounded and no row touches another."""
@@ -212,6 +207,54 @@ def _fit(x_ptr, half_ptr, power_ptr):
 def test_every_cut_gives_the_same_answer(parts: int, balanced: bool):
     tiles = DecodeTiles(16, 16, 2, 2, parts, balanced, min_blocks=1 + parts % 2)
     check(Case(q_lens=(1, 2, 0, 1), kv_lens=(300, 17, 40, 2), sinks=True), tiles=tiles)
+
+
+WARPS = [
+    pytest.param(Case(sinks=True), id="plain"),
+    pytest.param(Case(q_lens=(3, 1), kv_lens=(200, 9), window_size=(20, 0), softcap=3.0, page_size=33), id="options"),
+    pytest.param(Case(q_lens=(1, 2), kv_lens=(300, 17), page_size=256, fp8=True, dtype=torch.float16), id="fp8"),
+]
+
+
+@pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "fixed"])
+@pytest.mark.parametrize("case", WARPS)
+def test_warps_with_keys_of_their_own(case: Case, balanced: bool):
+    tiles = DecodeTiles(8 if max(case.q_lens) * 4 <= 8 else 16, 64, 4, 2, 3, balanced, key_warps=4)
+    check(case, tiles=tiles)
+
+
+DENSE = [
+    pytest.param((2, 1, 150), (-1, 0), False, id="one-query"),
+    pytest.param((1, 3, 90), (20, 0), False, id="one-sequence-window"),
+    pytest.param((3, 2, 70), (-1, -1), True, id="padding"),
+]
+
+
+@pytest.mark.parametrize(("shape", "window_size", "padded"), DENSE)
+def test_dense_cache(shape: tuple[int, int, int], window_size: tuple[int, int], padded: bool):
+    """A cache of (batch, heads, room, dim), as transformers' are; the room behind the keys is NaN."""
+    batch, seqlen_q, seqlen_k = shape
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(batch, 8, seqlen_q, 32, generator=generator).transpose(1, 2)
+    k, v = (torch.randn(batch, 2, seqlen_k + 9, 32, generator=generator) for _ in range(2))
+    mask = None
+    if padded:
+        mask = torch.rand(batch, 1, 1, seqlen_k, generator=generator) > 0.3
+        mask[1] = False
+    options = {"softmax_scale": 0.2, "window_size": window_size, "softcap": 0.0, "sinks": None, "mask": mask}
+    for x in (k, v):
+        x[:, :, seqlen_k:] = float("nan")
+        x.masked_fill_(torch.zeros(()).bool() if mask is None else ~torch.cat([mask, mask[..., :9]], -1).transpose(2, 3), 7.0)
+    k, v = (x[:, :, :seqlen_k].transpose(1, 2) for x in (k, v))
+    exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), **options)
+    if padded:  # what a mask hides is not read
+        k, v = (x.masked_fill(~mask.permute(0, 3, 1, 2), float("nan")) for x in (k, v))
+    actual, lse = TritonBackend().forward(q, k, v, **options, out=None, return_lse=True)
+    assert_matches_reference(actual, exact, exact.float())
+    assert_lse_matches(lse, exact_lse)
+    out = torch.empty(batch, seqlen_q, 8, 64)[..., ::2]
+    assert TritonBackend().forward(q, k, v, **options, out=out, return_lse=False) == (out, None)
+    assert torch.equal(out, actual)
 
 
 def test_a_captured_graph_would_serve_shorter_lengths():
@@ -247,21 +290,10 @@ def test_tiles_depend_on_the_heads_alone_when_splits_are_given():
     assert tiles(64, 1, 8192, 0).balanced
 
 
-def test_few_sequences_fill_one_wave_exactly():
-    """3 programs of 64 x 128 fit on an SM: 396 on 132 of them."""
-    for batch, pieces in ((1, 49), (8, 49), (16, 49)):
-        tiles = decode_tiles(90, 132, 2, 2, 128, 128, 32, 8, batch, 1, 131072, 0)
-        assert tiles.parts + (batch if batch > 1 else 0) == pieces
-
-
-def test_balanced_pieces_fit_in_the_grid():
-    """However the lengths fall, a batch is never cut in more than parts + batch pieces."""
-    lengths = torch.randint(0, 2000, (50, 9), generator=torch.Generator().manual_seed(0))
-    for row in lengths.tolist():
-        blocks = [-(-n // 64) for n in row]
-        for parts in (1, 5, 66):
-            share = max(-(-sum(blocks) // parts), 1)
-            assert sum(max(-(-n // share), 1) for n in blocks) <= parts + len(row)
+def test_pieces_fill_one_wave():
+    """2 programs live on an SM: 264 on 132 of them, 33 for each of 8 heads."""
+    for batch in (1, 8, 16, 200):
+        assert decode_tiles(90, 132, 2, 2, 128, 128, 32, 8, batch, 1, 131072, 0).parts == 33
 
 
 def test_batch_block_covers_the_batch():

@@ -33,6 +33,8 @@ class HopperBackend:
             return "has no interpreter: TRITON_INTERPRET is set"
         if spec.dtype not in (torch.float16, torch.bfloat16):
             return f"computes float16 and bfloat16, got {str(spec.dtype)[6:]}"
+        if spec.few_queries:
+            return f"leaves up to {FEW_QUERIES} queries per sequence, and fixed splits, to the decoding kernels"
         if spec.layout == "paged" and (reason := _cannot_page(spec)):
             return reason
         if (spec.head_dim, spec.head_dim_v) not in HEAD_DIMS:
@@ -67,8 +69,6 @@ class HopperBackend:
 
 
 def _cannot_page(spec: AttentionSpec) -> str | None:
-    if spec.few_queries:
-        return f"leaves up to {FEW_QUERIES} queries per sequence, fixed splits and the cache's writing to the decoding kernels"
     if spec.kv_dtype != spec.dtype:
         return f"reads a cache of q's dtype, got {str(spec.kv_dtype)[6:]}"
     if spec.page_size % 16:

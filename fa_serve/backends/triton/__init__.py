@@ -1,9 +1,9 @@
 """Portable Triton kernels: any GPU that Triton compiles for, and its interpreter on a CPU.
 
-`forward` is the FlashAttention-2 forward pass over dense, packed and paged keys; `decode` splits one sequence's keys among
-programs when the queries are few; `kv_cache` writes the paged cache; `primitives` are the shared steps of the algorithm and
-`tiles` the choice of tile. Left out: the backward pass, and everything that only Hopper has
-(see `backends.hopper`).
+`forward` is the FlashAttention-2 forward pass over dense, packed and paged keys; `decode` splits one sequence's keys, paged or
+dense, among programs when the queries are few; `kv_cache` writes the paged cache; `primitives` are the shared steps of the
+algorithm and `tiles` the choice of tile. Left out: the backward pass, and everything that only Hopper has (see
+`backends.hopper`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from fa_serve.backends.mixed import forward_mixed
-from fa_serve.backends.triton.decode import launch_decode
+from fa_serve.backends.triton.decode import launch_decode, launch_dense
 from fa_serve.backends.triton.forward import launch_forward
 from fa_serve.backends.triton.kv_cache import launch_store_kv
 from fa_serve.spec import FEW_QUERIES, AttentionSpec
@@ -42,8 +42,11 @@ class TritonBackend:
             return "has no backward pass, and an input requires gradients"
         return None
 
-    def forward(self, q, k, v, **options):
-        return launch_forward(q, k, v, **options)
+    def forward(self, q, k, v, *, mask, **options):
+        over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
+        if q.shape[1] <= FEW_QUERIES < k.shape[1] and over_keys:
+            return launch_dense(q, k, v, mask=mask, **options)
+        return launch_forward(q, k, v, mask=mask, **options)
 
     def forward_varlen(self, q, k, v, **options):
         return launch_forward(q, k, v, **options)

@@ -1,19 +1,22 @@
-"""Split-KV flash decoding over a paged cache: few queries, many keys (Dao et al. 2023, "Flash-Decoding").
+"""Split-KV flash decoding: few queries, many keys, paged or dense (Dao et al. 2023, "Flash-Decoding").
 
-One program holds the queries of one KV head, up to BLOCK_M packed (token, query head) rows, and walks one piece of one
-sequence's keys. Pieces are cut on the device, from the lengths there, so one captured CUDA graph is right for every length:
+One program holds the queries of one KV head, up to BLOCK_M packed (token, query head) rows, and walks one piece of the keys.
+Pieces are cut on the device, from the lengths there, so one captured CUDA graph is right for every length:
 
-- balanced (`num_splits == 0`): the batch's key blocks are cut in about `parts` equal shares, so a sequence 20 times longer gets
-  20 times the programs. Each program finds its piece with a prefix sum over the batch. What counts is how the pieces fill the
-  GPU: exactly one wave of resident programs, or several; 1.3 waves last as long as 2.
+- balanced (`num_splits == 0`): the key blocks of all sequences lie on one line, and the line is cut in `parts` equal shares,
+  one wave of resident programs. A share may hold the end of one sequence, several whole ones and the beginning of another.
 - fixed (`num_splits > 0`, or a batch of one): each sequence is cut in `parts` pieces by its own length. With `num_splits` given
   the tile, too, depends on nothing but heads and dtypes: a row's result is bitwise the same whatever else is in the batch.
 
-A sequence of one piece is written at once; the others leave (out, lse) per piece, which `_combine` merges. On Hopper and later
-both kernels are launched programmatically: the next starts while this one drains, and waits for its results (griddepcontrol).
-A float8 cache is widened to float16, which holds every e4m3 number and takes one instruction for two; queries of another type
-are scaled by a power of two per row, so that they fit. Sequences with more than `max_seqlen_q` queries are skipped: in a mixed
-batch they are forward.py's. Left out: long prompts (forward.py) and writing the cache (kv_cache.py).
+A sequence that lies in one piece is written at once. Of the others each piece leaves (out, lse); whoever comes last, by a
+counter in memory, merges them in the order of keys, so the result does not depend on who that was. One launch in all. On Hopper
+and later it is programmatic: the next kernel starts while this one drains, and waits for its results (griddepcontrol).
+
+Tiles of up to 16 rows give each warp keys of its own: nothing is exchanged between warps before the end, and scores stand with
+keys as rows, so that 8 query rows fill the other side of a tensor core's tile (16 by 8). A float8 cache is widened to float16,
+which holds every e4m3 number, in registers; queries of another type are scaled by a power of two per row, so that they fit.
+Sequences with more than `max_seqlen_q` queries are skipped: in a mixed batch they are another kernel's. Left out: long prompts
+(forward.py) and writing the cache (kv_cache.py).
 """
 
 from __future__ import annotations
@@ -27,24 +30,21 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import launch
-from fa_serve.backends.triton.primitives import (
-    LOG2E,
-    finish_softmax,
-    online_softmax_update,
-    softcap_scores,
-    window_keep,
-)
+from fa_serve.backends.launch import Counters, launch
+from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, softcap_scores
 from fa_serve.backends.triton.tiles import batch_block, padded_dim
+
+_COUNTERS = Counters()
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
     """block_m packed query rows by block_n keys.
 
-    parts: pieces per sequence, or, when balanced, equal shares of the whole batch's key blocks
+    parts:      pieces per sequence, or, when balanced, equal shares of the whole batch's key blocks
     min_blocks: no piece is cut shorter than this many key blocks
-    prefetch: page numbers are read one block ahead of their keys
+    key_warps:  warps that walk keys of their own: all of them, or 1 when they share a tile
+    registers:  most per thread, 0 for the compiler's choice: what a segment needs once may spill, the inner loop does not
     """
 
     block_m: int
@@ -54,7 +54,9 @@ class DecodeTiles:
     parts: int
     balanced: bool
     min_blocks: int = 1
-    prefetch: bool = True
+    key_warps: int = 1
+    registers: int = 0
+    fused: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -66,24 +68,24 @@ def decode_tiles(
     groups = num_heads // num_kv_heads
     rows = groups if num_splits else groups * max_seqlen_q
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
-    block_m = min(64, padded_dim(rows))
-    # (64 keys, 4 warps, 3 stages) is within 4% of the fastest tile on the H200 in the mean of 45 cells, where every other
-    # one falls behind somewhere by 17 to 46%; by its 160 registers (80 at head_dim 64) 3 programs (6) live on an SM
-    block_n, num_warps, most_stages, resident = 64, 4, 3, 3 if width > 64 else 6
+    block_m = min(64, max(8, 1 << (rows - 1).bit_length()))
+    # warps with keys of their own hold the output once each: beyond 16 rows, or 128 columns, they would run out of registers
+    key_warps = 4 if itemsize == 2 and block_m <= 16 and width <= 128 and arch else 1
+    # `resident` programs live on an SM, by their registers
+    block_n, num_warps, most_stages, registers, resident = 64, 4, 3, 0, 2
     if kv_itemsize == 1:
-        # half the bytes a key, so twice the keys in flight
-        block_n, resident = 128, 2 if width > 64 else 3
+        block_n = 128  # half the bytes a key, so twice the keys in flight
     if width > 128:
-        block_n, most_stages, resident = 32, 4, 2
+        block_n, most_stages = 32, 4
     if itemsize == 4:
         # float32 products run on the FMA units, their operands live in registers
-        block_m, block_n, num_warps, most_stages, resident = min(block_m, 32), 32 if width <= 128 else 16, 8, 4, 2
-    if block_m > 16 or arch not in (90, 100):
-        block_n, most_stages, resident = min(block_n, 64), 4, 2
+        block_m, block_n, num_warps, most_stages = min(block_m, 32), 32 if width <= 128 else 16, 8, 4
+    if key_warps == 1 or arch not in (90, 100):
+        block_n, most_stages = min(block_n, 64), 2 if block_m > 16 else 4
     tile_bytes = block_n * (padded_dim(head_dim) + padded_dim(head_dim_v)) * kv_itemsize
     q_bytes = block_m * padded_dim(head_dim) * itemsize
     num_stages = min(most_stages, max(2, 1 + (_pipeline_bytes(arch) - q_bytes) // tile_bytes))
-    tiles = DecodeTiles(block_m, block_n, num_warps, num_stages, num_splits, False)
+    tiles = DecodeTiles(block_m, block_n, num_warps, num_stages, num_splits, False, 1, key_warps, registers)
     if num_splits:
         return tiles
     units = num_kv_heads * triton.cdiv(groups * max_seqlen_q, block_m)
@@ -94,13 +96,7 @@ def decode_tiles(
     wave = max(1, resident * num_sms // units)  # pieces that run at once
     if batch == 1:
         return replace(tiles, parts=min(wave, max_blocks))
-    if 2 * batch <= wave:
-        # rounding up gives each sequence at most one piece more: all of them run at once (16 uneven sequences: -8%)
-        return replace(tiles, parts=wave - batch, balanced=True, min_blocks=2)
-    # pieces for each of `batch` equal sequences such that the last wave is nearly full; a piece costs about 1% to combine. On
-    # the H200, 64 x 8192 keys of 8 heads: 1 piece (1.3 waves) 614 us, 4 pieces (5.2 waves) 522 us
-    pieces = min(range(1, 9), key=lambda n: triton.cdiv(batch * n, wave) * wave / (batch * n) + 0.01 * n)
-    return replace(tiles, parts=batch * pieces, balanced=True, min_blocks=4)
+    return replace(tiles, parts=wave, balanced=True, min_blocks=2)
 
 
 def _pipeline_bytes(arch: int) -> int:
@@ -120,17 +116,26 @@ def _wait_for_previous_kernel(PDL: tl.constexpr):
 
 @triton.jit
 def _widen(x, dtype: tl.constexpr, PTX: tl.constexpr):
-    """A tile of the cache in the type of the product.
-
-    The conversion of float8 is impure for Triton's eyes alone: it keeps it from moving behind the load from shared memory,
-    where values, transposed, would be read byte by byte (64 loads for 64 keys) and copied in by 8 bytes, not 16.
-    """
+    """A tile of the cache in the type of the product."""
     if PTX and x.dtype == tl.float8e4nv and dtype == tl.float16:
         return tl.inline_asm_elementwise(
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }", "=r,=r,r", [x],
-            dtype=tl.float16, is_pure=False, pack=4,
+            dtype=tl.float16, is_pure=True, pack=4,
         )  # fmt: skip
     return x.to(dtype)
+
+
+@triton.jit
+def _half(x, SELECT: tl.constexpr):
+    """Of two float8 numbers in 16 bits, the first (SELECT 0x5410) or the second (0x7632) as float16.
+
+    Transposed, 8-bit numbers would be read one by one from shared memory. In pairs of columns they are read as 16-bit ones are:
+    a register then holds two keys of one pair, and a byte permutation puts the two keys of one column side by side.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; .reg .b32 x, y; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b; "
+        f"prmt.b32 $0, x, y, {SELECT}; }}", "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -145,6 +150,11 @@ def _fit_float16(q):
 
 
 @triton.jit
+def _transpose(x):
+    return tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.permute(x, (1, 0))
+
+
+@triton.jit
 def _visible_blocks(q_len, kv_len, window_left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr):
     """-> the first key that any query of the sequence sees, its block, and how many blocks there are from it on."""
     first_key = kv_len * 0
@@ -155,290 +165,564 @@ def _visible_blocks(q_len, kv_len, window_left, HAS_LEFT: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
-def _balanced_pieces(
-    used_k_ptr, cu_q_ptr, batch, parts, min_blocks, max_q, window_left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """-> sequence numbers and how many pieces each gets [BATCH_BLOCK].
+def _lengths(seq, cu_q_ptr, used_k_ptr, max_q, max_k):
+    """-> first row, queries and keys of a sequence; a dense batch has no cu_q_ptr, and all are alike."""
+    if cu_q_ptr is None:
+        row0 = seq * max_q
+        q_len = max_q
+        kv_len = max_k
+    else:
+        row0 = tl.load(cu_q_ptr + seq)
+        q_len = tl.load(cu_q_ptr + seq + 1) - row0
+        kv_len = tl.load(used_k_ptr + seq)
+    return row0, q_len, kv_len
 
-    ceil(blocks / share) with share = ceil(all blocks / parts): at most parts + batch pieces in all.
+
+@triton.jit
+def _ends_on_line(
+    index, cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Where sequences end on a line on which all their blocks lie, at least one each; those of other kernels take no room."""
+    if cu_q_ptr is None:
+        _, _, blocks = _visible_blocks(max_q, max_k, window_left, HAS_LEFT, BLOCK_N)
+        ends = tl.minimum(index + 1, batch) * tl.maximum(blocks, 1)
+    else:
+        live = index < batch
+        q_len = tl.load(cu_q_ptr + index + 1, mask=live, other=0) - tl.load(cu_q_ptr + index, mask=live, other=0)
+        kv_len = tl.load(used_k_ptr + index, mask=live, other=0)
+        _, _, blocks = _visible_blocks(q_len, kv_len, window_left, HAS_LEFT, BLOCK_N)
+        ends = tl.cumsum(tl.where((q_len > 0) & (q_len <= max_q), tl.maximum(blocks, 1), 0), 0)
+    return ends
+
+
+@triton.jit
+def _share_of_line(
+    piece, cu_q_ptr, used_k_ptr, batch, parts, min_blocks, max_q, max_k, window_left, HAS_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The line of `_ends_on_line`, cut in equal shares.
+
+    -> begin and end of this share, the first sequence in it and the one after its last, where that first one starts on the
+    line, and the size of a share.
     """
     index = tl.arange(0, BATCH_BLOCK)
-    live = index < batch
-    q_len = tl.load(cu_q_ptr + index + 1, mask=live, other=0) - tl.load(cu_q_ptr + index, mask=live, other=0)
-    kv_len = tl.load(used_k_ptr + index, mask=live, other=0)
-    _, _, blocks = _visible_blocks(q_len, kv_len, window_left, HAS_LEFT, BLOCK_N)
-    ours = (q_len > 0) & (q_len <= max_q)
-    blocks = tl.where(ours, blocks, 0)
-    share = tl.maximum((tl.sum(blocks, 0) + parts - 1) // parts, min_blocks)
-    return index, tl.where(ours, tl.maximum((blocks + share - 1) // share, 1), 0)
+    ends = _ends_on_line(index, cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left, HAS_LEFT, BLOCK_N)
+    total = tl.max(ends, 0)
+    share = tl.maximum((total + parts - 1) // parts, min_blocks)
+    begin = piece * share
+    end = tl.minimum(begin + share, total)
+    first = tl.sum((ends <= begin).to(tl.int32), 0)
+    behind = tl.where(begin < end, tl.sum((ends < end).to(tl.int32), 0) + 1, first)
+    return begin, end, first, behind, tl.max(tl.where(ends <= begin, ends, 0), 0), share
+
+
+@triton.jit
+def _start_of(
+    seq, cu_q_ptr, used_k_ptr, batch, parts, min_blocks, max_q, max_k, window_left, HAS_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """-> where on the line a sequence starts, and the size of a share."""
+    index = tl.arange(0, BATCH_BLOCK)
+    ends = _ends_on_line(index, cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left, HAS_LEFT, BLOCK_N)
+    share = tl.maximum((tl.max(ends, 0) + parts - 1) // parts, min_blocks)
+    return tl.max(tl.where(index < seq, ends, 0), 0), share
+
+
+@triton.jit
+def _read_pages(
+    table_ptr, block, offs_n, first_key, kv_len, HAS_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The page of each key of a block, 0 where none is ours; one number where pages are whole blocks."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        owned = (block * BLOCK_N < kv_len) & (block * BLOCK_N + BLOCK_N > first_key)
+        index = block * BLOCK_N // PAGE_SIZE
+    else:
+        cols = block * BLOCK_N + offs_n
+        owned = cols < kv_len
+        if HAS_LEFT:
+            owned = owned & (cols >= first_key)
+        # the same number, said so that what changes from block to block is one sum for all keys
+        index = block * (BLOCK_N // PAGE_SIZE) + offs_n // PAGE_SIZE if BLOCK_N % PAGE_SIZE == 0 else cols // PAGE_SIZE
+    return tl.load(table_ptr + index, mask=owned, other=0)
+
+
+@triton.jit
+def _key_offsets(
+    page, block, offs_n, stride_page, stride_token, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PTX: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Where the keys of a block lie in the cache, in 64 bits: caches pass 2^31 elements."""
+    if PAGE_SIZE == 0:
+        where = page * stride_page + tl.cast(block * BLOCK_N, tl.int64) * stride_token + offs_n * stride_token
+    elif PAGE_SIZE % BLOCK_N == 0:
+        slot = tl.cast(block * BLOCK_N % PAGE_SIZE, tl.int64)
+        where = page.to(tl.int64) * stride_page + slot * stride_token + offs_n * stride_token
+    else:
+        if PTX:
+            # one instruction; LLVM, once it has widened the stride ahead of the loop, takes five
+            start = tl.inline_asm_elementwise(
+                "mul.wide.s32 $0, $1, $2;", "=l,r,r", [page, stride_page], dtype=tl.int64, is_pure=True, pack=1
+            )
+            if ALIGNED:
+                start = tl.multiple_of(start, [16] * len(page.shape))
+        else:
+            start = page.to(tl.int64) * stride_page
+        if BLOCK_N % PAGE_SIZE == 0:
+            where = start + offs_n % PAGE_SIZE * stride_token
+        else:
+            where = start + (block * BLOCK_N + offs_n) % PAGE_SIZE * stride_token
+    return where
+
+
+@triton.jit
+def _softmax_step(s, factor, row_max, row_sum):
+    """`primitives.online_softmax_update` with keys as rows: s [.., BLOCK_N, BLOCK_M], row_max and row_sum [.., BLOCK_M]."""
+    new_max = tl.maximum(row_max, tl.max(s, axis=len(s.shape) - 2) * factor)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * factor - tl.expand_dims(safe_max, -2))
+    alpha = tl.exp2(row_max - safe_max)
+    return p, new_max, row_sum * alpha + tl.sum(p, axis=len(s.shape) - 2), alpha
+
+
+@triton.jit
+def _walk(
+    q, row_scale, row_max, row_sum, span, k_ptr, v_ptr, table_ptr, mask_ptr, seq, positions, lengths, scaling, window, strides,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    ALIKE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, KEY_WARPS: tl.constexpr, PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """The inner loop over key blocks. q: [BLOCK_D, BLOCK_M]; with KEY_WARPS > 1 everything has that many in front.
+
+    -> out [BLOCK_M, BLOCK_DV], not yet divided, the largest score and the sum of exponentials [BLOCK_M].
+    """
+    begin, end = span
+    first_key, kv_len = lengths
+    scale, softcap = scaling
+    window_left, window_right = window
+    stride_kp, stride_kt, stride_vp, stride_vt, stride_mk = strides
+    WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
+    HALVES: tl.constexpr = 2 if PAIRS else 1
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_v = tl.arange(0, WIDTH)
+    offs_n = tl.arange(0, BLOCK_N)
+    if KEY_WARPS > 1:
+        offs_n = tl.reshape(offs_n, (KEY_WARPS, BLOCK_N // KEY_WARPS))
+        acc = tl.zeros([KEY_WARPS, WIDTH, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([WIDTH, BLOCK_M], tl.float32)
+    second = acc
+    if PAIRS:
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    next_page = seq.to(tl.int64)
+    if PAGE_SIZE > 0:
+        next_page = _read_pages(table_ptr, begin, offs_n, first_key, kv_len, HAS_LEFT, PAGE_SIZE, BLOCK_N)
+    if mask_ptr is not None:
+        cols = begin * BLOCK_N + offs_n
+        next_seen = tl.load(mask_ptr + cols * stride_mk, mask=cols < kv_len, other=0)
+    for block in tl.range(begin, end):
+        cols = block * BLOCK_N + offs_n
+        # a page before the window may have gone to another sequence, and 0 * NaN is NaN: hidden keys are not read
+        owned = cols < kv_len
+        if HAS_LEFT:
+            owned = owned & (cols >= first_key)
+        if mask_ptr is not None:
+            owned = owned & (next_seen != 0)
+            next_seen = tl.load(mask_ptr + (cols + BLOCK_N) * stride_mk, mask=cols + BLOCK_N < kv_len, other=0)
+        # a load that feeds an address one iteration later leaves K and V all the stages
+        page = next_page
+        if PAGE_SIZE > 0:
+            next_page = _read_pages(table_ptr, block + 1, offs_n, first_key, kv_len, HAS_LEFT, PAGE_SIZE, BLOCK_N)
+        k_offs = _key_offsets(page, block, offs_n, stride_kp, stride_kt, PAGE_SIZE, BLOCK_N, PTX, ALIGNED)
+        v_offs = k_offs
+        if not ALIKE:
+            v_offs = _key_offsets(page, block, offs_n, stride_vp, stride_vt, PAGE_SIZE, BLOCK_N, PTX, ALIGNED)
+        if PAIRS:
+            v_offs = v_offs >> 1
+        k = tl.load(k_ptr + tl.expand_dims(k_offs, -1) + offs_d, mask=tl.expand_dims(owned, -1) & (offs_d < DIM), other=0.0)
+        s = tl.dot(_widen(k, q.dtype, PTX), q, input_precision=PRECISION)
+        if row_scale is not None:
+            s *= row_scale[None, :]
+        factor = scale * LOG2E
+        if HAS_SOFTCAP:
+            s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
+            factor = 1.0
+        keep = tl.expand_dims(owned, -1)
+        if HAS_RIGHT:
+            keep = keep & (tl.expand_dims(cols, -1) <= positions[None, :] + window_right)
+        if HAS_LEFT:
+            keep = keep & (tl.expand_dims(cols, -1) >= positions[None, :] - window_left)
+        s = tl.where(keep, s, float("-inf"))
+        p, row_max, row_sum, alpha = _softmax_step(s, factor, row_max, row_sum)
+        p = p.to(q.dtype)
+        alpha = tl.expand_dims(alpha, -2)
+        # values are loaded as the product takes them, columns first: a transposition afterwards would cost a copy
+        keep_v = tl.expand_dims(owned, -2) & (offs_v < DIM_V // HALVES)[:, None]
+        v = tl.load(v_ptr + tl.expand_dims(v_offs, -2) + offs_v[:, None], mask=keep_v, other=0 if PAIRS else 0.0)
+        if PAIRS:
+            acc = tl.dot(_half(v, "0x5410"), p, acc * alpha, input_precision=PRECISION)
+            second = tl.dot(_half(v, "0x7632"), p, second * alpha, input_precision=PRECISION)
+        else:
+            acc = tl.dot(_widen(v, q.dtype, PTX), p, acc * alpha, input_precision=PRECISION)
+
+    if KEY_WARPS > 1:
+        # by the rule that merges pieces
+        top = tl.max(row_max, 0)
+        weight = tl.exp2(row_max - tl.where(top == float("-inf"), 0.0, top)[None, :])
+        acc = tl.sum(acc * weight[:, None, :], 0)
+        if PAIRS:
+            second = tl.sum(second * weight[:, None, :], 0)
+        row_sum = tl.sum(row_sum * weight, 0)
+        row_max = top
+    acc = _transpose(acc)
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, _transpose(second)), (BLOCK_M, BLOCK_DV))
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _load_piece(
+    part_out_ptr, part_lse_ptr, place0, part, num_parts, units, unit, unit_rows, rows, live, offs_dv, DIM_V: tl.constexpr,
+    BALANCED: tl.constexpr,
+):  # fmt: skip
+    """One piece's lse, in base 2, and out; another SM wrote them: past this one's first cache."""
+    place = place0 + part
+    if BALANCED:
+        # only the first piece of a sequence left it in its second place
+        place = place0 + 2 * part + tl.where(part == 0, 1, 0)
+    live = live & (part < num_parts)
+    at = (tl.cast(place, tl.int64) * units + unit) * unit_rows + rows
+    lse = tl.load(part_lse_ptr + at, mask=live, other=float("-inf"), cache_modifier=".cg") * LOG2E
+    keep = live[:, None] & (offs_dv < DIM_V)[None, :]
+    return lse, tl.load(part_out_ptr + at[:, None] * DIM_V + offs_dv[None, :], mask=keep, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _merge_pieces(
+    part_out_ptr, part_lse_ptr, place0, num_parts, units, unit, unit_rows, rows, live, DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BALANCED: tl.constexpr,
+):  # fmt: skip
+    """out and lse of the `live` ones of some rows from their pieces in the order of keys: weights exp(lse - max lse).
+
+    Eight pieces at a time, so that many loads are under way.
+    """
+    offs_dv = tl.arange(0, BLOCK_DV)
+    where = (num_parts, units, unit, unit_rows, rows, live, offs_dv, DIM_V, BALANCED)
+    acc = tl.zeros([rows.shape[0], BLOCK_DV], tl.float32)
+    row_max = tl.full([rows.shape[0]], float("-inf"), tl.float32)
+    row_sum = tl.zeros([rows.shape[0]], tl.float32)
+    for n in tl.range(0, num_parts, 8):
+        l0, o0 = _load_piece(part_out_ptr, part_lse_ptr, place0, n, *where)
+        l1, o1 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 1, *where)
+        l2, o2 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 2, *where)
+        l3, o3 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 3, *where)
+        l4, o4 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 4, *where)
+        l5, o5 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 5, *where)
+        l6, o6 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 6, *where)
+        l7, o7 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 7, *where)
+        top = tl.maximum(tl.maximum(tl.maximum(l0, l1), tl.maximum(l2, l3)), tl.maximum(tl.maximum(l4, l5), tl.maximum(l6, l7)))
+        new_max = tl.maximum(row_max, top)
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        alpha = tl.exp2(row_max - safe_max)
+        w0, w1, w2, w3 = tl.exp2(l0 - safe_max), tl.exp2(l1 - safe_max), tl.exp2(l2 - safe_max), tl.exp2(l3 - safe_max)
+        w4, w5, w6, w7 = tl.exp2(l4 - safe_max), tl.exp2(l5 - safe_max), tl.exp2(l6 - safe_max), tl.exp2(l7 - safe_max)
+        acc = acc * alpha[:, None] + o0 * w0[:, None] + o1 * w1[:, None] + o2 * w2[:, None] + o3 * w3[:, None]
+        acc = acc + o4 * w4[:, None] + o5 * w5[:, None] + o6 * w6[:, None] + o7 * w7[:, None]
+        row_sum = row_sum * alpha + (((w0 + w1) + (w2 + w3)) + ((w4 + w5) + (w6 + w7)))
+        row_max = new_max
+    inverse, lse = finish_softmax(row_max, row_sum)
+    return acc * inverse[:, None], lse
+
+
+@triton.jit
+def _store_rows(
+    out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, stride_ot, stride_oh, stride_lh, GROUPS: tl.constexpr,
+    DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Packed rows to where their token and query head are."""
+    offs_dv = tl.arange(0, BLOCK_DV)
+    token = row0.to(tl.int64) + rows // GROUPS
+    head = kv64 * GROUPS + rows % GROUPS
+    out_ptrs = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + offs_dv[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (offs_dv < DIM_V)[None, :])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + head * stride_lh + token, lse, mask=live)
 
 
 @triton.jit(
-    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "max_q", "window_left",
-                       "stride_lh", "window_right", "stride_table"]
+    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "max_q", "max_k", "window_left",
+                       "window_right", "stride_lh", "stride_table", "stride_mb", "stride_mk"]
 )  # fmt: skip
 def _decode(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, table_ptr, used_k_ptr, cu_q_ptr, sinks_ptr,
-    k_descale_ptr, v_descale_ptr, batch, units, tiles_per_head, unit_rows, parts, min_blocks, max_q, window_left, stride_lh,
-    window_right, stride_table, scale, softcap,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, counter_ptr, table_ptr, used_k_ptr, cu_q_ptr, sinks_ptr,
+    mask_ptr, k_descale_ptr, v_descale_ptr, batch, units, tiles_per_head, unit_rows, parts, min_blocks, max_q, max_k,
+    window_left, window_right, stride_lh, stride_table, stride_mb, stride_mk, scale, softcap,
     stride_ot, stride_oh, stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
-    GROUPS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr, HAS_LEFT: tl.constexpr, PDL: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PREFETCH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ALIKE: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, KEY_WARPS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     _wait_for_previous_kernel(PDL)
     # the KV heads of one piece run side by side: in a (page, token, head, dim) cache they read one stretch of memory
     unit = tl.program_id(0) % units
     piece = tl.program_id(0) // units
     head_kv = unit // tiles_per_head
-    tile = unit % tiles_per_head
-
+    row_first = unit % tiles_per_head * BLOCK_M
     if BALANCED:
-        index, pieces = _balanced_pieces(
-            used_k_ptr, cu_q_ptr, batch, parts, min_blocks, max_q, window_left, HAS_LEFT, BLOCK_N, BATCH_BLOCK
+        line_begin, line_end, first_seq, behind, seq_start, share = _share_of_line(
+            piece, cu_q_ptr, used_k_ptr, batch, parts, min_blocks, max_q, max_k, window_left, HAS_LEFT, BLOCK_N, BATCH_BLOCK
         )
-        ends = tl.cumsum(pieces, 0)
-        seq = tl.sum((ends <= piece).to(tl.int32), 0)
-        part = piece - tl.max(tl.where(ends <= piece, ends, 0), 0)
-        num_parts = tl.sum(tl.where(index == seq, pieces, 0), 0)
-        if seq >= batch:
-            return
     else:
-        seq = piece // parts
-        part = piece % parts
-    row0 = tl.load(cu_q_ptr + seq)
-    q_len = tl.load(cu_q_ptr + seq + 1) - row0
-    kv_len = tl.load(used_k_ptr + seq)
-    first_key, first_block, blocks = _visible_blocks(q_len, kv_len, window_left, HAS_LEFT, BLOCK_N)
-    if not BALANCED:
-        num_parts = tl.minimum(tl.maximum(blocks // min_blocks, 1), parts)
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    live = rows < q_len * GROUPS
-    if (part >= num_parts) | (tile * BLOCK_M >= q_len * GROUPS) | (q_len > max_q):
-        return
+        first_seq = piece // parts
+        behind = first_seq + 1
 
-    # int64 before any product with a stride: caches pass 2^31 elements
     kv64 = head_kv.to(tl.int64)
-    token = row0.to(tl.int64) + rows // GROUPS
-    head = kv64 * GROUPS + rows % GROUPS
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    offs_n = tl.arange(0, BLOCK_N)
-    q_ptrs = q_ptr + (token * stride_qt + head * stride_qh)[:, None] + offs_d[None, :]
-    q = tl.load(q_ptrs, mask=live[:, None] & (offs_d < DIM)[None, :], other=0.0)
-    row_scale = None
-    if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
-        q, row_scale = _fit_float16(q)
     k_ptr += kv64 * stride_kh
     v_ptr += kv64 * stride_vh
-    table_ptr += seq.to(tl.int64) * stride_table
     descale_v = 1.0
     if k_descale_ptr is not None:
         scale *= tl.load(k_descale_ptr + head_kv)
         descale_v = tl.load(v_descale_ptr + head_kv)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_m = tl.arange(0, BLOCK_M)
+    rows = row_first + offs_m
 
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:
-        # a sink is one more key that has a score and no value: the first piece starts from it
-        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
-        row_max = tl.where(part == 0, sink, row_max)
-        row_sum = tl.where(part == 0, 1.0, row_sum)
-
-    offset = kv_len - q_len
-    begin = first_block + blocks * part // num_parts
-    end = first_block + blocks * (part + 1) // num_parts
-    if HAS_RIGHT:
-        last_token = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, q_len * GROUPS - 1) // GROUPS
-        end = tl.minimum(end, (tl.maximum(last_token + offset + window_right + 1, 0) + BLOCK_N - 1) // BLOCK_N)
-    if PREFETCH:
-        cols = begin * BLOCK_N + offs_n
-        next_page = tl.load(table_ptr + cols // PAGE_SIZE, mask=(cols >= first_key) & (cols < kv_len), other=0)
-    for block in tl.range(begin, end):
-        cols = block * BLOCK_N + offs_n
-        # a page before the window may have gone to another sequence, and 0 * NaN is NaN: hidden keys are not read
-        owned = (cols >= first_key) & (cols < kv_len)
-        if PREFETCH:
-            # a load that feeds an address one iteration later leaves K and V all the stages
-            page = next_page.to(tl.int64)
-            ahead = cols + BLOCK_N
-            next_page = tl.load(table_ptr + ahead // PAGE_SIZE, mask=(ahead >= first_key) & (ahead < kv_len), other=0)
+    for index in tl.range(first_seq, behind, num_stages=1):
+        seq = piece * 0 + index  # the interpreter's ranges count in plain integers
+        row0, q_len, kv_len = _lengths(seq, cu_q_ptr, used_k_ptr, max_q, max_k)
+        first_key, first_block, blocks = _visible_blocks(q_len, kv_len, window_left, HAS_LEFT, BLOCK_N)
+        ours = (q_len > 0) & (q_len <= max_q)
+        if BALANCED:
+            blocks = tl.where(ours, tl.maximum(blocks, 1), 0)
+            first_piece = seq_start // share
+            part = piece - first_piece
+            num_parts = (seq_start + blocks - 1) // share - first_piece + 1
+            begin = tl.maximum(line_begin - seq_start, 0)
+            end = tl.minimum(line_end - seq_start, blocks)
+            # a piece has two places: for the sequence that it goes on with, and for the one that goes on behind it
+            place0 = 2 * first_piece
+            place = 2 * piece + (part == 0).to(tl.int32)
+            seq_start += blocks
         else:
-            page = tl.load(table_ptr + cols // PAGE_SIZE, mask=owned, other=0).to(tl.int64)
-        slot = cols % PAGE_SIZE
-        k_ptrs = k_ptr + (page * stride_kp + slot * stride_kt)[:, None] + offs_d[None, :]
-        k = tl.load(k_ptrs, mask=owned[:, None] & (offs_d < DIM)[None, :], other=0.0)
-        s = tl.dot(q, _widen(k, q.dtype, PDL).T, input_precision=PRECISION)
-        if row_scale is not None:
-            s *= row_scale[:, None]
-        factor = scale * LOG2E
-        if HAS_SOFTCAP:
-            s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
-            factor = 1.0
-        keep = window_keep(rows // GROUPS + offset, cols, kv_len, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-        s = tl.where(keep, s, float("-inf"))
-        p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
-        v_ptrs = v_ptr + (page * stride_vp + slot * stride_vt)[:, None] + offs_dv[None, :]
-        v = tl.load(v_ptrs, mask=owned[:, None] & (offs_dv < DIM_V)[None, :], other=0.0)
-        acc = tl.dot(p.to(q.dtype), _widen(v, q.dtype, PDL), acc * alpha[:, None], input_precision=PRECISION)
+            part = piece % parts
+            num_parts = tl.minimum(tl.maximum(blocks // min_blocks, 1), parts)
+            begin = blocks * part // num_parts
+            end = blocks * (part + 1) // num_parts
+            place0 = seq * parts
+            place = piece
+        if ours & (part < num_parts) & (row_first < q_len * GROUPS):
+            live = rows < q_len * GROUPS
+            # int64 before any product with a stride
+            token = row0.to(tl.int64) + rows // GROUPS
+            head = kv64 * GROUPS + rows % GROUPS
+            q_ptrs = q_ptr + (token * stride_qt + head * stride_qh)[:, None] + offs_d[None, :]
+            q = tl.load(q_ptrs, mask=live[:, None] & (offs_d < DIM)[None, :], other=0.0)
+            row_scale = None
+            if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+                q, row_scale = _fit_float16(q)
+            row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            if sinks_ptr is not None:
+                # a sink is one more key that has a score and no value: the first piece starts from it
+                sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
+                row_max = tl.where(part == 0, sink, row_max)
+                row_sum = tl.where(part == 0, 1.0, row_sum)
+            if KEY_WARPS > 1:
+                q = tl.broadcast_to(q[None, :, :], (KEY_WARPS, BLOCK_M, BLOCK_D))
+                leader = (tl.arange(0, KEY_WARPS) == 0)[:, None]
+                row_max = tl.where(leader, row_max[None, :], float("-inf"))
+                row_sum = tl.where(leader, row_sum[None, :], 0.0)
 
-    inverse, lse = finish_softmax(row_max, row_sum)
-    out = acc * (inverse * descale_v)[:, None]
-    keep_out = live[:, None] & (offs_dv < DIM_V)[None, :]
-    final = True
-    if part_out_ptr is not None:
-        final = num_parts == 1
-        slot = (piece.to(tl.int64) * units + unit) * unit_rows + tl.arange(0, BLOCK_M)
-        tl.store(part_out_ptr + slot[:, None] * DIM_V + offs_dv[None, :], out, mask=keep_out & (num_parts > 1))
-        tl.store(part_lse_ptr + slot, lse, mask=live & (num_parts > 1))
-    if final:
-        out_ptrs = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + offs_dv[None, :]
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=keep_out)
-        if lse_ptr is not None:
-            tl.store(lse_ptr + head * stride_lh + token, lse, mask=live)
+            offset = kv_len - q_len
+            begin += first_block
+            end = tl.minimum(end + first_block, (kv_len + BLOCK_N - 1) // BLOCK_N)
+            if HAS_RIGHT:
+                last_token = tl.minimum(row_first + BLOCK_M - 1, q_len * GROUPS - 1) // GROUPS
+                end = tl.minimum(end, (tl.maximum(last_token + offset + window_right + 1, 0) + BLOCK_N - 1) // BLOCK_N)
+            acc, row_max, row_sum = _walk(
+                _transpose(q), row_scale, row_max, row_sum, (begin, end), k_ptr, v_ptr,
+                None if table_ptr is None else table_ptr + seq.to(tl.int64) * stride_table,
+                None if mask_ptr is None else mask_ptr + seq.to(tl.int64) * stride_mb, seq, rows // GROUPS + offset,
+                (first_key, kv_len), (scale, softcap), (window_left, window_right),
+                (stride_kp, stride_kt, stride_vp, stride_vt, stride_mk), DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                PAGE_SIZE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, ALIKE, ALIGNED, PRECISION, KEY_WARPS, PAIRS, PTX,
+            )  # fmt: skip
+            inverse, lse = finish_softmax(row_max, row_sum)
+            out = acc * (inverse * descale_v)[:, None]
+            whole = True
+            if part_out_ptr is not None:
+                whole = num_parts == 1
+                if not whole:
+                    at = (place.to(tl.int64) * units + unit) * unit_rows + offs_m
+                    offs_dv = tl.arange(0, BLOCK_DV)
+                    keep = live[:, None] & (offs_dv < DIM_V)[None, :]
+                    tl.store(part_out_ptr + at[:, None] * DIM_V + offs_dv[None, :], out, mask=keep)
+                    tl.store(part_lse_ptr + at, lse, mask=live)
+                if not whole and counter_ptr is not None:
+                    # all threads have written before one of them says so
+                    tl.debug_barrier()
+                    arrived = tl.atomic_add(counter_ptr + seq * units + unit, 1, sem="acq_rel", scope="gpu")
+                    if arrived == num_parts - 1:
+                        tl.store(counter_ptr + seq * units + unit, 0)
+                        few_rows = tl.arange(0, ROWS)
+                        few_live = (few_rows < unit_rows) & (row_first + few_rows < q_len * GROUPS)
+                        merged, merged_lse = _merge_pieces(
+                            part_out_ptr, part_lse_ptr, place0, num_parts, units, unit, unit_rows, few_rows, few_live, DIM_V,
+                            BLOCK_DV, BALANCED,
+                        )  # fmt: skip
+                        _store_rows(
+                            out_ptr, lse_ptr, merged, merged_lse, row_first + few_rows, few_live, row0, kv64, stride_ot,
+                            stride_oh, stride_lh, GROUPS, DIM_V, BLOCK_DV,
+                        )  # fmt: skip
+            if whole:
+                _store_rows(
+                    out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, stride_ot, stride_oh, stride_lh, GROUPS, DIM_V, BLOCK_DV
+                )
 
 
 @triton.jit(
-    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "max_q", "window_left",
+    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "max_q", "max_k", "window_left",
                        "stride_lh", "blocks_per_seq"]
 )  # fmt: skip
 def _combine(
-    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, used_k_ptr, cu_q_ptr, batch, units, tiles_per_head, unit_rows, parts,
-    min_blocks, max_q, window_left, stride_lh, blocks_per_seq, stride_ot, stride_oh,
+    out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, used_k_ptr, cu_q_ptr, batch, units, tiles_per_head, unit_rows, parts,
+    min_blocks, max_q, max_k, window_left, stride_lh, blocks_per_seq, stride_ot, stride_oh,
     GROUPS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr, HAS_LEFT: tl.constexpr, PDL: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr, HAS_LEFT: tl.constexpr, BLOCK_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of BLOCK_ROWS rows of one sequence: weights exp(lse - max lse), BLOCK_PARTS pieces at a time.
+    """Merge the pieces of BLOCK_ROWS rows of one sequence.
 
     The lengths may be read before the wait: `_decode`, which let us start, had by then waited for whoever wrote them.
     """
     seq = tl.program_id(0) // blocks_per_seq
-    q_len = tl.load(cu_q_ptr + seq + 1) - tl.load(cu_q_ptr + seq)
+    row0, q_len, kv_len = _lengths(seq, cu_q_ptr, used_k_ptr, max_q, max_k)
+    _, _, blocks = _visible_blocks(q_len, kv_len, window_left, HAS_LEFT, BLOCK_N)
     if BALANCED:
-        index, pieces = _balanced_pieces(
-            used_k_ptr, cu_q_ptr, batch, parts, min_blocks, max_q, window_left, HAS_LEFT, BLOCK_N, BATCH_BLOCK
+        start, share = _start_of(
+            seq, cu_q_ptr, used_k_ptr, batch, parts, min_blocks, max_q, max_k, window_left, HAS_LEFT, BLOCK_N, BATCH_BLOCK
         )
-        first_piece = tl.sum(tl.where(index < seq, pieces, 0), 0)
-        num_parts = tl.sum(tl.where(index == seq, pieces, 0), 0)
+        place0 = 2 * (start // share)
+        num_parts = (start + tl.maximum(blocks, 1) - 1) // share - start // share + 1
     else:
-        _, _, blocks = _visible_blocks(q_len, tl.load(used_k_ptr + seq), window_left, HAS_LEFT, BLOCK_N)
-        first_piece = seq * parts
+        place0 = seq * parts
         num_parts = tl.minimum(tl.maximum(blocks // min_blocks, 1), parts)
-    row0 = tl.load(cu_q_ptr + seq)
     _wait_for_previous_kernel(PDL)
-    if (num_parts <= 1) | (q_len > max_q):
-        return
+    if (num_parts > 1) & (q_len > 0) & (q_len <= max_q):
+        slot = (tl.program_id(0) % blocks_per_seq) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        unit = slot // unit_rows
+        row = slot % unit_rows
+        rows = unit % tiles_per_head * BLOCK_M + row
+        live = (unit < units) & (rows < q_len * GROUPS)
+        out, lse = _merge_pieces(
+            part_out_ptr, part_lse_ptr, place0, num_parts, units, unit, unit_rows, row, live, DIM_V, BLOCK_DV, BALANCED
+        )
+        _store_rows(
+            out_ptr, lse_ptr, out, lse, rows, live, row0, (unit // tiles_per_head).to(tl.int64), stride_ot, stride_oh,
+            stride_lh, GROUPS, DIM_V, BLOCK_DV,
+        )  # fmt: skip
 
-    slot = (tl.program_id(0) % blocks_per_seq) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    unit = slot // unit_rows
-    rows = (unit % tiles_per_head) * BLOCK_M + slot % unit_rows
-    live = (rows < q_len * GROUPS) & (unit < units)
-    offs_p = tl.arange(0, BLOCK_PARTS)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
-    for start in tl.range(0, num_parts, BLOCK_PARTS):
-        part = start + offs_p
-        keep = (part < num_parts)[:, None] & live[None, :]
-        at = (first_piece + part).to(tl.int64)[:, None] * (units * unit_rows) + slot[None, :]
-        lse = tl.load(part_lse_ptr + at, mask=keep, other=float("-inf")) * LOG2E
-        out = tl.load(part_out_ptr + at[:, :, None] * DIM_V + offs_dv[None, None, :],
-                      mask=keep[:, :, None] & (offs_dv < DIM_V)[None, None, :], other=0.0)  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(lse, 0))
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = tl.exp2(lse - safe_max[None, :])
-        alpha = tl.exp2(row_max - safe_max)
-        acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], 0)
-        row_sum = row_sum * alpha + tl.sum(weight, 0)
-        row_max = new_max
 
-    inverse, lse = finish_softmax(row_max, row_sum)
-    token = row0.to(tl.int64) + rows // GROUPS
-    head = (unit // tiles_per_head).to(tl.int64) * GROUPS + rows % GROUPS
-    out_ptrs = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + offs_dv[None, :]
-    tl.store(out_ptrs, (acc * inverse[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None] & (offs_dv < DIM_V)[None, :])
-    if lse_ptr is not None:
-        tl.store(lse_ptr + head * stride_lh + token, lse, mask=live)
+def launch_dense(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
+    sinks: Tensor | None, mask: Tensor | None, out: Tensor | None, return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Arguments as in `fa_serve.attention`: a dense cache is one of a page per sequence, and the host knows the lengths.
+
+    mask: None, or a bool one over keys alone, (1 or batch, 1, 1, seqlen_k): keys that it hides are not read
+    """
+    batch, seqlen_q, num_heads, _ = q.shape
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    result = q.new_empty(batch, seqlen_q, num_heads, v.shape[-1]) if out is None or not out.is_contiguous() else out
+    _, lse = launch_decode(
+        q.reshape(batch * seqlen_q, num_heads, -1), k, v, block_table=None, seqused_k=None, cu_seqlens_q=None,
+        max_seqlen_q=seqlen_q, max_seqlen_k=k.shape[1], softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
+        sinks=sinks, k_descale=None, v_descale=None, num_splits=0, out=result.view(batch * seqlen_q, num_heads, -1),
+        return_lse=return_lse, mask=mask,
+    )  # fmt: skip
+    lse = None if lse is None else lse.view(num_heads, batch, seqlen_q).transpose(0, 1)
+    return (result if out is None or result is out else out.copy_(result)), lse
 
 
 def launch_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int], softcap: float,
-    sinks: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int, out: Tensor | None,
-    return_lse: bool, lse: Tensor | None = None, tiles: DecodeTiles | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor | None, seqused_k: Tensor | None,
+    cu_seqlens_q: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int],
+    softcap: float, sinks: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int,
+    out: Tensor | None, return_lse: bool, lse: Tensor | None = None, mask: Tensor | None = None,
+    tiles: DecodeTiles | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Arguments as in `fa_serve.attention_paged`. One launch, and a second one if any sequence may be cut in pieces.
+    """Arguments as in `fa_serve.attention_paged`, with None for all three index tensors as in `launch_dense`. One launch.
 
     Sequences with more than `max_seqlen_q` queries are left alone: their rows of out and lse stay as they are.
     `lse` is written if given, `tiles` overrides the choice, for tuning.
     """
     total_q, num_heads, dim = q.shape
-    _, page_size, num_kv_heads, dim_v = v_cache.shape
-    batch, groups, max_seqlen_q = seqused_k.shape[0], num_heads // num_kv_heads, max(max_seqlen_q, 1)
-    arch = spec.arch_of(q.device)
+    pages, page_size, num_kv_heads, dim_v = v_cache.shape
+    dense = block_table is None
+    batch = pages if dense else seqused_k.shape[0]
+    groups, max_seqlen_q, device = num_heads // num_kv_heads, max(max_seqlen_q, 1), q.device
+    arch = spec.arch_of(device)
     if tiles is None:
         tiles = decode_tiles(
-            arch, _num_sms(q.device), q.element_size(), k_cache.element_size(), dim, dim_v, num_heads, num_kv_heads, batch,
+            arch, _num_sms(device), q.element_size(), k_cache.element_size(), dim, dim_v, num_heads, num_kv_heads, batch,
             max_seqlen_q, max_seqlen_k, num_splits,
         )  # fmt: skip
     q = q if q.stride(2) == 1 else q.contiguous()
     result = q.new_empty(total_q, num_heads, dim_v) if out is None or out.stride(2) != 1 else out
     if return_lse and lse is None:
-        lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=q.device)
+        lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=device)
     if batch == 0:
         return result if out is None else out, lse
 
     tiles_per_head = -(-groups * max_seqlen_q // tiles.block_m)
     units, unit_rows = num_kv_heads * tiles_per_head, min(tiles.block_m, groups * max_seqlen_q)
-    pieces = batch + tiles.parts if tiles.balanced else batch * tiles.parts
-    part_out = part_lse = None
+    pieces = tiles.parts if tiles.balanced else batch * tiles.parts
+    part_out = part_lse = counter = None
     if tiles.balanced or tiles.parts > 1:
-        part_out = torch.empty(pieces * units * unit_rows, dim_v, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(pieces * units * unit_rows, dtype=torch.float32, device=q.device)
-    (left, right), block_dv, pdl = window_size, padded_dim(dim_v), arch >= 90
-    plan = (batch, units, tiles_per_head, unit_rows, tiles.parts, tiles.min_blocks, max_seqlen_q, left,
-            0 if lse is None else lse.stride(0))  # fmt: skip
-    out_strides = result.stride()[:2]
-    # GROUPS, DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N, BATCH_BLOCK, BALANCED, HAS_LEFT, PDL: the same for both kernels
-    shape = (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, batch_block(batch) if tiles.balanced else 1,
-             tiles.balanced, left >= 0, pdl)  # fmt: skip
-    programmatic = {"launch_pdl": True} if pdl else {}
+        places = (2 * pieces if tiles.balanced else pieces) * units * unit_rows
+        part_out = torch.empty(places, dim_v, dtype=torch.float32, device=device)
+        part_lse = torch.empty(places, dtype=torch.float32, device=device)
+        counter = _COUNTERS.take(device, batch * units) if tiles.fused else None
+    (left, right), pdl = window_size, arch >= 90
+    k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
+    # whole 16-bit pairs, for the widening of float8 values
+    pairs = arch >= 89 and k_cache.element_size() == 1 and dim_v % 2 == 0 and q.element_size() == 2 and not any(
+        stride % 2 for stride in v_strides
+    )  # fmt: skip
+    plan = (batch, units, tiles_per_head, unit_rows, tiles.parts, tiles.min_blocks, max_seqlen_q, max_seqlen_k, left)
+    lse_stride = 0 if lse is None else lse.stride(0)
+    cut = (batch_block(batch) if tiles.balanced else 1, tiles.balanced, left >= 0)
+    block_dv, programmatic = padded_dim(dim_v), {"launch_pdl": True} if pdl else {}
+    limit = {"maxnreg": tiles.registers} if tiles.registers and arch >= 80 else {}
+    if mask is not None:
+        mask_strides = (0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(3))
+        mask = mask.view(torch.uint8)
     launch(
         _decode, pieces * units,
-        (q, k_cache, v_cache, result, lse, part_out, part_lse, block_table, seqused_k, cu_seqlens_q, sinks, k_descale,
-         v_descale),
-        (*plan, right, block_table.stride(0), float(softmax_scale), float(softcap)),
-        (*shape, dim, padded_dim(dim), page_size, right >= 0 and max_seqlen_q > 1, softcap != 0.0, tiles.prefetch,
-         "ieee" if q.dtype == torch.float32 else "tf32"),
-        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **programmatic},
-        (*out_strides, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3]),
+        (q, k_cache, v_cache, result, lse, part_out, part_lse, counter, block_table, seqused_k, cu_seqlens_q, sinks, mask,
+         k_descale, v_descale),
+        (*plan, right, lse_stride, 0 if dense else block_table.stride(0), *((0, 0) if mask is None else mask_strides),
+         float(softmax_scale), float(softcap)),
+        (groups, dim, dim_v, padded_dim(dim), block_dv, tiles.block_m, tiles.block_n, 0 if dense else page_size, *cut,
+         right >= 0 and max_seqlen_q > 1, softcap != 0.0, k_strides == v_strides,
+         all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])), "ieee" if q.dtype == torch.float32 else "tf32",
+         tiles.key_warps, pairs, 1 << (unit_rows - 1).bit_length(), arch >= 89, pdl),
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **programmatic, **limit},
+        (*result.stride()[:2], *q.stride()[:2], *k_strides, *v_strides),
     )  # fmt: skip
-    if part_out is not None:
-        block_parts, block_rows = _combine_block(tiles, block_dv, batch * units * unit_rows)
+    if part_out is not None and counter is None:
+        block_rows = 1 if batch * units * unit_rows <= 1024 else max(1, 512 // block_dv)
         blocks_per_seq = -(-units * unit_rows // block_rows)
         launch(
-            _combine, batch * blocks_per_seq,
-            (part_out, part_lse, result, lse, seqused_k, cu_seqlens_q), (*plan, blocks_per_seq),
-            (*out_strides, *shape, block_parts, block_rows), {"num_warps": 4, **programmatic},
+            _combine, batch * blocks_per_seq, (result, lse, part_out, part_lse, seqused_k, cu_seqlens_q),
+            (*plan, lse_stride, blocks_per_seq),
+            (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, *cut, block_rows, pdl), {"num_warps": 4, **programmatic},
+            result.stride()[:2],
         )  # fmt: skip
     if out is not None and result is not out:
         return out.copy_(result), lse
     return result, lse
-
-
-def _combine_block(tiles: DecodeTiles, block_dv: int, rows: int) -> tuple[int, int]:
-    """BLOCK_PARTS and BLOCK_ROWS: of few values each, so that changing shapes compile few kernels.
-
-    The order in which pieces are added follows from both, so with fixed pieces neither depends on the batch.
-    """
-    if tiles.balanced:
-        return 16, 1 if rows <= 1024 else max(1, 512 // block_dv)
-    return 16 if tiles.parts <= 16 else 32 if tiles.parts <= 32 else 64, 1
 
 
 @cache
