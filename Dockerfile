@@ -1,30 +1,56 @@
-# The service on a CPU:
-#   docker build -t fa-serve .
-#   docker run --rm -p 8000:8000 fa-serve
+# The service, for a CPU or for a GPU:
+#   docker build -t fa-serve:cpu .
+#   docker build -t fa-serve:cuda --target cuda .
+#   docker run --rm -p 127.0.0.1:8000:8000 -v fa-serve-weights:/weights fa-serve:cpu serve Qwen/Qwen3-0.6B
+#   docker run --rm --gpus all --shm-size 1g -p 127.0.0.1:8000:8000 -v fa-serve-weights:/weights fa-serve:cuda
+# Weights from the hub are kept in the volume /weights. Settings are flags after `serve`, or FA_SERVE_* in the environment.
 # TORCH_INDEX is where pip looks for a CPU build of torch, besides the index it is configured with.
 
 FROM python:3.11-slim AS build
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL=${TORCH_INDEX}
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PATH=/opt/fa-serve/bin:$PATH
 RUN python -m venv /opt/fa-serve
-ENV PATH=/opt/fa-serve/bin:$PATH
 WORKDIR /src
 COPY constraints.txt ./
+
 # the heavy wheels first: a layer that a change of our own source leaves alone
-RUN pip install -c constraints.txt torch transformers triton
+FROM build AS build-cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN pip install --extra-index-url "${TORCH_INDEX}" -c constraints.txt torch transformers triton
 COPY LICENSE README.md pyproject.toml ./
 COPY fa_serve fa_serve
 COPY server server
-RUN pip install -c constraints.txt '.[server]'
+RUN pip install --extra-index-url "${TORCH_INDEX}" -c constraints.txt '.[server,otel]'
 
-FROM python:3.11-slim
-RUN useradd --create-home --uid 1000 fa-serve
-COPY --from=build /opt/fa-serve /opt/fa-serve
-ENV PATH=/opt/fa-serve/bin:$PATH PYTHONUNBUFFERED=1
-USER 1000
+# torch with CUDA, and the Triton that it pins: constraints.txt says why
+FROM build AS build-cuda
+RUN sed -i 's/^torch==.*/torch==2.11.0/' constraints.txt \
+  && pip install -c constraints.txt torch transformers triton
+COPY LICENSE README.md pyproject.toml ./
+COPY fa_serve fa_serve
+COPY server server
+RUN pip install -c constraints.txt '.[server,otel]'
+
+FROM python:3.11-slim AS runtime
+RUN useradd --create-home --uid 1000 fa-serve && install -d -o fa-serve -g fa-serve /weights
+ENV PATH=/opt/fa-serve/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/weights FA_SERVE_HOST=0.0.0.0
+VOLUME /weights
 WORKDIR /home/fa-serve
 EXPOSE 8000
-HEALTHCHECK --interval=15s --timeout=5s --start-period=120s \
-  CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+# while the model loads the answer is 503, which counts as unhealthy only after the start period
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 CMD ["python", "-c", \
+  "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ.get(\"FA_SERVE_PORT\", 8000)}/ready', timeout=4)"]
 ENTRYPOINT ["fa-serve"]
-CMD ["serve", "--host", "0.0.0.0"]
+CMD ["serve"]
+
+FROM runtime AS cuda
+# Triton compiles its launchers with the machine's C compiler
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=build-cuda /opt/fa-serve /opt/fa-serve
+USER 1000
+
+# the last one is what `docker build` makes by default
+FROM runtime AS cpu
+COPY --from=build-cpu /opt/fa-serve /opt/fa-serve
+USER 1000

@@ -13,7 +13,8 @@
     guard.py        plain ASGI middleware: request ids, API keys, body size
     errors.py       every error in OpenAI's shape; no other file knows a status code's wording
     metrics.py      Prometheus
-    settings.py     one table of settings: flags, environment, TOML file
+    traces.py       OpenTelemetry spans, an extra
+    settings.py     one table of settings: flags, environment, TOML or YAML file
     process.py      uvicorn, and what signals mean
     logs.py         the start-up report and the log
     chat.py, bench.py   clients: a conversation in the terminal, a load with percentiles

@@ -7,6 +7,7 @@ The port answers at once: while the model loads, /ready and every request get 50
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from .guard import BodyLimit, Keys, RequestIds
 from .routes import router
 from .service import Service
 from .settings import Settings
+from .traces import Traces, tracer_provider
 
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     service = Service(engine, settings)
+    provider = tracer_provider(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
+    if provider is not None:
+        service.metrics.tracer = provider.get_tracer("fa_serve", fa_serve.__version__)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -36,6 +41,8 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
             yield
         finally:
             await service.stop()
+            if provider is not None:
+                await asyncio.to_thread(provider.shutdown)
 
     app = FastAPI(title="fa_serve", version=fa_serve.__version__, lifespan=lifespan, redoc_url=None)
     app.state.service = service
@@ -47,5 +54,7 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
         app.add_middleware(Keys, keys=keys, open_paths=frozenset(public))
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(RequestIds)
+    if provider is not None:
+        app.add_middleware(Traces, provider=provider)
+    app.add_middleware(RequestIds, count=service.metrics.responded)
     return app

@@ -167,6 +167,9 @@ def _parts(load: Load) -> list[Load]:
     ]  # fmt: skip
 
 
+_barrier: Any = None  # of a process of the client, where all of them meet before they begin
+
+
 def _meet_at(barrier: Any) -> None:
     global _barrier
     _barrier = barrier

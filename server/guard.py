@@ -16,6 +16,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -29,13 +30,13 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestIds:
-    """Takes X-Request-Id from the client or makes one, returns it, and logs one line when the response has ended.
+    """Takes X-Request-Id from the client or makes one, returns it, and logs and counts the response when it has ended.
 
     A failure that nobody foresaw ends here: its traceback goes to the log under the request's id, and the client gets a 500.
     """
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
+    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]):
+        self._app, self._count = app, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,8 +63,13 @@ class RequestIds:
                 await ApiError(UNFORESEEN).response()(scope, receive, tagged)
         finally:
             seconds = time.perf_counter() - begin
+            status = status or 499
+            self._count(getattr(scope.get("route"), "path", "other"), status)
+            fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 3),
+                      "request_id": request_id, "user": state.get("user")}  # fmt: skip
             user = f" user={state['user']!r}" if state.get("user") else ""
-            access_log.info("%s %s %d %.3fs %s%s", scope["method"], scope["path"], status or 499, seconds, request_id, user)
+            line = f"{scope['method']} {scope['path']} {status} {seconds:.3f}s {request_id}{user}"
+            access_log.info("%s", line, extra={"fields": fields})
 
 
 class Keys:

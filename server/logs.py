@@ -10,6 +10,8 @@ import json
 import logging
 import sys
 import time
+from datetime import datetime, timezone
+from typing import Any
 
 
 class StartUp(logging.Handler):
@@ -40,8 +42,9 @@ class StartUp(logging.Handler):
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        entry = {"time": self.formatTime(record), "level": record.levelname, "logger": record.name}
-        entry["message"] = record.getMessage()
+        when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        entry: dict[str, Any] = {"time": when, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        entry |= getattr(record, "fields", {})
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)

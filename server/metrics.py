@@ -3,18 +3,24 @@
 Gauges and counters of the engine are read from its snapshot when somebody scrapes; times are taken here, where the client
 sees them: from the arrival of the request to the hand-over of each increment. Every metric has the label `model_name`. Left
 out: the metrics of the process, which are nobody's but the operating system's.
+
+A sequence that is watched is a span as well where traces are asked for (traces.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fa_serve.engine import EngineStats, RequestOutput
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 PREFIX = "fa_serve:"
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
@@ -27,11 +33,13 @@ class Metrics(Collector):
 
     def __init__(self, snapshot: Callable[[], tuple[EngineStats, str] | None]):
         self._snapshot = snapshot
+        self.tracer: Tracer | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", REQUEST_SECONDS)
         self.next = self._histogram("inter_token_latency_seconds", "From one token to the next.", TOKEN_SECONDS)
         self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_SECONDS)
+        self.queue = self._histogram("request_queue_time_seconds", "From the engine's door to the first step.", REQUEST_SECONDS)
         self.prompt = self._histogram("request_prompt_tokens", "Tokens of a finished sequence's prompt.", TOKENS)
         self.output = self._histogram("request_generation_tokens", "Tokens of a finished sequence's answer.", TOKENS)
         self.finished = Counter(
@@ -40,6 +48,12 @@ class Metrics(Collector):
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
+        self._responses = Counter(
+            f"{PREFIX}http_responses", "Responses, by path and status.", ["path", "status"], registry=self._registry
+        )
+
+    def responded(self, path: str, status: int) -> None:
+        self._responses.labels(path, status).inc()
 
     def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
         return Histogram(PREFIX + name, help, ["model_name"], registry=self._registry, buckets=tuple(buckets))
@@ -84,13 +98,16 @@ class Watch:
 
     def __init__(self, metrics: Metrics, model_name: str, arrival: float):
         self._metrics, self._model, self._arrival = metrics, model_name, arrival
+        self._first: float | None = None
         self._last: float | None = None
         self._next = metrics.next.labels(model_name)
+        self._span = metrics.tracer.start_span("sequence") if metrics.tracer else None
 
     def saw(self, output: RequestOutput) -> None:
         now, count = time.perf_counter(), len(output.token_ids)
         if count and self._last is None:
-            self._metrics.first.labels(self._model).observe(now - self._arrival)
+            self._first = now - self._arrival
+            self._metrics.first.labels(self._model).observe(self._first)
         elif self._last is not None:
             for _ in range(count):
                 self._next.observe((now - self._last) / count)
@@ -100,7 +117,23 @@ class Watch:
             self._metrics.whole.labels(self._model).observe(now - self._arrival)
             self._metrics.prompt.labels(self._model).observe(output.num_prompt_tokens)
             self._metrics.output.labels(self._model).observe(output.num_output_tokens)
-            self.ended(output.finish_reason or "error")
+            if output.queue_time is not None:
+                self._metrics.queue.labels(self._model).observe(output.queue_time)
+            self.ended(output.finish_reason or "error", output)
 
-    def ended(self, reason: str) -> None:
+    def ended(self, reason: str, output: RequestOutput | None = None) -> None:
+        """By itself or, without an output, because nobody waits for it any more."""
         self._metrics.finished.labels(self._model, reason).inc()
+        if self._span is None:
+            return
+        seconds = {"time_to_first_token": self._first, "e2e": time.perf_counter() - self._arrival}
+        if output is not None:
+            seconds["time_in_queue"] = output.queue_time
+            self._span.set_attribute("gen_ai.usage.input_tokens", output.num_prompt_tokens)
+            self._span.set_attribute("gen_ai.usage.output_tokens", output.num_output_tokens)
+        self._span.set_attribute("gen_ai.request.model", self._model)
+        self._span.set_attribute("gen_ai.response.finish_reasons", [reason])
+        for name, value in seconds.items():
+            if value is not None:
+                self._span.set_attribute(f"gen_ai.latency.{name}", value)
+        self._span.end()

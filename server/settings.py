@@ -1,7 +1,7 @@
 """Every setting of the service, once: its name, type, default and meaning.
 
-From this table come the flags of `fa-serve serve`, the `FA_SERVE_*` environment variables, the keys of the TOML file and the
-reference in docs/serving.md. A flag wins over the environment, the environment over the file, the file over the default.
+From this table come the flags of `fa-serve serve`, the `FA_SERVE_*` environment variables, the keys of the TOML or YAML file
+and the reference in docs/serving.md. A flag wins over the environment, the environment over the file, the file over all else.
 
     settings = load(flags={"port": 9000}, file=Path("fa-serve.toml"))
 
@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+    YamlConfigSettingsSource,
+)
 
 if TYPE_CHECKING:
     from fa_serve.engine import EngineConfig
@@ -32,7 +39,9 @@ def _option(default: Any, help: str, group: str, **rules: Any) -> Any:
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", protected_namespaces=())
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", protected_namespaces=()
+    )
 
     model: str | None = _option(None, "Hub name or local folder; none means the embedded model.", "Model")
     served_model_name: str | None = _option(None, "Name that clients ask for; none means the model's own.", "Model")
@@ -55,6 +64,8 @@ class Settings(BaseSettings):
     gpu_memory_utilization: float = _option(0.9, "Share of the GPU's memory to use in all.", "Engine", gt=0, le=1)
     prefix_caching: bool = _option(True, "Keep finished prompts' pages for prompts that begin alike.", "Engine")
     eager: bool = _option(False, "No CUDA graphs: every step launches its kernels one by one.", "Engine")
+    fusion: bool = _option(True, "Fused kernels for layers of the Llama kind, on a GPU.", "Engine")
+    deterministic: bool = _option(False, "The same tokens whatever else is in the batch; slower.", "Engine")
     process: bool | None = _option(None, "Run the engine in a process of its own; none means if it is on a GPU.", "Engine")
     seed: int | None = _option(None, "Seed for requests that bring none; none draws one at start.", "Engine")
 
@@ -69,6 +80,10 @@ class Settings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "What to log; info has the access log.", "Logs")
     log_format: Literal["plain", "json"] = _option("plain", "How to log.", "Logs")
+
+    otlp_traces_endpoint: str | None = _option(
+        None, "OTLP/HTTP address for OpenTelemetry traces, which need the otel extra; none sends no traces.", "Logs"
+    )
 
     max_waiting: int = _option(1024, "Sequences that may wait beyond the running ones; more get 429.", "Limits", ge=0)
     max_per_key: int | None = _option(None, "Sequences that one API key may have in flight.", "Limits", ge=1)
@@ -107,7 +122,8 @@ class Settings(BaseSettings):
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
     """Flags that were given, then the environment, then the file. Raises ValueError with one line for each bad setting."""
     if file is not None and not file.is_file():
-        raise FileNotFoundError(f"config must be an existing TOML file, got {file}")
+        raise FileNotFoundError(f"config must be an existing TOML or YAML file, got {file}")
+    kind = YamlConfigSettingsSource if file is not None and file.suffix in (".yaml", ".yml") else TomlConfigSettingsSource
 
     class Sourced(Settings):
         @classmethod
@@ -116,7 +132,7 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
             env_settings: PydanticBaseSettingsSource, dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
-            return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, file)
+            return init_settings, env_settings, kind(settings_cls, file)
 
     try:
         return Sourced(**flags)

@@ -52,9 +52,10 @@ def test_engine_settings_are_the_engines():
             assert Settings.model_fields[field.name].default == field.default, field.name
 
 
-def test_flags_over_environment_over_file(tmp_path, monkeypatch):
-    file = tmp_path / "fa-serve.toml"
-    file.write_text('port = 1\nmax_n = 2\nseed = 3\ncors_origins = ["https://a", "https://b"]\n')
+@pytest.mark.parametrize(("name", "sign"), [("fa-serve.toml", " ="), ("fa-serve.yaml", ":")])
+def test_flags_over_environment_over_file(name, sign, tmp_path, monkeypatch):
+    file = tmp_path / name
+    file.write_text(f'port{sign} 1\nmax_n{sign} 2\nseed{sign} 3\ncors_origins{sign} ["https://a", "https://b"]\n')
     monkeypatch.setenv("FA_SERVE_MAX_N", "20")
     monkeypatch.setenv("FA_SERVE_SEED", "30")
     settings = load({"seed": 300}, file)
@@ -75,7 +76,7 @@ def test_keys_come_from_environment_and_file(tmp_path, monkeypatch):
     ("arguments", "said"),
     [
         (["--port", "99999"], "port: Input should be less than or equal to 65535, got 99999"),
-        (["--config", "missing.toml"], "config must be an existing TOML file, got missing.toml"),
+        (["--config", "missing.toml"], "config must be an existing TOML or YAML file, got missing.toml"),
         (["--api-key-file", "missing"], "missing"),
         (["--dtype", "int4"], "int4"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
@@ -87,9 +88,10 @@ def test_bad_settings_are_refused_before_anything_is_loaded(arguments, said):
     assert said in result.stderr
 
 
-def test_an_unknown_key_in_the_file_is_refused(tmp_path):
-    (tmp_path / "fa-serve.toml").write_text("prot = 1\n")
-    result = run("serve", "--config", str(tmp_path / "fa-serve.toml"))
+@pytest.mark.parametrize(("name", "text"), [("fa-serve.toml", "prot = 1"), ("fa-serve.yml", "prot: 1")])
+def test_an_unknown_key_in_the_file_is_refused(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    result = run("serve", FA_SERVE_CONFIG=str(tmp_path / name))
     assert result.exit_code == 2
     assert "prot" in result.stderr
 

@@ -88,6 +88,7 @@ class FakeEngine:
                     yield RequestOutput(
                         request_id, prompt, word, [i], self._logprobs(i, params.logprobs), last, reason, self.error,
                         num_prompt_tokens=len(prompt), num_output_tokens=i + 1, num_cached_tokens=2, index=index,
+                        queue_time=0.25 if last else None,
                         prompt_logprobs=[None, *scores] if scored else None,
                     )  # fmt: skip
         finally:

@@ -1,0 +1,187 @@
+"""The files that an operator copies: read by the programs they are for, where installed, and held to what they name."""
+
+import json
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import kubernetes_validate
+import pytest
+import yaml
+from fa_serve.server.settings import Settings, load
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+DRAIN = Settings.model_fields["drain_timeout"].default
+
+
+def read(path: str) -> dict:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def run(*command, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **options)
+
+
+def program(name: str) -> str:
+    return shutil.which(name, path="/usr/bin:/usr/sbin:/bin:/sbin") or pytest.skip(f"{name} is not installed")
+
+
+def known_settings(names) -> None:
+    for name in names:
+        assert name.removeprefix("FA_SERVE_").lower() in Settings.model_fields, name
+
+
+def test_compose():
+    compose, gpu = read("compose.yaml"), read("deploy/compose.cuda.yaml")
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE))
+    service, ours = compose["services"], compose["services"]["fa-serve"]
+    assert {ours["build"]["target"], gpu["services"]["fa-serve"]["build"]["target"]} == {"cpu", "cuda"} <= stages
+    known_settings(name for name in ours["environment"])
+    assert int(ours["stop_grace_period"][:-1]) > DRAIN
+    [scrape] = read("deploy/prometheus/prometheus.yml")["scrape_configs"]
+    assert scrape["static_configs"][0]["targets"] == [f"fa-serve:{Settings.model_fields['port'].default}"]
+    for name, entry in service.items():
+        for volume in entry["volumes"]:
+            source, _, target = volume.partition(":")
+            assert source in compose["volumes"] or (ROOT / source).is_dir(), f"{name}: {source}"
+            assert target.startswith("/")
+        assert all(port.startswith("127.0.0.1:") for port in entry["ports"]), f"{name} listens to the world"
+        assert name == "fa-serve" or not entry["image"].endswith(":latest")
+    [source] = read("deploy/grafana/provisioning/datasources/prometheus.yml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    [provider] = read("deploy/grafana/provisioning/dashboards/fa_serve.yml")["providers"]
+    mounts = [volume.split(":")[:2] for volume in service["grafana"]["volumes"]]
+    assert ["./deploy/grafana/dashboards", provider["options"]["path"]] in mounts
+    assert ["./deploy/grafana/provisioning", "/etc/grafana/provisioning"] in mounts
+    assert ["./deploy/prometheus", "/etc/prometheus"] in [volume.split(":")[:2] for volume in service["prometheus"]["volumes"]]
+
+
+def test_what_compose_leaves_empty_is_not_set(monkeypatch):
+    monkeypatch.setenv("FA_SERVE_MODEL", "")
+    monkeypatch.setenv("FA_SERVE_API_KEYS", "")
+    settings = load({})
+    assert (settings.model, settings.all_keys) == (None, ())
+
+
+def test_prometheus():
+    done = run(program("promtool"), "check", "config", "prometheus.yml", cwd=DEPLOY / "prometheus")
+    assert done.returncode == 0, done.stderr
+
+
+def test_kubernetes():
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "fa-serve.yaml").read_text()))
+    for document in documents:
+        kubernetes_validate.validate(document, "1.34", strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(documents[0] | {"spec": {"acessModes": []}}, "1.34", strict=True)
+    claim, deployment, service, budget = documents
+    pod = deployment["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    flags = [argument for argument in container["args"] if argument.startswith("--")]
+    known_settings(flag[2:].replace("-", "_") for flag in flags)
+    known_settings(entry["name"] for entry in container["env"])
+    probes = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
+    assert probes == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
+    before = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > before + DRAIN
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels
+    assert all(document["spec"]["selector"]["matchLabels"] == labels for document in (deployment, budget))
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert claim["metadata"]["name"] in json.dumps(pod["volumes"])
+
+
+def test_systemd(tmp_path):
+    text = (DEPLOY / "systemd" / "fa-serve.service").read_text()
+    assert int(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1]) > DRAIN
+    unit = tmp_path / "fa-serve.service"
+    unit.write_text(text.replace("/opt/fa-serve/bin/fa-serve", sys.executable))
+    done = run(program("systemd-analyze"), "verify", "--man=no", str(unit))
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "fa-serve" in line]) == (0, [])
+    unit.write_text(unit.read_text().replace("KillMode", "KilMode"))
+    assert "KilMode" in run(program("systemd-analyze"), "verify", "--man=no", str(unit)).stderr
+
+
+def healthcheck() -> list[str]:
+    [command] = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", DOCKERFILE.replace("\\\n", ""), re.MULTILINE)
+    return [sys.executable, *json.loads(command)[1:]]
+
+
+def test_the_image_knows_its_health(served):
+    port = served.url.rpartition(":")[2]
+    assert run(*healthcheck(), env={"FA_SERVE_PORT": port}).returncode == 0
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.close()
+        assert run(*healthcheck(), env={"FA_SERVE_PORT": str(silent)}).returncode != 0
+
+
+def test_the_image_is_not_roots():
+    for stage in ("cpu", "cuda"):
+        body = re.search(rf"^FROM runtime AS {stage}$(.*?)(?=^FROM|^#.*\n^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)[1]
+        assert body.strip().endswith("USER 1000")
+
+
+def test_caddy():
+    done = run(program("caddy"), "validate", "--adapter", "caddyfile", "--config", str(DEPLOY / "caddy" / "Caddyfile"))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def proxied(served, tmp_path):
+    """The server behind our nginx configuration, with a certificate, ports and folders of the test's own."""
+    nginx, openssl = program("nginx"), program("openssl")
+    key, certificate = tmp_path / "privkey.pem", tmp_path / "fullchain.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    run(openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", key, "-out", certificate, *subject)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = (DEPLOY / "nginx" / "fa-serve.conf").read_text()
+    changes = {
+        "127.0.0.1:8000": served.url.removeprefix("http://"), "listen 443": f"listen 127.0.0.1:{port}",
+        "    listen [::]:443 ssl;\n": "", "/etc/ssl/fa-serve/": f"{tmp_path}/",
+    }  # fmt: skip
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    folders = "".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    config = tmp_path / "nginx.conf"
+    config.write_text(
+        f"daemon off; pid {tmp_path}/pid; error_log stderr warn; events {{}}\nhttp {{ access_log off; {folders}\n{text}}}\n"
+    )
+    checked = run(nginx, "-t", "-p", str(tmp_path), "-c", str(config))
+    assert "test is successful" in checked.stderr, checked.stderr
+    process = subprocess.Popen([nginx, "-p", str(tmp_path), "-c", str(config)], stderr=subprocess.DEVNULL)
+    context = ssl.create_default_context(cafile=str(certificate))
+    try:
+        with httpx.Client(base_url=f"https://localhost:{port}", verify=context, timeout=60) as client:
+            deadline = time.monotonic() + 10
+            while True:
+                try:
+                    client.get("/ready").raise_for_status()
+                    break
+                except httpx.HTTPError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+            yield client
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_streams_pass_nginx_unbuffered(proxied):
+    body = {"model": "fa-serve-demo", "prompt": "import os\n", "max_tokens": 64, "ignore_eos": True, "stream": True}
+    with proxied.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"]), "nginx names the request"
+        pieces = [piece for piece in response.iter_raw() if piece]
+    assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+    assert len(pieces) > 16, "the stream came in lumps"
+    assert proxied.get("/metrics").status_code == 403
