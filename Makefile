@@ -14,7 +14,7 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-newest lint types check format test-gpu bench clean
+.PHONY: help serve test test-newest lint types check format test-load test-gpu bench clean
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -32,6 +32,9 @@ ifeq ($(shell uname -s),Linux)
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 endif
 	$(PYTEST) tests --ignore tests/gpu
+
+test-load: $(VENV)/.test ## the service's load tests in full, minutes; they print what they measure
+	FA_SERVE_LOAD=full $(BIN)/pytest -q -s --timeout 900 tests/server/test_load.py
 
 test-newest: $(VENV)/.newest ## the transformers adapter on the release and beside the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'

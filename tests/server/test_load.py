@@ -1,6 +1,6 @@
 """A server process under load, on this machine alone: crowds, bursts over a small queue, clients that hang up, SIGTERM.
 
-CI runs a smaller form. The whole one, which prints what it measured: FA_SERVE_LOAD=full pytest -s tests/server/test_load.py
+CI runs a smaller form. The whole one, which prints what it measured: make test-load
 """
 
 import asyncio

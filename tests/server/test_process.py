@@ -14,9 +14,6 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from fa_serve.server.bench import Load, run
-
-from fa_serve.demo import model_path
 
 MODEL = "fa-serve-demo"
 PROMPTS = [f"{'import os' * (i % 3)}\n\nclass {name}:\n" for i, name in enumerate("ABCDEFGHIJKLMNOP")]
@@ -164,73 +161,6 @@ def test_chat_and_bench_commands(served, tmp_path):
     assert report["output_tokens_per_s"] == pytest.approx(60 / report["seconds"], rel=0.01)
     assert 0 < report["ttft_ms"]["p50"] <= report["ttft_ms"]["p99"] <= report["e2e_ms"]["p99"]
     assert "context length" in command("bench", "--prompt-tokens", "5000").stderr
-
-
-def test_five_hundred_streams_at_once(served):
-    report = asyncio.run(run(Load(url=served.url, requests=500, concurrency=500, prompt_tokens=8, output_tokens=8)))
-    assert (report["failed"], report["errors"]) == (0, [])
-    assert report["itl_ms"]["p99"] > 0
-    assert served.metric("kv_cache_usage_perc") == 0
-
-
-def test_a_full_house(start_server, tmp_path):
-    """A small queue under bursts, clients that hang up, and SIGTERM under load; with keys, and the settings of a file."""
-    (tmp_path / "fa-serve.toml").write_text('served_model_name = "org/name"\nmax_num_seqs = 16\nmax_waiting = 64\n')
-    settings = ("--config", str(tmp_path / "fa-serve.toml"), "--log-level", "warning", "--public-metrics")
-    served = start_server(str(model_path()), *settings, FA_SERVE_API_KEYS="key-1,key-2")
-    headers = {"authorization": "Bearer key-2"}
-    body = {"model": "org/name", "prompt": "x", "max_tokens": 80, "ignore_eos": True, "stream": True}
-
-    def arrived():
-        # three readings: against the way that requests go, so that none is counted twice
-        return sum(map(served.metric, ("e2e_request_latency_seconds_count", "num_requests_running", "num_requests_waiting")))
-
-    async def half_of_them_hang_up(client):
-        async def one(number):
-            line = ""
-            async with client.stream("POST", "/v1/completions", json=body) as response:
-                async for last in response.aiter_lines():
-                    if number % 2:
-                        break
-                    line = last or line
-                return line
-
-        return await asyncio.gather(*map(one, range(40)))
-
-    async def drain(client):
-        async def one():
-            async with client.stream("POST", "/v1/completions", json=body) as response:
-                return [line async for line in response.aiter_lines() if line][-1]
-
-        before, streams = arrived(), [asyncio.create_task(one()) for _ in range(40)]
-        while arrived() < before + 40:
-            await asyncio.sleep(0.01)
-        served.process.send_signal(signal.SIGTERM)
-        while (await client.get("/ready")).status_code != 503:
-            await asyncio.sleep(0.01)
-        assert (await client.get("/health")).status_code == 200
-        assert (await client.post("/v1/completions", json=body)).status_code == 503
-        return await asyncio.gather(*streams)
-
-    async def everything():
-        load = Load(url=served.url, key="key-1", requests=200, concurrency=200, prompt_tokens=8, output_tokens=4)
-        report = await run(load)
-        assert 0 < report["failed"] < 200
-        assert all(error.startswith("status 429") for error in report["errors"])
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=served.url, headers=headers, timeout=60, limits=limits) as client:
-            lines = await half_of_them_hang_up(client)
-            assert lines.count("data: [DONE]") == 20
-            eventually(lambda: served.metric("num_requests_running") == 0)
-            assert served.metric("kv_cache_usage_perc") == 0
-            assert await drain(client) == ["data: [DONE]"] * 40
-
-    try:
-        assert httpx.get(f"{served.url}/v1/models").status_code == 401
-        asyncio.run(everything())
-        assert served.process.wait(30) == 0
-    finally:
-        served.end()
 
 
 def test_second_signal_ends_at_once(start_server):
