@@ -68,7 +68,7 @@ def decode_tiles(
     groups = num_heads // num_kv_heads
     rows = groups if num_splits else groups * max_seqlen_q
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
-    block_m = min(64, max(8, 1 << (rows - 1).bit_length()))
+    block_m = min(32, max(8, 1 << (rows - 1).bit_length()))  # 64 rows would spill
     # warps with keys of their own hold the output once each: beyond 16 rows, or 128 columns, they would run out of registers
     key_warps = 4 if itemsize == 2 and block_m <= 16 and width <= 128 and arch else 1
     # `resident` programs live on an SM, by their registers
@@ -79,7 +79,7 @@ def decode_tiles(
         block_n, most_stages = 32, 4
     if itemsize == 4:
         # float32 products run on the FMA units, their operands live in registers
-        block_m, block_n, num_warps, most_stages = min(block_m, 32), 32 if width <= 128 else 16, 8, 4
+        block_n, num_warps, most_stages = 32 if width <= 128 else 16, 8, 4
     if key_warps == 1 or arch not in (90, 100):
         block_n, most_stages = min(block_n, 64), 2 if block_m > 16 else 4
     tile_bytes = block_n * (padded_dim(head_dim) + padded_dim(head_dim_v)) * kv_itemsize
