@@ -69,11 +69,13 @@ def rms_norm(x: Tensor, norm: Norm, *, residual: Tensor | None = None, out: Tens
 def rotary_store_kv(
     qkv: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, num_heads: int, cos: Tensor | None = None,
     sin: Tensor | None = None, q_norm: Norm | None = None, k_norm: Norm | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Norm and turn queries and keys in place, then write keys and values into the paged cache.
 
     qkv:          (total, (num_heads + 2 * num_kv_heads) * head_dim): heads of q, then of k, then of v
-    k_cache:      (num_pages, page_size, num_kv_heads, head_dim) of qkv's dtype, last dimension contiguous; v_cache likewise
+    k_cache:      (num_pages, page_size, num_kv_heads, head_dim), last dimension contiguous, of qkv's dtype, or float8_e4m3fn
+                  with k_descale (num_kv_heads,) float32, by which keys are divided; v_cache likewise
     slot_mapping: (total,) int64: page * page_size + position in the page; -1 writes nothing
     cos, sin:     (total, rotary_dim), the second half of each row as the first: the first rotary_dim numbers of a head turn,
                   its halves against each other. None turns nothing
@@ -81,7 +83,9 @@ def rotary_store_kv(
                   their weights
     """
     if kernels := _kernels("layers", qkv.device):
-        kernels.launch_rotary_store_kv(qkv, cos, sin, q_norm, k_norm, k_cache, v_cache, slot_mapping, num_heads)
+        kernels.launch_rotary_store_kv(
+            qkv, cos, sin, q_norm, k_norm, k_cache, v_cache, slot_mapping, num_heads, k_descale, v_descale
+        )
         return
     page_size, num_kv_heads, dim = k_cache.shape[1:]
     q, k, v = torch.split(qkv.view(len(qkv), -1, dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -95,7 +99,9 @@ def rotary_store_kv(
         x.copy_(y)
     written = slot_mapping >= 0
     page, position = slot_mapping[written] // page_size, slot_mapping[written] % page_size
-    k_cache[page, position], v_cache[page, position] = k[written], v[written]
+    for x, pages, descale in ((k, k_cache, k_descale), (v, v_cache, v_descale)):
+        y = x[written] if descale is None else (_wide(x[written]) / descale[:, None]).clamp(-448.0, 448.0)
+        pages[page, position] = y.to(pages.dtype)
 
 
 def act_and_mul(x: Tensor, activation: str) -> Tensor:

@@ -21,8 +21,8 @@ def test_layers(target: str) -> None:
         launch_rms_norm(bf16(3, 4096), bf16(4096), 1e-6, 0.0, None, bf16(3, 4096))
         launch_rms_norm(bf16(3, 8192), bf16(8192), 1e-6, 0.0, bf16(3, 8192), bf16(3, 8192))
         for norm in (None, (bf16(128), 1e-6, 0.0)):
-            launch_rotary_store_kv(bf16(3, 48 * 128), bf16(3, 128), bf16(3, 128), norm, norm, *caches, slots, 32)
-        launch_rotary_store_kv(bf16(3, 48 * 128), bf16(3, 64), bf16(3, 64), None, None, *caches, slots, 32)
+            launch_rotary_store_kv(bf16(3, 48 * 128), bf16(3, 128), bf16(3, 128), norm, norm, *caches, slots, 32, None, None)
+        launch_rotary_store_kv(bf16(3, 48 * 128), bf16(3, 64), bf16(3, 64), None, None, *caches, slots, 32, None, None)
         for activation in ("silu", "gelu_tanh", "gelu"):
             launch_act_and_mul(bf16(3, 2 * 14336), activation, bf16(3, 14336))
     assert [kernel.name for kernel in kernels] == ["_rms_norm"] * 2 + ["_rotary_store_kv"] * 3 + ["_act_and_mul"] * 3

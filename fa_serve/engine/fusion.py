@@ -68,21 +68,24 @@ class FusedLayer:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch = kwargs.get("fa_serve_batch")
-        if not isinstance(batch, PagedBatch) or batch.kv_caches[self.index][0].dtype != hidden_states.dtype:
+        if not isinstance(batch, PagedBatch):
             return self.original(hidden_states, *args, **kwargs)
         attend = partial(batch.attention, self.index, **self.options)
         cos, sin = kwargs["position_embeddings"]
         caches = batch.kv_caches[self.index]
-        return self.compute(hidden_states[0], cos[0], sin[0], *caches, batch.slot_mapping, attend)[None]
+        given = hidden_states[0], cos[0], sin[0], *caches, batch.slot_mapping, attend
+        return self.compute(*given, **batch.descale(self.index))[None]
 
     def compute(
-        self, x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, attend: Attend
-    ) -> Tensor:
-        """x (total, hidden) is overwritten."""
+        self, x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, attend: Attend,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """x (total, hidden) is overwritten; options: of `rotary_store_kv`."""
         total, num_kv_heads = x.shape[0], k_cache.shape[2]
         qkv = layers.linear(x, *self.qkv, norm=self.before_attention)
         widths = [n * self.head_dim for n in (self.num_heads, num_kv_heads, num_kv_heads)]
-        options: dict[str, Any] = {"cos": cos, "sin": sin} if self.rotary else {}
+        if self.rotary:
+            options |= {"cos": cos, "sin": sin}
         if self.q_norm is not None and self.k_norm is not None:
             if self.q_norm.weight.shape[0] == self.head_dim:
                 options |= {"q_norm": self.q_norm, "k_norm": self.k_norm}

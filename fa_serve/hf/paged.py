@@ -58,7 +58,7 @@ class PagedBatch:
             )
         k_cache, v_cache = self.kv_caches[module.layer_idx]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend, **self._descale(module.layer_idx))
+        store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend, **self.descale(module.layer_idx))
         return self.attention(module.layer_idx, q, k, v, left=left, **options)[None]
 
     def attention(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, left: int, **options: Any) -> Tensor:
@@ -73,11 +73,12 @@ class PagedBatch:
         out = attention_paged(
             q, k_cache, v_cache, block_table=self.block_table, seqused_k=self.seqused_k, cu_seqlens_q=self.cu_seqlens_q,
             max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, window_size=(left, 0), num_splits=self.num_splits,
-            backend=self.backend, **self._descale(layer_idx), **options,
+            backend=self.backend, **self.descale(layer_idx), **options,
         )  # fmt: skip
         return cast(Tensor, out)
 
-    def _descale(self, layer_idx: int) -> dict[str, Any]:
+    def descale(self, layer_idx: int) -> dict[str, Any]:
+        """The arguments of `store_kv` and `attention_paged` for a float8 cache, none for another."""
         return {} if self.descales is None else dict(zip(("k_descale", "v_descale"), self.descales[layer_idx], strict=True))
 
 

@@ -73,11 +73,30 @@ def test_rotary_store_kv(total, heads, kv_heads, dim, rotary, norm, dtype) -> No
     named = dict(zip(("cos", "sin", "q_norm", "k_norm"), wide, strict=True))
     layers.rotary_store_kv(exact, *exact_caches, slots, num_heads=heads, **named)
     values = qkv[:, -kv_heads * dim :].clone()
-    launch_rotary_store_kv(qkv, *given, *caches, slots, heads)
+    launch_rotary_store_kv(qkv, *given, *caches, slots, heads, None, None)
     close(qkv, exact)
     assert torch.equal(qkv[:, -kv_heads * dim :], values)
     for cache, expected in zip(caches, exact_caches, strict=True):
         close(cache, expected)
+
+
+def test_rotary_store_kv_quantises_with_saturation() -> None:
+    """On values that need no rounding, which the interpreter of Triton 3.6 gets wrong at a carry; the GPU suite rounds."""
+    heads, kv_heads, dim = 4, 2, 32
+    descales = torch.tensor([0.5, 4.0]), torch.tensor([2.0, 0.125])
+    q = randn(6, heads, dim, dtype=torch.float32)
+    k, v = (randn(6, kv_heads, dim, dtype=torch.float32, seed=s).to(torch.float8_e4m3fn).float() * d[:, None]
+            for s, d in zip((1, 2), descales, strict=True))  # fmt: skip
+    k[0], v[1] = 1e4, -1e4
+    qkv = torch.cat([q, k, v], dim=1).flatten(1)
+    slots = torch.arange(6)
+    caches = [torch.zeros(2, 3, kv_heads, dim).to(torch.float8_e4m3fn) for _ in "kv"]
+    expected = [cache.clone() for cache in caches]
+    layers.rotary_store_kv(qkv.clone(), *expected, slots, num_heads=heads, k_descale=descales[0], v_descale=descales[1])
+    launch_rotary_store_kv(qkv, None, None, None, None, *caches, slots, heads, *descales)
+    assert float(expected[0].float().max()) == 448
+    for cache, exact in zip(caches, expected, strict=True):
+        assert torch.equal(cache.float(), exact.float())
 
 
 @pytest.mark.parametrize("activation", layers.ACTIVATIONS)

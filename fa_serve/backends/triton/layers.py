@@ -80,9 +80,9 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residu
 
 @triton.jit(do_not_specialize=["page_size", "head_blocks"])
 def _rotary_store_kv(
-    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, page_size, head_blocks, eps,
-    offset, stride_t, stride_ct, stride_kcp, stride_kct, stride_kch, stride_vcp, stride_vct, stride_vch,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_descale_ptr, v_descale_ptr,
+    page_size, head_blocks, eps, offset, stride_t, stride_ct, stride_kcp, stride_kct, stride_kch, stride_vcp, stride_vct,
+    stride_vch, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A head lies as [first half, second half] of what is rotated, then what passes as it is."""
@@ -134,6 +134,16 @@ def _rotary_store_kv(
     if ROTARY < DIM:
         tl.store(x_ptrs + p[None, :], y3, mask=in_p & turns)
 
+    if k_descale_ptr is not None:
+        descale = tl.load(k_descale_ptr + heads - NUM_HEADS, mask=is_k, other=1.0)
+        descale = tl.where(is_v, tl.load(v_descale_ptr + heads - NUM_HEADS - NUM_KV_HEADS, mask=is_v, other=1.0), descale)
+        y1 = _saturated(y1, descale)
+        y2 = _saturated(y2, descale)
+        y3 = _saturated(y3, descale)
+    stored: tl.constexpr = k_cache_ptr.dtype.element_ty
+    y1 = y1.to(stored)
+    y2 = y2.to(stored)
+    y3 = y3.to(stored)
     slot = tl.load(slot_ptr + token)
     page = slot // page_size
     position = slot % page_size
@@ -152,6 +162,13 @@ def _rotary_store_kv(
 
 
 @triton.jit
+def _saturated(y, descale):
+    """As float8_e4m3fn takes it: 448 is its largest number, and the next is NaN."""
+    y = tl.div_rn(y.to(tl.float32), tl.broadcast_to(descale[:, None], y.shape))
+    return tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _norm_weights(q_weight_ptr, k_weight_ptr, is_q, cols, keep, offset):
     """[BLOCK_H, BLOCK]: each head's weights of the norm, by its kind."""
     q_weight = tl.load(q_weight_ptr + cols, mask=keep, other=0.0).to(tl.float32)
@@ -162,6 +179,7 @@ def _norm_weights(q_weight_ptr, k_weight_ptr, is_q, cols, keep, offset):
 def launch_rotary_store_kv(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: tuple[Tensor, float, float] | None,
     k_norm: tuple[Tensor, float, float] | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int,
+    k_descale: Tensor | None, v_descale: Tensor | None,
 ) -> None:  # fmt: skip
     """Arguments as in `fa_serve.layers.rotary_store_kv`. One launch."""
     q_weight, eps, offset = (None, 0.0, 0.0) if q_norm is None else q_norm
@@ -173,7 +191,7 @@ def launch_rotary_store_kv(
         pdl = spec.arch_of(qkv.device) >= 90
         launch(
             _rotary_store_kv, qkv.shape[0] * head_blocks,
-            (qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, slot_mapping),
+            (qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, slot_mapping, k_descale, v_descale),
             (k_cache.shape[1], head_blocks, eps, offset),
             (qkv.stride(0), 0 if cos is None else cos.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], num_heads,
              num_kv_heads, dim, rotary, _HEADS, triton.next_power_of_2(max(rotary // 2, 1)),
