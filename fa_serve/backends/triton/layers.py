@@ -82,8 +82,8 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residu
 def _rotary_store_kv(
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_descale_ptr, v_descale_ptr,
     page_size, head_blocks, eps, offset, stride_t, stride_ct, stride_kcp, stride_kct, stride_kch, stride_vcp, stride_vct,
-    stride_vch, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    stride_vch, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A head lies as [first half, second half] of what is rotated, then what passes as it is."""
     _wait_for_previous_kernel(PDL)
