@@ -95,6 +95,10 @@ _COMMON: dict[str, dict[str, Any]] = {
 _QWEN_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA4 = {
+    **_ALTERNATING, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0,
+}  # fmt: skip
 _MASK_OF_ITS_OWN = "needs a mask of its own"
 
 FAMILIES = [
@@ -119,6 +123,10 @@ FAMILIES = [
     Family("gemma2", "Gemma2ForCausalLM", config={
         **_ALTERNATING, "head_dim": 32, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
     Family("gemma3", "Gemma3ForCausalLM", config={**_ALTERNATING, "head_dim": 32, "query_pre_attn_scalar": 8}),
+    Family("gemma4", "Gemma4ForCausalLM", config=_GEMMA4),
+    Family("gemma4-shared-cache", "Gemma4ForCausalLM", config={
+        **_GEMMA4, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2}),
     Family("gpt-oss", "GptOssForCausalLM", config={**_MOE, **_ALTERNATING, "head_dim": 32}, packs=False),
     Family("deepseek-v3", "DeepseekV3ForCausalLM", config={
         "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,

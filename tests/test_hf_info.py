@@ -29,7 +29,7 @@ def test_every_family_is_described(family: Any) -> None:
     described = describe(config, "cuda", 90)
     assert [(part.refused, part.untried) for part in described.parts] == [(None, None)]
     layers = described.parts[0].layers
-    assert len(layers) == {"seq2seq": 6}.get(family.kind, 2), "two of each stack, and two that look across"
+    assert len(layers) == (6 if family.kind == "seq2seq" else config.num_hidden_layers), "of two stacks, and looking across"
     assert all(any(reason is None for reason in explain(layer.spec).values()) for layer in layers)
     if family.kind == "decoder":
         assert (described.engine is None) == (family.paged is True)

@@ -294,6 +294,8 @@ MUTANTS: list[tuple[str, str, Callable[[Family], None], dict[str, Callable[..., 
     ("room of a static cache", "llama", lambda f: check_chunked_prefill(f, lambda c: StaticCache(config=c, max_cache_len=40)),
      {"mask": _deaf_to_room}),
     ("position_bias dropped", "t5", lambda f: check_seq2seq(f, "none"), {"attention": without(position_bias=None)}),
+    ("padding ignored, looking across", "bart", lambda f: check_seq2seq(f, "left"), {"attention": _blind_to_padding}),
+    ("cu_seq_lens ignored", "llama", check_packed, {"attention": without(cu_seq_lens_q=None, cu_seq_lens_k=None)}),
     ("mask dropped beside position_bias", "mt5", lambda f: check_seq2seq(f, "left"), {"attention": _blind_to_padding}),
 ]  # fmt: skip
 

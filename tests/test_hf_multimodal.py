@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import fa_serve
 from fa_serve import hf
+from fa_serve.hf.masks import Implicit
 
 TOKENS = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TEXT = {
@@ -141,3 +142,22 @@ def test_text_on_a_paged_cache(make: Callable[[], Any]) -> None:
     name, config, _ = make()
     eager = build(name, config)
     check_pages(fa_serve.patch(copy.deepcopy(eager)), eager)
+
+
+def _causal_and_padding_alone(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Implicit:
+    """What an implementation that knows nothing else makes of every request."""
+    return attention_mask if isinstance(attention_mask, Implicit) else Implicit((-1, 0), padding=attention_mask)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "paligemma-prefix"])
+@torch.no_grad()
+def test_blocks_that_attend_both_ways_are_not_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config, inputs = MODELS[name]()
+    eager = build(model, config)
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    expected, valid = eager(**inputs).logits, inputs["attention_mask"]
+    assert_same(ours(**inputs).logits, expected, valid)
+    masks = importlib.import_module("transformers").AttentionMaskInterface._global_mapping
+    monkeypatch.setitem(masks, "fa_serve", _causal_and_padding_alone)
+    with pytest.raises(AssertionError, match=r"error .*, allowed"):
+        assert_same(ours(**inputs).logits, expected, valid)
