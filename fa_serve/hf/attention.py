@@ -71,7 +71,7 @@ def attention_forward(
         out = attention_listed(query, key, value, table, used, rows, sinks=s_aux, softmax_scale=scaling, softcap=softcap or 0.0)
         return out, None
     if isinstance(attention_mask, Implicit):
-        window_size = attention_mask.window_size
+        window_size = attention_mask.window_size if attention_mask.table is None else (-1, -1)
         if attention_mask.keys is not None:
             key, value = key[:, :, : attention_mask.keys], value[:, :, : attention_mask.keys]
             position_bias = None if position_bias is None else position_bias[..., : attention_mask.keys]

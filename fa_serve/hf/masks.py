@@ -59,7 +59,7 @@ class Implicit:
     padding:     bool (batch, keys), False where a key is padding, or None
     starts:      int32 (n + 1,): a batch of one is n sequences packed end to end, each on its own; or None
     used, table: int32 (batch,) and (batch, keys): each row has one query, which sees the used[b] keys table[b, :used[b]]; then
-                 `padding` is the whole mask, and `starts` counts the rows. Or None
+                 `padding` is the whole mask, window and all, and `starts` counts the rows. Or None
     packing:     the same as `padding`, where the keys that it leaves can be packed
     """
 
@@ -163,7 +163,7 @@ def mask_forward(
             and known.device.type in KERNELS_ON
         ):
             seen = _seen(window_size[0], kv_length, q_offset, kv_offset, attention_mask, known.device)
-            return _listed(seen.expand(batch_size, -1))
+            return _listed(window_size, seen.expand(batch_size, -1))
     # nor look at the padding
     if pattern is not None and not tracing:
         if isinstance(q_offset, Tensor) and q_length > 1 and window_size[1] == 0 and not q_offset.is_meta:
@@ -231,7 +231,7 @@ def _seen(
     return seen if padding is None else seen & padding[:, kv_offset : kv_offset + kv_length]
 
 
-def _listed(seen: Tensor) -> Implicit:
+def _listed(window_size: tuple[int, int], seen: Tensor) -> Implicit:
     """One query per row, and bool (batch, keys) which keys it sees: their numbers, so that no kernel visits another."""
     batch, keys = seen.shape
     so_far = seen.cumsum(1)
@@ -239,7 +239,7 @@ def _listed(seen: Tensor) -> Implicit:
     count = torch.arange(1, keys + 1, device=seen.device).expand(batch, keys).contiguous()
     table = torch.searchsorted(so_far, count, out_int32=True)
     rows = torch.arange(batch + 1, dtype=torch.int32, device=seen.device)
-    return Implicit((-1, -1), padding=seen, starts=rows, used=so_far[:, -1].to(torch.int32), table=table)
+    return Implicit(window_size, padding=seen, starts=rows, used=so_far[:, -1].to(torch.int32), table=table)
 
 
 def _starts(sequences: Tensor) -> Tensor:
