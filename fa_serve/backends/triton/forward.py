@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
-from fa_serve.backends.launch import on_device_of
+from fa_serve.backends.launch import launch, on_device_of
 from fa_serve.backends.triton.primitives import (
     LOG2E,
     finish_softmax,
@@ -272,24 +272,30 @@ def launch_forward(
     # more than skip_q queries each: that many sequences at most, with a part of a tile each
     num_tiles = batch * num_m if skip_q == 0 else min(batch, q.shape[0] // (skip_q + 1)) + q.shape[0] // tiles.block_m
     if num_tiles * num_heads > 0:
-        with on_device_of(q):
-            _attn_fwd[(num_tiles * num_heads,)](
-                q, k, v, result, lse, sinks, mask,
-                _descriptor(k, tiles.block_n, block_d) if use_tma else None,
-                _descriptor(v, tiles.block_n, block_dv) if use_tma else None,
-                cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, softmax_scale, softcap, *window_size, max_seqlen_q,
-                max_seqlen_k, num_m,
-                _head_group(batch * num_heads, num_heads // num_kv_heads, max_seqlen_k, dim + dim_v, k.element_size()),
-                batch, skip_q, *q_strides, *k_strides, *v_strides, *out_strides,
-                0 if lse is None or varlen else lse.stride(0), 0 if lse is None else lse.stride(-2), *mask_strides,
-                0 if block_table is None else block_table.stride(0),
-                NUM_HEADS=num_heads, GROUPS=num_heads // num_kv_heads, DIM=dim, DIM_V=dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv,
-                BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PAGE_SIZE=k.shape[1] if paged else 0, USE_TMA=use_tma,
-                VARLEN=varlen, HAS_LEFT=window_size[0] >= 0, HAS_RIGHT=window_size[1] >= 0, HAS_SOFTCAP=softcap != 0.0,
-                MASK="none" if mask is None else "bool" if mask.dtype == torch.uint8 else "float",
-                PRECISION="ieee" if q.dtype == torch.float32 else "tf32", BATCH_BLOCK=batch_block(batch) if skip_q else 0,
-                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-            )  # fmt: skip
+        descriptors = (None, None)
+        if use_tma:
+            descriptors = _descriptor(k, tiles.block_n, block_d), _descriptor(v, tiles.block_n, block_dv)
+        pointers = (q, k, v, result, lse, sinks, mask, *descriptors, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+        group = _head_group(batch * num_heads, num_heads // num_kv_heads, max_seqlen_k, dim + dim_v, k.element_size())
+        varying = (
+            float(softmax_scale), float(softcap), *window_size, max_seqlen_q, max_seqlen_k, num_m, group, batch, skip_q
+        )  # fmt: skip
+        strides = (
+            *q_strides, *k_strides, *v_strides, *out_strides, 0 if lse is None or varlen else lse.stride(0),
+            0 if lse is None else lse.stride(-2), *mask_strides, 0 if block_table is None else block_table.stride(0),
+        )  # fmt: skip
+        fixed = (
+            num_heads, num_heads // num_kv_heads, dim, dim_v, block_d, block_dv, tiles.block_m, tiles.block_n,
+            k.shape[1] if paged else 0, use_tma, varlen, window_size[0] >= 0, window_size[1] >= 0, softcap != 0.0,
+            "none" if mask is None else "bool" if mask.dtype == torch.uint8 else "float",
+            "ieee" if q.dtype == torch.float32 else "tf32", batch_block(batch) if skip_q else 0,
+        )  # fmt: skip
+        options, grid = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}, num_tiles * num_heads
+        if use_tma:
+            with on_device_of(q):
+                _attn_fwd[grid,](*pointers, *varying, *strides, *fixed, **options)
+        else:
+            launch(_attn_fwd, grid, pointers, varying, fixed, options, strides)
     if out is not None and result is not out:
         return out.copy_(result), lse
     return result, lse
