@@ -222,3 +222,34 @@ async def test_effort_is_the_templates(teller, engine):
     async with teller(("a",), "{{ reasoning_effort }}") as client:
         assert (await client.post("/v1/chat/completions", json={**ASK, "reasoning_effort": "low"})).status_code == 200
     assert engine.tokenizer.decode(engine.seen[0].prompt) == "low"
+
+
+async def test_what_the_engine_is_told_to_hold_to(teller, engine):
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": NUMBERS}}}
+    grammar = {"guided_grammar": 'start: "a"'}
+
+    async def held(client, **fields):
+        response = await client.post("/v1/chat/completions", json={**ASK, **fields})
+        if response.status_code != 200:
+            return response.json()["error"]["param"]
+        output = engine.seen[-1].params.structured
+        return output and (output.grammar.split("\n")[0] if output.grammar else output.json_schema)
+
+    async with teller(("a",)) as client:
+        assert await held(client, tools=[ADD]) is None, "no grammar that nobody asked for"
+        assert await held(client, tools=[ADD, strict | NOW]) is None
+        assert await held(client, tools=[strict]) == "start: (call (WS call)* | TEXT?)"
+        assert await held(client, tools=[strict], parallel_tool_calls=False) == "start: (call | TEXT?)"
+        assert await held(client, tools=[strict], tool_choice="none") is None
+        assert await held(client, tools=[ADD], **schema) == "start: (answer | call (WS call)*)"
+        assert await held(client, tools=[ADD], tool_choice="none", **schema) == NUMBERS
+        assert await held(client, tools=[ADD], tool_choice="required", **schema) == "tool_choice"
+        assert await held(client, tools=[ADD], **grammar) == "guided_grammar"
+        assert await held(client, **grammar) == 'start: "a"'
+        engine.tokenizer.chat_template = THINKING
+        assert await held(client, **schema) == 'start: ("<think>" thoughts WS)? (answer)'
+        assert await held(client, **schema, chat_template_kwargs={"open": True}) == "start: thoughts WS (answer)"
+        assert await held(client, **schema, chat_template_kwargs={"enable_thinking": False}) == NUMBERS
+        assert await held(client, **grammar) == 'start: "a"', "which has no place for thoughts"
+        assert await held(client, guided_json="{") == "guided_json"
