@@ -35,7 +35,7 @@ NOT_HERE = "generation_tester_mixin or sdpa_kernels"
 TOOLS = ["accelerate==1.15.0", "parameterized==0.9.0", "psutil==7.2.2"]
 # what we refuse on purpose, by the words of the error
 REASONS = {
-    "never forms the attention weights": "asks sdpa for attention weights, which sdpa leaves out in silence and fa_serve "
+    "never forms the attention weights": "asks sdpa for attention weights, which sdpa leaves out with a warning and fa_serve "
     "refuses with a sentence",
     "asks for attention dropout": "trains with attention dropout, which fa_serve refuses with a sentence",
 }
