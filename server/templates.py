@@ -59,7 +59,7 @@ class Template:
                 raise BadRequest("This model's chat template has no use for names.", param="messages")
             if ("tool_calls" in message or message["role"] == "tool") and "tool_calls" not in self._text:
                 raise BadRequest("This model's chat template has no use for tool calls.", param="messages")
-        reserved = RESERVED | inspect.signature(self._render).parameters.keys()
+        reserved = RESERVED | inspect.signature(self._render).parameters.keys() if variables else RESERVED
         if unknown := [name for name in variables if name in reserved or not self.takes(name)]:
             raise BadRequest(f"{unknown[0]!r} is not a variable of the chat template.", param="chat_template_kwargs")
         try:
