@@ -1,4 +1,4 @@
-"""The playground in a real browser, where there is one: a chat, the stop button, the keyboard, charts that move.
+"""The playground in a real browser, where there is one: a chat, the stop button, the keyboard, both schemes, charts that move.
 
 With FA_SERVE_SCREENSHOTS=docs/images the pictures in the documentation are made anew.
 """
@@ -6,6 +6,8 @@ With FA_SERVE_SCREENSHOTS=docs/images the pictures in the documentation are made
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -28,7 +30,7 @@ def page(served):
         pytest.skip("no Chromium on this machine")
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1180, "height": 720}, color_scheme="light")
+        page = browser.new_page(viewport={"width": 1180, "height": 860}, color_scheme="light")
         page.problems = []
         page.on("pageerror", lambda error: page.problems.append(str(error)))
         page.on("console", lambda message: page.problems.append(message.text) if message.type == "error" else None)
@@ -68,9 +70,94 @@ def test_chat_stop_and_charts(page):
     expect(notes).to_have_count(3)
     expect(page.locator("polyline").first).to_have_attribute("points", re.compile(r" "))
     expect(page.locator("figcaption output").nth(1)).to_have_text(re.compile(r"[1-9]"))
-    picture(page, "page-light")
-    page.emulate_media(color_scheme="dark")
-    picture(page, "page-dark")
     page.get_by_role("button", name="New").click()
     expect(page.locator(".message")).to_have_count(0)
     assert [problem for problem in page.problems if "400" not in problem] == []
+
+
+def test_it_needs_no_mouse(page):
+    expect = pytest.importorskip("playwright.sync_api").expect
+    message, notes = page.get_by_label("Message", exact=True), page.locator(".note")
+    message.focus()
+    page.get_by_label("Tokens at most").fill("400")
+    message.fill("Write a function")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("that parses a file.")
+    assert message.input_value() == "Write a function\nthat parses a file."
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Stop")).to_be_enabled()
+    expect(page.locator(".assistant").last).to_have_text(re.compile(r"\w"))
+    page.keyboard.press("Tab")  # Send is disabled meanwhile
+    expect(page.get_by_role("button", name="Stop")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(notes.last).to_contain_text("stopped")
+    expect(message).to_be_focused()
+    for name in ("Send", "New"):
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("button", name=name)).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator(".message")).to_have_count(0)
+    page.get_by_label("Tokens at most").fill("")
+
+
+CONTRAST = """
+() => {
+  const light = css => {
+    const [r, g, b] = css.match(/[\\d.]+/g).map(x => x / 255).map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = node => {
+    const css = getComputedStyle(node).backgroundColor;
+    return css === "rgba(0, 0, 0, 0)" ? ground(node.parentElement) : css;
+  };
+  const shown = node => node.checkVisibility() && node.innerText?.trim() && !node.disabled;
+  return Math.min(...[...document.querySelectorAll("body *")].filter(shown).map(node => {
+    const [a, b] = [light(getComputedStyle(node).color), light(ground(node))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+  }));
+}
+"""
+
+
+def test_light_and_dark_with_the_server_at_work(page, served):
+    """The pictures of the documentation: a chat that runs, charts under load; text that can be read in both schemes."""
+    expect = pytest.importorskip("playwright.sync_api").expect
+    message, notes = page.get_by_label("Message", exact=True), page.locator(".note")
+    seconds = 20 if os.environ.get("FA_SERVE_SCREENSHOTS") else 1
+    load = [
+        sys.executable,
+        "-m",
+        "fa_serve",
+        "bench",
+        "--url",
+        served.url,
+        "--requests",
+        str(12 * seconds),
+        "--concurrency",
+        "12",
+    ]
+    busy = subprocess.Popen([*load, "--prompt-tokens", "20", "--output-tokens", "60"], stderr=subprocess.DEVNULL)
+    try:
+        page.get_by_label("Temperature").fill("0")
+        for number, question in enumerate(("What is 17 + 25?", "Now 3 plus 4.")):
+            message.fill(question)
+            page.keyboard.press("Enter")
+            expect(notes).to_have_count(number + 1, timeout=30_000)
+        expect(page.locator("figcaption output").nth(3)).not_to_have_text("0", timeout=60_000)
+        page.wait_for_timeout(1000 * seconds)
+        page.get_by_label("Temperature").fill("0.7")
+        message.fill("Write a function that parses a file.")
+        page.keyboard.press("Enter")
+        expect(page.locator(".assistant").last).to_have_text(re.compile(r"\w{4}"), timeout=30_000)
+        grounds = set()
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            picture(page, f"page-{scheme}")
+            grounds.add(page.evaluate("() => getComputedStyle(document.body).backgroundColor"))
+            assert page.evaluate(CONTRAST) >= 4.5, scheme
+        assert len(grounds) == 2
+    finally:
+        busy.kill()
+        busy.wait()
+        page.keyboard.press("Escape")
+    expect(notes).to_have_count(3)
