@@ -161,3 +161,21 @@ def test_blocks_that_attend_both_ways_are_not_lost(name: str, monkeypatch: pytes
     monkeypatch.setitem(masks, "fa_serve", _causal_and_padding_alone)
     with pytest.raises(AssertionError, match=r"error .*, allowed"):
         assert_same(ours(**inputs).logits, expected, valid)
+
+
+@pytest.mark.parametrize("served", ["text_config", "vision_config"])
+@torch.no_grad()
+def test_one_part_alone(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config, inputs = MODELS["gemma3"]()
+    eager = build(model, config)
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation({served: "fa_serve"})
+    reached = set()
+
+    def noting(module: Any, *args: Any, **kwargs: Any) -> Any:
+        reached.add(type(module).__name__)
+        return hf.attention_forward(module, *args, **kwargs)
+
+    monkeypatch.setitem(importlib.import_module("transformers").AttentionInterface._global_mapping, "fa_serve", noting)
+    assert_same(ours(**inputs).logits, eager(**inputs).logits, inputs["attention_mask"])
+    assert reached == {{"text_config": "Gemma3Attention", "vision_config": "SiglipAttention"}[served]}

@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--families", help="names of tests/hf_families.py, separated by commas; default: all")
     parser.add_argument("--version", default=transformers.__version__, help="of the tests; should be the one installed")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "fa_serve" / "upstream")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write; families that it has of these versions stay")
     arguments = parser.parse_args()
     sys.path.insert(0, str(HERE.parent))
     from hf_families import FAMILIES
@@ -110,7 +110,10 @@ def main() -> None:
     arguments.cache.mkdir(parents=True, exist_ok=True)
     source, tools = fetch(arguments.version, arguments.cache)
     known = {*REASONS.values(), SAME}
+    versions = {"transformers": transformers.__version__, "tests": arguments.version, "torch": torch.__version__}
     results, unexplained = {}, 0
+    if arguments.out and arguments.out.exists() and (before := json.loads(arguments.out.read_text()))["versions"] == versions:
+        results = before["families"]
     for family in arguments.families.split(",") if arguments.families else [f.name for f in FAMILIES]:
         results[family] = result = run(family, source, tools, arguments.cache)
         failed = result["failed"]
@@ -119,7 +122,6 @@ def main() -> None:
         for name, reason in failed.items():
             print(f"    {name}: {reason}", flush=True)
             unexplained += reason not in known
-        versions = {"transformers": transformers.__version__, "tests": arguments.version, "torch": torch.__version__}
         if arguments.out:
             arguments.out.write_text(json.dumps({"versions": versions, "families": results}, indent=1) + "\n")
     sys.exit(bool(unexplained))

@@ -86,6 +86,7 @@ class Tester:
         self.encoder_seq_length = self.decoder_seq_length = self.key_length = LENGTH
         if family.kind == "vision":
             patches = (config.image_size // config.patch_size) ** 2
+            self.mask_length, self.num_masks = patches, patches // 2
             self.seq_length = self.encoder_seq_length = self.key_length = patches + (family.name != "siglip")
 
     def get_config(self) -> Any:
