@@ -59,10 +59,10 @@ async def test_a_client_that_leaves_aborts_every_sequence(engine, stream, n):
     async with app.router.lifespan_context(app):
         await app.state.service.loaded()
         connection = Connection(app, {**TEXT, "stream": stream, "n": n})
-        await until(lambda: len(engine.seen) == n)
+        await until(lambda: engine.seen)
         connection.leave()
         await asyncio.wait_for(connection.task, 5)
-        assert len(engine.aborted) == n
+        assert (engine.seen[0].params.n, len(engine.aborted)) == (n, 1)
         assert app.state.service.in_flight == 0
 
 
