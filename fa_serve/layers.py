@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+FEW_TOKENS = 8
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
@@ -58,12 +59,13 @@ def linear(
 
 def rms_norm(x: Tensor, norm: Norm, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + offset), plus `residual`; x, residual, out (total, width), weight (width,)."""
-    out = torch.empty_like(x) if out is None else out
     if kernels := _kernels("layers", x.device):
+        out = torch.empty_like(x) if out is None else out
         kernels.launch_rms_norm(x, *norm, residual, out)
         return out
     y = _normed(x, norm)
-    return out.copy_(y if residual is None else y + residual)
+    y = y if residual is None else y + residual
+    return y.to(x.dtype) if out is None else out.copy_(y)
 
 
 def rotary_store_kv(
@@ -88,15 +90,24 @@ def rotary_store_kv(
         )
         return
     page_size, num_kv_heads, dim = k_cache.shape[1:]
-    q, k, v = torch.split(qkv.view(len(qkv), -1, dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    for x, norm in ((q, q_norm), (k, k_norm)):
+    heads = qkv.view(len(qkv), -1, dim)
+    k, v = heads[:, num_heads : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+    turned = [(heads[:, : num_heads + num_kv_heads], None)] if q_norm is None else [(heads[:, :num_heads], q_norm), (k, k_norm)]
+    for x, norm in turned:
         y = _wide(x) if norm is None else _normed(x, norm)
         if cos is not None and sin is not None:
-            half = cos.shape[1] // 2
-            first, second, rest = torch.split(y, [half, half, dim - 2 * half], dim=2)
-            c, s = _wide(cos[:, None, :half]), _wide(sin[:, None, :half])
-            y = torch.cat([first * c - second * s, second * c + first * s, rest], dim=2)
+            c, s = _wide(cos)[:, None], _wide(sin)[:, None]
+            first, second = y[..., : c.shape[2]].chunk(2, dim=2)
+            if c.shape[2] < dim:
+                x[..., c.shape[2] :] = y[..., c.shape[2] :]
+            y, x = y[..., : c.shape[2]] * c + torch.cat([-second, first], dim=2) * s, x[..., : c.shape[2]]
         x.copy_(y)
+    if len(qkv) <= FEW_TOKENS and k_descale is None and qkv.device.type == "cpu":
+        for token, slot in enumerate(slot_mapping.tolist()):  # cheaper than to index with tensors
+            if slot >= 0:
+                place = divmod(slot, page_size)
+                k_cache[place], v_cache[place] = k[token], v[token]
+        return
     written = slot_mapping >= 0
     page, position = slot_mapping[written] // page_size, slot_mapping[written] % page_size
     for x, pages, descale in ((k, k_cache, k_descale), (v, v_cache, v_descale)):
@@ -161,8 +172,8 @@ def invariant_sum(x: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:
-    y = _wide(x)
-    return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps) * (_wide(norm.weight) + norm.offset)
+    weight = _wide(norm.weight) + norm.offset if norm.offset else _wide(norm.weight)
+    return torch.nn.functional.rms_norm(_wide(x), weight.shape, weight, norm.eps)
 
 
 def _wide(x: Tensor) -> Tensor:

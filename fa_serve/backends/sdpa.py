@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fa_serve.spec import AttentionSpec
 
+FEW_TOKENS = 8
 CHUNK = 512  # query rows per mask: 512 x 32k keys in float32 is 64 MB, and a call of that size is long past its overhead
 NEG_INF = float("-inf")
 
@@ -102,7 +103,7 @@ class SdpaBackend:
             start, end = rows[b]
             if start == end or lengths[b] == 0:
                 continue
-            pages = block_table[b, : -(-lengths[b] // page_size)].long()
+            pages = block_table[b, : -(-lengths[b] // page_size)]
             k, v = (_read(c, (pages,), s, q.dtype).flatten(0, 1)[: lengths[b]]
                     for c, s in ((k_cache, k_descale), (v_cache, v_descale)))  # fmt: skip
             o, o_lse = _attend(
@@ -117,6 +118,12 @@ class SdpaBackend:
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
         k_descale: Tensor | None, v_descale: Tensor | None,
     ) -> None:  # fmt: skip
+        if k.device.type == "cpu" and len(k) <= FEW_TOKENS and k_descale is None:
+            for token, slot in enumerate(slot_mapping.tolist()):  # cheaper than to index with tensors
+                if slot >= 0:
+                    place = divmod(slot, k_cache.shape[1])
+                    k_cache[place], v_cache[place] = k[token], v[token]
+            return
         owned = slot_mapping >= 0
         slots = slot_mapping[owned]
         page, position = slots // k_cache.shape[1], slots % k_cache.shape[1]
@@ -129,7 +136,7 @@ class SdpaBackend:
 
 def _read(cache: Tensor, index: tuple[Tensor, ...], descale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if descale is None:
-        return cache[index]
+        return cache.index_select(0, index[0]) if len(index) == 1 else cache[index]
     # float8 tensors cannot be indexed on every device: read their bytes
     return (cache.view(torch.uint8)[index].view(cache.dtype).float() * descale[:, None]).to(dtype)
 

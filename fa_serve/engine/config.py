@@ -31,7 +31,7 @@ class EngineConfig:
     max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
     prefix_caching:         keep the pages of finished requests for prompts that begin alike
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
-    fusion:                 on a GPU, layers of the Llama kind run on fused kernels, proven when the model is loaded
+    fusion:                 layers of the Llama kind are computed by fewer and fused kernels, proven when the model is loaded
     deterministic:          a request's tokens and log-probabilities are bitwise the same alone and in any batch; slower
     process:                the async engine runs in a process of its own; None: if it is on a GPU
     max_restarts:           how often the async engine starts a new one when its engine has died; 0: it ends for good

@@ -108,7 +108,7 @@ class ModelRunner:
         if config.kv_cache_dtype == "fp8":
             self.layers = [replace(layer, kv_dtype=torch.float8_e4m3fn) for layer in self.layers]
             self._options["descales"] = kv_cache.descales(model, self.vocab_size)
-        if config.fusion and not self.eager and not config.deterministic:
+        if config.fusion and not config.eager and not config.deterministic:
             fuse(model)
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
         self._graphs: DecodeGraphs | None = None

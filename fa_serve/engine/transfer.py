@@ -21,6 +21,8 @@ ALIGN = 16  # bytes, of each array in the block
 
 def send(arrays: Mapping[str, NDArray[Any]], device: torch.device, block: Tensor | None = None) -> dict[str, Tensor]:
     """block: (at least packed_size(arrays),) uint8, on the device"""
+    if device.type == "cpu" and block is None:
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
     size = packed_size(arrays)
     # the pinned memory goes back to torch's cache, which waits for the copy before it hands it out again
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
