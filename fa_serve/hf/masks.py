@@ -154,16 +154,13 @@ def mask_forward(
         pattern = plain if tracing else classify(mask_function)
     if pattern is not None:
         window_size, sequences = pattern
-        known = q_offset if isinstance(q_offset, Tensor) else attention_mask
         if (
             q_length == 1
             and window_size[1] == 0
             and sequences is None
-            and known is not None
-            and known.device.type in KERNELS_ON
+            and (decoding := _decoding(window_size, batch_size, kv_length, q_offset, kv_offset, attention_mask, tracing))
         ):
-            seen = _seen(window_size[0], kv_length, q_offset, kv_offset, attention_mask, known.device)
-            return _listed(window_size, seen.expand(batch_size, -1))
+            return decoding
     # nor look at the padding
     if pattern is not None and not tracing:
         if isinstance(q_offset, Tensor) and q_length > 1 and window_size[1] == 0 and not q_offset.is_meta:
@@ -219,16 +216,28 @@ def _packing(padding: Tensor | None, window_size: tuple[int, int], q_length: int
     return Packing(rows, columns, cu_seqlens_q, cu_seqlens_k, longest)
 
 
-def _seen(
-    left: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, attention_mask: Tensor | None, device: torch.device
-) -> Tensor:
-    """bool (1 or batch, kv_length): which keys the one query sees, without asking the device where it stands."""
-    behind = q_offset - kv_offset - torch.arange(kv_length, device=device)
-    seen = (behind >= 0)[None]
-    if left >= 0:
-        seen = seen & (behind <= left)
+def _decoding(
+    window_size: tuple[int, int], batch_size: int, kv_length: int, q_offset: int | Tensor, kv_offset: int,
+    attention_mask: Tensor | None, tracing: bool,
+) -> Implicit | None:  # fmt: skip
+    """What one query per row sees, without asking the device anything: the host need not wait in a step that is repeated.
+
+    A static cache has room behind its keys, so these are listed. Elsewhere the padding goes along, there or not.
+    """
+    static = isinstance(q_offset, Tensor)
+    known = q_offset if isinstance(q_offset, Tensor) else attention_mask
+    if known is None or known.device.type not in KERNELS_ON or (tracing and not static):
+        return None
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    return seen if padding is None else seen & padding[:, kv_offset : kv_offset + kv_length]
+    padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
+    if not static and q_offset + 1 - kv_offset == kv_length:
+        return Implicit(window_size, padding=padding)
+    behind = q_offset - kv_offset - torch.arange(kv_length, device=known.device)
+    seen = (behind >= 0)[None]
+    if window_size[0] >= 0:
+        seen = seen & (behind <= window_size[0])
+    seen = seen if padding is None else seen & padding
+    return _listed(window_size, seen.expand(batch_size, -1)) if static else Implicit((-1, -1), padding=seen)
 
 
 def _listed(window_size: tuple[int, int], seen: Tensor) -> Implicit:
