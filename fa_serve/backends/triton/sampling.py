@@ -57,20 +57,25 @@ def _order(x):
 @triton.jit
 def _kth_largest(row_ptr, best, k, vocab, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """A bound, in the order of `_order`, that the k largest reach, with what ties, and nothing else."""
-    low = _order(best * 0 - float("inf")).to(tl.int64)
-    high = _order(best).to(tl.int64)
+    # bits that float16 and bfloat16 leave 0 are not searched
+    dtype: tl.constexpr = row_ptr.dtype.element_ty
+    SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
+    low = (_order(best * 0 - float("inf")) >> SHIFT).to(tl.int64)
+    high = (_order(best) >> SHIFT).to(tl.int64)
+    first = True
     # at least k reach low, fewer than k pass high
     while low < high:
-        # three bounds a pass, all above low
+        # three bounds a pass, all above low: first close to the maximum, where a small k is, then in equal steps
         step = (high - low + 3) // 4
-        b1 = low + step
-        b2 = tl.minimum(b1 + step, high)
-        b3 = tl.minimum(b2 + step, high)
+        b1 = tl.maximum(tl.where(first, high - (16384 << (16 - SHIFT)), low + step), low + 1)
+        b2 = tl.maximum(tl.where(first, high - (1024 << (16 - SHIFT)), tl.minimum(low + 2 * step, high)), low + 1)
+        b3 = tl.maximum(tl.where(first, high - (64 << (16 - SHIFT)), tl.minimum(low + 3 * step, high)), low + 1)
+        first = False
         n1 = tl.zeros([ROWS, BLOCK], tl.int32)
         n2 = n1
         n3 = n1
         for start in range(0, vocab, ROWS * BLOCK):
-            x = _order(_tile(row_ptr, start, vocab, ROWS, BLOCK)).to(tl.int64)
+            x = (_order(_tile(row_ptr, start, vocab, ROWS, BLOCK)) >> SHIFT).to(tl.int64)
             n1 += (x >= b1).to(tl.int32)
             n2 += (x >= b2).to(tl.int32)
             n3 += (x >= b3).to(tl.int32)
@@ -82,7 +87,7 @@ def _kth_largest(row_ptr, best, k, vocab, ROWS: tl.constexpr, BLOCK: tl.constexp
         exact = tl.where(c3 >= k, c3, tl.where(c2 >= k, c2, c1)) == k
         low = new_low
         high = tl.where(exact, new_low, new_high)
-    return low.to(tl.int32)
+    return (low << SHIFT).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["vocab", "blocks"])
