@@ -15,7 +15,7 @@ from fa_serve.backends.triton.decode import launch_decode
 from fa_serve.backends.triton.forward import launch_forward
 from fa_serve.backends.triton.kv_cache import launch_store_kv
 
-SPILL_BUDGET = 128  # bytes per thread, none of them in the inner loop
+SPILL_BUDGET = 0  # bytes per thread, every kernel and target
 SHARED_BUDGET = {  # bytes one program may ask for; on sm90 and sm100 two of them fit on an SM
     "sm80": 163 << 10, "sm86": 99 << 10, "sm89": 99 << 10, "sm90": 113 << 10, "sm100": 113 << 10, "sm120": 99 << 10,
     "gfx942": 64 << 10,
@@ -92,8 +92,6 @@ def assert_within_budgets(kernels: list[Kernel], names: list[str]) -> None:
     assert [kernel.name for kernel in kernels] == names
     for kernel in kernels:
         assert kernel.spill_bytes <= SPILL_BUDGET, f"{kernel.name} spills {kernel.spill_bytes} bytes per thread"
-        if kernel.spill_bytes and "cubin" in kernel.binary.asm:
-            assert kernel.hot_loop["LDL"] == kernel.hot_loop["STL"] == 0, f"{kernel.name} spills in its inner loop"
         assert kernel.shared_bytes <= SHARED_BUDGET[kernel.target], f"{kernel.name} wants {kernel.shared_bytes} bytes"
 
 
@@ -122,7 +120,7 @@ def test_store_kv(target: str) -> None:
 def test_hopper_keeps_two_blocks_in_flight_and_waits_programmatically() -> None:
     """Loads are 16-byte asynchronous copies: 128 threads issue 16 each for a block; two ahead of the loop and one in it.
 
-    Warps that walk keys of their own meet at two barriers a block: its copies are there, and it may be written over.
+    With keys as rows, 16 by 8 tiles of the tensor cores are filled by 8 query rows: 64 of them for a block, 16 per warp.
     """
     kernel = compile_decode("sm90", Shape())[0]
     block_bytes = 64 * (128 + 128) * 2
@@ -130,16 +128,15 @@ def test_hopper_keeps_two_blocks_in_flight_and_waits_programmatically() -> None:
     assert kernel.instructions["LDGSTS"] == 3 * block_bytes // (128 * 16)
     assert kernel.hot_loop["HMMA"] == 16
     assert kernel.hot_loop["LDL"] == kernel.hot_loop["STL"] == 0
-    assert kernel.hot_loop["BAR"] == 2
     assert "griddepcontrol.wait" in kernel.binary.asm["ptx"]
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_two_programs_live_on_an_sm(head_dim: int, fp8: bool) -> None:
+def test_three_programs_live_on_an_sm(head_dim: int, fp8: bool) -> None:
     kernel = compile_decode("sm90", Shape(heads=(64, 8), head_dim=head_dim, head_dim_v=head_dim, fp8=fp8))[0]
-    assert 2 * (kernel.shared_bytes + 1024) <= 228 << 10
-    assert 2 * 128 * kernel.registers <= 65536, "decode_tiles counts on 2 programs an SM"
+    assert 3 * (kernel.shared_bytes + 1024) <= 228 << 10
+    assert 3 * 128 * kernel.registers <= 65536, "decode_tiles counts on 3 programs an SM"
 
 
 def test_float8_is_copied_by_16_bytes_and_widened_to_float16() -> None:
@@ -182,5 +179,5 @@ def test_mixed_on_hopper() -> None:
             window_size=(-1, 0), softcap=0.0, sinks=None, out=None, return_lse=True,
         )  # fmt: skip
     assert [kernel.name for kernel in kernels] == ["_attn_fwd", "_decode", "_combine"]
-    assert kernels[0].spill_bytes == 0
+    assert all(kernel.spill_bytes == 0 for kernel in kernels)
     assert kernels[0].instructions["HGMMA"] > 0

@@ -62,37 +62,3 @@ def launch(
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, wherever the tensors are: layers may be spread over several."""
     return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else nullcontext()
-
-
-class Counters:
-    """Zeros that count arrivals, a run of them for each launch that may run beside another; a launch leaves its own at zero.
-
-    Launches on one stream run one after the other and share theirs. A captured graph may be replayed on any stream, so each
-    captured launch has its own; they repeat after 2^20 numbers, far more than those of launches that could run at once.
-    """
-
-    _ROOM = 1 << 20
-
-    def __init__(self) -> None:
-        self._buffers: dict[torch.device, torch.Tensor] = {}
-        self._by_stream: dict[tuple[torch.device, int], torch.Tensor] = {}
-        self._taken = 0
-
-    def take(self, device: torch.device, length: int) -> torch.Tensor:
-        """int32 (at least `length`,), all 0."""
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if device.type != "cuda" or length > self._ROOM or (capturing and device not in self._buffers):
-            # of memory from inside a capture, zeroed by the graph itself
-            return torch.zeros(length, dtype=torch.int32, device=device)
-        key = device, torch.cuda.current_stream(device).cuda_stream
-        counters = None if capturing else self._by_stream.get(key)
-        if counters is None or counters.shape[0] < length:
-            if device not in self._buffers:
-                self._buffers[device] = torch.zeros(self._ROOM, dtype=torch.int32, device=device)
-            size = -(-length // 1024) * 1024
-            start = self._taken if self._taken + size <= self._ROOM else 0
-            self._taken = start + size
-            counters = self._buffers[device][start : start + size]
-            if not capturing:
-                self._by_stream[key] = counters
-        return counters

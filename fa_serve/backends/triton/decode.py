@@ -8,15 +8,14 @@ Pieces are cut on the device, from the lengths there, so one captured CUDA graph
 - fixed (`num_splits > 0`, or a batch of one): each sequence is cut in `parts` pieces by its own length. With `num_splits` given
   the tile, too, depends on nothing but heads and dtypes: a row's result is bitwise the same whatever else is in the batch.
 
-A sequence that lies in one piece is written at once. Of the others each piece leaves (out, lse); whoever comes last, by a
-counter in memory, merges them in the order of keys, so the result does not depend on who that was. One launch in all. On Hopper
-and later it is programmatic: the next kernel starts while this one drains, and waits for its results (griddepcontrol).
+A sequence that lies in one piece is written at once; the others leave (out, lse) per piece, which `_combine` merges. On Hopper
+and later both kernels are launched programmatically: the next starts while this one drains, and waits for its results
+(griddepcontrol).
 
-Tiles of up to 16 rows give each warp keys of its own: nothing is exchanged between warps before the end, and scores stand with
-keys as rows, so that 8 query rows fill the other side of a tensor core's tile (16 by 8). A float8 cache is widened to float16,
-which holds every e4m3 number, in registers; queries of another type are scaled by a power of two per row, so that they fit.
-Sequences with more than `max_seqlen_q` queries are skipped: in a mixed batch they are another kernel's. Left out: long prompts
-(forward.py) and writing the cache (kv_cache.py).
+Scores stand with keys as rows, so that 8 query rows fill the other side of a tensor core's tile (16 by 8). A float8 cache is
+widened to float16, which holds every e4m3 number, in registers; queries of another type are scaled by a power of two per row,
+so that they fit. Sequences with more than `max_seqlen_q` queries are skipped: in a mixed batch they are another kernel's. Left
+out: long prompts (forward.py) and writing the cache (kv_cache.py).
 """
 
 from __future__ import annotations
@@ -30,11 +29,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Counters, launch
+from fa_serve.backends.launch import launch
 from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, softcap_scores
 from fa_serve.backends.triton.tiles import batch_block, padded_dim
-
-_COUNTERS = Counters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,6 @@ class DecodeTiles:
 
     parts:      pieces per sequence, or, when balanced, equal shares of the whole batch's key blocks
     min_blocks: no piece is cut shorter than this many key blocks
-    key_warps:  warps that walk keys of their own: all of them, or 1 when they share a tile
     registers:  most per thread, 0 for the compiler's choice: what a segment needs once may spill, the inner loop does not
     """
 
@@ -54,9 +50,7 @@ class DecodeTiles:
     parts: int
     balanced: bool
     min_blocks: int = 1
-    key_warps: int = 1
     registers: int = 0
-    fused: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -69,23 +63,21 @@ def decode_tiles(
     rows = groups if num_splits else groups * max_seqlen_q
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
     block_m = min(32, max(8, 1 << (rows - 1).bit_length()))  # 64 rows would spill
-    # warps with keys of their own hold the output once each: beyond 16 rows, or 128 columns, they would run out of registers
-    key_warps = 4 if itemsize == 2 and block_m <= 16 and width <= 128 and arch else 1
-    # `resident` programs live on an SM, by their registers
-    block_n, num_warps, most_stages, registers, resident = 64, 4, 3, 0, 2
+    # by their registers and shared memory, `resident` programs live on an SM
+    block_n, num_warps, most_stages, registers, resident = 64, 4, 3, 168, 3
     if kv_itemsize == 1:
         block_n = 128  # half the bytes a key, so twice the keys in flight
     if width > 128:
-        block_n, most_stages = 32, 4
+        block_n, most_stages, registers, resident = 32, 4, 0, 2
     if itemsize == 4:
         # float32 products run on the FMA units, their operands live in registers
-        block_n, num_warps, most_stages = 32 if width <= 128 else 16, 8, 4
-    if key_warps == 1 or arch not in (90, 100):
-        block_n, most_stages = min(block_n, 64), 2 if block_m > 16 else 4
+        block_n, num_warps, most_stages, registers, resident = 32 if width <= 128 else 16, 8, 4, 0, 2
+    if block_m > 16 or arch not in (90, 100):
+        block_n, most_stages, registers, resident = min(block_n, 64), 2 if block_m > 16 else 4, 0, 2
     tile_bytes = block_n * (padded_dim(head_dim) + padded_dim(head_dim_v)) * kv_itemsize
     q_bytes = block_m * padded_dim(head_dim) * itemsize
     num_stages = min(most_stages, max(2, 1 + (_pipeline_bytes(arch) - q_bytes) // tile_bytes))
-    tiles = DecodeTiles(block_m, block_n, num_warps, num_stages, num_splits, False, 1, key_warps, registers)
+    tiles = DecodeTiles(block_m, block_n, num_warps, num_stages, num_splits, False, registers=registers)
     if num_splits:
         return tiles
     units = num_kv_heads * triton.cdiv(groups * max_seqlen_q, block_m)
@@ -147,11 +139,6 @@ def _fit_float16(q):
     exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)
     inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
     return (x * inverse[:, None]).to(tl.float16), exponent.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _transpose(x):
-    return tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.permute(x, (1, 0))
 
 
 @triton.jit
@@ -276,12 +263,12 @@ def _key_offsets(
 
 @triton.jit
 def _softmax_step(s, factor, row_max, row_sum):
-    """`primitives.online_softmax_update` with keys as rows: s [.., BLOCK_N, BLOCK_M], row_max and row_sum [.., BLOCK_M]."""
-    new_max = tl.maximum(row_max, tl.max(s, axis=len(s.shape) - 2) * factor)
+    """`primitives.online_softmax_update` with keys as rows: s [BLOCK_N, BLOCK_M], row_max and row_sum [BLOCK_M]."""
+    new_max = tl.maximum(row_max, tl.max(s, 0) * factor)
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s * factor - tl.expand_dims(safe_max, -2))
+    p = tl.exp2(s * factor - safe_max[None, :])
     alpha = tl.exp2(row_max - safe_max)
-    return p, new_max, row_sum * alpha + tl.sum(p, axis=len(s.shape) - 2), alpha
+    return p, new_max, row_sum * alpha + tl.sum(p, 0), alpha
 
 
 @triton.jit
@@ -289,10 +276,9 @@ def _walk(
     q, row_scale, row_max, row_sum, span, k_ptr, v_ptr, table_ptr, mask_ptr, seq, positions, lengths, scaling, window, strides,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    ALIKE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, KEY_WARPS: tl.constexpr, PAIRS: tl.constexpr,
-    PTX: tl.constexpr,
+    ALIKE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The inner loop over key blocks. q: [BLOCK_D, BLOCK_M]; with KEY_WARPS > 1 everything has that many in front.
+    """The inner loop over key blocks. q: [BLOCK_D, BLOCK_M].
 
     -> out [BLOCK_M, BLOCK_DV], not yet divided, the largest score and the sum of exponentials [BLOCK_M].
     """
@@ -306,11 +292,7 @@ def _walk(
     offs_d = tl.arange(0, BLOCK_D)
     offs_v = tl.arange(0, WIDTH)
     offs_n = tl.arange(0, BLOCK_N)
-    if KEY_WARPS > 1:
-        offs_n = tl.reshape(offs_n, (KEY_WARPS, BLOCK_N // KEY_WARPS))
-        acc = tl.zeros([KEY_WARPS, WIDTH, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([WIDTH, BLOCK_M], tl.float32)
+    acc = tl.zeros([WIDTH, BLOCK_M], tl.float32)
     second = acc
     if PAIRS:
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -339,7 +321,7 @@ def _walk(
             v_offs = _key_offsets(page, block, offs_n, stride_vp, stride_vt, PAGE_SIZE, BLOCK_N, PTX, ALIGNED)
         if PAIRS:
             v_offs = v_offs >> 1
-        k = tl.load(k_ptr + tl.expand_dims(k_offs, -1) + offs_d, mask=tl.expand_dims(owned, -1) & (offs_d < DIM), other=0.0)
+        k = tl.load(k_ptr + k_offs[:, None] + offs_d[None, :], mask=owned[:, None] & (offs_d < DIM)[None, :], other=0.0)
         s = tl.dot(_widen(k, q.dtype, PTX), q, input_precision=PRECISION)
         if row_scale is not None:
             s *= row_scale[None, :]
@@ -347,91 +329,27 @@ def _walk(
         if HAS_SOFTCAP:
             s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
             factor = 1.0
-        keep = tl.expand_dims(owned, -1)
+        keep = owned[:, None]
         if HAS_RIGHT:
-            keep = keep & (tl.expand_dims(cols, -1) <= positions[None, :] + window_right)
+            keep = keep & (cols[:, None] <= positions[None, :] + window_right)
         if HAS_LEFT:
-            keep = keep & (tl.expand_dims(cols, -1) >= positions[None, :] - window_left)
+            keep = keep & (cols[:, None] >= positions[None, :] - window_left)
         s = tl.where(keep, s, float("-inf"))
         p, row_max, row_sum, alpha = _softmax_step(s, factor, row_max, row_sum)
         p = p.to(q.dtype)
-        alpha = tl.expand_dims(alpha, -2)
         # values are loaded as the product takes them, columns first: a transposition afterwards would cost a copy
-        keep_v = tl.expand_dims(owned, -2) & (offs_v < DIM_V // HALVES)[:, None]
-        v = tl.load(v_ptr + tl.expand_dims(v_offs, -2) + offs_v[:, None], mask=keep_v, other=0 if PAIRS else 0.0)
+        keep_v = owned[None, :] & (offs_v < DIM_V // HALVES)[:, None]
+        v = tl.load(v_ptr + v_offs[None, :] + offs_v[:, None], mask=keep_v, other=0 if PAIRS else 0.0)
         if PAIRS:
-            acc = tl.dot(_half(v, "0x5410"), p, acc * alpha, input_precision=PRECISION)
-            second = tl.dot(_half(v, "0x7632"), p, second * alpha, input_precision=PRECISION)
+            acc = tl.dot(_half(v, "0x5410"), p, acc * alpha[None, :], input_precision=PRECISION)
+            second = tl.dot(_half(v, "0x7632"), p, second * alpha[None, :], input_precision=PRECISION)
         else:
-            acc = tl.dot(_widen(v, q.dtype, PTX), p, acc * alpha, input_precision=PRECISION)
+            acc = tl.dot(_widen(v, q.dtype, PTX), p, acc * alpha[None, :], input_precision=PRECISION)
 
-    if KEY_WARPS > 1:
-        # by the rule that merges pieces
-        top = tl.max(row_max, 0)
-        weight = tl.exp2(row_max - tl.where(top == float("-inf"), 0.0, top)[None, :])
-        acc = tl.sum(acc * weight[:, None, :], 0)
-        if PAIRS:
-            second = tl.sum(second * weight[:, None, :], 0)
-        row_sum = tl.sum(row_sum * weight, 0)
-        row_max = top
-    acc = _transpose(acc)
+    out = tl.trans(acc)
     if PAIRS:
-        acc = tl.reshape(tl.join(acc, _transpose(second)), (BLOCK_M, BLOCK_DV))
-    return acc, row_max, row_sum
-
-
-@triton.jit
-def _load_piece(
-    part_out_ptr, part_lse_ptr, place0, part, num_parts, units, unit, unit_rows, rows, live, offs_dv, DIM_V: tl.constexpr,
-    BALANCED: tl.constexpr,
-):  # fmt: skip
-    """One piece's lse, in base 2, and out; another SM wrote them: past this one's first cache."""
-    place = place0 + part
-    if BALANCED:
-        # only the first piece of a sequence left it in its second place
-        place = place0 + 2 * part + tl.where(part == 0, 1, 0)
-    live = live & (part < num_parts)
-    at = (tl.cast(place, tl.int64) * units + unit) * unit_rows + rows
-    lse = tl.load(part_lse_ptr + at, mask=live, other=float("-inf"), cache_modifier=".cg") * LOG2E
-    keep = live[:, None] & (offs_dv < DIM_V)[None, :]
-    return lse, tl.load(part_out_ptr + at[:, None] * DIM_V + offs_dv[None, :], mask=keep, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _merge_pieces(
-    part_out_ptr, part_lse_ptr, place0, num_parts, units, unit, unit_rows, rows, live, DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BALANCED: tl.constexpr,
-):  # fmt: skip
-    """out and lse of the `live` ones of some rows from their pieces in the order of keys: weights exp(lse - max lse).
-
-    Eight pieces at a time, so that many loads are under way.
-    """
-    offs_dv = tl.arange(0, BLOCK_DV)
-    where = (num_parts, units, unit, unit_rows, rows, live, offs_dv, DIM_V, BALANCED)
-    acc = tl.zeros([rows.shape[0], BLOCK_DV], tl.float32)
-    row_max = tl.full([rows.shape[0]], float("-inf"), tl.float32)
-    row_sum = tl.zeros([rows.shape[0]], tl.float32)
-    for n in tl.range(0, num_parts, 8):
-        l0, o0 = _load_piece(part_out_ptr, part_lse_ptr, place0, n, *where)
-        l1, o1 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 1, *where)
-        l2, o2 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 2, *where)
-        l3, o3 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 3, *where)
-        l4, o4 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 4, *where)
-        l5, o5 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 5, *where)
-        l6, o6 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 6, *where)
-        l7, o7 = _load_piece(part_out_ptr, part_lse_ptr, place0, n + 7, *where)
-        top = tl.maximum(tl.maximum(tl.maximum(l0, l1), tl.maximum(l2, l3)), tl.maximum(tl.maximum(l4, l5), tl.maximum(l6, l7)))
-        new_max = tl.maximum(row_max, top)
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        alpha = tl.exp2(row_max - safe_max)
-        w0, w1, w2, w3 = tl.exp2(l0 - safe_max), tl.exp2(l1 - safe_max), tl.exp2(l2 - safe_max), tl.exp2(l3 - safe_max)
-        w4, w5, w6, w7 = tl.exp2(l4 - safe_max), tl.exp2(l5 - safe_max), tl.exp2(l6 - safe_max), tl.exp2(l7 - safe_max)
-        acc = acc * alpha[:, None] + o0 * w0[:, None] + o1 * w1[:, None] + o2 * w2[:, None] + o3 * w3[:, None]
-        acc = acc + o4 * w4[:, None] + o5 * w5[:, None] + o6 * w6[:, None] + o7 * w7[:, None]
-        row_sum = row_sum * alpha + (((w0 + w1) + (w2 + w3)) + ((w4 + w5) + (w6 + w7)))
-        row_max = new_max
-    inverse, lse = finish_softmax(row_max, row_sum)
-    return acc * inverse[:, None], lse
+        out = tl.reshape(tl.join(out, tl.trans(second)), (BLOCK_M, BLOCK_DV))
+    return out, row_max, row_sum
 
 
 @triton.jit
@@ -454,15 +372,14 @@ def _store_rows(
                        "window_right", "stride_lh", "stride_table", "stride_mb", "stride_mk"]
 )  # fmt: skip
 def _decode(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, counter_ptr, table_ptr, used_k_ptr, cu_q_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, table_ptr, used_k_ptr, cu_q_ptr, sinks_ptr,
     mask_ptr, k_descale_ptr, v_descale_ptr, batch, units, tiles_per_head, unit_rows, parts, min_blocks, max_q, max_k,
     window_left, window_right, stride_lh, stride_table, stride_mb, stride_mk, scale, softcap,
     stride_ot, stride_oh, stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
     GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ALIKE: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, KEY_WARPS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     _wait_for_previous_kernel(PDL)
     # the KV heads of one piece run side by side: in a (page, token, head, dim) cache they read one stretch of memory
@@ -502,7 +419,6 @@ def _decode(
             begin = tl.maximum(line_begin - seq_start, 0)
             end = tl.minimum(line_end - seq_start, blocks)
             # a piece has two places: for the sequence that it goes on with, and for the one that goes on behind it
-            place0 = 2 * first_piece
             place = 2 * piece + (part == 0).to(tl.int32)
             seq_start += blocks
         else:
@@ -510,7 +426,6 @@ def _decode(
             num_parts = tl.minimum(tl.maximum(blocks // min_blocks, 1), parts)
             begin = blocks * part // num_parts
             end = blocks * (part + 1) // num_parts
-            place0 = seq * parts
             place = piece
         if ours & (part < num_parts) & (row_first < q_len * GROUPS):
             live = rows < q_len * GROUPS
@@ -529,11 +444,6 @@ def _decode(
                 sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
                 row_max = tl.where(part == 0, sink, row_max)
                 row_sum = tl.where(part == 0, 1.0, row_sum)
-            if KEY_WARPS > 1:
-                q = tl.broadcast_to(q[None, :, :], (KEY_WARPS, BLOCK_M, BLOCK_D))
-                leader = (tl.arange(0, KEY_WARPS) == 0)[:, None]
-                row_max = tl.where(leader, row_max[None, :], float("-inf"))
-                row_sum = tl.where(leader, row_sum[None, :], 0.0)
 
             offset = kv_len - q_len
             begin += first_block
@@ -542,12 +452,12 @@ def _decode(
                 last_token = tl.minimum(row_first + BLOCK_M - 1, q_len * GROUPS - 1) // GROUPS
                 end = tl.minimum(end, (tl.maximum(last_token + offset + window_right + 1, 0) + BLOCK_N - 1) // BLOCK_N)
             acc, row_max, row_sum = _walk(
-                _transpose(q), row_scale, row_max, row_sum, (begin, end), k_ptr, v_ptr,
+                tl.trans(q), row_scale, row_max, row_sum, (begin, end), k_ptr, v_ptr,
                 None if table_ptr is None else table_ptr + seq.to(tl.int64) * stride_table,
                 None if mask_ptr is None else mask_ptr + seq.to(tl.int64) * stride_mb, seq, rows // GROUPS + offset,
                 (first_key, kv_len), (scale, softcap), (window_left, window_right),
                 (stride_kp, stride_kt, stride_vp, stride_vt, stride_mk), DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                PAGE_SIZE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, ALIKE, ALIGNED, PRECISION, KEY_WARPS, PAIRS, PTX,
+                PAGE_SIZE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, ALIKE, ALIGNED, PRECISION, PAIRS, PTX,
             )  # fmt: skip
             inverse, lse = finish_softmax(row_max, row_sum)
             out = acc * (inverse * descale_v)[:, None]
@@ -560,22 +470,6 @@ def _decode(
                     keep = live[:, None] & (offs_dv < DIM_V)[None, :]
                     tl.store(part_out_ptr + at[:, None] * DIM_V + offs_dv[None, :], out, mask=keep)
                     tl.store(part_lse_ptr + at, lse, mask=live)
-                if not whole and counter_ptr is not None:
-                    # all threads have written before one of them says so
-                    tl.debug_barrier()
-                    arrived = tl.atomic_add(counter_ptr + seq * units + unit, 1, sem="acq_rel", scope="gpu")
-                    if arrived == num_parts - 1:
-                        tl.store(counter_ptr + seq * units + unit, 0)
-                        few_rows = tl.arange(0, ROWS)
-                        few_live = (few_rows < unit_rows) & (row_first + few_rows < q_len * GROUPS)
-                        merged, merged_lse = _merge_pieces(
-                            part_out_ptr, part_lse_ptr, place0, num_parts, units, unit, unit_rows, few_rows, few_live, DIM_V,
-                            BLOCK_DV, BALANCED,
-                        )  # fmt: skip
-                        _store_rows(
-                            out_ptr, lse_ptr, merged, merged_lse, row_first + few_rows, few_live, row0, kv64, stride_ot,
-                            stride_oh, stride_lh, GROUPS, DIM_V, BLOCK_DV,
-                        )  # fmt: skip
             if whole:
                 _store_rows(
                     out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, stride_ot, stride_oh, stride_lh, GROUPS, DIM_V, BLOCK_DV
@@ -590,9 +484,10 @@ def _combine(
     out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, used_k_ptr, cu_q_ptr, batch, units, tiles_per_head, unit_rows, parts,
     min_blocks, max_q, max_k, window_left, stride_lh, blocks_per_seq, stride_ot, stride_oh,
     GROUPS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr, HAS_LEFT: tl.constexpr, BLOCK_ROWS: tl.constexpr, PDL: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr, HAS_LEFT: tl.constexpr, PDL: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of BLOCK_ROWS rows of one sequence.
+    """Merge the pieces of BLOCK_ROWS rows of one sequence, BLOCK_PARTS at a time: weights exp(lse - max lse).
 
     The lengths may be read before the wait: `_decode`, which let us start, had by then waited for whoever wrote them.
     """
@@ -609,19 +504,41 @@ def _combine(
         place0 = seq * parts
         num_parts = tl.minimum(tl.maximum(blocks // min_blocks, 1), parts)
     _wait_for_previous_kernel(PDL)
-    if (num_parts > 1) & (q_len > 0) & (q_len <= max_q):
-        slot = (tl.program_id(0) % blocks_per_seq) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        unit = slot // unit_rows
-        row = slot % unit_rows
-        rows = unit % tiles_per_head * BLOCK_M + row
-        live = (unit < units) & (rows < q_len * GROUPS)
-        out, lse = _merge_pieces(
-            part_out_ptr, part_lse_ptr, place0, num_parts, units, unit, unit_rows, row, live, DIM_V, BLOCK_DV, BALANCED
-        )
-        _store_rows(
-            out_ptr, lse_ptr, out, lse, rows, live, row0, (unit // tiles_per_head).to(tl.int64), stride_ot, stride_oh,
-            stride_lh, GROUPS, DIM_V, BLOCK_DV,
-        )  # fmt: skip
+    if (num_parts <= 1) | (q_len <= 0) | (q_len > max_q):
+        return
+
+    slot = (tl.program_id(0) % blocks_per_seq) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    unit = slot // unit_rows
+    rows = unit % tiles_per_head * BLOCK_M + slot % unit_rows
+    live = (unit < units) & (rows < q_len * GROUPS)
+    offs_p = tl.arange(0, BLOCK_PARTS)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    for first in tl.range(0, num_parts, BLOCK_PARTS):
+        part = first + offs_p
+        place = place0 + part
+        if BALANCED:
+            # only the first piece of a sequence left it in its second place
+            place = place0 + 2 * part + (part == 0).to(tl.int32)
+        keep = (part < num_parts)[:, None] & live[None, :]
+        at = place.to(tl.int64)[:, None] * (units * unit_rows) + slot[None, :]
+        lse = tl.load(part_lse_ptr + at, mask=keep, other=float("-inf")) * LOG2E
+        out = tl.load(part_out_ptr + at[:, :, None] * DIM_V + offs_dv[None, None, :],
+                      mask=keep[:, :, None] & (offs_dv < DIM_V)[None, None, :], other=0.0)  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(lse - safe_max[None, :])
+        alpha = tl.exp2(row_max - safe_max)
+        acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], 0)
+        row_sum = row_sum * alpha + tl.sum(weight, 0)
+        row_max = new_max
+    inverse, lse = finish_softmax(row_max, row_sum)
+    _store_rows(
+        out_ptr, lse_ptr, acc * inverse[:, None], lse, rows, live, row0, (unit // tiles_per_head).to(tl.int64), stride_ot,
+        stride_oh, stride_lh, GROUPS, DIM_V, BLOCK_DV,
+    )  # fmt: skip
 
 
 def launch_dense(
@@ -652,7 +569,8 @@ def launch_decode(
     out: Tensor | None, return_lse: bool, lse: Tensor | None = None, mask: Tensor | None = None,
     tiles: DecodeTiles | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Arguments as in `fa_serve.attention_paged`, with None for all three index tensors as in `launch_dense`. One launch.
+    """Arguments as in `fa_serve.attention_paged`, with None for all three index tensors as in `launch_dense`. One launch,
+    and a second one if any sequence may be cut in pieces.
 
     Sequences with more than `max_seqlen_q` queries are left alone: their rows of out and lse stay as they are.
     `lse` is written if given, `tiles` overrides the choice, for tuning.
@@ -678,12 +596,11 @@ def launch_decode(
     tiles_per_head = -(-groups * max_seqlen_q // tiles.block_m)
     units, unit_rows = num_kv_heads * tiles_per_head, min(tiles.block_m, groups * max_seqlen_q)
     pieces = tiles.parts if tiles.balanced else batch * tiles.parts
-    part_out = part_lse = counter = None
+    part_out = part_lse = None
     if tiles.balanced or tiles.parts > 1:
         places = (2 * pieces if tiles.balanced else pieces) * units * unit_rows
         part_out = torch.empty(places, dim_v, dtype=torch.float32, device=device)
         part_lse = torch.empty(places, dtype=torch.float32, device=device)
-        counter = _COUNTERS.take(device, batch * units) if tiles.fused else None
     (left, right), pdl = window_size, arch >= 90
     k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
     # whole 16-bit pairs, for the widening of float8 values
@@ -700,29 +617,39 @@ def launch_decode(
         mask = mask.view(torch.uint8)
     launch(
         _decode, pieces * units,
-        (q, k_cache, v_cache, result, lse, part_out, part_lse, counter, block_table, seqused_k, cu_seqlens_q, sinks, mask,
+        (q, k_cache, v_cache, result, lse, part_out, part_lse, block_table, seqused_k, cu_seqlens_q, sinks, mask,
          k_descale, v_descale),
         (*plan, right, lse_stride, 0 if dense else block_table.stride(0), *((0, 0) if mask is None else mask_strides),
          float(softmax_scale), float(softcap)),
         (groups, dim, dim_v, padded_dim(dim), block_dv, tiles.block_m, tiles.block_n, 0 if dense else page_size, *cut,
          right >= 0 and max_seqlen_q > 1, softcap != 0.0, k_strides == v_strides,
          all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])), "ieee" if q.dtype == torch.float32 else "tf32",
-         tiles.key_warps, pairs, 1 << (unit_rows - 1).bit_length(), arch >= 89, pdl),
+         pairs, arch >= 89, pdl),
         {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **programmatic, **limit},
         (*result.stride()[:2], *q.stride()[:2], *k_strides, *v_strides),
     )  # fmt: skip
-    if part_out is not None and counter is None:
-        block_rows = 1 if batch * units * unit_rows <= 1024 else max(1, 512 // block_dv)
+    if part_out is not None:
+        block_parts, block_rows = _combine_block(tiles, block_dv, batch * units * unit_rows)
         blocks_per_seq = -(-units * unit_rows // block_rows)
         launch(
             _combine, batch * blocks_per_seq, (result, lse, part_out, part_lse, seqused_k, cu_seqlens_q),
             (*plan, lse_stride, blocks_per_seq),
-            (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, *cut, block_rows, pdl), {"num_warps": 4, **programmatic},
-            result.stride()[:2],
+            (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, *cut, pdl, block_parts, block_rows),
+            {"num_warps": 4, **programmatic}, result.stride()[:2],
         )  # fmt: skip
     if out is not None and result is not out:
         return out.copy_(result), lse
     return result, lse
+
+
+def _combine_block(tiles: DecodeTiles, block_dv: int, rows: int) -> tuple[int, int]:
+    """BLOCK_PARTS and BLOCK_ROWS: of few values each, so that changing shapes compile few kernels.
+
+    The order in which pieces are added follows from both, so with fixed pieces neither depends on the batch.
+    """
+    if tiles.balanced:
+        return 16, 1 if rows <= 1024 else max(1, 512 // block_dv)
+    return 16 if tiles.parts <= 16 else 32 if tiles.parts <= 32 else 64, 1
 
 
 @cache
