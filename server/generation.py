@@ -79,7 +79,7 @@ class Answer(ABC):
                 if index not in begun:
                     begun.add(index)
                     for choice in self._opening(index, output):
-                        yield head | {"choices": [choice | self._prompt_ids(index)]}
+                        yield head | {"choices": [choice | self._prompt_ids(choice["index"])]}
                 choice = self._increment(index, output)
                 said = choice.get("text") or choice.get("delta") or output.logprobs
                 if said or output.finished or self._body.return_token_ids:

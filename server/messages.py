@@ -157,7 +157,9 @@ class ChatAnswer(Answer):
         return reply | {"prompt_logprobs": self._prompt_scores(sums[0])}
 
     def _opening(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        return [self._common(index) | {"delta": {"role": "assistant", "content": ""}}]
+        """All of them at the first: openai-python's reader of streams takes choices in their order only."""
+        delta = {"role": "assistant", "content": ""}
+        return [] if self._readers else [self._common(each) | {"delta": delta} for each in range(self._n)]
 
     def _increment(self, index: int, output: RequestOutput) -> dict[str, Any]:
         delta = self._reader(index).read(output.text, output.finished)
