@@ -9,9 +9,9 @@ grid    (batch, keys) by head layout, bfloat16, page_size 16, shuffled pages: ev
 uneven  the same where lengths are log-uniform, or 10% of the sequences 20 times longer
 fp8     tiles for a float8_e4m3fn cache, against our own bfloat16
 
-A variant changes one thing of what `decode_tiles` chooses: page numbers not read ahead (`late`), another tile, one wave of
-pieces or several. Its column is the time of our choice over its own: above 1 it is faster. A red gate ends the run. Left out:
-results that count for anything but tuning; those are bench_attention.py's.
+A variant changes one thing of what `decode_tiles` chooses: another tile, shares for one wave of programs or several,
+sequences not cut at all (`whole`). Its column is the time of our choice over its own: above 1 it is faster. A red gate ends the run. Left
+out: results that count for anything but tuning; those are bench_attention.py's.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ CELLS = {
     (64, 8, 64): ((1, 1024), (1, 16384), (8, 8192), (32, 4096), (64, 8192), (128, 1024)),
     (32, 32, 128): ((1, 16384), (8, 8192), (32, 4096)),
 }  # fmt: skip
-Shape = tuple[int, int, int, int]  # block_n, num_warps, num_stages, programs that fit on an SM at head_dim 128
-TILES: tuple[Shape, ...] = ((64, 4, 4, 2), (64, 2, 2, 4))
+Shape = tuple[int, int, int, int]  # block_n, num_warps, num_stages, programs that fit on an SM
+TILES: tuple[Shape, ...] = ((64, 4, 4, 2), (128, 4, 2, 3), (32, 2, 4, 6))
 FP8_TILES: tuple[Shape, ...] = ((64, 4, 3, 3), (64, 4, 4, 3), (128, 4, 2, 2), (128, 8, 3, 2))
-WAVES = (1, 2, 4, 8)
+WAVES = (1, 2, 4)
 
 
 def gate() -> None:
@@ -67,7 +67,7 @@ def gate() -> None:
     problem = Problem.make(lengths, 32, 8, 128)
     for parts in (1, 3, 200):
         for balanced in (False, True):
-            tiles = replace(problem.default_tiles(), parts=parts, balanced=balanced, prefetch=parts > 1)
+            tiles = replace(problem.default_tiles(), parts=parts, balanced=balanced)
             problem.check(f"parts {parts} balanced {balanced}", tiles=tiles)
     gate_invariance(problem)
     gate_graph()
@@ -147,15 +147,12 @@ class Search:
 
 
 def variants(problem: Problem, shapes: Sequence[Shape]) -> Iterator[tuple[str, DecodeTiles]]:
-    default, batch = problem.default_tiles(), len(problem.options["seqused_k"])
-    yield "late", replace(default, prefetch=False)
-    scale = 128 // problem.k_cache.shape[3]
+    default = problem.default_tiles()
     for block_n, num_warps, num_stages, resident in shapes:
         tiles = replace(default, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
-        yield f"{block_n},{num_warps},{num_stages}", waves_of(problem, tiles, 1 if batch < 25 else 4, resident * scale)
-    resident = scale * (3 if problem.q.dtype == problem.k_cache.dtype else 2)
+        yield f"{block_n},{num_warps},{num_stages}", waves_of(problem, tiles, 1, resident)
     for waves in WAVES:
-        yield f"w{waves}", waves_of(problem, default, waves, resident)
+        yield f"w{waves}", waves_of(problem, default, waves, 3)
     yield "whole", replace(default, balanced=False, parts=1, min_blocks=1)
 
 
@@ -165,7 +162,7 @@ def waves_of(problem: Problem, tiles: DecodeTiles, waves: int, resident: int) ->
     wave = max(1, waves * resident * _num_sms(DEVICE) // problem.k_cache.shape[2])
     if batch == 1:
         return replace(tiles, balanced=False, parts=min(wave, blocks), min_blocks=1)
-    return replace(tiles, balanced=True, parts=max(1, wave - batch) if waves == 1 else wave, min_blocks=2)
+    return replace(tiles, balanced=True, parts=wave, min_blocks=2)
 
 
 def short(tiles: DecodeTiles) -> str:
@@ -173,7 +170,7 @@ def short(tiles: DecodeTiles) -> str:
 
 
 def names(shapes: Sequence[Shape]) -> list[str]:
-    return ["late", *(",".join(map(str, shape[:3])) for shape in shapes), *(f"w{waves}" for waves in WAVES), "whole"]
+    return [*(",".join(map(str, shape[:3])) for shape in shapes), *(f"w{waves}" for waves in WAVES), "whole"]
 
 
 def cells(found: dict[str, float], shapes: Sequence[Shape]) -> str:
