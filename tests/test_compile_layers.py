@@ -7,7 +7,7 @@ import torch
 from cross_compile import TARGETS, compiling_for
 
 from fa_serve.backends.triton.layers import launch_act_and_mul, launch_rms_norm, launch_rotary_store_kv
-from fa_serve.backends.triton.linear import launch_linear_row
+from fa_serve.backends.triton.linear import launch_linear_row, row_tiles
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -47,3 +47,20 @@ def test_linear_row(target: str) -> None:
             weight, norm = bf16(2 * n if gated else n, k), (bf16(k), 1e-6, 0.0)
             launch_linear_row(bf16(1, k), weight, None, norm, "silu" if gated else None, None, 1.0, bf16(1, n))
     assert [kernel.spill_bytes for kernel in kernels] == [0] * 5
+
+
+@pytest.mark.parametrize("n", [1, 5, 1000, 4096, 151936])
+@pytest.mark.parametrize("k", [64, 1024, 3000, 14336])
+@pytest.mark.parametrize("gated", [False, True])
+def test_row_tiles_fill_the_gpu(n: int, k: int, gated: bool) -> None:
+    block_n, block_k = row_tiles(132, n, k, gated)
+    assert block_n == 1 or -(-n // block_n) >= 256
+    assert block_n * block_k * (1 + gated) <= 8192, "what a thread can have in flight"
+    assert block_k & (block_k - 1) == 0
+
+
+def test_row_tiles_as_measured() -> None:
+    assert row_tiles(132, 6144, 4096, gated=False) == (8, 1024)
+    assert row_tiles(132, 4096, 14336, gated=False) == (8, 512)
+    assert row_tiles(132, 14336, 4096, gated=True) == (4, 1024)
+    assert row_tiles(132, 3072, 1024, gated=True) == (4, 512)

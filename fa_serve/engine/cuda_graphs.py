@@ -129,6 +129,15 @@ def _fields(size: int) -> dict[str, NDArray[Any]]:
     return {name: np.empty(size, dtype=dtype) for name, dtype in FIELDS.items()}
 
 
+def pad(arrays: dict[str, NDArray[Any]], size: int) -> dict[str, NDArray[Any]]:
+    """A decoding step with rows added that hold no keys and write none."""
+    padded = {name: np.zeros(size, dtype=array.dtype) for name, array in arrays.items()}
+    padded["slot_mapping"][:] = -1
+    for name, array in arrays.items():
+        padded[name][: len(array)] = array
+    return padded
+
+
 def batch_sizes(largest: int) -> list[int]:
     """1, 2, 4, 8, 16, 24, ...: at most 8 rows of padding, and never more than half."""
     return [size for size in (1, 2, 4) if size < largest] + [*range(8, largest, 8), largest]

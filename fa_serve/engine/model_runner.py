@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from fa_serve.engine import kv_cache
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.cuda_graphs import DecodeGraphs, Inputs
+from fa_serve.engine.cuda_graphs import DecodeGraphs, Inputs, pad
 from fa_serve.engine.fusion import fuse
 from fa_serve.engine.invariant import NUM_SPLITS, invariant
 from fa_serve.engine.request import Request, SamplingParams, TokenLogprob
@@ -281,7 +281,7 @@ class ModelRunner:
         shape = None
         if self._graphs is not None and max_seqlen_q == 1 and samples.all():
             shape = self._graphs.shape_for(len(slots), max_seqlen_k)
-            padded = _pad(arrays, shape[0]) | others
+            padded = pad(arrays, shape[0]) | others
             if packed_size(padded) <= len(self._graphs.block):
                 sent = send(padded, self.device, self._graphs.block)
                 sent["sampled_slots"] = sent["slots"][: len(slots)]
@@ -374,15 +374,6 @@ class _Step:
     logprob_rows: Tensor | None
     prompt_targets: Tensor | None
     sampling: SampleParams
-
-
-def _pad(arrays: dict[str, NDArray[Any]], size: int) -> dict[str, NDArray[Any]]:
-    """A decoding step with rows added that hold no keys and write none."""
-    padded = {name: np.zeros(size, dtype=array.dtype) for name, array in arrays.items()}
-    padded["slot_mapping"][:] = -1
-    for name, array in arrays.items():
-        padded[name][: len(array)] = array
-    return padded
 
 
 def _full_step(config: EngineConfig, num_tokens: int, max_model_len: int) -> ScheduledBatch:

@@ -26,11 +26,12 @@ def drawing(n: int, **limits: float) -> SampleParams:
      {"top_k": 100, "top_p": 0.5, "min_p": 0.02}],
     ids=str,
 )  # fmt: skip
-def test_draws_follow_the_distribution(limits: dict[str, float]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+def test_draws_follow_the_distribution(limits: dict[str, float], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    logits = 2 * torch.randn(1, VOCAB, device="cuda")
+    logits = (2 * torch.randn(1, VOCAB, device="cuda")).to(dtype)
     tokens = sample(logits.expand(ROWS, VOCAB).contiguous(), drawing(ROWS, **limits))
-    scores, params = (logits - logits.max()) / TEMPERATURE, drawing(1, **limits)
+    scores, params = (logits.float() - logits.float().max()) / TEMPERATURE, drawing(1, **limits)
     keep = torch.ones_like(scores, dtype=torch.bool)
     if limits.keys() & {"top_k", "top_p"}:
         keep &= scores >= _threshold(scores, params)[:, None]
