@@ -9,8 +9,8 @@ grid    (batch, keys) by head layout, bfloat16, page_size 16, shuffled pages: ev
 uneven  the same where lengths are log-uniform, or 10% of the sequences 20 times longer
 fp8     tiles for a float8_e4m3fn cache, against our own bfloat16
 
-A variant changes one thing of what `decode_tiles` chooses: another tile, shares for one wave of programs or several,
-sequences not cut at all (`whole`). Its column is the time of our choice over its own: above 1 it is faster. A red gate ends the run. Left
+A variant changes one thing of what `decode_tiles` chooses: another tile, shares for one wave of programs or several, sequences
+not cut at all (`whole`). Its column is the time of our choice over its own: above 1 it is faster. A red gate ends the run. Left
 out: results that count for anything but tuning; those are bench_attention.py's.
 """
 
