@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from hf_families import BY_NAME, VOCAB
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import cache as cache_module
-from transformers.generation.continuous_batching import initialization, model_runner
+from transformers.generation.continuous_batching import continuous_api, initialization, model_runner
 
 import fa_serve
 from fa_serve.hf import continuous
@@ -108,6 +109,25 @@ def test_a_cache_that_cannot_hold_the_heads() -> None:
     """transformers sizes its cache by the wrong dimension of multi-head latent attention."""
     done = generate_batch(fa_serve.patch(BY_NAME["deepseek-v3"].build()))
     assert all("holds heads of size 8, DeepseekV3Attention has 24" in str(output.error) for output in done)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_asynchronous_batches_are_asked_for(asked: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    continuous.enable()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = {}
+    for name in ("fa_serve", "paged|fa_serve", "flash_attention_2"):
+        config = BY_NAME["llama"].build().config
+        config._attn_implementation_internal = name
+        wanted = ContinuousBatchingConfig(use_cuda_graph=True, use_async_batching=asked, max_blocks_per_request=0)
+        resolve = continuous_api.resolve_continuous_batching_config
+        later = {"device": torch.device("cpu")} if "device" in inspect.signature(resolve).parameters else {}
+        resolved = resolve(config, wanted, None, False, **later)
+        chosen[name] = resolved.use_async_batching
+        assert wanted.use_async_batching is asked
+    ours = bool(asked)
+    theirs = True if asked is None else asked
+    assert chosen == {"fa_serve": ours, "paged|fa_serve": ours, "flash_attention_2": theirs}
 
 
 def test_where_tokens_go_is_found_again_by_the_first_layer() -> None:

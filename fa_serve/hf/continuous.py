@@ -157,6 +157,7 @@ def enable() -> None:
         "is_flash_attention_requested": _passing,
         "lazy_import_paged_flash_attention": _with_block_tables,
         "lazy_import_flash_attention": _with_block_tables,
+        "resolve_continuous_batching_config": _synchronous,
     }
     for name in ("cache", "continuous_api", "initialization"):
         try:
@@ -177,6 +178,19 @@ def _passing(original: Any) -> Any:
         return name in (NAME, PAGED_NAME) or original(config, requested_attention_implementation, **kw)
 
     return is_flash_attention_requested
+
+
+def _synchronous(original: Any) -> Any:
+    """Asynchronous batches gave other tokens on a GPU that others kept busy (docs/log.md): one has to ask for them."""
+
+    @functools.wraps(original)
+    def resolve(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
+        resolved = original(config, cb_config, *args, **kwargs)
+        if config._attn_implementation in (NAME, PAGED_NAME) and cb_config.use_async_batching is None:
+            resolved.use_async_batching = False
+        return resolved
+
+    return resolve
 
 
 def _with_block_tables(original: Any) -> Any:
