@@ -418,10 +418,12 @@ def emulated(
     """Launches inside the block run here. Blocks of one launch run at once, up to `resident_blocks`, as on a small GPU."""
     names = _namespace(faults or {})
 
-    def launch(kernel: Any, key: Any, grid: tuple[int, int, int], args: Any, device: torch.device, **options: Any) -> None:
+    def launch(
+        kernel: Any, key: Any, grid: tuple[int, int, int], descriptors: Any, others: Any, *_: Any, **options: Any
+    ) -> None:
         machine = Machine(seed, patience, delay)
         function = names[kernel.__name__]
-        wrapped = [_on_device(arg) for arg in args]
+        wrapped = [_on_device(arg) for arg in (*descriptors, *others)]
         for first in range(0, grid[0], resident_blocks):
             blocks = [Block(i, grid[0], machine) for i in range(first, min(first + resident_blocks, grid[0]))]
             _run_threads([(block, function, tuple(wrapped)) for block in blocks])

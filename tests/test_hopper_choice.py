@@ -82,8 +82,8 @@ def test_refuses_another_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seqlen", [1, 64, 65, 512, 1024, 2048, 4096, 100_000])
 @pytest.mark.parametrize("masked", [False, True])
 def test_chosen_tiles_fit_the_chip(dims: tuple[int, int], seqlen: int, masked: bool) -> None:
-    for varlen in (False, True):
-        tiles = forward_tiles(*dims, masked, seqlen, seqlen, varlen)
+    for varlen, paged in ((False, False), (True, False), (True, True)):
+        tiles = forward_tiles(*dims, masked, seqlen, seqlen, varlen, paged)
         assert shared_bytes(tiles, *dims) <= 232_448
         assert tiles.blocks_per_sm * shared_bytes(tiles, *dims) <= 233_472
         at_launch, consumer = tiles.registers

@@ -66,6 +66,7 @@ def test_compiles_to_what_it_is_written_for(options: dict) -> None:
     tiles = forward_tiles(
         options["head_dim"], options["head_dim_v"], options["window"] != FULL, options.get("seqlen", 2048),
         options.get("seqlen", 2048), "packed" in options or "page_size" in options,
+        "page_size" in options,
     )  # fmt: skip
     kernel = compile_forward(**options)
     found = kernel.instructions

@@ -68,33 +68,34 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 VIEW = ((4, 200, 2, 64), (9, 8, 8, 1), (1, 64, 1, 64), "layout")
+NUMBERS = (4, 200, 2, 64, 9, 8, 8, 1)
 
 
 def test_the_first_launch_goes_through_triton_and_the_next_ones_to_the_driver(world: World) -> None:
-    view = View(*VIEW, {})
+    view = View(*VIEW, NUMBERS, {})
     for address in (4096, 4096, 8192, 4096):
-        launch(world, ("key",), (5, 1, 1), (Descriptor(Base(address), view), None, 3.5, 7), CUDA, num_warps=4)
-    [(grid, (descriptor, *others), options)] = world.through_triton
-    assert (grid, others, options) == ((5, 1, 1), [None, 3.5, 7], {"num_warps": 4})
+        launch(world, ("key",), (5, 1, 1), (None, Descriptor(Base(address), view)), (3.5, 7), CUDA, num_warps=4)
+    [(grid, (none, descriptor, *others), options)] = world.through_triton
+    assert (grid, none, others, options) == ((5, 1, 1), None, [3.5, 7], {"num_warps": 4})
     assert descriptor[0] == "descriptor"
     assert descriptor[2:] == VIEW
     base = (5, 1, 1, 77, "function", False, False, None, None, "packed", None, None, None)
-    assert world.native == [(*base, f"map {a}", 4, 200, 2, 64, 9, 8, 8, 1, None, 3.5, 7) for a in (4096, 8192, 4096)]
+    assert world.native == [(*base, None, f"map {a}", *NUMBERS, 3.5, 7) for a in (4096, 8192, 4096)]
     assert [args[0] for args in world.encoded] == [4096, 8192], "each address is encoded once"
     host_type = 9  # bfloat16 is 10 on the device
     assert world.encoded[0][1:] == (3, 2, host_type, [1, 64, 1, 64], VIEW[0], VIEW[1], 0)
 
 
 def test_a_plan_remembers_a_limited_number_of_addresses(world: World) -> None:
-    view = View(*VIEW, {})
+    view = View(*VIEW, NUMBERS, {})
     for address in range(2 * module._ENCODED + 10):
-        launch(world, ("key",), (1, 1, 1), (Descriptor(Base(address), view),), CUDA)
+        launch(world, ("key",), (1, 1, 1), [Descriptor(Base(address), view)], (), CUDA)
     assert 0 < len(view.encoded) <= module._ENCODED
 
 
 def test_another_key_is_compiled_again(world: World) -> None:
     for key in ("a", "b", "a"):
-        launch(world, (key,), (1, 1, 1), (Descriptor(Base(16), View(*VIEW, {})),), CUDA)
+        launch(world, (key,), (1, 1, 1), [Descriptor(Base(16), View(*VIEW, NUMBERS, {}))], (), CUDA)
     assert (len(world.through_triton), len(world.native)) == (2, 1)
 
 
@@ -103,7 +104,7 @@ def test_a_profiler_sees_every_launch(world: World, monkeypatch: pytest.MonkeyPa
     hook.add(lambda metadata: None)
     monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hook)
     for _ in range(3):
-        launch(world, ("key",), (1, 1, 1), (Descriptor(Base(16), View(*VIEW, {})),), CUDA)
+        launch(world, ("key",), (1, 1, 1), [Descriptor(Base(16), View(*VIEW, NUMBERS, {}))], (), CUDA)
     assert (len(world.through_triton), world.native) == (3, [])
 
 
@@ -111,5 +112,5 @@ def test_a_profiler_sees_every_launch(world: World, monkeypatch: pytest.MonkeyPa
 def test_an_unknown_launcher_is_left_to_triton(world: World, change: dict[str, Any]) -> None:
     vars(world.run).update(change)
     for _ in range(2):
-        launch(world, ("key",), (1, 1, 1), (Descriptor(Base(16), View(*VIEW, {})),), CUDA)
+        launch(world, ("key",), (1, 1, 1), [Descriptor(Base(16), View(*VIEW, NUMBERS, {}))], (), CUDA)
     assert (len(world.through_triton), world.native) == (2, [])

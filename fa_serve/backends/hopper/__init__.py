@@ -10,6 +10,9 @@ that they are written for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -48,24 +51,26 @@ class HopperBackend:
         return None
 
     def forward(self, q, k, v, *, mask, **options):
-        from fa_serve.backends.hopper.forward import launch_forward
-
-        return launch_forward(q, k, v, **options)
+        return _kernel()(q, k, v, **options)
 
     def forward_varlen(self, q, k, v, **options):
-        from fa_serve.backends.hopper.forward import launch_forward
-
-        return launch_forward(q, k, v, **options)
+        return _kernel()(q, k, v, **options)
 
     def forward_paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k_descale=None, v_descale=None, num_splits=0, **options
     ):
-        from fa_serve.backends.hopper.forward import launch_forward
-
-        return launch_forward(q, k_cache, v_cache, **options)
+        return _kernel()(q, k_cache, v_cache, **options)
 
     def store_kv(self, *args, **options):
         raise NotImplementedError("the Hopper backend does not write a paged cache; supports() says so")
+
+
+@cache
+def _kernel() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The launcher, imported when it is first called: where Gluon differs it cannot be imported."""
+    from fa_serve.backends.hopper.forward import launch_forward
+
+    return launch_forward
 
 
 def _cannot_page(spec: AttentionSpec) -> str | None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from functools import cache, lru_cache
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,19 +170,25 @@ def launch_forward(
     if softmax_scale <= 0.0:
         # the kernel takes the maximum before it scales, which needs a positive scale
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0.0 else (torch.zeros_like(q), 1.0)
-    q, k, v = _addressable(q), _addressable(k), _addressable(v)
-    target = result
-    if not _is_addressable(result):
-        target = torch.empty_like(result, memory_format=torch.contiguous_format)
     if not packed:
         max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
     window = (min(window_size[0], _NO_LIMIT), min(window_size[1], _NO_LIMIT))
-    _run(
-        q, k, v, target, lse, sinks, cu_seqlens_q, seqused_k if block_table is not None else cu_seqlens_k, block_table,
-        max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window, skip_q, tiles,
+    plan = _plan(
+        q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), result.stride(),
+        None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, None if block_table is None else block_table.stride(0),
+        max_seqlen_q, max_seqlen_k, window, softcap != 0.0, skip_q, tiles,
     )  # fmt: skip
-    if target is not result:
-        result.copy_(target)
+    if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | result.data_ptr()) & 15:
+        target = result if _is_addressable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
+        launch_forward(
+            _addressable(q), _addressable(k), _addressable(v), softmax_scale=softmax_scale, window_size=window, softcap=softcap,
+            sinks=sinks, out=target, return_lse=return_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, block_table=block_table, seqused_k=seqused_k, skip_q=skip_q,
+            lse=lse, tiles=tiles,
+        )  # fmt: skip
+        return result if target is result else result.copy_(target), lse
+    keys = cu_seqlens_k if block_table is None else seqused_k
+    _run(plan, q, k, v, result, lse, sinks, cu_seqlens_q, keys, block_table, softmax_scale, softcap, window, skip_q)
     return result, lse
 
 
@@ -202,7 +208,7 @@ class _Plan(NamedTuple):
     number: int
     blocks: int
     slots: int
-    descriptors: tuple[Any, ...]  # a View, or None where the variant has no such part
+    views: tuple[View | None, ...]  # of q, q1, k, k1, v, out; None where the variant has no such part
     integers: tuple[int, ...]
     registers: int
 
@@ -213,13 +219,20 @@ def _plan(
     k_stride: tuple[int, ...], v_shape: tuple[int, ...], v_stride: tuple[int, ...], out_stride: tuple[int, ...],
     sequences: int | None, table_stride: int | None, max_seqlen_q: int, max_seqlen_k: int, window: tuple[int, int],
     softcap: bool, skip_q: int, tiles: TileConfig | None,
-) -> _Plan:  # fmt: skip
-    """`sequences` counts packed sequences; None is a dense batch. `table_stride` is that of a paged cache's block table."""
+) -> _Plan | None:  # fmt: skip
+    """`sequences` counts packed sequences; None is a dense batch. `table_stride` is that of a paged cache's block table.
+
+    None if the copy engine cannot address one of the tensors.
+    """
     packed, paged = sequences is not None, table_stride is not None
     left, right = window
     (num_heads, head_dim), (num_kv_heads, head_dim_v) = q_shape[-2:], v_shape[-2:]
     if tiles is None:
-        tiles = forward_tiles(head_dim, head_dim_v, left >= 0 or right >= 0, max_seqlen_q, max_seqlen_k, packed)
+        tiles = forward_tiles(head_dim, head_dim_v, left >= 0 or right >= 0, max_seqlen_q, max_seqlen_k, packed, paged)
+    out_shape = (*q_shape[:-1], head_dim_v)
+    every = ((q_shape, q_stride), (k_shape, k_stride), (v_shape, v_stride), (out_shape, out_stride))
+    if None in [_addressable_strides(shape, stride) for shape, stride in every]:
+        return None
     d0, d1, dv = HEAD_DIMS[head_dim, head_dim_v]
     var = Variant(tiles, d0, d1, dv, packed, left >= 0, right >= 0, softcap, k_shape[1] if paged else 0)
     num_m = -(-max_seqlen_q // tiles.block_m)
@@ -235,7 +248,6 @@ def _plan(
         group, tail = head_group(batch * num_heads, heads_per_kv, kv_bytes * max_seqlen_k, num_m)
     blocks = total if tiles.schedule == Schedule.GRID else min(total, _multiprocessors(device) * tiles.blocks_per_sm)
     describe = _ragged if packed else _dense
-    out_shape = (*q_shape[:-1], head_dim_v)
     of_keys: tuple[View | None, ...]
     if paged:
         # rows of pages, in pieces that fill 64 columns of a block
@@ -250,7 +262,7 @@ def _plan(
             describe(k_shape, k_stride, tiles.block_n, d1, dtype) if d1 else None,
             describe(v_shape, v_stride, tiles.block_n, dv, dtype),
         )  # fmt: skip
-    descriptors = (
+    views = (
         describe(q_shape, q_stride, 64, d0, dtype), describe(q_shape, q_stride, 64, d1, dtype) if d1 else None, *of_keys,
         describe(out_shape, out_stride, 64, var.o_width, dtype),
     )  # fmt: skip
@@ -258,41 +270,30 @@ def _plan(
         q_shape[0] if packed else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group, tail, max_seqlen_q, max_seqlen_k,
         left, right, table_stride or 0, k_stride[0] // k_stride[1] if paged else 0, v_stride[0] // v_stride[1] if paged else 0,
     )  # fmt: skip
-    return _Plan(var, _number(var), blocks, slots, descriptors, integers, tiles.registers[0])
+    return _Plan(var, _number(var), blocks, slots, views, integers, tiles.registers[0])
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None, cu_q: Tensor | None,
-    keys: Tensor | None, pages: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, scale: float, softcap: float,
-    window: tuple[int, int], skip_q: int, tiles: TileConfig | None,
+    plan: _Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None, cu_q: Tensor | None,
+    keys: Tensor | None, pages: Tensor | None, scale: float, softcap: float, window: tuple[int, int], skip_q: int,
 ) -> None:  # fmt: skip
     """`keys`: cu_seqlens_k, or seqused_k if there are `pages`."""
-    device = q.device
+    device, var = q.device, plan.var
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return _run(
-                q, k, v, out, lse, sinks, cu_q, keys, pages, max_seqlen_q, max_seqlen_k, scale, softcap, window, skip_q, tiles
-            )
-    plan = _plan(
-        device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(),
-        None if cu_q is None else cu_q.shape[0] - 1, None if pages is None else pages.stride(0), max_seqlen_q, max_seqlen_k,
-        window, softcap != 0.0, skip_q, tiles,
-    )  # fmt: skip
+            return _run(plan, q, k, v, out, lse, sinks, cu_q, keys, pages, scale, softcap, window, skip_q)
     if plan.blocks == 0:
         return None
-    var = plan.var
     table, counter = None, None
     if cu_q is not None and keys is not None:
         table = tile_table(cu_q, keys, plan.slots, window, var.tiles.block_m, var.tiles.block_n, skip_q)
     elif var.tiles.schedule == Schedule.DYNAMIC:
         counter = _counter(device)
-    q0, q1, k0, k1, v0, o0 = plan.descriptors
-    args = (
-        Descriptor(q, q0), q1 and Descriptor(q, q1), Descriptor(k, k0), k1 and Descriptor(k, k1), Descriptor(v, v0),
-        Descriptor(out, o0), lse, sinks, table, counter, pages, *_base_2(scale, softcap), *plan.integers, var,
-    )  # fmt: skip
+    bases = (q, q, k, k, v, out)
+    descriptors = [view and Descriptor(base, view) for base, view in zip(bases, plan.views, strict=True)]
+    others = (lse, sinks, table, counter, pages, *_base_2(scale, softcap), *plan.integers, var)
     key = (plan.number, q.dtype, lse is None, None if sinks is None else sinks.dtype)
-    launch(_attention_forward, key, (plan.blocks, 1, 1), args, device, num_warps=4, maxnreg=plan.registers)
+    launch(_attention_forward, key, (plan.blocks, 1, 1), descriptors, others, device, num_warps=4, maxnreg=plan.registers)
     return None
 
 
@@ -307,7 +308,7 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: i
     """(batch, seqlen, heads, dim): what lies past seqlen or dim reads as zero and is not written."""
     addressable = _addressable_strides(shape, strides)
     assert addressable is not None
-    return View(tuple(shape), addressable, (1, rows, 1, width), _LAYOUTS[dtype, 4, width], {})
+    return View(tuple(shape), addressable, (1, rows, 1, width), _LAYOUTS[dtype, 4, width], (*shape, *addressable), {})
 
 
 def _ragged(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> View:
@@ -321,7 +322,8 @@ def _ragged(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: 
     assert addressable is not None
     row, head, last = addressable
     bounds = (0x7FFF0000, 0x7FFF0000, RAGGED.value, *shape[1:])
-    return View(bounds, ((1 << 34) - row, row, row, head, last), (1, 1, rows, 1, width), _LAYOUTS[dtype, 5, width], {})
+    steps = ((1 << 34) - row, row, row, head, last)
+    return View(bounds, steps, (1, 1, rows, 1, width), _LAYOUTS[dtype, 5, width], (*bounds, *steps), {})
 
 
 @lru_cache(maxsize=4096)

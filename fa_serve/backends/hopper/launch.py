@@ -18,17 +18,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Callable[..., None] | None]] = {}
+_RUNTIME = triton.knobs.runtime
 _ENCODED = 256  # addresses that a plan remembers for one of its tensors
 
 
 class View(NamedTuple):
-    """How a kernel sees a tensor, whatever its address: what Gluon's TensorDescriptor has besides `base`, and what was encoded
-    so far, by address."""
+    """How a kernel sees a tensor, whatever its address: what Gluon's TensorDescriptor has besides `base`; the shape and the
+    strides in one, as a launch passes them; and what was encoded so far, by address."""
 
     shape: Sequence[int]
     strides: Sequence[int]
     block_shape: Sequence[int]
     layout: Any
+    numbers: tuple[int, ...]
     encoded: dict[int, Any]
 
 
@@ -39,9 +41,11 @@ class Descriptor(NamedTuple):
     view: View
 
 
-def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], args: Sequence[Any], device: torch.device,
-           **options: Any) -> None:  # fmt: skip
-    """Run `kernel` on the current stream of `device`.
+def launch(
+    kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], descriptors: Sequence[Descriptor | None],
+    others: Sequence[Any], device: torch.device, **options: Any,
+) -> None:  # fmt: skip
+    """Run `kernel(*descriptors, *others)` on the current stream of `device`.
 
     key: everything that changes the machine code: constexprs, dtypes, which arguments are None. Integers and pointers must be
          declared unspecialised by the kernel, or be alike for equal keys.
@@ -49,21 +53,21 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int, int], args: 
     key = (id(kernel), device.index, key)
     compiled, send = _COMPILED.get(key, (None, None))
     if send is not None and not _is_watched():
-        send(grid, args)
+        send(grid, descriptors, others)
         return
-    args = [TensorDescriptor(arg.base, *arg.view[:4]) if isinstance(arg, Descriptor) else arg for arg in args]
+    args = [d and TensorDescriptor(d.base, *d.view[:4]) for d in descriptors]
     if compiled is not None:
-        compiled[grid](*args)
+        compiled[grid](*args, *others)
         return
-    compiled = kernel[grid](*args, **options)
+    compiled = kernel[grid](*args, *others, **options)
     if device.type == "cuda":
         _COMPILED[key] = compiled, _sender(compiled, device.index)
 
 
 def _is_watched() -> bool:
     """Whether a profiler asked Triton to be told of launches."""
-    runtime = triton.knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _sender(compiled: Any, device: int) -> Callable[..., None] | None:
@@ -90,14 +94,14 @@ def _sender(compiled: Any, device: int) -> Callable[..., None] | None:
     )
     stream_of = driver.active.get_current_stream
 
-    def send(grid: tuple[int, int, int], args: Sequence[Any]) -> None:
+    def send(grid: tuple[int, int, int], descriptors: Sequence[Descriptor | None], others: Sequence[Any]) -> None:
         flat: list[Any] = []
         number = 0
-        for arg in args:
-            if type(arg) is not Descriptor:
-                flat.append(arg)
+        for descriptor in descriptors:
+            if descriptor is None:
+                flat.append(None)
                 continue
-            base, view = arg
+            base, view = descriptor
             address = base.data_ptr()
             encoded = view.encoded.get(address)
             if encoded is None:
@@ -106,9 +110,8 @@ def _sender(compiled: Any, device: int) -> Callable[..., None] | None:
                 encoded = view.encoded[address] = _encode(address, view, metadata[number])
             number += 1
             flat.append(encoded)
-            flat += view.shape
-            flat += view.strides
-        native(*grid, stream_of(device), *fixed, *flat)
+            flat += view.numbers
+        native(*grid, stream_of(device), *fixed, *flat, *others)
 
     return send
 

@@ -134,7 +134,7 @@ def tile_table(
     batch = cu_seqlens_q.shape[0] - 1
     key = (block_m, block_n, left >= 0, right >= 0, keys.shape[0] == batch, _CHUNK)
     args = (table, cu_seqlens_q, keys, slots, batch, skip_q, left, right, *key)
-    launch(_tile_table, key, (slots, 1, 1), args, table.device, num_warps=1)
+    launch(_tile_table, key, (slots, 1, 1), (), args, table.device, num_warps=1)
     return table
 
 

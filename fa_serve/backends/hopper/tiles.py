@@ -92,9 +92,9 @@ def shared_bytes(tiles: TileConfig, head_dim: int, head_dim_v: int) -> int:
 
 @lru_cache(maxsize=4096)
 def forward_tiles(
-    head_dim: int, head_dim_v: int, masked: bool, max_seqlen_q: int, max_seqlen_k: int, varlen: bool
+    head_dim: int, head_dim_v: int, masked: bool, max_seqlen_q: int, max_seqlen_k: int, varlen: bool, paged: bool = False
 ) -> TileConfig:
-    """The tile of one call; `masked` is any causal or window limit.
+    """The tile of one call; `masked` is any causal or window limit. A paged call is a varlen one as well.
 
     The figures are TFLOPS on one H200, bf16, 16k tokens of hidden size 2048, from `benchmarks/tune_hopper.py`.
     """
@@ -106,12 +106,13 @@ def forward_tiles(
             return TileConfig(1, 64, 2, 2, Schedule.DYNAMIC, blocks_per_sm=2)
         return TileConfig(1, 64, 2, 1, Schedule.GRID, o_parts=2)
     if head_dim == 256:
-        if masked and max_seqlen_k >= 16384:
-            # the blocks that end early make room for others: causal 650, and 626 with the next one
-            return TileConfig(2, 64, 2, 1, Schedule.GRID, o_parts=2)
         # shared memory has room for one query tile only; with a place for half of O its successor arrives under the last PV:
-        # 512 keys 517 and 466 without, 8k 655 and 616, causal 8k 664 and 615
-        return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
+        # 512 keys 517 and 466 without. Shared memory is read as fast as it goes: with half of the queries in registers 2k keys
+        # 662 and 633, 16k 695 and 682. The producer that looks pages up leaves no registers for that
+        schedule = Schedule.DYNAMIC
+        if masked and max_seqlen_k >= 8192 and not paged:
+            schedule = Schedule.GRID  # the blocks that end early make room for others: causal 8k 667 and 640, 16k 706 and 660
+        return TileConfig(2, 64, 2, 1, schedule, o_parts=2, q_registers=not paged)
     if second:
         return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2)
     if first == 64 and masked and max_seqlen_k <= 4096:
@@ -120,11 +121,12 @@ def forward_tiles(
     if first == 64:
         # with the exponentials where ptxas puts them 409 at 512 keys, before the wait 375; 516 and 516 at 8k
         return TileConfig(3, 128, 2, 2, Schedule.DYNAMIC, pingpong=True, softmax_first=masked)
-    # ping-pong helps where tiles are short (516 and 499 at 512 keys), for packed sequences (538 and 529) and at 16k causal (624
-    # and 602); elsewhere it makes no difference. Dynamic and static: 511 and 474 at 512 keys, causal 595 and 552 at 16k
-    short = max_seqlen_k <= 512
-    pingpong = varlen or short or (masked and max_seqlen_k >= 16384)
-    return TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, pingpong=pingpong, softmax_first=masked or not short)
+    # ping-pong helps where tiles are short (1k keys 591 and 570, causal 512 340 and 322, 4k 602 and 583), not at 16k (626 and
+    # 637, causal 632 and 639). Packed sequences 568, and 574 with the queries in registers. Dynamic and static: 511 and 474 at
+    # 512 keys, causal 595 and 552 at 16k
+    pingpong = varlen or max_seqlen_k <= (4096 if masked else 1024)
+    softmax_first = masked or max_seqlen_k > 512
+    return TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, pingpong=pingpong, softmax_first=softmax_first, q_registers=varlen)
 
 
 @lru_cache(maxsize=4096)
