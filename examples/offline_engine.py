@@ -9,7 +9,7 @@ computed once.
 
 import sys
 
-from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
 
 HEAD = '"""Helpers for reading files."""\n\nimport os\n\n'
 PROMPTS = [HEAD + f"def {name}(path):\n" for name in ("read_lines", "count_words", "file_size")]
@@ -24,6 +24,11 @@ def main() -> None:
     for prompt, completion in zip(PROMPTS * 2, engine.generate(PROMPTS * 2, params), strict=True):
         print(f"--- {completion.finish_reason}, {completion.num_cached_tokens} tokens of the prompt from the cache")
         print(prompt.removeprefix(HEAD) + completion.text)
+
+    # held to a schema, whatever the model would rather say
+    schema = StructuredOutput(json_schema={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    held = SamplingParams(max_tokens=48, temperature=0.0, structured=schema)
+    print("--- held to a schema", engine.generate(["n = 3 as JSON: "], held)[0].text, sep="\n")
 
     # one request, as it comes
     engine.add_request("stream", PROMPTS[0], sampled)
