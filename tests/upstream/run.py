@@ -5,7 +5,7 @@
 Fetches the source distribution of transformers (the installed release unless another is named) and the three packages that
 its tests want, once, into --cache; runs the tests of `test_modeling_common.py` that have to do with attention (`suite.py`);
 runs those that fail once more on sdpa itself; and prints, for each family, what passed and the reason of what did not. Ends
-with 1 if a failure has no reason. tests/test_models_report.py writes the docs from what --out holds.
+with 1 if a failure has no reason.
 
 The distribution leaves out the tests of generation, of masks and of single models: those of ours are in tests/test_hf_*.py.
 """
