@@ -109,7 +109,9 @@ class Bench:
 def build(shape: Shape) -> PreTrainedModel:
     model_class: Any = getattr(transformers, shape.model_class)
     changes = {"num_hidden_layers": shape.layers, "max_position_embeddings": 262144, "pad_token_id": 0, "eos_token_id": None}
-    config = model_class.config_class(**shape.config, **changes)
+    if "layer_types" in shape.config:
+        changes["layer_types"] = (shape.config["layer_types"] * shape.layers)[: shape.layers]
+    config = model_class.config_class(**(shape.config | changes))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
