@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 MODEL = "fa-serve-demo"
-ASK = {"model": MODEL, "messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0, "max_tokens": 100}
+ASK = {"model": MODEL, "messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0, "max_tokens": 250}
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }} <tool_call></tool_call>{% endfor %}"
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content.split('</think>')[-1] }}"
