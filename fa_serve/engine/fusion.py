@@ -321,6 +321,8 @@ def _activation(mlp: Any) -> str:
 def _product(linear: Any) -> Product:
     if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
         raise NotFusedError(f"a projection is a {type(linear).__name__}, not a plain Linear")
+    if not linear.weight.is_contiguous():
+        raise NotFusedError(f"a projection's weights are not contiguous, strides {linear.weight.stride()}")
     return Product(linear.weight, linear.bias)
 
 

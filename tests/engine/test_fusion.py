@@ -95,6 +95,15 @@ def test_hooks_are_not_passed_over(caplog) -> None:
     assert "it has hooks" in caplog.text
 
 
+def test_weights_that_kernels_cannot_read_are_left_alone(caplog) -> None:
+    model = make_model()
+    patch(model)
+    down = model.model.layers[0].mlp.down_proj
+    down.weight = torch.nn.Parameter(down.weight.detach().t().contiguous().t())
+    assert fuse(model) == 0, "both layers are of one kind, and one of them cannot be"
+    assert "a projection's weights are not contiguous" in caplog.text
+
+
 def test_merged_weights_take_no_memory_of_their_own() -> None:
     model = make_model("qwen3")
     patch(model)
