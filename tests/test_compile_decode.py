@@ -181,5 +181,6 @@ def test_mixed_on_hopper() -> None:
             window_size=(-1, 0), softcap=0.0, sinks=None, out=None, return_lse=True,
         )  # fmt: skip
     assert [kernel.name for kernel in kernels] == ["_attn_fwd", "_decode", "_combine"]
-    assert all(kernel.spill_bytes == 0 for kernel in kernels)
+    assert_within_budgets(kernels[1:], ["_decode", "_combine"])
+    assert kernels[0].spill_bytes == 0
     assert kernels[0].instructions["HGMMA"] > 0
