@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -165,7 +165,7 @@ def attention_paged(
     few = max_seqlen_q <= FEW_QUERIES or num_splits > 0
     paging = (page_size, _of_whole_rows(k_cache) and _of_whole_rows(v_cache))
     chosen = _backend("paged", q, k_cache, v_cache, window, softcap, sinks, None, *paging, backend, few)
-    options = {
+    options: dict[str, Any] = {
         "block_table": block_table, "seqused_k": seqused_k, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k, "softmax_scale": scale, "window_size": window, "softcap": softcap, "sinks": sinks,
         "out": out, "return_lse": return_lse,
