@@ -97,8 +97,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    # short prompts are admitted together, and grow into more pages than there are
-    config = EngineConfig(device=args.device, num_pages=384, max_model_len=256, max_num_batched_tokens=2048, seed=0)
+    # short prompts are admitted together and grow into more pages than there are; small pages make that frequent
+    config = EngineConfig(
+        device=args.device, num_pages=1536, page_size=4, max_model_len=256, max_num_batched_tokens=2048, seed=0
+    )
     report = long_run(Engine(config), args.requests, alive=400, longest=48)
     print(json.dumps(report))
 
