@@ -17,7 +17,6 @@ An exception in a step fails the requests in it and no others. Left out: threads
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -32,13 +31,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
+from fa_serve.engine.admission import Admission
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.detokenizer import TextStream
-from fa_serve.engine.groups import Groups, answers, members
+from fa_serve.engine.groups import Groups
 from fa_serve.engine.loading import end_ids, load_model, load_tokenizer, sizes
 from fa_serve.engine.model_runner import ModelRunner, PendingResult
 from fa_serve.engine.pages import PageTable
-from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.request import Completion, QueueFullError, Request, RequestOutput, SamplingParams, TokenLogprob
 from fa_serve.engine.scheduler import ScheduledBatch, Scheduler
 from fa_serve.engine.structured import Grammars
@@ -89,9 +88,9 @@ class Engine:
         log.info("KV cache: %d pages of %d tokens, max_model_len %d", num_pages, config.page_size, self.max_model_len)
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
-        self._reader = PromptReader(tokenizer, self.vocab_size, self.max_model_len)
-        self._eos_ids = end_ids(model)
-        self._grammars = Grammars(tokenizer, self.vocab_size, self._eos_ids)
+        eos_ids = end_ids(model)
+        self._admission = Admission(tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=eos_ids)
+        self._grammars = Grammars(tokenizer, self.vocab_size, eos_ids)
         self._matchers: dict[str, Any] = {}
         self._groups = Groups()
         self._depth = 1 if model.device.type == "cuda" else 0
@@ -99,7 +98,6 @@ class Engine:
         self._streams: dict[str, TextStream] = {}
         self._deadlines: list[tuple[float, int, float, Request]] = []
         self._serial = count()
-        self._random = random.Random(self.config.seed)
         self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
 
     def add_request(
@@ -131,43 +129,9 @@ class Engine:
     def _requests(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
     ) -> list[Request]:
-        """One request for each answer."""
-        capacity = self.config.max_num_seqs + self.config.max_waiting
-        if answers(params) > capacity:
-            raise ValueError(f"n and best_of must be at most {capacity}, what the queue holds, got {answers(params)}")
         if request_id in self._groups or request_id in self._scheduler.requests:
             raise ValueError(f"request_id must be unique among unfinished requests, got {request_id!r}")
-        tokens = self._reader.read(prompt)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop must be empty: this engine has no tokenizer")
-        if (largest := max(params.token_ids(), default=0)) >= self.vocab_size:
-            names = ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids")
-            name = next(name for name in names if largest in (getattr(params, name) or ()))
-            raise ValueError(f"{name} must be below {self.vocab_size}, the size of the vocabulary, got {largest}")
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
-        if params.allowed_token_ids is not None:
-            never = ends.union(params.bad_token_ids) if params.min_tokens else params.bad_token_ids
-            if not set(params.allowed_token_ids).difference(never):
-                raise ValueError(
-                    "allowed_token_ids must hold a token that is not in bad_token_ids and, with min_tokens, does not end the "
-                    f"answer, got {params.allowed_token_ids}"
-                )
-        room = self.max_model_len - len(tokens)
-        seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        now = time.monotonic()
-        return [
-            Request(
-                request_id=name,
-                prompt=tokens,
-                params=own,
-                max_tokens=min(room, params.max_tokens or room),
-                seed=(seed + index + (1 << 63)) % (1 << 64) - (1 << 63),
-                end_ids=ends,
-                rank=(now + PRIORITY_SECONDS * priority, next(self._serial)),
-                arrival=now,
-            )
-            for index, (name, own) in enumerate(members(request_id, params))
-        ]
+        return self._admission.requests(request_id, prompt, params, priority)
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile what `params.structured` asks for, which may take long; from any thread. add_request finds it ready then.
@@ -253,7 +217,14 @@ class Engine:
         finally:
             for request_id in ids:
                 self.abort(request_id)
-        return [_completion(whole[x, index]) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
+        return [Completion.of(whole[x, index]) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
+
+    def prepare_one(self) -> bool:
+        """For the moments without a request: compile or capture one more of the steps that requests will ask for.
+
+        On a GPU it takes tenths of a second, or seconds for kernels that no cache has. False if nothing is left.
+        """
+        return not self.has_unfinished() and self._runner.prepare_one()
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -413,21 +384,3 @@ class Engine:
         log.exception("a step failed; its %d requests end with an error", len(batch.chunks), exc_info=error)
         failed = self._scheduler.fail(batch, f"the step failed: {type(error).__name__}: {error}")
         return [self._output(request) for request in failed]
-
-
-PRIORITY_SECONDS = 10.0  # a request of priority p is served as if it had come p times so much later: nobody starves
-
-
-def _completion(output: RequestOutput) -> Completion:
-    assert output.finish_reason is not None
-    return Completion(
-        prompt_token_ids=output.prompt_token_ids,
-        text=output.text,
-        token_ids=output.token_ids,
-        finish_reason=output.finish_reason,
-        logprobs=output.logprobs,
-        error=output.error,
-        num_cached_tokens=output.num_cached_tokens,
-        index=output.index,
-        prompt_logprobs=output.prompt_logprobs,
-    )

@@ -242,6 +242,15 @@ class Completion:
     index: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
+    @classmethod
+    def of(cls, output: RequestOutput) -> Completion:
+        """output: all that one answer gave, absorbed into one."""
+        assert output.finish_reason is not None
+        return cls(
+            output.prompt_token_ids, output.text, output.token_ids, output.finish_reason, output.logprobs, output.error,
+            output.num_cached_tokens, output.index, output.prompt_logprobs,
+        )  # fmt: skip
+
 
 @dataclass(slots=True, eq=False)
 class Request:
