@@ -80,7 +80,7 @@ class Service:
         if self._loading is not None and self._loading.done():
             if self._loading.cancelled() or self._loading.exception() is not None:
                 return "the model could not be loaded"
-            if not self.engine.is_alive:
+            if not (self.engine.is_alive or self.engine.is_restarting):
                 return "the engine has died"
         return None
 
@@ -88,6 +88,8 @@ class Service:
         """Why requests are refused now, or None."""
         if self._loading is None or not self._loading.done():
             return "the model is being loaded"
+        if self.engine.is_restarting:
+            return "the engine has died and is being restarted"
         return self.dead() or ("the server is shutting down" if self.draining else None)
 
     def require_ready(self) -> None:

@@ -148,6 +148,11 @@ class AsyncEngine:
         return self._ready is not None and self._error is None
 
     @property
+    def is_restarting(self) -> bool:
+        """It has died, and another is being loaded."""
+        return self._restarting is not None
+
+    @property
     def tokenizer(self) -> Any:
         return self._loaded.tokenizer
 

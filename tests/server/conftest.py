@@ -47,7 +47,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 class FakeEngine:
     """Answers every prompt with `words`, one token each. `gate` holds it back; `aborted` tells who left early."""
 
-    model_name, max_model_len, is_alive = "fake", 64, True
+    model_name, max_model_len, is_alive, is_restarting = "fake", 64, True, False
 
     def __init__(self, words: tuple[str, ...] = ("Hello", ",", " wörld")):
         self.words, self.tokenizer = words, byte_tokenizer()

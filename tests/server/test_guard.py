@@ -250,6 +250,18 @@ async def test_not_ready_while_loading(engine):
         assert (await client.get("/ready")).status_code == 200
 
 
+@pytest.mark.parametrize(("restarting", "health"), [(False, 503), (True, 200)], ids=["for good", "another is loaded"])
+async def test_an_engine_that_has_died(serving, engine, restarting, health):
+    async with serving() as client:
+        engine.is_alive, engine.is_restarting = False, restarting
+        assert (await client.get("/health")).status_code == health
+        for response in (await client.get("/ready"), await client.post("/v1/completions", json=TEXT)):
+            assert response.status_code == 503
+            assert ("restarted" in response.text) == restarting
+        engine.is_alive, engine.is_restarting = True, False
+        assert (await client.get("/ready")).status_code == 200
+
+
 async def test_a_model_that_fails_to_load(engine):
     async def fail():
         raise OSError("no such model")
