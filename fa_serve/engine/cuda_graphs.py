@@ -10,9 +10,10 @@ graphs: first FIELDS, each of them `size` long, then whatever the caller likes. 
 row of the device's table. How attention splits its keys among the SMs is fixed when it is recorded and depends on the longest
 sequence, so there are graphs for a few lengths (LENGTHS) of each size: at most len(sizes) * (len(LENGTHS) + 1).
 
-All graphs share one pool of memory. The largest is captured first, at the start, and the others when a step of their shape
-first comes: the pool is as large as it ever gets, and nobody waits for shapes that never occur. Padding rows are sequences
-without keys, which write nothing.
+All graphs share one pool of memory. The largest is captured first, at the start, so that the pool is as large as it ever gets;
+the others when a step of their shape first comes, or before that, one by one, while there is nothing else to do: `prepare_one`,
+which has kernels of prompts compiled as well. Who prepares would rather not wait for a capture: a step then takes a graph that
+is a little too large, if there is one. Padding rows are sequences without keys, which write nothing.
 
 The forward is the one that eager steps take. A model that cannot be captured (one that reads something back from the device)
 stays eager, and the log says why. Left out: prompts, whose steps are long enough to hide their launches.
@@ -50,6 +51,9 @@ class Inputs:
 FIELDS = {"input_ids": np.int64, "position_ids": np.int64, "slot_mapping": np.int64, "slots": np.int64, "seqused_k": np.int32}
 LENGTHS = (1024, 4096, 16384)  # keys of the longest sequence, beside the longest there can be
 ROOM = 1 << 20  # bytes of the block for what comes after FIELDS
+# Steps with prompts that differ in the kernels that they compile: (decoding sequences, tokens of a prompt). Attention has tiles
+# for up to 64 queries and for more, and shares keys in another way with the batch.
+REHEARSALS = ((0, 128), (1, 128), (40, 128), (100, 128), (1, 48), (0, 48))
 
 
 class DecodeGraphs:
@@ -71,11 +75,41 @@ class DecodeGraphs:
         self._logits = torch.zeros(largest, vocab, dtype=dtype, device=table.device)
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._pool: Any = None
+        self._missing: list[tuple[int, int]] | None = None  # to be captured, the next one last; None: nobody prepares
+        prompts = 0 if options.get("num_splits") else len(REHEARSALS)  # with fixed splits every token is a sequence
+        self._rehearsals = list(reversed(REHEARSALS[:prompts]))
 
     def shape_for(self, batch: int, longest: int) -> tuple[int, int]:
-        """The smallest shape that holds a batch whose longest sequence has so many keys."""
+        """The smallest shape that holds a batch whose longest sequence has so many keys; if it is not captured and others are
+        being prepared, a captured one of up to a quarter more sequences, or of longer ones."""
         size = next(size for size in self.sizes if size >= batch)
-        return size, next(length for length in self.lengths if length >= longest)
+        shape = size, next(length for length in self.lengths if length >= longest)
+        if self._missing is None or shape in self._replays:
+            return shape
+        held = [other for other in self._replays if size <= other[0] <= size + size // 4 and other[1] >= shape[1]]
+        return min(held, default=shape)
+
+    def prepare_one(self) -> bool:
+        """For an idle moment, between steps: one step with a prompt, or the capture of one shape. False if nothing is left.
+
+        Raises RuntimeError as `run` does; what failed is not tried again.
+        """
+        if self._missing is None:
+            shapes = [(size, length) for length in self.lengths for size in self.sizes]
+            # those of few keys first, and of these the ones that halve the sizes
+            self._missing = sorted(shapes, key=lambda shape: (shape[1], shape[0] & (shape[0] - 1) != 0, shape), reverse=True)
+        if self._rehearsals:
+            self._forward(self._rehearsal(*self._rehearsals.pop()))
+            return True
+        while self._missing:
+            if (shape := self._missing.pop()) not in self._replays:
+                self._capture_empty(shape)
+                return True
+        return False
+
+    def forget_missing(self) -> None:
+        """Prepare no more."""
+        self._missing, self._rehearsals = [], []
 
     def run(self, shape: tuple[int, int]) -> Tensor:
         """Logits of the step in the block, whose arrays have been padded to the shape; valid until the next run."""
@@ -87,9 +121,7 @@ class DecodeGraphs:
 
     def capture_largest(self) -> None:
         """To be called first. Raises RuntimeError if the model does what a graph cannot hold."""
-        shape = self.sizes[-1], self.lengths[-1]
-        unpack(self.block, _fields(shape[0]))["slot_mapping"].fill_(-1)
-        self._capture(shape)
+        self._capture_empty((self.sizes[-1], self.lengths[-1]))
 
     def inputs(self, shape: tuple[int, int]) -> Inputs:
         """What is in the block."""
@@ -110,6 +142,37 @@ class DecodeGraphs:
                 **self._options,
             ),
         )
+
+    def _rehearsal(self, decoding: int, length: int) -> Inputs:
+        """A step that writes no keys and reads those of page 0, whatever they are."""
+        decoding, length = min(decoding, self.sizes[-1] - 1), min(length, self._table.shape[1] * self._page_size)
+        lengths = torch.tensor([1] * decoding + [length], dtype=torch.int32, device=self._table.device)
+        total, batch = decoding + length, decoding + 1
+        zeros = torch.zeros(total, dtype=torch.int64, device=self._table.device)
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        return Inputs(
+            zeros,
+            zeros,
+            (ends[1:] - 1).long(),
+            PagedBatch(
+                kv_caches=self._kv_caches,
+                slot_mapping=zeros - 1,
+                block_table=self._table.new_zeros(batch, -(-length // self._page_size)),
+                seqused_k=lengths,
+                cu_seqlens_q=ends,
+                max_seqlen_q=length,
+                max_seqlen_k=length,
+                fresh=decoding == 0,
+                **self._options,
+            ),
+        )
+
+    def _capture_empty(self, shape: tuple[int, int]) -> None:
+        """Capture a step of padding alone."""
+        fields = unpack(self.block, _fields(shape[0]))
+        for name, tensor in fields.items():
+            tensor.fill_(-1 if name == "slot_mapping" else 0)
+        self._capture(shape)
 
     def _capture(self, shape: tuple[int, int]) -> None:
         """Compute the step in the block, and record how."""

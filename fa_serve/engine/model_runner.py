@@ -150,6 +150,18 @@ class ModelRunner:
         else:
             self._graphs = graphs
 
+    @torch.inference_mode()
+    def prepare_one(self) -> bool:
+        """Between steps, while there is nothing to do: `DecodeGraphs.prepare_one`. False if nothing is left."""
+        if self._graphs is None:
+            return False
+        try:
+            return self._graphs.prepare_one()
+        except RuntimeError as error:
+            log.warning("no more decoding steps are captured in advance: %s", error)
+            self._graphs.forget_missing()
+            return False
+
     def fit_num_pages(self, config: EngineConfig, max_model_len: int) -> int:
         """How many pages the device has room for beside the weights and the largest step."""
         size = kv_cache.bytes_per_page(self.layers, self.page_size)

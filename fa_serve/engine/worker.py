@@ -100,6 +100,8 @@ def _serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None
         rejected: list[tuple[str, Exception]] = []
         # wait for a command only when there is nothing to compute and nothing to deliver
         while not commands.empty() or not (engine.has_unfinished() or outputs or rejected):
+            while commands.empty() and not (outputs or rejected) and engine.prepare_one():
+                pass  # a command that comes now waits for one of these at most
             command = commands.get()
             if command is None:
                 return

@@ -3,12 +3,15 @@ buffers, padding and sizes, is what runs on a GPU."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from tiny_models import greedy, make_model
 
 from fa_serve.engine import SamplingParams, cuda_graphs, model_runner
 from fa_serve.engine.cuda_graphs import batch_sizes
+from fa_serve.engine.worker import Add, ThreadWorker
 
 PROMPTS = [[3, 4, 5], [6] * 9, [7, 8], [9], [10, 11, 12, 13]]
 
@@ -170,3 +173,107 @@ def test_pages_of_a_step_that_was_not_sent_come_with_the_next(make_engine, monke
 )
 def test_batch_sizes(largest, sizes) -> None:
     assert batch_sizes(largest) == sizes
+
+
+def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, recorded, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "LENGTHS", (16,))
+    engine = make_engine(max_num_seqs=6)
+    engine._runner.make_graphs()
+    graphs = engine._runner._graphs
+    seen: list[tuple[list[int], bool]] = []
+    forward = graphs._forward
+
+    def watched(inputs):
+        lengths = inputs.paged.cu_seqlens_q.diff().tolist()
+        seen.append((lengths, inputs.paged.fresh))
+        assert inputs.paged.slot_mapping.tolist() == [-1] * sum(lengths), "nothing is written"
+        return forward(inputs)
+
+    graphs._forward = watched
+    cached = engine._runner.kv_caches[0][0]
+    cached.normal_()
+    before = cached.clone()
+    steps = 0
+    while engine.prepare_one():
+        steps += 1
+    assert steps == len(cuda_graphs.REHEARSALS) + 7
+    assert seen[: len(cuda_graphs.REHEARSALS)] == [
+        ([128], True), ([1, 128], False), ([1] * 5 + [128], False), ([1] * 5 + [128], False), ([1, 48], False), ([48], True)
+    ]  # fmt: skip
+    shapes = [(6, 256), (1, 16), (2, 16), (4, 16), (6, 16), (1, 256), (2, 256), (4, 256)]
+    assert list(graphs._replays) == shapes, "the largest at the start, then few keys first"
+    assert torch.equal(cached, before)
+    assert not engine.prepare_one(), "nothing is left"
+    assert not recorded, "captured, not replayed"
+    graphs._forward = forward
+    completions = engine.generate(PROMPTS, SamplingParams(max_tokens=9, temperature=0.0))
+    assert [c.token_ids for c in completions] == [greedy(make_model(), p, 9) for p in PROMPTS]
+    assert len(recorded) == 8, "every decoding step"
+
+
+def test_a_step_that_nobody_prepared_takes_a_graph_with_a_little_padding(make_engine, recorded, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "LENGTHS", (16,))
+    engine = make_engine(max_num_seqs=40)
+    engine._runner.make_graphs()
+    graphs = engine._runner._graphs
+    assert graphs.shape_for(33, 10) == (40, 16), "as long as nobody prepares the exact one"
+    assert graphs.shape_for(30, 10) == (32, 16)
+    graphs.prepare_one()
+    assert graphs.shape_for(33, 10) == (40, 256)
+    assert graphs.shape_for(30, 10) == (40, 256), "a quarter more"
+    assert graphs.shape_for(24, 10) == (24, 16), "which would be two thirds more"
+    prompts = [[3 + i, 4] for i in range(33)]
+    completions = engine.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0))
+    assert [c.token_ids for c in completions] == [greedy(make_model(), p, 4) for p in prompts]
+    assert list(graphs._replays) == [(40, 256)]
+    assert len(recorded) == 3
+
+
+def test_with_a_request_nothing_is_prepared(make_engine, recorded) -> None:
+    engine = make_engine()
+    engine._runner.make_graphs()
+    engine.add_request("one", [3, 4], SamplingParams(max_tokens=2))
+    assert not engine.prepare_one()
+    assert len(engine._runner._graphs._replays) == 1
+    assert not make_engine().prepare_one(), "without graphs there is nothing to prepare"
+
+
+def test_a_capture_that_fails_in_an_idle_moment_is_the_last_one(make_engine, recorded, monkeypatch, caplog) -> None:
+    engine = make_engine()
+    engine._runner.make_graphs()
+    record = cuda_graphs.record
+    monkeypatch.setattr(cuda_graphs, "record", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+    while engine.prepare_one():
+        pass
+    assert "no more decoding steps are captured in advance: no memory" in caplog.text
+    monkeypatch.setattr(cuda_graphs, "record", record)
+    assert not engine.prepare_one()
+    assert engine.generate([[3, 4]], SamplingParams(max_tokens=5, temperature=0.0))[0].token_ids == greedy(
+        make_model(), [3, 4], 5
+    )
+    assert len(recorded) == 3, "steps still record: the first of four"
+
+
+def test_a_worker_prepares_between_requests_and_stops_at_a_command(make_engine, recorded, monkeypatch) -> None:
+    engine = make_engine(max_num_seqs=4)
+    engine._runner.make_graphs()
+    prepare_one, prepared, messages = engine.prepare_one, [], []
+    worker = ThreadWorker(engine, messages.append, lambda reason: None)
+
+    def watched():
+        prepared.append(len(engine._runner._graphs._replays))
+        if len(prepared) == 2:
+            worker.send(Add("one", [3, 4], SamplingParams(max_tokens=3, temperature=0.0)))
+        if len(prepared) == 3:
+            assert [token for m in messages for o in m.outputs for token in o.token_ids] == greedy(make_model(), [3, 4], 3)
+        return prepare_one()
+
+    monkeypatch.setattr(engine, "prepare_one", watched)
+    worker.start()
+    for _ in range(2000):
+        if len(engine._runner._graphs._replays) == 3 and messages:
+            break
+        time.sleep(0.01)
+    worker.stop()
+    assert next(iter(engine._runner._graphs._replays)) == (4, 256)
+    assert sorted(engine._runner._graphs._replays) == [(1, 256), (2, 256), (4, 256)]
