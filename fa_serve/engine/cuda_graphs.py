@@ -92,24 +92,24 @@ class DecodeGraphs:
     def prepare_one(self) -> bool:
         """For an idle moment, between steps: one step with a prompt, or the capture of one shape. False if nothing is left.
 
-        Raises RuntimeError as `run` does; what failed is not tried again.
+        A failure is logged, and nothing is prepared any more; steps still record what they need.
         """
         if self._missing is None:
             shapes = [(size, length) for length in self.lengths for size in self.sizes]
-            # those of few keys first, and of these the ones that halve the sizes
+            # those of few keys first, and of these the powers of two
             self._missing = sorted(shapes, key=lambda shape: (shape[1], shape[0] & (shape[0] - 1) != 0, shape), reverse=True)
-        if self._rehearsals:
-            self._forward(self._rehearsal(*self._rehearsals.pop()))
-            return True
-        while self._missing:
-            if (shape := self._missing.pop()) not in self._replays:
-                self._capture_empty(shape)
+        try:
+            if self._rehearsals:
+                self._forward(self._rehearsal(*self._rehearsals.pop()))
                 return True
+            while self._missing:
+                if (shape := self._missing.pop()) not in self._replays:
+                    self._capture_empty(shape)
+                    return True
+        except RuntimeError as error:
+            log.warning("no more decoding steps are captured in advance: %s", error)
+            self._missing, self._rehearsals = [], []
         return False
-
-    def forget_missing(self) -> None:
-        """Prepare no more."""
-        self._missing, self._rehearsals = [], []
 
     def run(self, shape: tuple[int, int]) -> Tensor:
         """Logits of the step in the block, whose arrays have been padded to the shape; valid until the next run."""

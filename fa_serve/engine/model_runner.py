@@ -152,15 +152,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare_one(self) -> bool:
-        """Between steps, while there is nothing to do: `DecodeGraphs.prepare_one`. False if nothing is left."""
-        if self._graphs is None:
-            return False
-        try:
-            return self._graphs.prepare_one()
-        except RuntimeError as error:
-            log.warning("no more decoding steps are captured in advance: %s", error)
-            self._graphs.forget_missing()
-            return False
+        return self._graphs is not None and self._graphs.prepare_one()
 
     def fit_num_pages(self, config: EngineConfig, max_model_len: int) -> int:
         """How many pages the device has room for beside the weights and the largest step."""
