@@ -10,8 +10,8 @@ one beginning of 2,048 tokens, prefix caches on. `sampled` is B with temperature
 The start-up counts from the start of the process to the first token, compilers' caches as they are.
 
 A model has its shape's config and random weights, written once, which every engine loads. Each engine has a process of its
-own, one after the other, and its share of --budget seconds for each shape; what does not end in time is left out. Before it is
-timed, an engine answers requests that end one by one, so that every batch size has occurred.
+own, one after the other, and its share of --budget seconds for each shape; what does not end in time is left out. An engine
+answers each workload once before it is timed, so that it has compiled and captured what that asks for ("first").
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def child(
             if name == "done":
                 done = True
                 break  # all that it would still do is end
-            say(f"  {engine:<15}{name:<9}{'' if value is None else f'{value:10.5g}'}  {note}")
+            say(f"  {engine:<15}{name:<14}{'' if value is None else f'{value:10.5g}'}  {note}")
     finally:
         late = not alarm.is_alive()
         alarm.cancel()
@@ -149,7 +149,8 @@ def record(rates: dict[str, dict[str, float]], args: argparse.Namespace) -> list
 def report(rates: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
     names = ["fa_serve", *args.peers, "own_greedy"]
     say("\n" + f"{'case':<20}" + "".join(f"{name:>15}" for name in names) + "   ratio")
-    ratios = {line["case"]: line["ratio"] for line in record(rates, args)} if args.device == "cuda" else {}
+    lines = record(rates, args) if args.device == "cuda" else []
+    ratios = {line["case"]: line["ratio"] for line in lines if line["ratio"] is not None}
     for case, values in rates.items():
         say(f"{case:<20}" + "".join(f"{values.get(name, float('nan')):15.5g}" for name in names)
             + f"{ratios.get(case, float('nan')):8.3f}")  # fmt: skip

@@ -65,7 +65,6 @@ WORKLOADS = {
     "D": Workload([(3072, 1)] * 64, all_tokens=True),
     "shared": Workload([(SHARED + 64, 64)] * 128, prefix=SHARED),
 }
-WARM_UP = Workload([(64, 8 + row // 4) for row in range(256)])
 
 
 def make_model(shape: str, device: str, *, dtype: Any, **changes: Any) -> Any:
