@@ -7,7 +7,9 @@
 Two loads, `LOADS` below: 256 requests at once for throughput, 32 for the times that a client sees. A model has its shape's
 config and random weights, and a tokenizer with a word for each id (engine_workloads.py); prompts are random token ids, end
 tokens are ignored, prefix caches are off. Every server answers the same requests of the same client (`fa-serve bench`, in
-`--clients` processes, whose busiest is `client_busy`), first a warm-up. The offline engine gets the throughput load at once.
+`--clients` processes, whose busiest is `client_busy`); each load goes before once, with other prompts, and is not counted. The
+offline engine gets the throughput load at once, twice as well. Of the budget PEER_SECONDS are kept for the peer, which compiles
+for more than a minute and a half before it is ready; the offline engine goes without when the rest is short (`--no-offline`).
 
 What is written: output tokens per second, medians of the time to the first token and between tokens, and the seconds from
 the start of a server to its first ready answer. `ratio` is ours against the peer, above 1 when ours is better.
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from fa_serve.server.bench import Load
 
 MEMORY = 0.85
+PEER_SECONDS = 130
 # requests, at once, tokens in, tokens out
 LOADS = {"256 at once": (768, 256, 256, 256), "32 at once": (160, 32, 512, 128)}
 THROUGHPUT, LATENCY = LOADS
@@ -50,12 +53,16 @@ def run(args: argparse.Namespace) -> None:
         deadline = time.time() + args.budget
         with tempfile.TemporaryDirectory(prefix="bench_serving_") as folder:
             sides = {"fa_serve": ours(folder, args), **({"vllm": vllm(folder, args)} if args.peer_path else {})}
-            offline = alone(shape, folder, args, deadline)
-            say(f"{shape}: model written and measured alone after {time.time() - deadline + args.budget:.0f} s")
+            reserved = PEER_SECONDS if args.peer_path else 0
+            offline = alone(shape, folder, args, deadline - reserved)
+            say(f"{shape}: model written{' and measured alone' * args.offline} after "
+                f"{time.time() - deadline + args.budget:.0f} s")  # fmt: skip
             for side, (command, env) in sides.items():
+                end = deadline - (reserved if side == "fa_serve" else 0)
                 try:
-                    with server(side, command, env, deadline, args) as (url, seconds):
-                        measures = {"start": seconds} | measure(url, shape, args, deadline)
+                    with server(side, command, env, end, args) as (url, seconds):
+                        say(f"  {side}: ready after {seconds:.1f} s")
+                        measures = {"start": seconds} | measure(url, shape, args, end)
                 except (RuntimeError, OSError) as error:
                     say(f"  {side}: {error}")
                     continue
@@ -148,18 +155,21 @@ def measure(url: str, shape: str, args: argparse.Namespace, deadline: float) -> 
 
     words = (5, SHAPES[shape]["vocab_size"])
     base = Load(url=url, model="bench", ids=words, warmup=1)
-    drive(replace(base, requests=64, concurrency=64, prompt_tokens=64, output_tokens=32), args)
     found = {}
     for name, (requests, at_once, tokens_in, tokens_out) in LOADS.items():
         if time.time() > deadline:
             break
         load = replace(base, requests=args.requests or requests, concurrency=at_once, prompt_tokens=tokens_in, seed=7,
                        output_tokens=tokens_out if args.requests is None else 8)  # fmt: skip
+        first = drive(replace(load, seed=8), args)
+        say(f"    {name}, first: {first['seconds']:.2f} s, {first['output_tokens_per_s']:.0f} tokens/s")
         answer = drive(load, args)
         if answer["failed"]:
             raise RuntimeError(f"{name}: {answer['failed']} requests failed: {answer['errors']}")
         shown = ("seconds", "output_tokens_per_s", "client_busy", "ttft_ms", "itl_ms")
         say(f"    {name}: {json.dumps({key: answer[key] for key in shown})}")
+        if answer["client_busy"] > 0.8:
+            say("    the client itself is the limit: give it more --clients")
         if name == THROUGHPUT:
             found[f"throughput, {name}"] = answer["output_tokens_per_s"]
         else:
@@ -181,6 +191,8 @@ def alone(shape: str, folder: str, args: argparse.Namespace, deadline: float) ->
     command = [sys.executable, __file__, "offline", "--shapes", shape, "--folder", folder, "--device", args.device]
     if args.requests is not None:
         command += ["--requests", str(args.requests)]
+    if not args.offline:
+        command += ["--no-offline"]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path()}
     try:
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=deadline - time.time())
@@ -189,7 +201,7 @@ def alone(shape: str, folder: str, args: argparse.Namespace, deadline: float) ->
             sys.exit(f"the model could not be written: {error}")
         say(f"  offline: {error}")  # the servers may still be measured
         return float("nan")
-    return float(done.stdout.splitlines()[-1])
+    return float(done.stdout.splitlines()[-1]) if args.offline else float("nan")
 
 
 def path() -> str:
@@ -206,6 +218,8 @@ def offline(args: argparse.Namespace) -> None:
     from fa_serve.engine import Engine, EngineConfig, SamplingParams
 
     make_folder(args.shapes[0], Path(args.folder), args.device)
+    if not args.offline:
+        return
     gc.collect()
     if args.device == "cuda":
         torch.cuda.empty_cache()
@@ -225,7 +239,7 @@ def offline(args: argparse.Namespace) -> None:
             engine.step()
         return time.perf_counter() - begin
 
-    seconds("warm-up", [(64, 32)] * 64)
+    seconds("first", [(tokens_in, tokens_out)] * requests)
     print(requests * tokens_out / seconds("load", [(tokens_in, tokens_out)] * requests))
 
 
@@ -235,11 +249,12 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=parts, default="run", help="run; the other is run's own")
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=["qwen06", "llama8b"])
     parser.add_argument("--peer-path", default="", help="PYTHONPATH of vLLM's server; none leaves it out")
-    parser.add_argument("--budget", type=float, default=170.0, help="seconds for each shape")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds for each shape")
     parser.add_argument("--clients", type=int, default=2, help="processes that send requests")
     parser.add_argument("--requests", type=int, help="so many of each load's, with answers of 8 tokens")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="one more of `fa-serve serve`'s")
+    parser.add_argument("--no-offline", dest="offline", action="store_false", help="leave the engine without a server out")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
