@@ -33,7 +33,7 @@ from paged_problem import DEVICE, Problem, pools, uneven
 from triton.runtime.errors import OutOfResources
 
 from fa_serve import spec
-from fa_serve.backends.triton import decode
+from fa_serve.backends.triton import pieces
 from fa_serve.backends.triton.decode import DecodeTiles, _num_sms
 from fa_serve.backends.triton.kv_cache import launch_store_kv
 from fa_serve.testing import cu_seqlens
@@ -243,7 +243,7 @@ def launch() -> list[str]:
     rows = [f"{'case':<22}{'programmatic':>13}{'plain':>8}{heading}{'host us':>9}"]
     for batch, kv in ((1, 1024), (1, 16384), (1, 131072), (32, 4096)):
         problem = Problem.make([kv] * batch, 32, 8, 128)
-        tiles, out, arch_of, block = problem.default_tiles(), torch.empty_like(problem.q), spec.arch_of, decode._combine_block
+        tiles, out, arch_of, block = problem.default_tiles(), torch.empty_like(problem.q), spec.arch_of, pieces._combine_block
 
         def timed(problem: Problem = problem, tiles: DecodeTiles = tiles, out: torch.Tensor = out) -> float:
             return graph_microseconds(lambda: problem.run(tiles, out=out))
@@ -254,9 +254,9 @@ def launch() -> list[str]:
             times.append(timed())
         spec.arch_of = arch_of
         for shape in shapes:
-            decode._combine_block = functools.partial(_constant, shape)
+            pieces._combine_block = functools.partial(_constant, shape)
             times.append(timed())
-        decode._combine_block = block
+        pieces._combine_block = block
         host = host_microseconds(functools.partial(problem.run, out=out))
         cells = "".join(f"{us:11.2f}" for us in times[2:])
         rows.append(f"32/8 d128 {f'{batch}x{kv}':<12}{times[0]:13.2f}{times[1]:8.2f}{cells}{host:9.1f}")

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends.launch import launch
-from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, softcap_scores
+from fa_serve.backends.triton.pieces import launch_combine, sequence_lengths, share_of_line, store_rows, visible_blocks
+from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, softcap_scores, wait_for_previous_kernel
 from fa_serve.backends.triton.tiles import batch_block, padded_dim
 
 
@@ -99,14 +100,6 @@ def _pipeline_bytes(arch: int) -> int:
 
 
 @triton.jit
-def _wait_for_previous_kernel(PDL: tl.constexpr):
-    """Every program waits, one with nothing to do as well: the next kernel takes our end for that of our predecessor too."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def _widen(x, dtype: tl.constexpr, PTX: tl.constexpr):
     """A tile of the cache in the type of the product."""
     if PTX and x.dtype == tl.float8e4nv and dtype == tl.float16:
@@ -139,80 +132,6 @@ def _fit_float16(q):
     exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)
     inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
     return (x * inverse[:, None]).to(tl.float16), exponent.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _visible_blocks(q_len, kv_len, window_left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """-> the first key that any query of the sequence sees, its block, and how many blocks there are from it on."""
-    first_key = kv_len * 0
-    if HAS_LEFT:
-        first_key = tl.maximum(kv_len - q_len - window_left, 0)
-    first_block = first_key // BLOCK_N
-    return first_key, first_block, tl.maximum((kv_len + BLOCK_N - 1) // BLOCK_N - first_block, 0)
-
-
-@triton.jit
-def _lengths(seq, cu_q_ptr, used_k_ptr, max_q, max_k):
-    """-> first row, queries and keys of a sequence; a dense batch has no cu_q_ptr, and all are alike."""
-    if cu_q_ptr is None:
-        row0 = seq * max_q
-        q_len = max_q
-        kv_len = max_k
-    else:
-        row0 = tl.load(cu_q_ptr + seq)
-        q_len = tl.load(cu_q_ptr + seq + 1) - row0
-        kv_len = tl.load(used_k_ptr + seq)
-    return row0, q_len, kv_len
-
-
-@triton.jit
-def _ends_on_line(
-    index, cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Where sequences end on a line on which all their blocks lie, at least one each; those of other kernels take no room."""
-    if cu_q_ptr is None:
-        _, _, blocks = _visible_blocks(max_q, max_k, window_left, HAS_LEFT, BLOCK_N)
-        ends = tl.minimum(index + 1, batch) * tl.maximum(blocks, 1)
-    else:
-        live = index < batch
-        q_len = tl.load(cu_q_ptr + index + 1, mask=live, other=0) - tl.load(cu_q_ptr + index, mask=live, other=0)
-        kv_len = tl.load(used_k_ptr + index, mask=live, other=0)
-        _, _, blocks = _visible_blocks(q_len, kv_len, window_left, HAS_LEFT, BLOCK_N)
-        ends = tl.cumsum(tl.where((q_len > 0) & (q_len <= max_q), tl.maximum(blocks, 1), 0), 0)
-    return ends
-
-
-@triton.jit
-def _share_of_line(
-    piece, cu_q_ptr, used_k_ptr, batch, parts, min_blocks, max_q, max_k, window_left, HAS_LEFT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The line of `_ends_on_line`, cut in equal shares.
-
-    -> begin and end of this share, the first sequence in it and the one after its last, where that first one starts on the
-    line, and the size of a share.
-    """
-    index = tl.arange(0, BATCH_BLOCK)
-    ends = _ends_on_line(index, cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left, HAS_LEFT, BLOCK_N)
-    total = tl.max(ends, 0)
-    share = tl.maximum((total + parts - 1) // parts, min_blocks)
-    begin = piece * share
-    end = tl.minimum(begin + share, total)
-    first = tl.sum((ends <= begin).to(tl.int32), 0)
-    behind = tl.where(begin < end, tl.sum((ends < end).to(tl.int32), 0) + 1, first)
-    return begin, end, first, behind, tl.max(tl.where(ends <= begin, ends, 0), 0), share
-
-
-@triton.jit
-def _start_of(
-    seq, cu_q_ptr, used_k_ptr, batch, parts, min_blocks, max_q, max_k, window_left, HAS_LEFT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """-> where on the line a sequence starts, and the size of a share."""
-    index = tl.arange(0, BATCH_BLOCK)
-    ends = _ends_on_line(index, cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left, HAS_LEFT, BLOCK_N)
-    share = tl.maximum((tl.max(ends, 0) + parts - 1) // parts, min_blocks)
-    return tl.max(tl.where(index < seq, ends, 0), 0), share
 
 
 @triton.jit
@@ -352,21 +271,6 @@ def _walk(
     return out, row_max, row_sum
 
 
-@triton.jit
-def _store_rows(
-    out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, stride_ot, stride_oh, stride_lh, GROUPS: tl.constexpr,
-    DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Packed rows to where their token and query head are."""
-    offs_dv = tl.arange(0, BLOCK_DV)
-    token = row0.to(tl.int64) + rows // GROUPS
-    head = kv64 * GROUPS + rows % GROUPS
-    out_ptrs = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + offs_dv[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (offs_dv < DIM_V)[None, :])
-    if lse_ptr is not None:
-        tl.store(lse_ptr + head * stride_lh + token, lse, mask=live)
-
-
 @triton.jit(
     do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "max_q", "max_k", "window_left",
                        "window_right", "stride_lh", "stride_table", "stride_mb", "stride_mk"]
@@ -381,14 +285,14 @@ def _decode(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ALIKE: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     # the KV heads of one piece run side by side: in a (page, token, head, dim) cache they read one stretch of memory
     unit = tl.program_id(0) % units
     piece = tl.program_id(0) // units
     head_kv = unit // tiles_per_head
     row_first = unit % tiles_per_head * BLOCK_M
     if BALANCED:
-        line_begin, line_end, first_seq, behind, seq_start, share = _share_of_line(
+        line_begin, line_end, first_seq, behind, seq_start, share = share_of_line(
             piece, cu_q_ptr, used_k_ptr, batch, parts, min_blocks, max_q, max_k, window_left, HAS_LEFT, BLOCK_N, BATCH_BLOCK
         )
     else:
@@ -408,8 +312,8 @@ def _decode(
 
     for index in tl.range(first_seq, behind, num_stages=1):
         seq = piece * 0 + index  # the interpreter's ranges count in plain integers
-        row0, q_len, kv_len = _lengths(seq, cu_q_ptr, used_k_ptr, max_q, max_k)
-        first_key, first_block, blocks = _visible_blocks(q_len, kv_len, window_left, HAS_LEFT, BLOCK_N)
+        row0, q_len, kv_len = sequence_lengths(seq, cu_q_ptr, used_k_ptr, max_q, max_k)
+        first_key, first_block, blocks = visible_blocks(q_len, kv_len, window_left, HAS_LEFT, BLOCK_N)
         ours = (q_len > 0) & (q_len <= max_q)
         if BALANCED:
             blocks = tl.where(ours, tl.maximum(blocks, 1), 0)
@@ -471,74 +375,9 @@ def _decode(
                     tl.store(part_out_ptr + at[:, None] * DIM_V + offs_dv[None, :], out, mask=keep)
                     tl.store(part_lse_ptr + at, lse, mask=live)
             if whole:
-                _store_rows(
+                store_rows(
                     out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, stride_ot, stride_oh, stride_lh, GROUPS, DIM_V, BLOCK_DV
                 )
-
-
-@triton.jit(
-    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "max_q", "max_k", "window_left",
-                       "stride_lh", "blocks_per_seq"]
-)  # fmt: skip
-def _combine(
-    out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, used_k_ptr, cu_q_ptr, batch, units, tiles_per_head, unit_rows, parts,
-    min_blocks, max_q, max_k, window_left, stride_lh, blocks_per_seq, stride_ot, stride_oh,
-    GROUPS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr, HAS_LEFT: tl.constexpr, PDL: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Merge the pieces of BLOCK_ROWS rows of one sequence, BLOCK_PARTS at a time: weights exp(lse - max lse).
-
-    The lengths may be read before the wait: `_decode`, which let us start, had by then waited for whoever wrote them.
-    """
-    seq = tl.program_id(0) // blocks_per_seq
-    row0, q_len, kv_len = _lengths(seq, cu_q_ptr, used_k_ptr, max_q, max_k)
-    _, _, blocks = _visible_blocks(q_len, kv_len, window_left, HAS_LEFT, BLOCK_N)
-    if BALANCED:
-        start, share = _start_of(
-            seq, cu_q_ptr, used_k_ptr, batch, parts, min_blocks, max_q, max_k, window_left, HAS_LEFT, BLOCK_N, BATCH_BLOCK
-        )
-        place0 = 2 * (start // share)
-        num_parts = (start + tl.maximum(blocks, 1) - 1) // share - start // share + 1
-    else:
-        place0 = seq * parts
-        num_parts = tl.minimum(tl.maximum(blocks // min_blocks, 1), parts)
-    _wait_for_previous_kernel(PDL)
-    if (num_parts <= 1) | (q_len <= 0) | (q_len > max_q):
-        return
-
-    slot = (tl.program_id(0) % blocks_per_seq) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    unit = slot // unit_rows
-    rows = unit % tiles_per_head * BLOCK_M + slot % unit_rows
-    live = (unit < units) & (rows < q_len * GROUPS)
-    offs_p = tl.arange(0, BLOCK_PARTS)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
-    for first in tl.range(0, num_parts, BLOCK_PARTS):
-        part = first + offs_p
-        place = place0 + part
-        if BALANCED:
-            # only the first piece of a sequence left it in its second place
-            place = place0 + 2 * part + (part == 0).to(tl.int32)
-        keep = (part < num_parts)[:, None] & live[None, :]
-        at = place.to(tl.int64)[:, None] * (units * unit_rows) + slot[None, :]
-        lse = tl.load(part_lse_ptr + at, mask=keep, other=float("-inf")) * LOG2E
-        out = tl.load(part_out_ptr + at[:, :, None] * DIM_V + offs_dv[None, None, :],
-                      mask=keep[:, :, None] & (offs_dv < DIM_V)[None, None, :], other=0.0)  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(lse, 0))
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = tl.exp2(lse - safe_max[None, :])
-        alpha = tl.exp2(row_max - safe_max)
-        acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], 0)
-        row_sum = row_sum * alpha + tl.sum(weight, 0)
-        row_max = new_max
-    inverse, lse = finish_softmax(row_max, row_sum)
-    _store_rows(
-        out_ptr, lse_ptr, acc * inverse[:, None], lse, rows, live, row0, (unit // tiles_per_head).to(tl.int64), stride_ot,
-        stride_oh, stride_lh, GROUPS, DIM_V, BLOCK_DV,
-    )  # fmt: skip
 
 
 def launch_dense(
@@ -629,27 +468,13 @@ def launch_decode(
         (*result.stride()[:2], *q.stride()[:2], *k_strides, *v_strides),
     )  # fmt: skip
     if part_out is not None:
-        block_parts, block_rows = _combine_block(tiles, block_dv, batch * units * unit_rows)
-        blocks_per_seq = -(-units * unit_rows // block_rows)
-        launch(
-            _combine, batch * blocks_per_seq, (result, lse, part_out, part_lse, seqused_k, cu_seqlens_q),
-            (*plan, lse_stride, blocks_per_seq),
-            (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, *cut, pdl, block_parts, block_rows),
-            {"num_warps": 4, **programmatic}, result.stride()[:2],
+        launch_combine(
+            (result, lse, part_out, part_lse, seqused_k, cu_seqlens_q), plan, lse_stride,
+            (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, *cut, pdl),
         )  # fmt: skip
     if out is not None and result is not out:
         return out.copy_(result), lse
     return result, lse
-
-
-def _combine_block(tiles: DecodeTiles, block_dv: int, rows: int) -> tuple[int, int]:
-    """BLOCK_PARTS and BLOCK_ROWS: of few values each, so that changing shapes compile few kernels.
-
-    The order in which pieces are added follows from both, so with fixed pieces neither depends on the batch.
-    """
-    if tiles.balanced:
-        return 16, 1 if rows <= 1024 else max(1, 512 // block_dv)
-    return 16 if tiles.parts <= 16 else 32 if tiles.parts <= 32 else 64, 1
 
 
 @cache

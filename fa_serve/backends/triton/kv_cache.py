@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends.launch import launch
-from fa_serve.backends.triton.tiles import padded_dim
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
+from fa_serve.backends.triton.tiles import launch_options, padded_dim
 
 _TILE = 2048  # elements of K and of V per program: 16 bytes per thread in flight for each
 
@@ -39,10 +40,7 @@ def _store_kv(
     stride_vct, stride_vch, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        # as in decode.py: whoever follows may start, and waits for our end
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     heads = (tl.program_id(0) % head_blocks).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     slot = tl.load(slot_ptr + token)
@@ -75,5 +73,5 @@ def launch_store_kv(
         _store_kv, total * head_blocks,
         (k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale), (k_cache.shape[1], num_heads, head_blocks),
         (*k.stride(), *v.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3], dim, dim_v, block_d, block_dv, block_h, pdl),
-        {"num_warps": 4, **({"launch_pdl": True} if pdl else {})},
+        launch_options(pdl, 4),
     )  # fmt: skip

@@ -1,13 +1,11 @@
 """What stands between the matrix products of a decoder layer: RMS norm, rotary embedding with the KV write, gated activations.
 
 One launch each, for packed tokens. All of it is computed in float32 and rounded once, where the models' own code rounds after
-every operation. On Hopper and later the kernels are launched programmatically, as in decode.py: whoever follows may start, and
+every operation. On Hopper and later the kernels are launched programmatically: whoever follows may start, and
 waits for our end. Left out: the products themselves, but for few tokens (linear.py), and attention.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -15,18 +13,13 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends.launch import launch
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
+from fa_serve.backends.triton.tiles import launch_options
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _HEADS = 8  # of one token in a program: 16 bytes per thread in flight at head_dim 128
-
-
-@triton.jit
-def _wait_for_previous_kernel(PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -53,7 +46,7 @@ def _rms_norm(
     x_ptr, weight_ptr, residual_ptr, out_ptr, eps, offset, stride_x, stride_r, stride_out, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     keep = cols < WIDTH
@@ -86,7 +79,7 @@ def _rotary_store_kv(
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A head lies as [first half, second half] of what is rotated, then what passes as it is."""
-    _wait_for_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     heads = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     is_q = heads < NUM_HEADS
@@ -205,7 +198,7 @@ def _act_and_mul(
     x_ptr, out_ptr, blocks, stride_x, stride_out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     keep = cols < WIDTH
@@ -225,7 +218,3 @@ def launch_act_and_mul(x: Tensor, activation: str, out: Tensor) -> None:
             _act_and_mul, total * blocks, (x, out), (blocks,),
             (x.stride(0), out.stride(0), width, ACTIVATIONS[activation], block, pdl), launch_options(pdl, 4),
         )  # fmt: skip
-
-
-def launch_options(pdl: bool, num_warps: int) -> dict[str, Any]:
-    return {"num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends.launch import launch
-from fa_serve.backends.triton.layers import ACTIVATIONS, activate, launch_options
+from fa_serve.backends.triton.layers import ACTIVATIONS, activate
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
+from fa_serve.backends.triton.tiles import launch_options
 
 
 @triton.jit
@@ -41,9 +43,7 @@ def _linear_row(
     w_up = w
     if GATED:
         w_up = _weights(w_ptr, N, rows, k, N, K)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = acc
     squares = tl.zeros([BLOCK_K], tl.float32)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends.launch import launch
-from fa_serve.backends.triton.layers import launch_options
-from fa_serve.backends.triton.primitives import LOG2E
+from fa_serve.backends.triton.primitives import LOG2E, wait_for_previous_kernel
+from fa_serve.backends.triton.tiles import launch_options
 
 _BLOCK = 256  # as BLOCK in engine/sampler.py, whose random numbers these are
 _ROWS = 32  # blocks in one tile: 16 logits for each of 512 threads
@@ -95,9 +95,7 @@ def _sample_rows(
     logits_ptr, key_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, sums_ptr, slot_ptr, last_ptr, token_ptr, vocab,
     blocks, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALL_BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     inside = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

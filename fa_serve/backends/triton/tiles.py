@@ -7,6 +7,7 @@ A tile is chosen by head size, dtype and architecture. Each branch names the mea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +67,8 @@ def forward_tiles(
     if width <= 128:
         return TileConfig(64, 64, 4, 2)
     return TileConfig(64, 32, 8 if paged else 4, 2)
+
+
+def launch_options(pdl: bool, num_warps: int) -> dict[str, Any]:
+    """Triton's options of a launch. pdl: start while the one before drains, see `primitives.wait_for_previous_kernel`."""
+    return {"num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
