@@ -10,7 +10,7 @@ import triton
 
 from fa_serve.api import _of_whole_rows
 from fa_serve.backends.hopper import HopperBackend
-from fa_serve.backends.hopper.tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group, shared_bytes
+from fa_serve.backends.hopper.tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group
 from fa_serve.spec import AttentionSpec
 
 H200 = AttentionSpec("varlen", "cuda", 90, torch.bfloat16, torch.bfloat16, 128, 128, 32, 8, window_size=(-1, 0))
@@ -76,6 +76,15 @@ def test_which_caches_have_whole_rows(strides: tuple[int, ...], whole: bool) -> 
 def test_refuses_another_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.7.0")
     assert "3.7.0" in str(HopperBackend().supports(H200))
+
+
+def shared_bytes(tiles: TileConfig, head_dim: int, head_dim_v: int) -> int:
+    """What a block takes; Hopper has 232,448 bytes for one block and 233,472 for all blocks of a multiprocessor."""
+    first, second, value = HEAD_DIMS[head_dim, head_dim_v]
+    queries = tiles.q_stages * tiles.block_m * (first + second)
+    keys = tiles.stages * tiles.block_n * (first + second + value)
+    out = tiles.block_m * value // tiles.o_parts if tiles.o_parts else 0
+    return 2 * (queries + keys + out) + 1024
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS)

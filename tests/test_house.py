@@ -63,7 +63,11 @@ GUESTS = {
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "opentelemetry": "opentelemetry_sdk"}
 BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))
 KERNELS = ("fa_serve.backends.triton", "fa_serve.backends.hopper")
-KERNEL_MODULE_LINES, MODULE_LINES, FUNCTION_LINES, SOURCE_LINES = 550, 400, 150, 8000
+KERNEL_MODULE_LINES, MODULE_LINES, FUNCTION_LINES = 550, 400, 150
+# Of code, in all. 8,000 was meant for attention, an engine and a service. What came on top: the layers that are fused around
+# attention and the products of few tokens, the sampler's kernel, Hopper over pages, tools and structured output, the mode that
+# gives the same bits in any company, and what operating it takes (traces, guard, logs, drain).
+SOURCE_LINES = 10_000
 
 
 def inside(name: str, *rooms: str) -> bool:
@@ -377,7 +381,7 @@ PLANTED: list[tuple[Rule, dict[str, str], str]] = [
     (sizes_stay_readable, {"fa_serve/api.py": "\n" * 401}, "fa_serve.api has 401 lines"),
     (sizes_stay_readable, {"fa_serve/backends/triton/tiles.py": "\n" * 551}, "tiles has 551 lines"),
     (sizes_stay_readable, {"fa_serve/hf.py": "def f():\n" + "    x = 1\n" * 150}, "fa_serve.hf.f has 151 lines"),
-    (sizes_stay_readable, {f"server/m{i}.py": "x = 1\n" * 400 for i in range(20)}, "the source has"),
+    (sizes_stay_readable, {f"server/m{i}.py": "x = 1\n" * 400 for i in range(25)}, "the source has"),
     (exports_are_exact, {"fa_serve/__init__.py": "from fa_serve.spec import a, b\n__all__ = ['a']"}, "binds b"),
     (exports_are_exact, {"fa_serve/__init__.py": "a = 1\n__all__ = ['a', 'a']"}, "a more than once"),
     (exports_are_exact, {"fa_serve/engine/__init__.py": "a = 1"}, "fa_serve.engine has no __all__"),

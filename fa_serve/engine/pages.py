@@ -49,10 +49,6 @@ class PageTable:
         return len(self._free) + len(self._cached)
 
     @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
-    @property
     def num_held(self) -> int:
         return self.num_pages - self.num_available
 

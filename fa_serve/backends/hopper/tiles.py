@@ -81,15 +81,6 @@ HEAD_DIMS = {
 the copy engine; 192 is computed as 128 + 64, because tiles are powers of two; half of 256 fits in registers."""
 
 
-def shared_bytes(tiles: TileConfig, head_dim: int, head_dim_v: int) -> int:
-    """What a block takes; Hopper has 232,448 bytes for one block and 233,472 for all blocks of a multiprocessor."""
-    first, second, value = HEAD_DIMS[head_dim, head_dim_v]
-    queries = tiles.q_stages * tiles.block_m * (first + second)
-    keys = tiles.stages * tiles.block_n * (first + second + value)
-    out = tiles.block_m * value // tiles.o_parts if tiles.o_parts else 0
-    return 2 * (queries + keys + out) + 1024
-
-
 @lru_cache(maxsize=4096)
 def forward_tiles(
     head_dim: int, head_dim_v: int, masked: bool, max_seqlen_q: int, max_seqlen_k: int, varlen: bool, paged: bool = False
