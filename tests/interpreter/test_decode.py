@@ -251,7 +251,7 @@ def test_a_captured_graph_would_serve_shorter_lengths():
 
 def test_batch_invariance():
     """With num_splits given, a row is bitwise the same alone and in any company."""
-    case = Case(q_lens=(1, 16, 3), kv_lens=(150, 300, 90), num_splits=3, dtype=torch.float16)
+    case = Case(q_lens=(1, 5, 3), kv_lens=(150, 100, 20), num_splits=3, dtype=torch.float16)
     q, k_cache, v_cache, _, options = make(case)
     together, lse = launch_decode(q, k_cache, v_cache, **options)
     row = 0
