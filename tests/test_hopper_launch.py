@@ -108,7 +108,9 @@ def test_a_profiler_sees_every_launch(world: World, monkeypatch: pytest.MonkeyPa
     assert (len(world.through_triton), world.native) == (3, [])
 
 
-@pytest.mark.parametrize("change", [{"global_scratch_size": 8}, {"launch": closure_of(print, tensordesc_meta=[None])}], ids="".join)
+@pytest.mark.parametrize(
+    "change", [{"global_scratch_size": 8}, {"launch": closure_of(print, tensordesc_meta=[None])}], ids="".join
+)
 def test_an_unknown_launcher_is_left_to_triton(world: World, change: dict[str, Any]) -> None:
     vars(world.run).update(change)
     for _ in range(2):
