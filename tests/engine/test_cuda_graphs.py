@@ -198,7 +198,7 @@ def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, r
         steps += 1
     assert steps == len(cuda_graphs.REHEARSALS) + 7
     assert seen[: len(cuda_graphs.REHEARSALS)] == [
-        ([128], True), ([1, 128], False), ([1] * 5 + [128], False), ([1] * 5 + [128], False), ([1, 48], False), ([48], True)
+        ([128], True), *[([1] * 5 + [128], False)] * 3, ([1, 128], False), ([1, 48], False), ([48], True)
     ]  # fmt: skip
     shapes = [(6, 256), (1, 16), (2, 16), (4, 16), (6, 16), (1, 256), (2, 256), (4, 256)]
     assert list(graphs._replays) == shapes, "the largest at the start, then few keys first"
