@@ -41,7 +41,7 @@ FLOORS = {
 }
 # Who may import what is not ours (and what is dear even though it is Python's).
 GUESTS = {
-    "triton": ("fa_serve.backends.triton", "fa_serve.backends.hopper"),
+    "triton": ("fa_serve.backends.triton", "fa_serve.backends.hopper", "fa_serve.backends.launch"),
     "transformers": (
         "fa_serve.hf",
         "fa_serve.engine.config",

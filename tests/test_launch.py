@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.backends.amd.driver import HIPLauncher
+from triton.backends.nvidia.driver import CudaLauncher
 
 from fa_serve.backends import launch as module
 from fa_serve.backends.launch import launch
@@ -34,6 +39,7 @@ class Kernel:
     def __init__(self) -> None:
         self.compiled = 0
         self.launched: list[tuple[Any, ...]] = []
+        self.watched: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def jit(*args: object, **options: object) -> Compiled:
@@ -44,17 +50,25 @@ class Kernel:
 
 
 class Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *args: self.kernel.launched.append((grid, args))
+        return lambda *args: self.kernel.watched.append((grid, args))
+
+    def run(self, x: int, y: int, z: int, *args: Any) -> None:
+        assert args[:6] == (77, "function", "metadata", None, None, None), "stream, code, no hooks"
+        self.kernel.launched.append(((x, y, z), args[6:]))
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(module, "_COMPILED", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    active = SimpleNamespace(get_current_stream=lambda device: 77 + device)
+    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     return Kernel()
 
 
@@ -74,6 +88,27 @@ def test_the_second_launch_skips_the_jit(kernel: Kernel) -> None:
     launch(kernel, **(BASE | {"pointers": (q, None), "varying": (7, 0.25), "grid": 5}))
     assert kernel.compiled == 1
     assert kernel.launched == [((5, 1, 1), (q, None, 7, 0.25, 32, 64, 16, True))]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_watched_launch_takes_tritons_own_way(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
+    launch(kernel, **BASE)
+    chain = triton.knobs.HookChain()
+    chain.add(lambda metadata: None)
+    monkeypatch.setattr(triton.knobs.runtime, hook, chain)
+    launch(kernel, **BASE)
+    assert kernel.compiled == 1
+    assert [grid for grid, _ in kernel.watched] == [(3, 1, 1)]
+    assert not kernel.launched
+
+
+@pytest.mark.parametrize("launcher", [CudaLauncher, HIPLauncher])
+def test_what_runs_a_compiled_kernel_is_tritons_own(launcher: type) -> None:
+    """Behind these come the packed metadata, that of the launch, two hooks and the kernel's arguments."""
+    assert list(signature(launcher.__call__).parameters) == ["self", "gridX", "gridY", "gridZ", "stream", "function", "args"]
+    used = triton.compiler.CompiledKernel.__getitem__.__code__
+    (runner,) = [code for code in used.co_consts if hasattr(code, "co_names")]
+    assert {"run", "function", "packed_metadata", "launch_enter_hook"} <= set(runner.co_names)
 
 
 def test_a_stride_that_grows_with_a_cache_is_of_one_kind(kernel: Kernel) -> None:

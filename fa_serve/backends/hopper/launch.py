@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
+from fa_serve.backends.launch import is_watched
+
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Callable[..., None] | None]] = {}
-_RUNTIME = triton.knobs.runtime
 _ENCODED = 256  # addresses that a plan remembers for one of its tensors
 
 
@@ -52,7 +52,7 @@ def launch(
     """
     key = (id(kernel), device.index, key)
     compiled, send = _COMPILED.get(key, (None, None))
-    if send is not None and not _is_watched():
+    if send is not None and not is_watched():
         send(grid, descriptors, others)
         return
     args = [d and TensorDescriptor(d.base, *d.view[:4]) for d in descriptors]
@@ -62,12 +62,6 @@ def launch(
     compiled = kernel[grid](*args, *others, **options)
     if device.type == "cuda":
         _COMPILED[key] = compiled, _sender(compiled, device.index)
-
-
-def _is_watched() -> bool:
-    """Whether a profiler asked Triton to be told of launches."""
-    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _sender(compiled: Any, device: int) -> Callable[..., None] | None:
