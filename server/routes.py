@@ -54,7 +54,7 @@ class JsonRoute(APIRoute):
 router = APIRouter(responses=ERRORS, route_class=JsonRoute)
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # a plain function would be called in a thread, at every request
     service: Service = request.app.state.service
     return service
 

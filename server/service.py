@@ -154,6 +154,9 @@ class Service:
 
     async def encode(self, prompts: Sequence[str | list[int]], special: bool = True) -> list[list[int]]:
         """Prompts as token ids, with the special tokens that the tokenizer adds to plain text."""
+        given = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        if len(given) == len(prompts):
+            return given
         return await self._tokenize(lambda: [self._ids(p, special) if isinstance(p, str) else p for p in prompts])
 
     def template(self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> Template:

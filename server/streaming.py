@@ -5,13 +5,15 @@ cancelled, which aborts its sequences in the engine. Starlette does this for str
 `EventStream` writes server-sent events under the same watch. Its headers wait for the first event, so that a request which
 fails before its first token gets an honest status; later failures become an error event, as OpenAI's clients expect. A client
 that leaves its stream unread holds up nobody: the engine's outputs merge while it dawdles, and it is cut off at a bound.
-`merge` interleaves the sequences of one request.
+`merge` interleaves the sequences of one request. An event passes here once for each token: what can be done once for each
+stream is not done for each event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -83,15 +85,17 @@ async def merge(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
 
 
 class EventStream(Response):
-    """One `data:` line for each of `events`, then [DONE]."""
+    """One `data:` line for each of `events`, which are JSON, then [DONE]."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[Any, None], timeout: float | None, send_timeout: float):
+    def __init__(self, events: AsyncGenerator[bytes, None], timeout: float | None, send_timeout: float):
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events, self._timeout, self._send_timeout = events, timeout, send_timeout
         self._started = False
+        self._sending: float | None = None  # since when, while a send waits for the client to read
+        self._unread = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -105,9 +109,12 @@ class EventStream(Response):
                 log.exception("a stream failed")
                 error = ApiError(UNFORESEEN)
             with suppress(ClientGone):
-                await self._send(send, _body(_event(error.body()), last=True))
+                await self._watched(self._send(send, _body(_event(to_json(error.body())), last=True)))
 
     async def _write(self, send: Send) -> None:
+        await self._watched(self._write_all(send))
+
+    async def _write_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             async for event in events:
                 if not self._started:
@@ -118,30 +125,38 @@ class EventStream(Response):
         await self._send(send, _body(DONE, last=True))
 
     async def _send(self, send: Send, message: Message) -> None:
-        """`asyncio.wait_for` would cost a task for each token; a timer that is nearly always cancelled costs a microsecond."""
-        task = asyncio.current_task()
+        self._sending = time.monotonic()
+        await send(message)
+        self._sending = None
+
+    async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
+        """The work, cut off when a send of its has waited for `send_timeout`: one timer looks after all of them."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        unread = False
 
-        def cut_off() -> None:
-            nonlocal unread
-            unread = True
-            task.cancel()
+        def look() -> None:
+            waited = 0.0 if self._sending is None else time.monotonic() - self._sending
+            if waited >= self._send_timeout:
+                self._unread = True
+                task.cancel()
+            else:
+                self._timer = loop.call_later(self._send_timeout - waited, look)
 
-        timer = asyncio.get_running_loop().call_later(self._send_timeout, cut_off)
+        self._sending = None
+        self._timer = loop.call_later(self._send_timeout, look)
         try:
-            await send(message)
+            await work
         except asyncio.CancelledError:
-            if unread:
+            if self._unread:
                 raise ClientGone(f"The client left its stream unread for {self._send_timeout:g} s.") from None
             raise
         finally:
-            timer.cancel()
+            self._timer.cancel()
 
 
 def _body(body: bytes, last: bool = False) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": not last}
 
 
-def _event(event: Any) -> bytes:
-    return b"data: " + to_json(event) + b"\n\n"  # a tenth of the time of Python's own json
+def _event(event: bytes) -> bytes:
+    return b"data: " + event + b"\n\n"

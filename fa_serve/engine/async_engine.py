@@ -44,7 +44,7 @@ class _Mailbox:
         self.unfinished = set(range(num_answers))
         self._content: dict[int, RequestOutput] = {}
         self._error: Exception | None = None
-        self._arrived = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # the consumer, of which there is one; an Event would cost more
 
     def put(self, output: RequestOutput) -> None:
         if output.index in self._content:
@@ -53,24 +53,27 @@ class _Mailbox:
             self._content[output.index] = output
         if output.finished:
             self.unfinished.discard(output.index)
-        self._arrived.set()
+        self._wake()
 
     def refuse(self, error: Exception) -> None:
         self._error = error
-        self._arrived.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def drained(self) -> bool:
         """Whether there will be nothing more to get."""
         return not self.unfinished and not self._content
 
     async def get(self) -> RequestOutput:
-        await self._arrived.wait()
+        if not self._content and self._error is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         if self._error is not None:
             raise self._error
-        output = self._content.pop(next(iter(self._content)))
-        if not self._content:
-            self._arrived.clear()
-        return output
+        return self._content.pop(next(iter(self._content)))
 
 
 class AsyncEngine:
