@@ -268,7 +268,7 @@ def launch_forward(
         )  # fmt: skip
     use_tma = tiles.tma and not paged and _tma_reads(k) and _tma_reads(v)
     block_d, block_dv = padded_dim(dim), padded_dim(dim_v)
-    num_m = triton.cdiv(max_seqlen_q, tiles.block_m)
+    num_m = -(-max_seqlen_q // tiles.block_m)
     # more than skip_q queries each: that many sequences at most, with a part of a tile each
     num_tiles = batch * num_m if skip_q == 0 else min(batch, q.shape[0] // (skip_q + 1)) + q.shape[0] // tiles.block_m
     if num_tiles * num_heads > 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.backends.launch import launch
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.backends.triton.tiles import launch_options, padded_dim
+from fa_serve.backends.triton.tiles import launch_options, padded_dim, power_of_2
 
 _TILE = 2048  # elements of K and of V per program: 16 bytes per thread in flight for each
 
@@ -64,8 +64,8 @@ def launch_store_kv(
     total, num_heads, dim = k.shape
     dim_v = v.shape[2]
     block_d, block_dv = padded_dim(dim), padded_dim(dim_v)
-    block_h = max(1, min(triton.next_power_of_2(num_heads), _TILE // max(block_d, block_dv)))
-    head_blocks = triton.cdiv(num_heads, block_h)
+    block_h = max(1, min(power_of_2(num_heads), _TILE // max(block_d, block_dv)))
+    head_blocks = -(-num_heads // block_h)
     if total == 0:
         return
     pdl = spec.arch_of(k.device) >= 90

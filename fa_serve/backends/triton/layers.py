@@ -14,7 +14,7 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.backends.launch import launch
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.backends.triton.tiles import launch_options
+from fa_serve.backends.triton.tiles import launch_options, power_of_2
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -61,7 +61,7 @@ def _rms_norm(
 def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor | None, out: Tensor) -> None:
     """out = x / rms(x) * (weight + offset) (+ residual), by rows; x, residual, out (total, width), rows contiguous."""
     width = x.shape[1]
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     stride_r = 0 if residual is None else residual.stride(0)
     if x.shape[0]:
         pdl = spec.arch_of(x.device) >= 90
@@ -179,7 +179,7 @@ def launch_rotary_store_kv(
     k_weight = None if k_norm is None else k_norm[0]
     num_kv_heads, dim = k_cache.shape[2:]
     rotary = dim - dim % 2 if cos is None else cos.shape[1]
-    head_blocks = triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS)
+    head_blocks = -(-(num_heads + 2 * num_kv_heads) // _HEADS)
     if qkv.shape[0]:
         pdl = spec.arch_of(qkv.device) >= 90
         launch(
@@ -187,8 +187,8 @@ def launch_rotary_store_kv(
             (qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, slot_mapping, k_descale, v_descale),
             (k_cache.shape[1], head_blocks, eps, offset),
             (qkv.stride(0), 0 if cos is None else cos.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], num_heads,
-             num_kv_heads, dim, rotary, _HEADS, triton.next_power_of_2(max(rotary // 2, 1)),
-             triton.next_power_of_2(max(dim - rotary, 1)), pdl),
+             num_kv_heads, dim, rotary, _HEADS, power_of_2(max(rotary // 2, 1)),
+             power_of_2(max(dim - rotary, 1)), pdl),
             launch_options(pdl, 4),
         )  # fmt: skip
 
@@ -210,8 +210,8 @@ def _act_and_mul(
 def launch_act_and_mul(x: Tensor, activation: str, out: Tensor) -> None:
     """out = activation(x[:, :width]) * x[:, width:]; x (total, 2 * width), out (total, width), rows contiguous."""
     total, width = out.shape
-    block = min(1024, triton.next_power_of_2(width))
-    blocks = triton.cdiv(width, block)
+    block = min(1024, power_of_2(width))
+    blocks = -(-width // block)
     if total:
         pdl = spec.arch_of(x.device) >= 90
         launch(

@@ -94,7 +94,7 @@ def launch_linear_row(
     norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
     pdl = spec.arch_of(x.device) >= 90
     launch(
-        _linear_row, triton.cdiv(n, block_n), (x, weight, norm_weight, bias, residual, out), (eps, offset, alpha),
+        _linear_row, -(-n // block_n), (x, weight, norm_weight, bias, residual, out), (eps, offset, alpha),
         (n, k, gated, ACTIVATIONS[activation or "silu"], block_n, block_k, pdl), launch_options(pdl, 4),
     )  # fmt: skip
 

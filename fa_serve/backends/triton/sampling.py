@@ -18,7 +18,7 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.backends.launch import launch
 from fa_serve.backends.triton.primitives import LOG2E, wait_for_previous_kernel
-from fa_serve.backends.triton.tiles import launch_options
+from fa_serve.backends.triton.tiles import launch_options, power_of_2
 
 _BLOCK = 256  # as BLOCK in engine/sampler.py, whose random numbers these are
 _ROWS = 32  # blocks in one tile: 16 logits for each of 512 threads
@@ -180,11 +180,11 @@ def launch_sample_rows(
 ) -> None:  # fmt: skip
     """Arguments as in `fa_serve.layers.sample_rows`. One launch."""
     n, vocab = logits.shape
-    blocks = triton.cdiv(vocab, _BLOCK)
+    blocks = -(-vocab // _BLOCK)
     sums = None if keys is None else logits.new_empty(n, blocks, dtype=torch.float32)
     if n:
         pdl = spec.arch_of(logits.device) >= 90
         launch(
             _sample_rows, n, (logits, keys, temperature, top_k, top_p, min_p, sums, slots, last_tokens, tokens),
-            (vocab, blocks), (logits.stride(0), _ROWS, _BLOCK, triton.next_power_of_2(blocks), pdl), launch_options(pdl, 16),
+            (vocab, blocks), (logits.stride(0), _ROWS, _BLOCK, power_of_2(blocks), pdl), launch_options(pdl, 16),
         )  # fmt: skip
