@@ -390,6 +390,49 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Implicit | None, **op
     return out
 
 
+@pytest.mark.parametrize("kept", [1, 4, 20])
+@pytest.mark.parametrize("kind", ["window", "static", "padded", "keys packed", "sequences packed", "cu_seq_lens"])
+def test_the_last_queries_of_a_mask(kind: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4 later than 5.17 cuts a mask so: what it computes are the last rows of what it computed before."""
+    module, options = torch.nn.Module(), {}
+    batch = 2 if kind in ("padded", "keys packed") else 1
+    q, k, v = (x.transpose(1, 2) for x in make_qkv(batch, 12, 16 if kind == "static" else 12, 4, 2, 8))
+    keep = torch.ones(batch, 12, dtype=torch.bool)
+    keep[-1, :5] = False
+    starts = torch.tensor([0, 3, 10, 12], dtype=torch.int32)
+    mask = {
+        "window": Implicit((4, 0)),
+        "static": Implicit((-1, 0), keys=12),
+        "padded": Implicit((-1, 0), padding=keep),
+        "sequences packed": Implicit((4, 0), starts=starts),
+        "cu_seq_lens": Implicit((-1, 0)),
+    }.get(kind)
+    if kind == "keys packed":
+        monkeypatch.setattr(masks, "KERNELS_ON", {"cpu"})
+        mask = hf.mask_forward(2, 12, 12, attention_mask=keep)
+        assert isinstance(mask, Implicit)
+        assert mask.packing is not None
+    elif kind == "cu_seq_lens":
+        options = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    assert isinstance(mask, Implicit)
+    whole = slice(None)
+    last = mask[whole, whole, slice(-kept, None), whole]
+    expected, _ = hf.attention_forward(module, q, k, v, mask, is_causal=True, **options)
+    actual, _ = hf.attention_forward(module, q[:, :, -kept:], k, v, last, is_causal=True, **options)
+    if kind in ("padded", "keys packed"):
+        actual, expected = actual[1:], expected[1:, 5:]  # rows of padding are nobody's
+        actual = actual[:, -7:]
+    torch.testing.assert_close(actual, expected[:, -actual.shape[1] :])
+    assert mask[whole, whole, slice(0, None), whole] is mask
+
+
+@pytest.mark.parametrize("queries", [slice(2, None), slice(None, 3), 5])
+def test_other_cuts_of_a_mask_are_refused(queries: Any) -> None:
+    whole = slice(None)
+    with pytest.raises(UnsupportedModelError, match="last queries alone"):
+        Implicit((-1, 0))[whole, whole, queries, whole]
+
+
 def test_a_row_that_sees_only_padding_is_zero() -> None:
     q, k, v = make_qkv(2, 6, 6, 4, 2, 16)
     padding = torch.ones(2, 6, dtype=torch.bool)

@@ -98,6 +98,8 @@ def attention_forward(
             raise UnsupportedModelError(f"cu_seq_lens_q describes a batch of 1, packed end to end, got a batch of {q.shape[0]}")
         cu_q = cu_seq_lens_q.to(torch.int32)
         cu_k = cu_q if cu_seq_lens_k is None else cu_seq_lens_k.to(torch.int32)
+        if isinstance(attention_mask, Implicit) and attention_mask.tail:
+            cu_q = (cu_q - cu_q[-1] + q.shape[1]).clamp(min=0)
         if mask is None and position_bias is None:
             lengths = int(max_length_q or q.shape[1]), int(max_length_k or k.shape[1])
             return attention_varlen(q[0], k[0], v[0], cu_q, cu_k, *lengths, **options).contiguous()[None], None

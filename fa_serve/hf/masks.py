@@ -26,6 +26,7 @@ from transformers.masking_utils import (
 from transformers.utils.import_utils import is_tracing
 
 from fa_serve.hf.models import handles_mask
+from fa_serve.spec import UnsupportedModelError
 
 MaskFunction = Callable[..., Any]
 
@@ -61,6 +62,7 @@ class Implicit:
     used, table: int32 (batch,) and (batch, keys): each row has one query, which sees the used[b] keys table[b, :used[b]]; then
                  `padding` is the whole mask, window and all, and `starts` counts the rows. Or None
     packing:     the same as `padding`, where the keys that it leaves can be packed
+    tail:        only the last queries are asked for; `starts` and a caller's cu_seq_lens_q still count all of them
     """
 
     window_size: tuple[int, int]
@@ -70,6 +72,7 @@ class Implicit:
     used: Tensor | None = None
     table: Tensor | None = None
     packing: Packing | None = None
+    tail: bool = False
 
     ndim = 0  # transformers asks it of a mask that was made ahead of the forward
 
@@ -79,6 +82,23 @@ class Implicit:
 
     def contiguous(self) -> Implicit:
         return self
+
+    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Implicit:
+        """mask[:, :, -n:, :]. Layers that share the keys of others compute the queries whose logits are kept, and no others
+        (Gemma 4, later than 5.17). The last queries stand where they stood: at the last of the keys."""
+        everything = slice(None)
+        queries = index[2]
+        cut_elsewhere = not isinstance(queries, slice) or (queries.start or 0) > 0 or queries.stop is not None
+        if cut_elsewhere or (*index[:2], index[3]) != (everything,) * 3:
+            raise UnsupportedModelError(f"a mask that is not spelled out can be cut to its last queries alone, got {index}")
+        if not queries.start:  # -0: all of them
+            return self
+        packing = self.packing
+        if packing is not None:
+            numbers = torch.arange(len(packing.cu_seqlens_q), dtype=torch.int32, device=packing.cu_seqlens_q.device)
+            fewer = torch.minimum(packing.cu_seqlens_q, numbers * -queries.start)
+            packing = replace(packing, cu_seqlens_q=fewer)
+        return replace(self, packing=packing, tail=True)
 
 
 def _moved(x: Any, *args: Any, **kwargs: Any) -> Any:

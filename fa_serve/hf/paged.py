@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -175,7 +176,9 @@ def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
     finally:
         model.train(training)
     kinds = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
-    _refuse(model, kinds - {DynamicLayer, DynamicSlidingWindowLayer}, "it keeps more than keys and values")
+    # later than 5.17 a layer that shares the keys of another keeps a dummy, which holds nothing
+    known = {DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
+    _refuse(model, kinds - known, "it keeps more than keys and values")
     complete = sorted(probe.layers) == list(range(config.num_hidden_layers))
     _refuse(model, not complete, f"of its {config.num_hidden_layers} layers only {sorted(probe.layers)} reach it")
     return [probe.layers[i] for i in sorted(probe.layers)]
