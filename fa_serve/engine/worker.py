@@ -21,7 +21,7 @@ import multiprocessing
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -189,19 +189,20 @@ class ProcessWorker:
             self._process.kill()
         try:
             tokenizer = load_tokenizer(self._config)
-            ready = self._wait(ours)
+            arrivals = _arrivals(ours)
+            ready = self._wait(arrivals)
         except BaseException:
             self._process.join(1)  # it is about to end by itself, and tidies up
             self._process.kill()
             self._process.join()
             raise
         ready.tokenizer, self._ready = tokenizer, True
-        threading.Thread(target=self._read, args=(ours,), name="fa_serve-engine-read", daemon=True).start()
+        threading.Thread(target=self._read, args=(arrivals,), name="fa_serve-engine-read", daemon=True).start()
         threading.Thread(target=_forward, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
         return ready
 
-    def _wait(self, connection: Connection) -> Ready:
-        while (received := _receive(connection)) is not None:
+    def _wait(self, arrivals: Iterator[Any]) -> Ready:
+        for received in arrivals:
             if isinstance(received, Ready):
                 return received
             if isinstance(received, Exception):
@@ -224,9 +225,9 @@ class ProcessWorker:
             self._process.kill()
             self._process.join()
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, arrivals: Iterator[Any]) -> None:
         error = None
-        while (received := _receive(connection)) is not None:
+        for received in arrivals:
             if isinstance(received, Message):
                 self._on_message(received)
             elif isinstance(received, Exception):
@@ -272,24 +273,27 @@ def _main(config: EngineConfig, connection: Connection) -> None:
 
 
 def _listen(connection: Connection, commands: Commands) -> None:
-    while (command := _receive(connection)) is not None:
+    for command in _arrivals(connection):
         commands.put(command)
     commands.put(None)  # the parent wants us to end, or is no more
 
 
 def _forward(source: queue.SimpleQueue[Any], connection: Connection) -> None:
-    """Send what comes, up to and with None."""
-    try:
-        while (item := source.get()) is not None:
-            connection.send(item)
-        connection.send(None)
-    except OSError:
-        pass  # nobody is there any more; whoever reads from the other end notices too
+    """Send what comes, up to and with None: all that waits at once, so that a reader who falls behind catches up."""
+    batch: list[Any] = []
+    with suppress(OSError):  # nobody is there any more; whoever reads from the other end notices too
+        while not (batch and batch[-1] is None):
+            batch = [source.get()]
+            while batch[-1] is not None and not source.empty():
+                batch.append(source.get())
+            connection.send(batch)
 
 
-def _receive(connection: Connection) -> Any:
-    """The next item, None if there will be none."""
-    try:
-        return connection.recv()
-    except (EOFError, OSError):
-        return None
+def _arrivals(connection: Connection) -> Iterator[Any]:
+    """What the other end forwards, one by one, until it says or shows that this was all."""
+    with suppress(EOFError, OSError):
+        while True:
+            for item in connection.recv():
+                if item is None:
+                    return
+                yield item

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ from contextlib import asynccontextmanager
 import pytest
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, QueueFullError, SamplingParams
+from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, QueueFullError, SamplingParams, worker
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
@@ -293,3 +294,17 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
     asyncio.run(main())
     assert "has been restarted, 1 of 1 times" in caplog.text
     assert not multiprocessing.active_children()
+
+
+def test_what_waits_crosses_the_pipe_at_once():
+    """A reader that falls behind gets all of it by one read; what lies behind the end is nobody's."""
+    items, (ours, theirs) = queue.SimpleQueue(), multiprocessing.Pipe()
+    for item in (1, 2, 3, None, 4):
+        items.put(item)
+    worker._forward(items, theirs)
+    assert ours.recv() == [1, 2, 3, None]
+    for batch in ([1], [2, 3], [4, None, 5]):
+        theirs.send(batch)
+    assert list(worker._arrivals(ours)) == [1, 2, 3, 4]
+    theirs.close()
+    assert list(worker._arrivals(ours)) == [], "the other process has died"
