@@ -70,12 +70,12 @@ def _option(name: str) -> Any:
 @_with_settings
 def serve(
     model: Annotated[str | None, typer.Argument(help="Hub name or local folder; none is the embedded model.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings by their names.")] = None,
+    config: Annotated[Path | None, typer.Option(envvar="FA_SERVE_CONFIG", help="TOML or YAML file of settings.")] = None,
     **flags: Any,
 ) -> None:
     """Serve MODEL over OpenAI's API.
 
-    Every option is also FA_SERVE_<NAME> in the environment and <name> in the TOML file; a flag wins over the environment, the
+    Every option is also FA_SERVE_<NAME> in the environment and <name> in the file; a flag wins over the environment, the
     environment over the file. API keys: FA_SERVE_API_KEYS, or --api-key-file.
     """
     report = StartUp()
@@ -95,10 +95,11 @@ def serve(
     report.mark("import", f"torch {torch.__version__}, transformers {version('transformers')}")
     try:
         engine_config = settings.engine_config()
+        engine = AsyncEngine(engine_config)
+        service = create_app(engine, settings)
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
     report.mark("config", f"{engine_config.model_name}, dtype {engine_config.dtype}, device {engine_config.device}")
-    engine = AsyncEngine(engine_config)
 
     def ready(url: str) -> None:
         report.mark("ready", f"after {time.perf_counter() - report.begin:.2f} s in all")
@@ -110,7 +111,7 @@ def serve(
         key = " -H 'Authorization: Bearer KEY'" if keys else ""
         typer.echo(f"\n{url}\n\ncurl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n")
 
-    server = Server(create_app(engine, settings), settings.host, settings.port, settings.drain_timeout, ready)
+    server = Server(service, settings.host, settings.port, settings.drain_timeout, ready)
     logging.getLogger("fa_serve.engine").addHandler(report)
     try:
         server.run()
