@@ -1,0 +1,93 @@
+"""What each idea of the Hopper forward brings: the chosen tile beside the same with one thing changed (docs/kernels.md, 5).
+
+python benchmarks/ablate_hopper.py        # about 50 s; 16k tokens, hidden size 2048, bfloat16
+
+Each variant is checked against PyTorch in float32 first, side by side in processes, which also compiles it; then variants of
+a cell are timed in turn, and a figure is the variant's time over that of the choice: above 1 the choice is better.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+from statistics import median
+
+import torch
+from measure import milliseconds
+
+from fa_serve.backends.hopper.tiles import Schedule, TileConfig, forward_tiles
+
+SEQLENS = (1024, 4096, 16384)
+CELLS = [(dim, causal, seqlen) for dim in (64, 128, 256) for causal in (False, True) for seqlen in SEQLENS]
+ROUNDS = 4
+
+
+def variants(dim: int, causal: bool, seqlen: int) -> dict[str, TileConfig]:
+    tile = forward_tiles(dim, dim, causal, seqlen, seqlen, False)
+    found = {
+        "chosen": tile,
+        "no overlap": replace(tile, overlap=False),
+        "ping-pong toggled": replace(tile, pingpong=not tile.pingpong),
+        "softmax first toggled": replace(tile, softmax_first=not tile.softmax_first),
+        "static": replace(tile, schedule=Schedule.STATIC),
+        "grid": replace(tile, schedule=Schedule.GRID),
+        "queries in registers toggled": replace(tile, q_registers=not tile.q_registers),
+    }
+    if tile.q_stages == 2:
+        found["one Q slot"] = replace(tile, q_stages=1)
+    if tile.groups == 2:
+        found["half the keys"] = replace(tile, block_n=tile.block_n // 2, stages=tile.stages * 2)
+    if tile.groups == 3:
+        found["two warpgroups"] = replace(tile, groups=2)
+    return found
+
+
+def launch(qkv: list[torch.Tensor], causal: bool, tile: TileConfig) -> torch.Tensor:
+    from fa_serve.backends.hopper.forward import launch_forward
+
+    window_size = (-1, 0 if causal else -1)
+    options = {"softmax_scale": qkv[0].shape[-1] ** -0.5, "window_size": window_size, "softcap": 0.0, "sinks": None}
+    return launch_forward(*qkv, **options, out=None, return_lse=False, tiles=tile)[0]
+
+
+def complaint(job: tuple[int, bool, TileConfig]) -> str:
+    """Why a variant is left out: it does not compile, or is wrong. Empty if it is right."""
+    dim, causal, tile = job
+    try:
+        qkv = [torch.randn(2, 700, 4, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        q, k, v = (x.transpose(1, 2).float() for x in qkv)
+        exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+        error = (launch(qkv, causal, tile).float() - exact).abs().max().item()
+    except Exception as failure:  # whatever the compiler says
+        return f"{type(failure).__name__}: {failure}"[:100].replace("\n", " ")
+    return "" if error < 2e-2 else f"error {error}"
+
+
+def main() -> None:
+    jobs = sorted({(dim, causal, tile) for dim, causal, n in CELLS for tile in variants(dim, causal, n).values()}, key=repr)
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        complaints = dict(zip(jobs, pool.map(complaint, jobs, chunksize=1), strict=True))
+    for job, reason in complaints.items():
+        if reason:
+            print("left out:", *job, reason)
+    table: dict[tuple[str, int, bool], dict[int, float]] = {}
+    for dim, causal, seqlen in CELLS:
+        shape = (16384 // seqlen, seqlen, 2048 // dim, dim)
+        qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        tiles = {name: tile for name, tile in variants(dim, causal, seqlen).items() if not complaints[dim, causal, tile]}
+        names, times = list(tiles), {name: [] for name in tiles}
+        for turn in range(ROUNDS):
+            for name in names[2 * turn :] + names[: 2 * turn]:
+                tile = tiles[name]
+                times[name].append(milliseconds(lambda q=qkv, c=causal, t=tile: launch(q, c, t), warmup=2, rep=8))
+        for name in names:
+            table.setdefault((name, dim, causal), {})[seqlen] = median(times[name]) / median(times["chosen"])
+    print("time over the choice's, at", *SEQLENS)
+    for (name, dim, causal), ratios in sorted(table.items()):
+        if name != "chosen":
+            cells = "  ".join(f"{ratios.get(n, float('nan')):.2f}" for n in SEQLENS)
+            print(f"{name:30} d{dim} {'causal' if causal else 'full':6} {cells}")
+
+
+if __name__ == "__main__":
+    main()
