@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching import continuous_api, initiali
 
 import fa_serve
 from fa_serve.hf import continuous
+from fa_serve.spec import UnsupportedModelError
 
 NEW_TOKENS = 12
 
@@ -112,7 +113,7 @@ def test_a_cache_that_cannot_hold_the_heads() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, True, False])
-def test_asynchronous_batches_are_asked_for(asked: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_synchronous(asked: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     continuous.enable()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     resolve: Any = continuous_api.resolve_continuous_batching_config
@@ -122,8 +123,12 @@ def test_asynchronous_batches_are_asked_for(asked: bool | None, monkeypatch: pyt
         config._attn_implementation_internal = name
         wanted = ContinuousBatchingConfig(use_cuda_graph=True, use_async_batching=asked, max_blocks_per_request=0)
         theirs = resolve.__wrapped__(config, wanted, None, False, **later).use_async_batching
+        if ours and asked:
+            with pytest.raises(UnsupportedModelError, match="use_async_batching unset, got True"):
+                resolve(config, wanted, None, False, **later)
+            continue
         chosen = resolve(config, wanted, None, False, **later).use_async_batching
-        assert chosen == (bool(asked) if ours else theirs)
+        assert chosen == (False if ours else theirs)
         assert wanted.use_async_batching is asked
 
 

@@ -181,12 +181,18 @@ def _passing(original: Any) -> Any:
 
 
 def _synchronous(original: Any) -> Any:
-    """Asynchronous batches gave other tokens on a GPU that others kept busy (docs/log.md): one has to ask for them."""
+    """Asynchronous batches gave other tokens on a GPU that others kept busy, cause unknown (docs/log.md): they are refused."""
 
     @functools.wraps(original)
     def resolve(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = config._attn_implementation in (NAME, PAGED_NAME)
+        if ours and cb_config.use_async_batching:
+            raise UnsupportedModelError(
+                "generate_batch with fa_serve runs synchronous batches alone: asynchronous ones have given wrong tokens on a "
+                "busy GPU. Leave use_async_batching unset, got True"
+            )
         resolved = original(config, cb_config, *args, **kwargs)
-        if config._attn_implementation in (NAME, PAGED_NAME) and cb_config.use_async_batching is None:
+        if ours:
             resolved.use_async_batching = False
         return resolved
 
