@@ -102,6 +102,15 @@ def test_a_watched_launch_takes_tritons_own_way(kernel: Kernel, monkeypatch: pyt
     assert not kernel.launched
 
 
+def test_another_release_of_triton_is_launched_as_it_documents(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KNOWN", False)
+    launch(kernel, **BASE)
+    launch(kernel, **BASE)
+    assert kernel.compiled == 1
+    assert [grid for grid, _ in kernel.watched] == [(3, 1, 1)]
+    assert not kernel.launched
+
+
 @pytest.mark.parametrize("launcher", [CudaLauncher, HIPLauncher])
 def test_what_runs_a_compiled_kernel_is_tritons_own(launcher: type) -> None:
     """Behind these come the packed metadata, that of the launch, two hooks and the kernel's arguments."""
