@@ -149,7 +149,7 @@ class Engine:
             if timeout is not None:
                 heappush(self._deadlines, (request.arrival + timeout, next(self._serial), timeout, request))
             if self.tokenizer is not None:
-                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, params.stop)
+                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, params.stop, params.skip_special_tokens)
                 self._streams[request.request_id] = stream
         self._groups.add(request_id, params)
 

@@ -182,6 +182,13 @@ def test_text_is_what_the_tokenizer_writes_after_the_prompt(make_engine, tokeniz
     assert whole.rstrip("\ufffd") == ("the quick" + completion.text).rstrip("\ufffd")
 
 
+def test_special_tokens_are_text_where_they_are_wanted(make_engine, tokenizer) -> None:
+    special = tokenizer.all_special_ids[0]
+    wanted = SamplingParams(max_tokens=2, allowed_token_ids=(special,), ignore_eos=True, skip_special_tokens=False)
+    shown, hidden = make_engine().generate(["the quick"] * 2, [wanted, replace(wanted, skip_special_tokens=True)])
+    assert (shown.text, hidden.text) == (2 * tokenizer.convert_ids_to_tokens(special), "")
+
+
 def test_a_stop_string_ends_the_answer_before_itself(make_engine, tokenizer) -> None:
     params = SamplingParams(max_tokens=40, seed=3)
     text = make_engine().generate(["the quick"], params)[0].text
