@@ -112,13 +112,14 @@ class Settings(BaseSettings):
         return tuple(keys)
 
     def engine_config(self) -> EngineConfig:
-        """The part that is the engine's. The queue is not: it is bounded before the engine, where keys are known."""
+        """The part that is the engine's. The queue is bounded before the engine, where keys are known, so the engine's own bound
+        is wider: it learns of clients that have left only when it takes in their aborts."""
         from dataclasses import fields
 
         from fa_serve.engine import EngineConfig
 
-        names = {field.name for field in fields(EngineConfig)} & type(self).model_fields.keys() - {"max_waiting"}
-        return EngineConfig(**{name: getattr(self, name) for name in names})
+        given = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
+        return EngineConfig(**given | {"max_waiting": self.max_waiting + 1024})
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:

@@ -48,8 +48,13 @@ def test_every_setting_is_a_flag():
 
 def test_engine_settings_are_the_engines():
     for field in fields(EngineConfig):
-        if field.name != "max_waiting":  # the engine's queue has no bound of its own accord
-            assert Settings.model_fields[field.name].default == field.default, field.name
+        assert Settings.model_fields[field.name].default == field.default, field.name
+
+
+def test_the_engine_refuses_nobody_whom_the_service_lets_wait():
+    config = load({"max_waiting": 5000, "max_num_seqs": 7, "page_size": 3}).engine_config()
+    assert config.max_waiting > 5000
+    assert (config.max_num_seqs, config.page_size, config.seed) == (7, 3, None)
 
 
 @pytest.mark.parametrize(("name", "sign"), [("fa-serve.toml", " ="), ("fa-serve.yaml", ":")])
