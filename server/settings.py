@@ -112,7 +112,7 @@ class Settings(BaseSettings):
         return tuple(keys)
 
     def engine_config(self) -> EngineConfig:
-        """The part that is the engine's. The queue is bounded before the engine, where keys are known, so the engine's own bound
+        """The part that is the engine's. The queue is bounded before the engine, where keys are known, so the engine's bound
         is wider: it learns of clients that have left only when it takes in their aborts."""
         from dataclasses import fields
 
