@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from fa_serve.engine import kv_cache
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.cuda_graphs import DecodeGraphs, Inputs, pad
+from fa_serve.engine.cuda_graphs import Inputs, Shape, StepGraphs, pad
 from fa_serve.engine.fusion import fuse
 from fa_serve.engine.invariant import NUM_SPLITS, invariant
 from fa_serve.engine.request import Request, SamplingParams, TokenLogprob
@@ -101,7 +101,7 @@ class ModelRunner:
         self.vocab_size = int(cast(Any, model).get_output_embeddings().weight.shape[0])
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
-        self.max_num_seqs = config.max_num_seqs
+        self.max_num_seqs, self._max_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.layers = attention_layers(model)
         self._deterministic = config.deterministic
         self._options: dict[str, Any] = {"num_splits": NUM_SPLITS} if config.deterministic else {}  # of PagedBatch
@@ -111,7 +111,7 @@ class ModelRunner:
         if config.fusion and not config.eager and not config.deterministic:
             fuse(model)
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._counts: TokenCounts | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         # per slot, on the host: the pages of its sequence, and how many of them are filled in
@@ -139,9 +139,11 @@ class ModelRunner:
     @torch.inference_mode()
     def make_graphs(self) -> None:
         """Capture the largest decoding step, if this model can be; call it once, when the cache has its final place."""
-        graphs = DecodeGraphs(
-            self._forward, self.kv_caches, self._device_table, max_batch=self.max_num_seqs, page_size=self.page_size,
-            vocab=self.vocab_size, dtype=self.model.dtype, **self._options,
+        graphs = StepGraphs(
+            self._forward, self._inputs, self.device, max_batch=self.max_num_seqs, max_tokens=self._max_tokens,
+            max_keys=self._table.shape[1] * self.page_size, vocab=self.vocab_size, dtype=self.model.dtype,
+            # attention over float8 keys takes the longest prompt there may be for the longest there is
+            prompts=not self._options, rehearse=not self._deterministic,
         )  # fmt: skip
         try:
             graphs.capture_largest()
@@ -163,14 +165,11 @@ class ModelRunner:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.allocate(1, max_model_len)
-        self.sample(self.launch(_full_step(config, config.max_num_batched_tokens, max_model_len))).read()
+        before = torch.cuda.memory_allocated(self.device)
+        self.sample(self.launch(_full_step(config, max_model_len))).read()
         peak = torch.cuda.max_memory_allocated(self.device)
         if not self.eager:
-            # graphs keep a memory of their own, about that of a decoding step
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            self.sample(self.launch(_full_step(config, config.max_num_seqs, max_model_len))).read()
-            peak += torch.cuda.max_memory_allocated(self.device) - before
+            peak += peak - before  # graphs keep a memory of their own, of their largest step
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         self.kv_caches = []
@@ -237,7 +236,7 @@ class ModelRunner:
             return self._graphs.run(step.inputs)
         except RuntimeError as error:
             inputs, self._graphs = self._graphs.inputs(step.inputs), None
-            log.warning("decoding without CUDA graphs from now on: %s", error)
+            log.warning("no CUDA graphs from now on: %s", error)
             return self._forward(inputs)
 
     def _forward(self, inputs: Inputs) -> Tensor:
@@ -276,40 +275,37 @@ class ModelRunner:
             "slots": slots,
             "seqused_k": seqused.astype(np.int32),
         }
+        decoding, starts_q = max_seqlen_q == 1 and bool(samples.all()), np.concatenate([[0], ends])
+        if self._deterministic and not decoding:
+            # each token is a sequence of its own, which ends with it
+            arrays |= {"slots": np.repeat(slots, lengths), "seqused_k": (positions + 1).astype(np.int32)}
+            starts_q, max_seqlen_q = np.arange(ends[-1] + 1), 1
+        arrays["cu_seqlens_q"] = starts_q.astype(np.int32)
+        firsts = zip(batch.chunks, ends - lengths, strict=True)
+        rows = [np.arange(first, first + chunk.prompt_rows) for chunk, first in firsts if chunk.prompt_rows]
+        arrays["logits_indices"] = np.concatenate([ends[samples] - 1, *rows])
         requests = [chunk.request for chunk in batch.chunks if chunk.samples]
         sampling = sampling_arrays(requests, seqused[samples].tolist(), self.vocab_size)
-        others = sampling | self._table_changes()
+        others = sampling | self._table_changes() | {"sampled_slots": slots[samples]}
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         if wanted:
             others["logprob_rows"] = np.array(wanted, dtype=np.int64)
-        shape = None
-        if self._graphs is not None and max_seqlen_q == 1 and samples.all():
-            shape = self._graphs.shape_for(len(slots), max_seqlen_k)
-            padded = pad(arrays, shape[0]) | others
-            if packed_size(padded) <= len(self._graphs.block):
-                sent = send(padded, self.device, self._graphs.block)
-                sent["sampled_slots"] = sent["slots"][: len(slots)]
-            else:
-                shape = None
-        if shape is None and self._deterministic:
-            # each token is a sequence of its own, which ends with it
-            arrays |= {"slots": np.repeat(slots, lengths), "seqused_k": (positions + 1).astype(np.int32)}
-        if shape is None:
-            firsts = zip(batch.chunks, ends - lengths, strict=True)
-            rows = [np.arange(first, first + chunk.prompt_rows) for chunk, first in firsts if chunk.prompt_rows]
-            arrays["logits_indices"] = np.concatenate([ends[samples] - 1, *rows])
-            if rows:
-                targets = [c.request.prompt[c.start + 1 : c.start + 1 + c.prompt_rows] for c in batch.chunks if c.prompt_rows]
-                others["prompt_targets"] = np.concatenate([np.array(x, dtype=np.int64) for x in targets])
-            starts_q = np.arange(ends[-1] + 1) if self._deterministic else np.concatenate([[0], ends])
-            arrays["cu_seqlens_q"] = starts_q.astype(np.int32)
-            arrays["sampled_slots"] = slots[samples]
-            sent = send(arrays | others, self.device)
+        shape, padded = None, {}
+        if rows:
+            targets = [c.request.prompt[c.start + 1 : c.start + 1 + c.prompt_rows] for c in batch.chunks if c.prompt_rows]
+            others["prompt_targets"] = np.concatenate([np.array(x, dtype=np.int64) for x in targets])
+        elif self._graphs is not None:
+            shape = self._graphs.shape_for(len(ids), len(slots), max_seqlen_k, decoding=decoding)
+            padded = {} if shape is None else pad(arrays, shape) | others
+        if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):
+            sent = send(padded, self.device, self._graphs.block)
+        else:
+            shape, sent = None, send(arrays | others, self.device)
         if self._changed:
             self._device_table.view(-1).index_copy_(0, sent["table_index"], sent["table_pages"])
             self._changed.clear()
         return _Step(
-            inputs=shape or self._inputs(sent, max_seqlen_q, max_seqlen_k, fresh=not starts.any()),
+            inputs=shape or self._inputs(sent, max_seqlen_q, max_seqlen_k, fresh=not starts.any() and not self._deterministic),
             sampled_slots=sent["sampled_slots"],
             logprob_rows=sent.get("logprob_rows"),
             prompt_targets=sent.get("prompt_targets"),
@@ -319,21 +315,21 @@ class ModelRunner:
             ),
         )
 
-    def _inputs(self, sent: dict[str, Tensor], max_seqlen_q: int, max_seqlen_k: int, *, fresh: bool) -> Inputs:
-        width = -(-max_seqlen_k // self.page_size)
+    def _inputs(self, fields: Mapping[str, Tensor], queries: int, keys: int, *, fresh: bool = False) -> Inputs:
+        width = -(-keys // self.page_size)
         return Inputs(
-            input_ids=sent["input_ids"],
-            position_ids=sent["position_ids"],
-            logits_indices=sent["logits_indices"],
+            input_ids=fields["input_ids"],
+            position_ids=fields["position_ids"],
+            logits_indices=fields["logits_indices"],
             paged=PagedBatch(
                 kv_caches=self.kv_caches,
-                slot_mapping=sent["slot_mapping"],
-                block_table=self._device_table[:, :width].index_select(0, sent["slots"]),
-                seqused_k=sent["seqused_k"],
-                cu_seqlens_q=sent["cu_seqlens_q"],
-                max_seqlen_q=1 if self._deterministic else max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-                fresh=fresh and not self._deterministic,
+                slot_mapping=fields["slot_mapping"],
+                block_table=self._device_table[:, :width].index_select(0, fields["slots"]),
+                seqused_k=fields["seqused_k"],
+                cu_seqlens_q=fields["cu_seqlens_q"],
+                max_seqlen_q=queries,
+                max_seqlen_k=keys,
+                fresh=fresh,
                 **self._options,
             ),
         )
@@ -373,17 +369,17 @@ class Forward:
 class _Step:
     """inputs: or the shape of a graph, if they are in its block"""
 
-    inputs: Inputs | tuple[int, int]
+    inputs: Inputs | Shape
     sampled_slots: Tensor
     logprob_rows: Tensor | None
     prompt_targets: Tensor | None
     sampling: SampleParams
 
 
-def _full_step(config: EngineConfig, num_tokens: int, max_model_len: int) -> ScheduledBatch:
-    """That many tokens and as many sampled rows as a step may have, on page 0, with the costliest sampling."""
-    count = min(config.max_num_seqs, num_tokens)
-    length = min(num_tokens // count, max_model_len)
+def _full_step(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
+    """As many tokens and sampled rows as a step may have, on page 0, with the costliest sampling."""
+    count = min(config.max_num_seqs, config.max_num_batched_tokens)
+    length = min(config.max_num_batched_tokens // count, max_model_len)
     batch = ScheduledBatch()
     for slot in range(count):
         request = Request(

@@ -1,16 +1,17 @@
-"""Decoding through fixed buffers gives the tokens of eager steps. What records kernels is replaced by a plain call: the rest,
+"""Steps through fixed buffers give the tokens of eager steps. What records kernels is replaced by a plain call: the rest,
 buffers, padding and sizes, is what runs on a GPU."""
 
 from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 import torch
-from tiny_models import greedy, make_model
+from tiny_models import greedy, make_model, random_prompts
 
 from fa_serve.engine import SamplingParams, cuda_graphs, model_runner
-from fa_serve.engine.cuda_graphs import batch_sizes
+from fa_serve.engine.cuda_graphs import Shape, batch_sizes, pad
 from fa_serve.engine.worker import Add, ThreadWorker
 
 PROMPTS = [[3, 4, 5], [6] * 9, [7, 8], [9], [10, 11, 12, 13]]
@@ -32,11 +33,21 @@ def recorded(monkeypatch) -> list[int]:
     return calls
 
 
+def decoding(engine) -> list[tuple[int, int]]:
+    """Sequences and keys of what is captured of decoding steps, in order."""
+    return [(x.batch, x.keys) for x in engine._runner._graphs._replays if x.queries == 1]
+
+
+def prompts(engine) -> list[tuple[int, int, int]]:
+    """Tokens, sequences and keys of what is captured of steps with prompts, in order."""
+    return [(x.tokens, x.batch, x.keys) for x in engine._runner._graphs._replays if x.queries > 1]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_replayed_steps_give_the_same_tokens(make_engine, recorded, family) -> None:
     engine = make_engine(family, max_num_seqs=5)
     engine._runner.make_graphs()
-    assert list(engine._runner._graphs._replays) == [(5, 256)], "the largest first"
+    assert decoding(engine) == [(5, 256)], "the largest first"
     params = [SamplingParams(max_tokens=4 * i, temperature=0.0) for i in range(1, 6)]
     completions = engine.generate(PROMPTS, params)
     reference = make_model(family)
@@ -45,7 +56,8 @@ def test_replayed_steps_give_the_same_tokens(make_engine, recorded, family) -> N
     # all prompts in one eager step, then 3, 4, 4, 4 and 4 steps with 5 to 1 sequences; the first of sizes 4, 2 and 1 records
     assert engine.stats().num_steps - 1 == 19
     assert len(recorded) == 19 - 3
-    assert sorted(engine._runner._graphs._replays) == [(1, 256), (2, 256), (4, 256), (5, 256)]
+    assert sorted(decoding(engine)) == [(1, 256), (2, 256), (4, 256), (5, 256)]
+    assert not prompts(engine)
     engine.check_integrity()
 
 
@@ -102,7 +114,7 @@ def test_a_size_that_cannot_be_recorded_later_turns_graphs_off(make_engine, reco
     monkeypatch.setattr(cuda_graphs, "record", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
     tokens = engine.generate([[3, 4]], SamplingParams(max_tokens=5, temperature=0.0))[0].token_ids
     assert tokens == greedy(make_model(), [3, 4], 5)
-    assert "decoding without CUDA graphs from now on: no memory" in caplog.text
+    assert "no CUDA graphs from now on: no memory" in caplog.text
 
 
 def test_there_are_graphs_for_a_few_lengths(make_engine, recorded, monkeypatch) -> None:
@@ -122,18 +134,18 @@ def test_there_are_graphs_for_a_few_lengths(make_engine, recorded, monkeypatch) 
     completions = engine.generate(asked, [SamplingParams(max_tokens=n, temperature=0.0) for n in (9, 30)])
     assert [c.token_ids for c in completions] == [greedy(reference, p, n) for p, n in zip(asked, (9, 30), strict=True)]
     assert graphs._graphs.lengths == [8, 20, 256], "the longest there can be is one of them"
-    assert sorted(graphs._graphs._replays) == [(1, 20), (1, 256), (2, 8), (2, 20), (2, 256)]
+    assert sorted(decoding(engine)) == [(1, 20), (1, 256), (2, 8), (2, 20), (2, 256)]
     assert set(seen) == {((n, -(-k // 4)), k) for n, k in ((1, 20), (1, 256), (2, 8), (2, 20))}, "as wide as the length"
 
 
-@pytest.mark.parametrize("room", [0, 1 << 20])
-def test_a_step_that_the_block_has_no_room_for_is_eager(make_engine, recorded, monkeypatch, room) -> None:
-    monkeypatch.setattr(cuda_graphs, "ROOM", room)
+@pytest.mark.parametrize("room", [448, 1 << 20])
+def test_a_step_that_the_block_has_no_room_for_is_eager(make_engine, recorded, room) -> None:
     engine = make_engine()
     engine._runner.make_graphs()
+    engine._runner._graphs.block = engine._runner._graphs.block[:room]
     params = SamplingParams(max_tokens=9, temperature=0.0, logit_bias={7: 100.0})
     assert [c.token_ids for c in engine.generate(PROMPTS, params)] == [[7] * 9] * 5
-    assert bool(recorded) == bool(room)
+    assert bool(recorded) == (room > 448)
 
 
 def test_only_new_pages_are_sent(make_engine, recorded, monkeypatch) -> None:
@@ -177,7 +189,8 @@ def test_batch_sizes(largest, sizes) -> None:
 
 def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, recorded, monkeypatch) -> None:
     monkeypatch.setattr(cuda_graphs, "LENGTHS", (16,))
-    engine = make_engine(max_num_seqs=6)
+    monkeypatch.setattr(cuda_graphs, "BATCHES", (2,))
+    engine = make_engine(max_num_seqs=6, max_num_batched_tokens=700)
     engine._runner.make_graphs()
     graphs = engine._runner._graphs
     seen: list[tuple[list[int], bool]] = []
@@ -186,7 +199,7 @@ def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, r
     def watched(inputs):
         lengths = inputs.paged.cu_seqlens_q.diff().tolist()
         seen.append((lengths, inputs.paged.fresh))
-        assert inputs.paged.slot_mapping.tolist() == [-1] * sum(lengths), "nothing is written"
+        assert set(inputs.paged.slot_mapping.tolist()) == {-1}, "nothing is written"
         return forward(inputs)
 
     graphs._forward = watched
@@ -196,19 +209,24 @@ def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, r
     steps = 0
     while engine.prepare_one():
         steps += 1
-    assert steps == len(cuda_graphs.REHEARSALS) + 7
+    in_advance = [64, 128, 192, 256, 320, 384, 448, 512, 704]
+    assert steps == len(cuda_graphs.REHEARSALS) + 7 + 4 * len(in_advance) - 1, "the largest came before another"
     assert seen[: len(cuda_graphs.REHEARSALS)] == [
         ([128], True), *[([1] * 5 + [128], False)] * 3, ([1, 128], False), ([1, 48], False), ([48], True)
     ]  # fmt: skip
     shapes = [(6, 256), (1, 16), (2, 16), (4, 16), (6, 16), (1, 256), (2, 256), (4, 256)]
-    assert list(graphs._replays) == shapes, "the largest at the start, then few keys first"
+    assert decoding(engine) == shapes, "the largest at the start, then few keys first"
+    first, *others = prompts(engine)
+    assert first == (704, 6, 256), "lest the pool of memory grows bit by bit"
+    sizes = [(n, batch, keys) for keys in (16, 256) for batch in (2, 6) for n in in_advance]
+    assert others == [size for size in sizes if size != first]
     assert torch.equal(cached, before)
     assert not engine.prepare_one(), "nothing is left"
     assert not recorded, "captured, not replayed"
     graphs._forward = forward
     completions = engine.generate(PROMPTS, SamplingParams(max_tokens=9, temperature=0.0))
     assert [c.token_ids for c in completions] == [greedy(make_model(), p, 9) for p in PROMPTS]
-    assert len(recorded) == 8, "every decoding step"
+    assert len(recorded) == 9, "every step"
 
 
 def test_a_step_that_nobody_prepared_takes_a_graph_with_a_little_padding(make_engine, recorded, monkeypatch) -> None:
@@ -216,16 +234,21 @@ def test_a_step_that_nobody_prepared_takes_a_graph_with_a_little_padding(make_en
     engine = make_engine(max_num_seqs=40)
     engine._runner.make_graphs()
     graphs = engine._runner._graphs
-    assert graphs.shape_for(33, 10) == (40, 16), "as long as nobody prepares the exact one"
-    assert graphs.shape_for(30, 10) == (32, 16)
+
+    def found(batch: int) -> tuple[int, int]:
+        shape = graphs.shape_for(batch, batch, 10, decoding=True)
+        return shape.batch, shape.keys
+
+    assert found(33) == (40, 16), "as long as nobody prepares the exact one"
+    assert found(30) == (32, 16)
     graphs.prepare_one()
-    assert graphs.shape_for(33, 10) == (40, 256)
-    assert graphs.shape_for(30, 10) == (40, 256), "a quarter more"
-    assert graphs.shape_for(24, 10) == (24, 16), "which would be two thirds more"
-    prompts = [[3 + i, 4] for i in range(33)]
-    completions = engine.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0))
-    assert [c.token_ids for c in completions] == [greedy(make_model(), p, 4) for p in prompts]
-    assert list(graphs._replays) == [(40, 256)]
+    assert found(33) == (40, 256)
+    assert found(30) == (40, 256), "a quarter more"
+    assert found(24) == (24, 16), "which would be two thirds more"
+    asked = [[3 + i, 4] for i in range(33)]
+    completions = engine.generate(asked, SamplingParams(max_tokens=4, temperature=0.0))
+    assert [c.token_ids for c in completions] == [greedy(make_model(), p, 4) for p in asked]
+    assert decoding(engine) == [(40, 256)]
     assert len(recorded) == 3
 
 
@@ -245,7 +268,7 @@ def test_a_capture_that_fails_in_an_idle_moment_is_the_last_one(make_engine, rec
     monkeypatch.setattr(cuda_graphs, "record", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
     while engine.prepare_one():
         pass
-    assert "no more decoding steps are captured in advance: no memory" in caplog.text
+    assert "no more steps are captured in advance: no memory" in caplog.text
     monkeypatch.setattr(cuda_graphs, "record", record)
     assert not engine.prepare_one()
     assert engine.generate([[3, 4]], SamplingParams(max_tokens=5, temperature=0.0))[0].token_ids == greedy(
@@ -271,9 +294,117 @@ def test_a_worker_prepares_between_requests_and_stops_at_a_command(make_engine, 
     monkeypatch.setattr(engine, "prepare_one", watched)
     worker.start()
     for _ in range(2000):
-        if len(engine._runner._graphs._replays) == 3 and messages:
+        if len(decoding(engine)) == 3 and messages:
             break
         time.sleep(0.01)
     worker.stop()
-    assert next(iter(engine._runner._graphs._replays)) == (4, 256)
-    assert sorted(engine._runner._graphs._replays) == [(1, 256), (2, 256), (4, 256)]
+    assert decoding(engine)[0] == (4, 256)
+    assert sorted(decoding(engine)) == [(1, 256), (2, 256), (4, 256)]
+
+
+def run_mixed(engine) -> None:
+    """Prompts in chunks beside decoding sequences, in steps of at most 48 tokens."""
+    asked = random_prompts(12, 60)
+    params = [SamplingParams(max_tokens=5 + i, temperature=0.0) for i in range(12)]
+    completions = engine.generate(asked, params)
+    reference = make_model()
+    assert [c.token_ids for c in completions] == [
+        greedy(reference, p, q.max_tokens) for p, q in zip(asked, params, strict=True)
+    ]
+    engine.check_integrity()
+
+
+def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, recorded, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "LENGTHS", (128,))
+    monkeypatch.setattr(cuda_graphs, "BATCHES", (2,))
+    engine = make_engine(max_num_batched_tokens=48, max_num_seqs=5)
+    engine._runner.make_graphs()
+    graphs = engine._runner._graphs
+    lengths: list[list[int]] = []
+    shape_for = graphs.shape_for
+
+    def watched(tokens, batch, longest, *, decoding):
+        shape = shape_for(tokens, batch, longest, decoding=decoding)
+        if not decoding:
+            lengths.append([tokens, batch, 0 if shape is None else shape.batch])
+        return shape
+
+    graphs.shape_for = watched
+    run_mixed(engine)
+    taken = [batch for *_, batch in lengths]
+    assert taken.count(0) >= cuda_graphs.SIGHTINGS - 1, "not worth a capture before"
+    assert 5 in taken
+    assert all(tokens <= 48 and batch <= taken for tokens, batch, taken in lengths if taken)
+    assert prompts(engine)[0] == (64, 5, 256), "the largest first"
+    replays, eager = len(recorded), taken.count(0)
+    taken.clear()
+    lengths.clear()
+    run_mixed(engine)
+    assert len(recorded) > replays
+    assert [batch for *_, batch in lengths].count(0) == 0 < eager, "what has no graph of its own takes a larger one"
+
+
+def test_prompts_that_cannot_be_recorded_leave_decoding_its_graphs(make_engine, recorded, monkeypatch, caplog) -> None:
+    engine = make_engine(max_num_batched_tokens=48, max_num_seqs=5)
+    engine._runner.make_graphs()
+    graphs = engine._runner._graphs
+    forward = graphs._forward
+
+    def refused(inputs):
+        if inputs.paged.max_seqlen_q > 1:
+            raise RuntimeError("it looks at its prompts")
+        return forward(inputs)
+
+    graphs._forward = refused
+    run_mixed(engine)
+    assert caplog.text.count("steps with prompts run without CUDA graphs: it looks at its prompts") == 1
+    assert not prompts(engine)
+    assert recorded
+    assert decoding(engine)
+
+
+def test_there_are_never_more_graphs_of_prompts_than_most(make_engine, recorded, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MOST", 3)
+    engine = make_engine(max_num_batched_tokens=400, prefix_caching=False)
+    engine._runner.make_graphs()
+    for length in (350, 50, 100, 150, 200):
+        for _ in range(4):
+            engine.generate([[3] * min(length, 250), [4] * max(length - 250, 1)], SamplingParams(max_tokens=1, temperature=0.0))
+    assert [tokens for tokens, *_ in prompts(engine)] == [448, 384, 64]
+    while engine.prepare_one():
+        pass
+    assert len(prompts(engine)) == 3
+
+
+@pytest.mark.parametrize("settings", [{"deterministic": True}, {"kv_cache_dtype": "fp8"}], ids=["deterministic", "fp8"])
+def test_what_takes_every_length_for_the_longest_records_no_prompts(make_engine, recorded, settings) -> None:
+    engine = make_engine(**settings)
+    engine._runner.make_graphs()
+    for _ in range(5):
+        engine.generate(PROMPTS, SamplingParams(max_tokens=2, temperature=0.0))
+    assert recorded
+    assert not prompts(engine)
+
+
+def test_logprobs_of_prompts_are_computed_without_a_graph(make_engine, recorded) -> None:
+    engine = make_engine()
+    engine._runner.make_graphs()
+    for prompt_logprobs in (0, None):
+        for _ in range(4):
+            params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=prompt_logprobs)
+            (completion,) = engine.generate([[3, 4, 5]], params)
+            assert len(completion.prompt_logprobs or []) == (0 if prompt_logprobs is None else 3)
+        assert bool(prompts(engine)) == (prompt_logprobs is None)
+
+
+def test_padding_holds_no_keys_and_writes_none() -> None:
+    arrays = {
+        "input_ids": np.array([7, 8, 9]), "position_ids": np.array([4, 0, 1]), "slot_mapping": np.array([20, 32, 33]),
+        "slots": np.array([3, 1]), "seqused_k": np.array([5, 2]), "cu_seqlens_q": np.array([0, 1, 3]),
+        "logits_indices": np.array([2]),
+    }  # fmt: skip
+    assert {name: array.tolist() for name, array in pad(arrays, Shape(5, 6, 5, 1024)).items()} == {
+        "input_ids": [7, 8, 9, 0, 0], "position_ids": [4, 0, 1, 0, 0], "slot_mapping": [20, 32, 33, -1, -1],
+        "slots": [3, 1, 0, 0, 0, 0], "seqused_k": [5, 2, 0, 0, 0, 0], "cu_seqlens_q": [0, 1, 3, 4, 5, 5, 5],
+        "logits_indices": [2, 0, 0, 0, 0, 0],
+    }  # fmt: skip

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import random
 from typing import Any
 
 import pytest
 import torch
 from long_run import long_run
-from tiny_models import CONFIGS, greedy, make_model, make_tokenizer, random_prompts
+from tiny_models import CONFIGS, SIZES, greedy, make_model, make_tokenizer, random_prompts
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fa_serve.engine import Completion, Engine, EngineConfig, SamplingParams
 
@@ -23,6 +25,36 @@ def full_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_engine(family: str = "llama", **settings: Any) -> Engine:
     config = EngineConfig(**{"device": "cuda", "num_pages": 512, "max_num_seqs": 16, "seed": 0} | settings)
     return Engine(config, model=make_model(family).to("cuda"), tokenizer=make_tokenizer())
+
+
+def captured_prompts(engine: Engine) -> list[Any]:
+    graphs = engine._runner._graphs
+    assert graphs is not None
+    return [shape for shape in graphs._replays if shape.queries > 1]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prompts_beside_decoding_sequences_by_graph_give_what_eager_steps_give(head_dim: int) -> None:
+    """By the kernels for 16-bit numbers: of each prompt, cut in chunks as it may be, how likely its likeliest next token is."""
+    sizes = {"head_dim": head_dim, "hidden_size": 256, "vocab_size": 512, "initializer_range": 0.06, "num_attention_heads": 8}
+    draw = random.Random(0)
+    asked = [[draw.randrange(5, 512) for _ in range(draw.randint(1, 400))] for _ in range(160)]
+    params = [SamplingParams(max_tokens=draw.randint(1, 12), temperature=0.0, ignore_eos=True, logprobs=0) for _ in asked]
+    seen = []
+    for eager in (False, True):
+        torch.manual_seed(0)
+        config = LlamaConfig(**SIZES | sizes | {"max_position_embeddings": 1024})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
+        settings = {"num_pages": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 512}
+        engine = Engine(EngineConfig(device="cuda", seed=0, **settings), model=model)
+        assert engine._runner._graphs is not None
+        engine._runner._graphs._prompts &= not eager
+        completions = engine.generate(asked, params)
+        seen.append(torch.tensor([c.logprobs[0].logprob for c in completions if c.logprobs]))
+        assert eager != (len(captured_prompts(engine)) > 1)
+    assert len(seen[0]) == 160
+    assert seen[1].std() > 0.1, "prompts differ in it"
+    torch.testing.assert_close(seen[0], seen[1], atol=0.06, rtol=0.0)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -46,6 +78,8 @@ def test_greedy_tokens_are_those_of_generate(family: str, settings: dict[str, An
     assert [c.token_ids for c in completions] == [greedy(reference, prompt, 24) for prompt in asked]
     if "num_pages" in settings:
         assert engine.stats().num_preemptions > 0
+    if "max_num_batched_tokens" in settings:
+        assert captured_prompts(engine), "the same shape comes again and again"
     engine.check_integrity()
     assert engine.stats().num_pages_used == 0
 
