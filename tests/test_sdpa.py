@@ -7,7 +7,7 @@ import torch
 from cases import DENSE, PAGED, VARLEN, Case, check, params
 
 import fa_serve
-from fa_serve.testing import make_qkv
+from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 
 @pytest.mark.parametrize("case", params(DENSE))
@@ -73,3 +73,34 @@ def test_a_learned_mask_gets_its_gradient() -> None:
         gradients.append(bias.grad)
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 0.01
+
+
+def test_packed_sequences_have_gradients() -> None:
+    tensors = [x[0] for x in make_qkv(1, 12, 15, 4, 2, 16, dtype=torch.float64)]
+    packing = {
+        "cu_seqlens_q": cu_seqlens([5, 0, 6]),
+        "cu_seqlens_k": cu_seqlens([5, 3, 7]),
+        "max_seqlen_q": 6,
+        "max_seqlen_k": 7,
+    }
+    grads = []
+    for backend in ("sdpa", "reference"):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        fa_serve.attention_varlen(*leaves, **packing, causal=True, backend=backend).square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+def test_lse_is_float32_whatever_the_default_dtype_is() -> None:
+    """Models are loaded under a default of their own."""
+    (q,), k, v = make_qkv(1, 3, 5, 4, 2, 16)
+    k_cache, v_cache, table, used = make_paged(k, v, page_size=4)
+    paged = {"block_table": table, "seqused_k": used, "cu_seqlens_q": cu_seqlens([3]), "max_seqlen_q": 3}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        out, lse = fa_serve.attention_paged(q, k_cache, v_cache, **paged, return_lse=True, backend="sdpa")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+    exact = fa_serve.attention_paged(q, k_cache, v_cache, **paged, return_lse=True, backend="reference")
+    torch.testing.assert_close((out, lse), exact)

@@ -32,48 +32,29 @@ class SdpaBackend:
             return "a paged cache has no gradient"
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
-        sinks: Tensor | None, mask: Tensor | None, out: Tensor | None, return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        result, lse = _attend(q, k, v, softmax_scale, window_size, softcap, sinks, mask, return_lse)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+        result, lse = _attend(q, k, v, **options)
         return result if out is None else out.copy_(result), lse
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int], softcap: float, sinks: Tensor | None,
-        out: Tensor | None, return_lse: bool,
+        max_seqlen_k: int, out: Tensor | None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        outs, lses = [], []
+        result, lse = _without_keys(q, v.shape[-1], options["return_lse"])
         ends_k = pairwise(cu_seqlens_k.tolist())
         for (a, b), (c, d) in zip(pairwise(cu_seqlens_q.tolist()), ends_k, strict=True):
-            o, lse = _attend(
-                q[None, a:b], k[None, c:d], v[None, c:d], softmax_scale, window_size, softcap, sinks, None, return_lse
-            )
-            outs.append(o[0])
-            lses.append(lse)
-        result = torch.cat(outs) if outs else q.new_zeros(*q.shape[:2], v.shape[-1])
-        # rows past the last sequence belong to nobody: they are 0, as the reference has them
-        result = F.pad(result, (0, 0, 0, 0, 0, q.shape[0] - result.shape[0]))
-        merged = None
-        if return_lse:
-            parts = [x[0] for x in lses if x is not None]
-            merged = torch.cat(parts, dim=1) if parts else torch.empty(q.shape[1], 0, device=q.device)
-            merged = F.pad(merged, (0, q.shape[0] - merged.shape[1]), value=NEG_INF)
-        return result if out is None else out.copy_(result), merged
+            _put(_attend(q[None, a:b], k[None, c:d], v[None, c:d], **options), result, lse, slice(a, b))
+        return result if out is None else out.copy_(result), lse
 
     def forward_paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int], softcap: float,
-        sinks: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int, out: Tensor | None,
-        return_lse: bool,
+        max_seqlen_q: int, max_seqlen_k: int, k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int,
+        out: Tensor | None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        page_size, left = k_cache.shape[1], window_size[0]
+        page_size, left = k_cache.shape[1], options["window_size"][0]
+        caches = ((k_cache, k_descale), (v_cache, v_descale))
         rows, lengths = list(pairwise(cu_seqlens_q.tolist())), seqused_k.tolist()
-        result = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
-        lse = torch.full((q.shape[1], q.shape[0]), NEG_INF, device=q.device) if return_lse else None
-        if sinks is not None and lse is not None:
-            lse.copy_(sinks.float()[:, None].expand_as(lse))
+        result, lse = _without_keys(q, v_cache.shape[-1], options["return_lse"])
 
         single = [b for b, (start, end) in enumerate(rows) if end - start == 1 and lengths[b] > 0]
         longest = max((lengths[b] for b in single), default=0)
@@ -83,35 +64,20 @@ class SdpaBackend:
         if single:
             # one call for all decoding sequences: positions past a sequence's end read its first key and are masked out
             index = torch.tensor(single, device=q.device)
-            position = torch.arange(longest, device=q.device)
-            hidden = position[None] >= seqused_k[index, None]
-            if left >= 0:
-                hidden |= position[None] < seqused_k[index, None] - 1 - left
-            position = position[None].expand_as(hidden).masked_fill(position[None] >= seqused_k[index, None], 0)
+            used, position = seqused_k[index, None], torch.arange(longest, device=q.device)[None]
+            seen = (position < used) & (position >= (used - 1 - left if left >= 0 else 0))
+            position = torch.where(position < used, position, 0)
             pages = block_table[index].long().gather(1, position // page_size)
-            k, v = (
-                _read(c, (pages, position % page_size), s, q.dtype) for c, s in ((k_cache, k_descale), (v_cache, v_descale))
-            )
+            k, v = (_read(cache, (pages, position % page_size), descale, q.dtype) for cache, descale in caches)
             at = cu_seqlens_q[index].long()
-            o, o_lse = _attend(
-                q[at][:, None], k, v, softmax_scale, (-1, -1), softcap, sinks, ~hidden[:, None, None], return_lse
-            )
-            result[at] = o[:, 0]
-            if lse is not None and o_lse is not None:
-                lse[:, at] = o_lse[:, :, 0].T.to(lse.dtype)
+            everything = options | {"window_size": (-1, -1), "mask": seen[:, None, None]}
+            _put(_attend(q[at][:, None], k, v, **everything), result, lse, at)
         for b in sorted(set(range(len(rows))) - set(single)):
-            start, end = rows[b]
-            if start == end or lengths[b] == 0:
-                continue
-            pages = block_table[b, : -(-lengths[b] // page_size)]
-            k, v = (_read(c, (pages,), s, q.dtype).flatten(0, 1)[: lengths[b]]
-                    for c, s in ((k_cache, k_descale), (v_cache, v_descale)))  # fmt: skip
-            o, o_lse = _attend(
-                q[None, start:end], k[None], v[None], softmax_scale, window_size, softcap, sinks, None, return_lse
-            )
-            result[start:end] = o[0]
-            if lse is not None and o_lse is not None:
-                lse[:, start:end] = o_lse[0]
+            (start, end), length = rows[b], lengths[b]
+            if start < end:
+                pages = block_table[b, : -(-length // page_size)]
+                k, v = (_read(cache, (pages,), descale, q.dtype).flatten(0, 1)[None, :length] for cache, descale in caches)
+                _put(_attend(q[None, start:end], k, v, **options), result, lse, slice(start, end))
         return result if out is None else out.copy_(result), lse
 
     def store_kv(
@@ -141,9 +107,24 @@ def _read(cache: Tensor, index: tuple[Tensor, ...], descale: Tensor | None, dtyp
     return (cache.view(torch.uint8)[index].view(cache.dtype).float() * descale[:, None]).to(dtype)
 
 
+def _without_keys(q: Tensor, head_dim_v: int, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """out and lse of packed queries that see nothing, such as rows behind the last sequence, which belong to nobody."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_full((q.shape[1], q.shape[0]), NEG_INF, dtype=dtype) if return_lse else None
+    return q.new_zeros(*q.shape[:2], head_dim_v), lse
+
+
+def _put(found: tuple[Tensor, Tensor | None], result: Tensor, lse: Tensor | None, at: slice | Tensor) -> None:
+    """What `_attend` gave for a batch, to its packed rows."""
+    out, out_lse = found
+    result[at] = out.flatten(0, 1)
+    if lse is not None and out_lse is not None:
+        lse[:, at] = out_lse.transpose(0, 1).flatten(1)
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int], softcap: float, sinks: Tensor | None,
-    mask: Tensor | None, return_lse: bool,
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
+    sinks: Tensor | None, return_lse: bool, mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(batch, seqlen, heads, dim) -> out in the same layout, lse (batch, heads, seqlen_q) if wanted."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
@@ -153,7 +134,7 @@ def _attend(
         lse = q.new_full((q.shape[0], q.shape[2], seqlen_q), NEG_INF, dtype=torch.promote_types(q.dtype, torch.float32))
         return out, (lse if sinks is None else sinks.to(lse.dtype)[None, :, None].expand_as(lse)) if return_lse else None
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    left, right = window
+    left, right = window_size
     offset = seqlen_k - seqlen_q
     if right >= 0 and seqlen_q == 1:
         right = -1  # the last query sees up to the last key: nothing to hide
@@ -161,7 +142,7 @@ def _attend(
     if implicit and (mask is None or right < 0) and (not softcap or seqlen_q <= CHUNK):
         # torch keeps no score matrix here either: one call
         bias = None if mask is None else _as_bias(mask, q)
-        out, one_lse = _one_call(q, k, v, scale, right == 0, softcap, sinks, bias, return_lse)
+        out, one_lse = _one_call(q, k, v, softmax_scale, right == 0, softcap, sinks, bias, return_lse)
         return out.transpose(1, 2), one_lse
     outs, lses = [], []
     for start in range(0, seqlen_q, CHUNK):
@@ -178,8 +159,8 @@ def _attend(
         bias = _as_bias(keep[None, None], q)
         if mask is not None:
             bias = bias + _as_bias(_slice(_slice(mask, 2, start, end), 3, first, last), q)
-        o, o_lse = _one_call(q[:, :, start:end], k[:, :, first:last], v[:, :, first:last], scale, False, softcap, sinks, bias,
-                         return_lse)  # fmt: skip
+        parts = q[:, :, start:end], k[:, :, first:last], v[:, :, first:last]
+        o, o_lse = _one_call(*parts, softmax_scale, False, softcap, sinks, bias, return_lse)
         outs.append(o)
         lses.append(o_lse)
     return torch.cat(outs, dim=2).transpose(1, 2), torch.cat([x for x in lses if x is not None], dim=2) if return_lse else None
