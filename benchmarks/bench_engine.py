@@ -6,8 +6,9 @@
     python benchmarks/bench_engine.py --shapes tiny --device cpu --requests 4   # tries the script out
 
 A, B, C, D: `WORKLOADS` below; greedy, end tokens ignored, token ids in and out, no prefix cache. `shared` is 128 requests with
-one beginning of 2,048 tokens, prefix caches on. `sampled` is B with temperature 0.7 and top_p 0.9, against our own greedy B.
-The start-up counts from the start of the process to the first token, compilers' caches as they are.
+one beginning of 2,048 tokens; prefix caches are on for all workloads that are asked for beside it, whose prompts have nothing
+in common. `sampled` is B with temperature 0.7 and top_p 0.9, against our own greedy B. The start-up counts from the start of
+the process to the first token, compilers' caches as they are.
 
 A model has its shape's config and random weights, written once, which every engine loads. Each engine has a process of its
 own, one after the other, and its share of --budget seconds for each shape; what does not end in time is left out. An engine
@@ -36,6 +37,10 @@ from profile_engine import profile
 
 SHARES = {"fa_serve": 2, "vllm": 3, "generate_batch": 3}  # of the time
 PEERS = ("vllm", "generate_batch")
+NOT_ASKED = {
+    "vllm": ["sampled"],
+    "generate_batch": ["sampled", "B", "shared"],
+}  # it takes one length of answers, shares nothing
 
 
 def run(args: argparse.Namespace) -> None:
@@ -51,16 +56,13 @@ def run(args: argparse.Namespace) -> None:
                 sys.exit(
                     "nothing is measured: the engine's tokens are not those of model.generate, or the model cannot be made"
                 )
-            plain, shared = [w for w in args.workloads if w != "shared"], [w for w in args.workloads if w == "shared"]
-            jobs = [(engine, part) for part in (plain, shared) if part for engine in ("fa_serve", *args.peers)]
-            if ("generate_batch", shared) in jobs:
-                jobs.remove(("generate_batch", shared))  # by default it shares nothing
-            for index, (engine, part) in enumerate(jobs):
-                share = SHARES[engine] / sum(SHARES[name] for name, _ in jobs[index:])
+            engines = ["fa_serve", *args.peers]
+            for index, engine in enumerate(engines):
+                share = SHARES[engine] / sum(SHARES[name] for name in engines[index:])
                 end = time.time() + share * (deadline - time.time())
-                asked = part if engine == "fa_serve" else [name for name in part if name != "sampled"]
+                asked = [name for name in args.workloads if name not in NOT_ASKED.get(engine, ())]
                 for name, value in child(engine, shape, folder, asked, end, args):
-                    if name == "done" or (name == "startup" and part is shared and plain):
+                    if name == "done":
                         continue
                     values = rates.setdefault(f"{shape} {name}", {})
                     values[engine] = value
