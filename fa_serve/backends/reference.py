@@ -65,11 +65,9 @@ class ReferenceBackend:
     def supports(self, spec: AttentionSpec) -> str | None:
         return None
 
-    def forward(self, q, k, v, *, softmax_scale, window_size, softcap, sinks, mask, out, return_lse):  # type: ignore[no-untyped-def]
-        result, lse = attention_reference(
-            q, k, v, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, sinks=sinks, mask=mask
-        )
-        return _deliver(result, q, out), _lse(lse, return_lse)
+    def forward(self, q, k, v, *, out, return_lse, **options):  # type: ignore[no-untyped-def]
+        result, lse = attention_reference(q, k, v, **options)
+        return _deliver(result, q, out), lse if return_lse else None
 
     def forward_varlen(  # type: ignore[no-untyped-def]
         self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, out, return_lse, **options
@@ -115,11 +113,7 @@ class ReferenceBackend:
         for (a, b), (k, v) in zip(itertools.pairwise(starts), keys, strict=True):
             o, sequence_lse = attention_reference(q[a:b][None], k[None], v[None], **options)
             result[a:b], lse[:, a:b] = o[0], sequence_lse[0]
-        return _deliver(result, q, out), _lse(lse, return_lse)
-
-
-def _lse(lse: Tensor, return_lse: bool) -> Tensor | None:
-    return lse if return_lse else None
+        return _deliver(result, q, out), lse if return_lse else None
 
 
 def _deliver(result: Tensor, q: Tensor, out: Tensor | None) -> Tensor:
