@@ -106,8 +106,9 @@ def forward_tiles(
         return TileConfig(2, 64, 2, 1, schedule, o_parts=2, q_registers=not paged)
     if second:
         return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2)
-    if first == 64 and masked and max_seqlen_k <= 4096:
-        # two warpgroups waste less of the diagonal: 253 at 512 keys and 402 at 2k; three with ping-pong 203 and 368
+    if first == 64 and (paged or (masked and max_seqlen_k <= 4096)):
+        # two warpgroups waste less of the diagonal: 253 at 512 keys and 402 at 2k; three with ping-pong 203 and 368.
+        # Three leave a producer that looks pages up few registers: 2k queries over 6k keys in pages take 561 us, 401 with two
         return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
     if first == 64:
         # with the exponentials where ptxas puts them 409 at 512 keys, before the wait 375; 516 and 516 at 8k
