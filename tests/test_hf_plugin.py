@@ -331,6 +331,17 @@ def test_packed_sequences_stay_packed(sliding: bool) -> None:
     assert torch.equal(seen(ours, 1, 6, 6), theirs)
 
 
+def test_the_mask_of_a_rolled_window_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch with an address that is no multiple of 16 goes through the JIT, in every layer."""
+    monkeypatch.setattr(masks, "KERNELS_ON", {"cpu"})
+    mask = torch.rand(1, 10) < 0.5
+    ours = hf.mask_forward(1, 1, 3, q_offset=9, kv_offset=7, mask_function=SLIDING, attention_mask=mask)
+    assert isinstance(ours, Implicit)
+    assert ours.padding is not None
+    assert torch.equal(ours.padding, mask[:, 7:])
+    assert ours.padding.data_ptr() % 16 == 0
+
+
 def test_a_mask_moves_as_a_tensor_does() -> None:
     mask = Implicit((3, 0), 5, torch.ones(1, 5, dtype=torch.bool)).to("meta", non_blocking=True).contiguous()
     assert (mask.window_size, mask.keys, mask.starts) == ((3, 0), 5, None)

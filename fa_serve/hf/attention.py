@@ -75,8 +75,8 @@ def attention_forward(
         if attention_mask.keys is not None:
             key, value = key[:, :, : attention_mask.keys], value[:, :, : attention_mask.keys]
             position_bias = None if position_bias is None else position_bias[..., : attention_mask.keys]
-        if attention_mask.padding is not None:
-            mask = attention_mask.padding[:, None, None, :]
+        if (padding := attention_mask.padding) is not None:
+            mask = padding.view(padding.shape[0], 1, 1, padding.shape[1])
         if cu_seq_lens_q is None and attention_mask.table is None:
             cu_seq_lens_q = attention_mask.starts
     elif attention_mask is not None:
@@ -84,9 +84,10 @@ def attention_forward(
             raise UnsupportedModelError(f"{name} passes a mask of shape {tuple(attention_mask.shape)}, not of 4 dimensions")
         mask, window_size = attention_mask, (-1, -1)
     # a window that reaches over all keys is none
-    options["window_size"] = tuple(-1 if side >= key.shape[2] else side for side in window_size)
+    keys, (left, right) = key.shape[2], window_size
+    options["window_size"] = (-1 if left + 1 >= keys else left, -1 if right >= keys else right)
 
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     packing = attention_mask.packing if isinstance(attention_mask, Implicit) else None
     if packing is not None and position_bias is None and cu_seq_lens_q is None and not needs_grad:
         k, v = (x[packing.rows, packing.columns] for x in (k, v))

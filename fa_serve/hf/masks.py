@@ -249,7 +249,9 @@ def _decoding(
     if known is None or known.device.type not in KERNELS_ON or (tracing and not static):
         return None
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
+    if padding is not None and padding.shape[1] != kv_length:
+        # a copy, because kernels that get an address other than a multiple of 16 are launched the long way, in every layer
+        padding = padding[:, kv_offset : kv_offset + kv_length].clone()
     if not static and q_offset + 1 - kv_offset == kv_length:
         return Implicit(window_size, padding=padding)
     behind = q_offset - kv_offset - torch.arange(kv_length, device=known.device)
