@@ -105,7 +105,7 @@ OPTIONS = [
     pytest.param(Case(q_lens=(1,), kv_lens=(1000,)), id="one-sequence"),
     pytest.param(Case(q_lens=(1,) * 6, kv_lens=(30, 31, 600, 33, 1, 32)), id="20-times-longer"),
     pytest.param(Case(q_lens=(4, 1, 16), kv_lens=(64, 90, 128)), id="speculative-causal"),
-    pytest.param(Case(q_lens=(4, 2, 16), kv_lens=(64, 90, 128), window_size=(-1, -1)), id="speculative-full"),
+    pytest.param(Case(q_lens=(4, 2, 6), kv_lens=(64, 90, 33), window_size=(-1, -1)), id="speculative-full"),
     pytest.param(Case(q_lens=(5, 3), kv_lens=(3, 1)), id="more-queries-than-keys"),
     pytest.param(Case(q_lens=(40,), kv_lens=(70,), heads=(4, 1)), id="a-short-prompt"),
     pytest.param(Case(q_lens=(3, 1), kv_lens=(200, 90), window_size=(20, 0), sinks=True), id="left-window"),
@@ -289,7 +289,7 @@ def test_batch_block_covers_the_batch():
 
 MIXED = [
     pytest.param(Case(q_lens=(1, 40, 1), kv_lens=(90, 70, 33)), id="one-prompt"),
-    pytest.param(Case(q_lens=(20, 0, 3, 4, 5, 19), kv_lens=(20, 7, 90, 65, 66, 130), sinks=True), id="every-kind"),
+    pytest.param(Case(q_lens=(17, 0, 3, 1, 5, 19), kv_lens=(17, 7, 90, 65, 66, 70), heads=(4, 1), sinks=True), id="every-kind"),
     pytest.param(Case(q_lens=(18, 33), kv_lens=(18, 40), window_size=(12, 0), softcap=9.0), id="no-one-decodes"),
     pytest.param(Case(q_lens=(17, 1), kv_lens=(64, 64), heads=(20, 1), dtype=torch.float16), id="wide-group"),
 ]

@@ -1,9 +1,12 @@
 """The portable forward kernel in Triton's interpreter against the float64 oracle, over the whole matrix.
 
-The interpreter computes in NumPy, so bfloat16 and float16 are left to the GPU suite, which runs the same cases.
+The interpreter computes in NumPy, so bfloat16 and float16 are left to the GPU suite, which runs the same cases. It takes 20
+seconds for a thousand queries and keys: here the longest have 300.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ from fa_serve.backends.triton.forward import launch_forward
 from fa_serve.backends.triton.tiles import TileConfig
 from fa_serve.testing import make_qkv
 
+SHORT = [replace(case, lengths_q=(300,), lengths_k=(300,)) if case.lengths_q == (1000,) else case for case in DENSE]
 
-@pytest.mark.parametrize("case", params(DENSE))
+
+@pytest.mark.parametrize("case", params(SHORT))
 def test_dense(case: Case) -> None:
     check(case, "triton", torch.float32)
 

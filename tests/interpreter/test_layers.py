@@ -114,7 +114,7 @@ def test_act_and_mul(activation: str, dtype: torch.dtype) -> None:
     [
         pytest.param(40, 64, False, None, False, False, id="plain"),
         pytest.param(33, 1100, True, None, False, True, id="norm-bias-odd"),
-        pytest.param(48, 2304, True, "silu", False, True, id="norm-gated-bias"),
+        pytest.param(9, 2304, True, "silu", False, True, id="norm-gated-bias"),
         pytest.param(21, 96, False, "gelu", False, False, id="gated"),
         pytest.param(37, 1500, False, None, True, True, id="residual-bias"),
     ],
