@@ -1,6 +1,6 @@
-"""Tables and charts from the committed results: what the README and docs/kernels.md show.
+"""Table and charts from the committed results: what the README and docs/kernels.md show.
 
-    python benchmarks/report.py            # writes docs/images/*.svg, prints the tables in Markdown
+    python benchmarks/report.py            # writes the README's table and docs/images/*.svg
 
 It measures nothing: it reads benchmarks/results/*.jsonl, the last run of each bench.
 """
@@ -12,12 +12,25 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
-
 ROOT = Path(__file__).parent.parent
 COLOURS = {"ours": "#d1495b", "cudnn": "#30638e", "fa3": "#003d5b", "flash": "#8d99ae"}
 LABELS = {"ours": "fa_serve", "cudnn": "cuDNN", "fa3": "FlashAttention-3", "flash": "FlashAttention-2 (SDPA)"}
+BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
+# bench, what it is, only cells whose lengths are unequal within a batch, peers, command
+TABLE = [
+    (
+        "prefill",
+        "prefill, the backend that `auto` takes",
+        False,
+        ("cudnn", "fa3", "flash"),
+        "`python benchmarks/bench_attention.py prefill`",
+    ),
+    ("prefill_triton", "prefill, the portable kernel", False, ("flash",), "`... prefill --backend triton --peers flash,cudnn`"),
+    ("varlen", "packed batches of unequal and of short sequences", False, ("fa3",), "`... varlen`"),
+    ("decode", "paged decode", False, ("fa3",), "`... decode`"),
+    ("decode", "the same, lengths unequal within a batch", True, ("fa3",), ""),
+    ("mixed", "decoding mixed with a 2k chunk", False, ("fa3",), "`... mixed`"),
+]
 Line = dict[str, Any]
 
 
@@ -30,6 +43,8 @@ def prefill_chart(lines: list[Line], name: str) -> None:
     groups: dict[str, list[Line]] = {}
     for line in lines:
         groups.setdefault(line["case"].rsplit("_", 1)[0], []).append(line)
+    import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(2, 3, figsize=(11, 5.2), sharex=True)
     for index, (group, cells) in enumerate(
         sorted(groups.items(), key=lambda g: (g[0].endswith("causal"), int(g[0][1:].split("_")[0])))
@@ -54,6 +69,8 @@ def prefill_chart(lines: list[Line], name: str) -> None:
 
 
 def decode_chart(lines: list[Line], name: str) -> None:
+    import matplotlib.pyplot as plt
+
     lines = [line for line in lines if "fa3" in line["peers"]]
     figure, axis = plt.subplots(figsize=(11, 3.6))
     ratios = [line["ratio"] for line in lines]
@@ -70,29 +87,37 @@ def _save(figure: Any, name: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
 
 
-def summary(bench: str) -> None:
-    """One row per peer: the geometric mean and the least ratio over the cells of this bench."""
-    lines = read(bench)
-    if not lines:
-        return
-    print(f"\n### {bench}: {len(lines)} cells, {lines[0]['gpu']}, torch {lines[0]['torch']}, commit {lines[0]['commit']}\n")
-    print("| against | geometric mean | least | at |\n|---|---|---|---|")
-    for peer in sorted({name for line in lines for name in line["peers"]}):
-        ratios = {}
-        for line in lines:
-            if peer in line["peers"]:
-                ours, theirs = line["ours"], line["peers"][peer]
-                ratios[line["case"]] = theirs / ours if line["unit"] == "us" else ours / theirs
-        worst = min(ratios, key=ratios.__getitem__)
-        print(
-            f"| {LABELS.get(peer, peer)} | {statistics.geometric_mean(ratios.values()):.2f} | {ratios[worst]:.2f} | {worst} |"
-        )
+def table() -> str:
+    """The README's: a row for each peer of a bench, the geometric mean and the least of our speed over its speed."""
+    rows = ["| what | against | geometric mean | least | command |", "|---|---|---|---|---|"]
+    newest = read("prefill")[0]["commit"]
+    for bench, what, unequal, peers, command in TABLE:
+        lines = [
+            line for line in read(bench) if line["case"].endswith(("_log", "_20x")) == unequal and peers[0] in line["peers"]
+        ]
+        what = f"{what}, {len(lines)} cells" + ("" if lines[0]["commit"] == newest else f" (at {lines[0]['commit']})")
+        for peer in peers:
+            pairs = [(line["ours"], line["peers"][peer]) for line in lines]
+            ratios = [b / a if lines[0]["unit"] == "us" else a / b for a, b in pairs]
+            rows.append(
+                f"| {what} | {LABELS[peer]} | {statistics.geometric_mean(ratios):.2f} | {min(ratios):.2f} | {command} |"
+            )
+            what = command = ""
+    return "\n".join(rows).replace("|  |", "| |") + "\n"
+
+
+def write_table() -> None:
+    path = ROOT / "README.md"
+    before, after = path.read_text().split(BEGIN)[0], path.read_text().split(END)[1]
+    path.write_text(before + BEGIN + table() + END + after)
 
 
 def main() -> None:
+    write_table()
+    import matplotlib as mpl
+
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "fa_serve"  # the same results give the same file
     for bench in ("prefill", "prefill_triton"):
@@ -100,8 +125,6 @@ def main() -> None:
             prefill_chart(lines, f"{bench}.svg")
     if lines := read("decode"):
         decode_chart(lines, "decode.svg")
-    for bench in ("prefill", "prefill_triton", "varlen", "decode", "mixed"):
-        summary(bench)
 
 
 if __name__ == "__main__":
