@@ -144,7 +144,6 @@ _LAYOUTS = {
 }  # fmt: skip
 _COUNTERS = TileCounters()
 _MULTIPROCESSORS: dict[int | None, int] = {}
-_NO_LIMIT = 1 << 30  # a window wider than any sequence; keeps int32 sums in range
 
 
 def launch_forward(
@@ -167,28 +166,24 @@ def launch_forward(
     if q.shape[0] == 0 or q.shape[1] == 0 or k.shape[0] == 0 or k.shape[1] == 0:
         _fill_without_keys(result, lse, sinks)
         return result, lse
-    if softmax_scale <= 0.0:
-        # the kernel takes the maximum before it scales, which needs a positive scale
-        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0.0 else (torch.zeros_like(q), 1.0)
     if not packed:
         max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
-    window = (min(window_size[0], _NO_LIMIT), min(window_size[1], _NO_LIMIT))
     plan = _plan(
         q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), result.stride(),
         None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, None if block_table is None else block_table.stride(0),
-        max_seqlen_q, max_seqlen_k, window, softcap != 0.0, skip_q, tiles,
+        max_seqlen_q, max_seqlen_k, window_size, softcap != 0.0, skip_q, tiles,
     )  # fmt: skip
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | result.data_ptr()) & 15:
         target = result if _is_addressable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
         launch_forward(
-            _addressable(q), _addressable(k), _addressable(v), softmax_scale=softmax_scale, window_size=window, softcap=softcap,
-            sinks=sinks, out=target, return_lse=return_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, block_table=block_table, seqused_k=seqused_k, skip_q=skip_q,
-            lse=lse, tiles=tiles,
+            _addressable(q), _addressable(k), _addressable(v), softmax_scale=softmax_scale, window_size=window_size,
+            softcap=softcap, sinks=sinks, out=target, return_lse=return_lse, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, block_table=block_table,
+            seqused_k=seqused_k, skip_q=skip_q, lse=lse, tiles=tiles,
         )  # fmt: skip
         return result if target is result else result.copy_(target), lse
     keys = cu_seqlens_k if block_table is None else seqused_k
-    _run(plan, q, k, v, result, lse, sinks, cu_seqlens_q, keys, block_table, softmax_scale, softcap, window, skip_q)
+    _run(plan, q, k, v, result, lse, sinks, cu_seqlens_q, keys, block_table, softmax_scale, softcap, window_size, skip_q)
     return result, lse
 
 
