@@ -111,8 +111,9 @@ def forward_tiles(
         # Three leave a producer that looks pages up few registers: 2k queries over 6k keys in pages take 561 us, 401 with two
         return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
     if first == 64:
-        # with the exponentials where ptxas puts them 409 at 512 keys, before the wait 375; 516 and 516 at 8k
-        return TileConfig(3, 128, 2, 2, Schedule.DYNAMIC, pingpong=True, softmax_first=masked)
+        # with the exponentials where ptxas puts them 409 at 512 keys, before the wait 375; 516 and 516 at 8k. Long causal tiles
+        # start cold without loss: 2.18 ms at 16k with one Q slot, 2.34 with two. Packed ones may be short, and keep two
+        return TileConfig(3, 128, 2, 1 if masked and not varlen else 2, Schedule.DYNAMIC, pingpong=True, softmax_first=False)
     # ping-pong helps where tiles are short (1k keys 591 and 570, causal 512 340 and 322, 4k 602 and 583), not at 16k (626 and
     # 637, causal 632 and 639). Packed sequences 568, and 574 with the queries in registers. Dynamic and static: 511 and 474 at
     # 512 keys, causal 595 and 552 at 16k

@@ -193,6 +193,6 @@ def _combine_block(balanced: bool, parts: int, block_dv: int, rows: int) -> tupl
     """
     if not balanced:
         return 16 if parts <= 16 else 32 if parts <= 32 else 64, 1, 2 if block_dv <= 128 else 4
-    if rows > 4096 and block_dv <= 64:
-        return 4, 8, 4  # fewer programs: 256 x 4096 of 64/8 heads of 64 take 529 us, and 539 with a warp to each row
+    if rows >= 4096:
+        return 4, 2, 1  # fewer programs, of few pieces each: 256 x 4096, 64/8 heads, 994 and 1004 us; of 64 539 and 550
     return 16 if block_dv <= 128 else 4, 1, 1
