@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -19,13 +19,16 @@ import fa_serve
 
 from . import errors
 from .guard import BodyLimit, Keys, RequestIds
-from .routes import router
+from .routes import generation, router
 from .service import Service
 from .settings import Settings
 from .traces import Traces, tracer_provider
 
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
+
+
+OFF: Any = dict.fromkeys(("tracing", "metrics", "logs"), False)  # of FastAPI's own telemetry: traces.py and metrics.py are ours
 
 
 def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
@@ -44,8 +47,9 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
             if provider is not None:
                 await asyncio.to_thread(provider.shutdown)
 
-    app = FastAPI(title="fa_serve", version=fa_serve.__version__, lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="fa_serve", version=fa_serve.__version__, lifespan=lifespan, redoc_url=None, telemetry=OFF)
     app.state.service = service
+    app.router.routes[:0] = generation.routes  # an included router's are looked for twice, in more time than all of theirs
     app.include_router(router)
     errors.install(app)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)

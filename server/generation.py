@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -53,7 +53,7 @@ class Answer(ABC):
             "prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0},
         }  # fmt: skip
         self._head: dict[str, Any] = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model_name,
+            "id": f"{self.prefix}-{secrets.token_hex(16)}", "created": int(time.time()), "model": service.model_name,
             "system_fingerprint": f"fa_serve-{__version__}",
         }  # fmt: skip
 
@@ -100,11 +100,10 @@ class Answer(ABC):
         with service.admit(self._count() * max(self._n, getattr(self._body, "best_of", None) or 1), self._key):
             self._prompts = await self._encode()
             every = [(prompt, self._params(prompt)) for prompt in self._prompts]
-            sequences = [self._sequences(*one, f"{self._head['id']}-{number}") for number, one in enumerate(every)]
+            sequences = [self._sequences(*one, number) for number, one in enumerate(every)]
             usage["prompt_tokens"] = usage["total_tokens"] = sum(map(len, self._prompts))
             async with aclosing(merge(sequences)) as outputs:
-                async for number, output in outputs:
-                    index = number * self._n + output.index
+                async for index, output in outputs:
                     if output.finish_reason == "error":
                         # an engine's reason may hold internals: it belongs in the log
                         log.error("%s failed: %s", self._head["id"], output.error)
@@ -120,9 +119,12 @@ class Answer(ABC):
                             usage["prompt_tokens_details"]["cached_tokens"] += output.num_cached_tokens
                     yield index, output
 
-    async def _sequences(self, prompt: list[int], params: SamplingParams, name: str) -> AsyncGenerator[RequestOutput, None]:
-        """What `n` answers to one prompt gain. The prompt's log-probabilities, if they are wanted, come with all and first."""
+    async def _sequences(
+        self, prompt: list[int], params: SamplingParams, number: int
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """What `n` answers to one prompt gain, by index. The prompt's log-probabilities, if wanted, come with all and first."""
         metrics, priority = self._service.metrics, self._body.priority or 0
+        name = f"{self._head['id']}-{number}"
         watches = {index: metrics.watch(self._service.model_name, self._arrival) for index in range(self._n)}
         scores: list[TokenLogprob | None] | None = None
         early: list[RequestOutput] = []
@@ -138,7 +140,7 @@ class Answer(ABC):
                         continue
                     for output in early:
                         output.prompt_logprobs = scores
-                        yield output
+                        yield number * self._n + output.index, output
                     early = []
         except (GeneratorExit, asyncio.CancelledError):
             for watch in watches.values():

@@ -14,8 +14,8 @@ import hashlib
 import hmac
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -43,7 +43,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(16)}"
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         status, begin = 0, time.perf_counter()
@@ -65,11 +65,12 @@ class RequestIds:
             seconds = time.perf_counter() - begin
             status = status or 499
             self._count(getattr(scope.get("route"), "path", "other"), status)
-            fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 3),
-                      "request_id": request_id, "user": state.get("user")}  # fmt: skip
-            user = f" user={state['user']!r}" if state.get("user") else ""
-            line = f"{scope['method']} {scope['path']} {status} {seconds:.3f}s {request_id}{user}"
-            access_log.info("%s", line, extra={"fields": fields})
+            if access_log.isEnabledFor(logging.INFO):
+                fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 3),
+                          "request_id": request_id, "user": state.get("user")}  # fmt: skip
+                user = f" user={state['user']!r}" if state.get("user") else ""
+                line = f"{scope['method']} {scope['path']} {status} {seconds:.3f}s {request_id}{user}"
+                access_log.info("%s", line, extra={"fields": fields})
 
 
 class Keys:

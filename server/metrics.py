@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -40,8 +40,7 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", REQUEST_SECONDS)
-        self.next = Gaps("inter_token_latency_seconds", "From one token to the next.", TOKEN_SECONDS)
-        self._registry.register(self.next)
+        self.next = self._histogram("inter_token_latency_seconds", "From one token to the next.", TOKEN_SECONDS)
         self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_SECONDS)
         self.queue = self._histogram("request_queue_time_seconds", "From the engine's door to the first step.", REQUEST_SECONDS)
         self.prompt = self._histogram("request_prompt_tokens", "Tokens of a finished sequence's prompt.", TOKENS)
@@ -59,8 +58,9 @@ class Metrics(Collector):
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, status).inc()
 
-    def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(PREFIX + name, help, ["model_name"], registry=self._registry, buckets=tuple(buckets))
+    def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
+        self._registry.register(histogram := Histogram(name, help, bounds))
+        return histogram
 
     def watch(self, model_name: str, arrival: float) -> Watch:
         return Watch(self, model_name, arrival)
@@ -97,21 +97,21 @@ class Metrics(Collector):
             yield counter
 
 
-class Gaps(Collector):
-    """A histogram for what is observed at every token: a tenth of the time of the library's, and several at once cost one."""
+class Histogram(Collector):
+    """What is observed at every token wants a tenth of the time of the library's own, and several at once cost one."""
 
     def __init__(self, name: str, help: str, bounds: tuple[float, ...]):
         self._name, self._help, self._bounds = PREFIX + name, help, bounds
         self._seen: dict[str, tuple[list[int], list[float]]] = {}  # by model: how many in each bucket; their sum
 
     def of(self, model_name: str) -> Callable[[float, int], None]:
-        """`observe(seconds, count)`, for the event loop alone."""
+        """`observe(value, count)`, for the event loop alone."""
         counts, total = self._seen.setdefault(model_name, ([0] * (len(self._bounds) + 1), [0.0]))
         bounds = self._bounds
 
-        def observe(seconds: float, count: int) -> None:
-            counts[bisect_left(bounds, seconds)] += count
-            total[0] += seconds * count
+        def observe(value: float, count: int) -> None:
+            counts[bisect_left(bounds, value)] += count
+            total[0] += value * count
 
         return observe
 
@@ -137,17 +137,17 @@ class Watch:
         now, count = time.perf_counter(), len(output.token_ids)
         if count and self._last is None:
             self._first = now - self._arrival
-            self._metrics.first.labels(self._model).observe(self._first)
+            self._metrics.first.of(self._model)(self._first, 1)
         elif self._last is not None and count:
             self._next((now - self._last) / count, count)
         if count:
             self._last = now
         if output.finished:
-            self._metrics.whole.labels(self._model).observe(now - self._arrival)
-            self._metrics.prompt.labels(self._model).observe(output.num_prompt_tokens)
-            self._metrics.output.labels(self._model).observe(output.num_output_tokens)
+            self._metrics.whole.of(self._model)(now - self._arrival, 1)
+            self._metrics.prompt.of(self._model)(output.num_prompt_tokens, 1)
+            self._metrics.output.of(self._model)(output.num_output_tokens, 1)
             if output.queue_time is not None:
-                self._metrics.queue.labels(self._model).observe(output.queue_time)
+                self._metrics.queue.of(self._model)(output.queue_time, 1)
             self.ended(output.finish_reason or "error", output)
 
     def ended(self, reason: str, output: RequestOutput | None = None) -> None:

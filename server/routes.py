@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 import fa_serve
 
@@ -28,6 +32,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorReply, "description": "The request's fault, or there is no room (429)."},
     "5XX": {"model": ErrorReply, "description": "The server's fault, or it is not ready (503)."},
 }
+JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
 STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
@@ -51,7 +56,33 @@ class JsonRoute(APIRoute):
         return handle
 
 
+class GenerationRoute(APIRoute):
+    """An endpoint of a body and a request, called without FastAPI's dependencies: they take longer than all the rest of it.
+
+    FastAPI reads the same signature for the schema, and finds the route; complaints have the shape of its own.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._model = get_type_hints(self.endpoint)["body"]
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST":
+            await super().handle(scope, receive, send)
+            return
+        request = JsonRequest(scope, receive)
+        is_json = JSON_TYPE.match(request.headers.get("content-type", "")) and await request.body()
+        try:
+            body = self._model.model_validate(await request.json() if is_json else None)
+        except ValidationError as error:
+            complaints = [each | {"loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+            raise RequestValidationError(complaints) from None
+        response = await self.endpoint(body, request)
+        await response(scope, receive, send)
+
+
 router = APIRouter(responses=ERRORS, route_class=JsonRoute)
+generation = APIRouter(responses=ERRORS, route_class=GenerationRoute, tags=["OpenAI"])
 
 
 async def _service(request: Request) -> Service:  # a plain function would be called in a thread, at every request
@@ -62,20 +93,21 @@ async def _service(request: Request) -> Service:  # a plain function would be ca
 Shared = Annotated[Service, Depends(_service)]
 
 
-@router.post("/v1/completions", response_model=Completion, responses=STREAM, tags=["OpenAI"])
-async def completions(body: CompletionRequest, request: Request, service: Shared) -> Response:
+@generation.post("/v1/completions", response_model=Completion, responses=STREAM)
+async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue a prompt, or a batch of prompts, given as text or as token ids."""
-    return await _respond(CompletionAnswer, body, request, service)
+    return await _respond(CompletionAnswer, body, request)
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAM, tags=["OpenAI"])
-async def chat_completions(body: ChatRequest, request: Request, service: Shared) -> Response:
+@generation.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAM)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    return await _respond(ChatAnswer, body, request, service)
+    return await _respond(ChatAnswer, body, request)
 
 
-async def _respond(kind: type[Answer], body: Any, request: Request, service: Service) -> Response:
+async def _respond(kind: type[Answer], body: Any, request: Request) -> Response:
     request.state.user = body.user or getattr(body, "safety_identifier", None)
+    service = await _service(request)
     settings = service.settings
     answer = kind(body, service, getattr(request.state, "key", None))
     if body.stream:

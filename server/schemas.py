@@ -53,13 +53,14 @@ def _wrong(field: str, rule: str) -> PydanticCustomError:
 
 
 NonEmpty = Annotated[str, Field(min_length=1)]
-TokenIds = list[Annotated[int, Field(ge=0)]]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 Stop = Annotated[
     NonEmpty | Annotated[list[NonEmpty], Field(max_length=16)],
     _one_complaint("a non-empty string or a list of up to 16 of them"),
 ]
 Prompt = Annotated[
-    str | list[str] | TokenIds | list[TokenIds],
+    # the first that fits is taken, and those before it give up at the first item: tokens are many
+    Annotated[str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | list[TokenIds], Field(union_mode="left_to_right")],
     _one_complaint("a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
@@ -30,17 +31,35 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def attend(work: Coroutine[Any, Any, T], receive: Receive, timeout: float | None) -> T:
-    """The work's result. Raises ClientGone or TimedOut after the work has been cancelled and has come to rest."""
-    task, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((task, leaving), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone("The client left.") if leaving.done() else TimedOut(f"The request took longer than {timeout:g} s.")
-    finally:
+    """The work's result. Raises ClientGone or TimedOut after the work has been cancelled and has come to rest.
+
+    The work is done in the task of the caller, who is cancelled in its stead; one more task waits for the client to leave.
+    """
+    task, causes = asyncio.current_task(), list[ApiError]()
+    assert task is not None
+
+    def stop(cause: ApiError) -> None:
+        causes.append(cause)
         task.cancel()
+
+    leaving = asyncio.create_task(_disconnected(receive))
+    leaving.add_done_callback(left := lambda _: stop(ClientGone("The client left.")))
+    late = timeout and asyncio.get_running_loop().call_later(
+        timeout, stop, TimedOut(f"The request took longer than {timeout:g} s.")
+    )
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not causes:
+            raise
+        if sys.version_info >= (3, 11):
+            task.uncancel()
+        raise causes[0] from None
+    finally:
+        leaving.remove_done_callback(left)
         leaving.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
+        if late:
+            late.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -48,26 +67,25 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def merge(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """(index, item) from all iterators as they come; the first error ends it. Closing it closes them all."""
-    if len(iterators) == 1:
-        async with aclosing(iterators[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(len(iterators))
+def merge(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Items from all iterators as they come; the first error ends it. Closing it closes them all."""
+    return iterators[0] if len(iterators) == 1 else _merge(iterators)
 
-    async def pump(index: int, iterator: AsyncGenerator[T, None]) -> None:
+
+async def _merge(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(len(iterators))
+
+    async def pump(iterator: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(iterator):
                 async for item in iterator:
-                    await queue.put((index, item))
+                    await queue.put(item)
         except Exception as error:
             await queue.put(error)
         else:
             await queue.put(None)
 
-    pumps = [asyncio.create_task(pump(index, iterator)) for index, iterator in enumerate(iterators)]
+    pumps = [asyncio.create_task(pump(iterator)) for iterator in iterators]
     try:
         running = len(pumps)
         while running:
