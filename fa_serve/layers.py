@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-FEW_TOKENS = 8
+from fa_serve.backends.sdpa import SdpaBackend
+
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
@@ -89,7 +90,7 @@ def rotary_store_kv(
             qkv, cos, sin, q_norm, k_norm, k_cache, v_cache, slot_mapping, num_heads, k_descale, v_descale
         )
         return
-    page_size, num_kv_heads, dim = k_cache.shape[1:]
+    num_kv_heads, dim = k_cache.shape[2:]
     heads = qkv.view(len(qkv), -1, dim)
     k, v = heads[:, num_heads : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     turned = [(heads[:, : num_heads + num_kv_heads], None)] if q_norm is None else [(heads[:, :num_heads], q_norm), (k, k_norm)]
@@ -102,17 +103,7 @@ def rotary_store_kv(
                 x[..., c.shape[2] :] = y[..., c.shape[2] :]
             y, x = y[..., : c.shape[2]] * c + torch.cat([-second, first], dim=2) * s, x[..., : c.shape[2]]
         x.copy_(y)
-    if len(qkv) <= FEW_TOKENS and k_descale is None and qkv.device.type == "cpu":
-        for token, slot in enumerate(slot_mapping.tolist()):  # cheaper than to index with tensors
-            if slot >= 0:
-                place = divmod(slot, page_size)
-                k_cache[place], v_cache[place] = k[token], v[token]
-        return
-    written = slot_mapping >= 0
-    page, position = slot_mapping[written] // page_size, slot_mapping[written] % page_size
-    for x, pages, descale in ((k, k_cache, k_descale), (v, v_cache, v_descale)):
-        y = x[written] if descale is None else (_wide(x[written]) / descale[:, None]).clamp(-448.0, 448.0)
-        pages[page, position] = y.to(pages.dtype)
+    SdpaBackend().store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale=k_descale, v_descale=v_descale)
 
 
 def act_and_mul(x: Tensor, activation: str) -> Tensor:
