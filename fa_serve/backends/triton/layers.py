@@ -81,6 +81,7 @@ def _rotary_store_kv(
     """A head lies as [first half, second half] of what is rotated, then what passes as it is."""
     wait_for_previous_kernel(PDL)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    slot = tl.load(slot_ptr + token)  # here, with the other loads: behind the first stores it would wait once more for memory
     heads = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     is_q = heads < NUM_HEADS
     is_k = (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS)
@@ -137,7 +138,6 @@ def _rotary_store_kv(
     y1 = y1.to(stored)
     y2 = y2.to(stored)
     y3 = y3.to(stored)
-    slot = tl.load(slot_ptr + token)
     page = slot // page_size
     position = slot % page_size
     k_ptrs = k_cache_ptr + page * stride_kcp + position * stride_kct + ((heads - NUM_HEADS) * stride_kch)[:, None]
