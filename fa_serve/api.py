@@ -77,17 +77,9 @@ def attention(
     few = q.shape[1] <= FEW_QUERIES < k.shape[1] and (mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)))
     chosen = _backend("dense", q, k, v, window, softcap, sinks, mask, 0, True, backend, few)
     result, lse = chosen.forward(
-        q,
-        k,
-        v,
-        softmax_scale=scale,
-        window_size=window,
-        softcap=softcap,
-        sinks=sinks,
-        mask=mask,
-        out=out,
+        q, k, v, softmax_scale=scale, window_size=window, softcap=softcap, sinks=sinks, mask=mask, out=out,
         return_lse=return_lse,
-    )
+    )  # fmt: skip
     return result if lse is None else (result, lse)
 
 

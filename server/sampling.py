@@ -11,18 +11,8 @@ from fa_serve.engine import SamplingParams, StructuredOutput
 from .errors import BadRequest
 from .schemas import ChatRequest, SamplingRequest, Tool
 
-SAME = (
-    "n",
-    "seed",
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-)
+SAME = ("n", "seed", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+        "min_tokens", "ignore_eos")  # fmt: skip
 
 
 @dataclass(frozen=True)

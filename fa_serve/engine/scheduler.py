@@ -129,9 +129,7 @@ class Scheduler:
         for chunk in batch.chunks:
             token = next(sampled) if chunk.samples else None
             request = chunk.request
-            if request.finished:
-                continue
-            if token is None:
+            if request.finished or token is None:
                 continue
             request.num_pending -= 1
             if token == INVALID_TOKEN:

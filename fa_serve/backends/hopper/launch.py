@@ -75,17 +75,8 @@ def _sender(compiled: Any, device: int) -> Callable[..., None] | None:
         if not {"launcher", "tensordesc_meta"} <= inner.keys() or None in inner["tensordesc_meta"]:
             return None
         native, metadata = inner["launcher"], inner["tensordesc_meta"]
-    fixed = (
-        compiled.function,
-        run.launch_cooperative_grid,
-        run.launch_pdl,
-        None,
-        None,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-    )
+    flags = (run.launch_cooperative_grid, run.launch_pdl)
+    fixed = (compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None)
     stream_of = driver.active.get_current_stream
 
     def send(grid: tuple[int, int, int], descriptors: Sequence[Descriptor | None], others: Sequence[Any]) -> None:
