@@ -24,7 +24,7 @@ the paged cache of vLLM (Kwon et al. 2023, arXiv:2309.06180). Left out: anything
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -36,6 +36,9 @@ from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, arch_of
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FAR = 1 << 29  # a window beyond any length; the kernels add lengths to it in 32 bits
+_MOST_PLANS = 4096
+# Calls that differ in addresses alone are checked once: who serves them, and with which options.
+_PLANS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
 @overload
@@ -67,19 +70,24 @@ def attention(
 
     Raises ValueError or TypeError that names the argument; UnsupportedError when no backend can, with every reason.
     """
-    _check_qkv("dense", q, k, v)
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}")
-    scale, window, sinks = _check_options(q, causal, softmax_scale, window_size, softcap, sinks)
-    if mask is not None:
-        _check_mask(mask, q, k)
-    _check_out(out, q, v)
-    few = q.shape[1] <= FEW_QUERIES < k.shape[1] and (mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)))
-    chosen = _backend("dense", q, k, v, window, softcap, sinks, mask, 0, True, backend, few)
-    result, lse = chosen.forward(
-        q, k, v, softmax_scale=scale, window_size=window, softcap=softcap, sinks=sinks, mask=mask, out=out,
-        return_lse=return_lse,
-    )  # fmt: skip
+    window, scale = tuple(window_size), softmax_scale if softmax_scale is None else float(softmax_scale)
+    (sinks,) = _side_by_side(sinks)
+    key = ("dense", _facts(q, k, v, sinks, mask, out), return_lse, causal, scale, window, float(softcap), backend)
+    plan = _PLANS.get(key)
+    if plan is None:
+        _check_qkv("dense", q, k, v)
+        if k.shape[0] != q.shape[0]:
+            raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}")
+        options = _check_options(q, causal, scale, window, softcap, sinks)
+        if mask is not None:
+            _check_mask(mask, q, k)
+        _check_out(out, q, v)
+        few = q.shape[1] <= FEW_QUERIES < k.shape[1] and (
+            mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
+        )
+        chosen = _backend("dense", q, k, v, options, sinks, mask, 0, True, backend, few)
+        plan = _remember(key, chosen.forward, options)
+    result, lse = plan[0](q, k, v, sinks=sinks, mask=mask, out=out, return_lse=return_lse, **plan[1])
     return result if lse is None else (result, lse)
 
 
@@ -96,18 +104,23 @@ def attention_varlen(
     max_seqlen_*: upper bounds of the lengths, host integers
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    _check_qkv("varlen", q, k, v)
-    scale, window, sinks = _check_options(q, causal, softmax_scale, window_size, softcap, sinks)
-    cu_seqlens_q = _check_index("cu_seqlens_q", cu_seqlens_q, q, None)
-    cu_seqlens_k = _check_index("cu_seqlens_k", cu_seqlens_k, q, cu_seqlens_q.shape[0])
-    _check_length("max_seqlen_q", max_seqlen_q)
-    _check_length("max_seqlen_k", max_seqlen_k)
-    _check_out(out, q, v)
-    chosen = _backend("varlen", q, k, v, window, softcap, sinks, None, 0, True, backend, False)
-    result, lse = chosen.forward_varlen(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        softmax_scale=scale, window_size=window, softcap=softcap, sinks=sinks, out=out, return_lse=return_lse,
-    )  # fmt: skip
+    window, scale = tuple(window_size), softmax_scale if softmax_scale is None else float(softmax_scale)
+    cu_seqlens_q, cu_seqlens_k, sinks = _side_by_side(cu_seqlens_q, cu_seqlens_k, sinks)
+    tensors = _facts(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, out)
+    key = ("varlen", tensors, return_lse, max_seqlen_q, max_seqlen_k, causal, scale, window, float(softcap), backend)
+    plan = _PLANS.get(key)
+    if plan is None:
+        _check_qkv("varlen", q, k, v)
+        options = _check_options(q, causal, scale, window, softcap, sinks)
+        _check_index("cu_seqlens_q", cu_seqlens_q, q, None)
+        _check_index("cu_seqlens_k", cu_seqlens_k, q, cu_seqlens_q.shape[0])
+        _check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        _check_out(out, q, v)
+        chosen = _backend("varlen", q, k, v, options, sinks, None, 0, True, backend, False)
+        plan = _remember(key, chosen.forward_varlen, options | {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
+    result, lse = plan[0](
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sinks=sinks, out=out, return_lse=return_lse, **plan[1]
+    )
     return result if lse is None else (result, lse)
 
 
@@ -130,46 +143,50 @@ def attention_paged(
     num_splits:   0 lets a heuristic on host-known shapes choose, 1 none, n > 1 exactly n parts of each sequence's keys
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    _check_qkv("paged", q, k_cache, v_cache)
-    scale, window, sinks = _check_options(q, causal, softmax_scale, window_size, softcap, sinks)
-    cu_seqlens_q = _check_index("cu_seqlens_q", cu_seqlens_q, q, None)
-    seqused_k = _check_index("seqused_k", seqused_k, q, cu_seqlens_q.shape[0] - 1)
-    if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.device != q.device:
-        raise ValueError(
-            f"block_table must be int32 (batch, max_pages) on {q.device}, got {_show(block_table)} on {block_table.device}"
-        )
-    if block_table.shape[0] != seqused_k.shape[0]:
-        raise ValueError(f"block_table must have {seqused_k.shape[0]} rows, one per sequence, got {block_table.shape[0]}")
-    block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    _check_length("max_seqlen_q", max_seqlen_q)
-    page_size = k_cache.shape[1]
-    capacity = block_table.shape[1] * page_size
-    if max_seqlen_k is None:
-        max_seqlen_k = capacity
-    _check_length("max_seqlen_k", max_seqlen_k)
-    if max_seqlen_k > capacity:
-        raise ValueError(f"max_seqlen_k must be at most max_pages * page_size = {capacity}, got {max_seqlen_k}")
-    if num_splits < 0:
-        raise ValueError(f"num_splits must be 0 (heuristic) or positive, got {num_splits}")
-    _check_cache(k_cache, v_cache)
-    k_descale, v_descale = _check_descale(k_cache, k_descale, v_descale)
-    _check_out(out, q, v_cache)
-    few = max_seqlen_q <= FEW_QUERIES or num_splits > 0
-    paging = (page_size, _of_whole_rows(k_cache) and _of_whole_rows(v_cache))
-    chosen = _backend("paged", q, k_cache, v_cache, window, softcap, sinks, None, *paging, backend, few)
-    options: dict[str, Any] = {
-        "block_table": block_table, "seqused_k": seqused_k, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k, "softmax_scale": scale, "window_size": window, "softcap": softcap, "sinks": sinks,
-        "out": out, "return_lse": return_lse,
-    }  # fmt: skip
-    if not few and q.shape[0] < seqused_k.shape[0] * max_seqlen_q and backend == "auto":
-        decoder = _backend("paged", q, k_cache, v_cache, window, softcap, sinks, None, *paging, backend, True)
-        if decoder is not chosen:  # each has a kernel for one kind of sequence
-            result, lse = forward_mixed(decoder.forward_paged, chosen.forward_paged, q, k_cache, v_cache, **options)
-            return result if lse is None else (result, lse)
-    result, lse = chosen.forward_paged(
-        q, k_cache, v_cache, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits, **options
-    )
+    window, scale = tuple(window_size), softmax_scale if softmax_scale is None else float(softmax_scale)
+    block_table = block_table if block_table.stride()[-1:] == (1,) else block_table.contiguous()
+    seqused_k, cu_seqlens_q, sinks, k_descale, v_descale = _side_by_side(seqused_k, cu_seqlens_q, sinks, k_descale, v_descale)
+    tensors = _facts(q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sinks, k_descale, v_descale, out)
+    aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) & 15
+    lengths = (max_seqlen_q, max_seqlen_k, num_splits, aligned)
+    key = ("paged", tensors, return_lse, lengths, causal, scale, window, float(softcap), backend)
+    plan = _PLANS.get(key)
+    if plan is None:
+        _check_qkv("paged", q, k_cache, v_cache)
+        options = _check_options(q, causal, scale, window, softcap, sinks)
+        _check_index("cu_seqlens_q", cu_seqlens_q, q, None)
+        _check_index("seqused_k", seqused_k, q, cu_seqlens_q.shape[0] - 1)
+        if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.device != q.device:
+            raise ValueError(
+                f"block_table must be int32 (batch, max_pages) on {q.device}, got {_show(block_table)} on {block_table.device}"
+            )
+        if block_table.shape[0] != seqused_k.shape[0]:
+            raise ValueError(f"block_table must have {seqused_k.shape[0]} rows, one per sequence, got {block_table.shape[0]}")
+        page_size = k_cache.shape[1]
+        capacity = block_table.shape[1] * page_size
+        length = capacity if max_seqlen_k is None else max_seqlen_k
+        _check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=length)
+        if length > capacity:
+            raise ValueError(f"max_seqlen_k must be at most max_pages * page_size = {capacity}, got {length}")
+        if num_splits < 0:
+            raise ValueError(f"num_splits must be 0 (heuristic) or positive, got {num_splits}")
+        _check_cache(k_cache, v_cache)
+        _check_descale(k_cache, k_descale, v_descale)
+        _check_out(out, q, v_cache)
+        few = max_seqlen_q <= FEW_QUERIES or num_splits > 0
+        paging = (page_size, _of_whole_rows(k_cache) and _of_whole_rows(v_cache))
+        chosen = _backend("paged", q, k_cache, v_cache, options, sinks, None, *paging, backend, few)
+        forward = chosen.forward_paged
+        if not few and q.shape[0] < seqused_k.shape[0] * max_seqlen_q and backend == "auto":
+            decoder = _backend("paged", q, k_cache, v_cache, options, sinks, None, *paging, backend, True)
+            if decoder is not chosen:  # each has a kernel for one kind of sequence
+                forward = partial(forward_mixed, decoder.forward_paged, chosen.forward_paged)
+        options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": length, "num_splits": num_splits}
+        plan = _remember(key, forward, options)
+    result, lse = plan[0](
+        q, k_cache, v_cache, block_table=block_table, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, sinks=sinks,
+        k_descale=k_descale, v_descale=v_descale, out=out, return_lse=return_lse, **plan[1],
+    )  # fmt: skip
     return result if lse is None else (result, lse)
 
 
@@ -184,64 +201,72 @@ def store_kv(
                   k / k_descale, saturated at +-448
     slot_mapping: (total,), int64: page * page_size + position in the page; -1 skips the token
     """
-    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if x.dim() != 3 or cache.dim() != 4 or x.shape[1:] != cache.shape[2:]:
+    slot_mapping, k_descale, v_descale = _side_by_side(slot_mapping, k_descale, v_descale)
+    key = ("store", _facts(k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale), backend)
+    plan = _PLANS.get(key)
+    if plan is None:
+        for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+            if x.dim() != 3 or cache.dim() != 4 or x.shape[1:] != cache.shape[2:]:
+                raise ValueError(
+                    f"{name} must be (total, num_kv_heads, dim) and {name}_cache (num_pages, page_size, num_kv_heads, dim) "
+                    f"of the same heads and dim, got {tuple(x.shape)} and {tuple(cache.shape)}"
+                )
+        if k.shape[:2] != v.shape[:2] or k_cache.shape[:3] != v_cache.shape[:3]:
+            raise ValueError(f"k and v must agree in tokens, pages and heads, got {tuple(k.shape)} and {tuple(v.shape)}, "
+                             f"caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")  # fmt: skip
+        if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1] or slot_mapping.device != k.device:
             raise ValueError(
-                f"{name} must be (total, num_kv_heads, dim) and {name}_cache (num_pages, page_size, num_kv_heads, dim) "
-                f"of the same heads and dim, got {tuple(x.shape)} and {tuple(cache.shape)}"
+                f"slot_mapping must be int64 ({k.shape[0]},) on {k.device}, got {_show(slot_mapping)} on {slot_mapping.device}"
             )
-    if k.shape[:2] != v.shape[:2] or k_cache.shape[:3] != v_cache.shape[:3]:
-        raise ValueError(f"k and v must agree in tokens, pages and heads, got {tuple(k.shape)} and {tuple(v.shape)}, "
-                         f"caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")  # fmt: skip
-    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1] or slot_mapping.device != k.device:
-        raise ValueError(
-            f"slot_mapping must be int64 ({k.shape[0]},) on {k.device}, got {_show(slot_mapping)} on {slot_mapping.device}"
-        )
-    if not k.device == v.device == k_cache.device == v_cache.device:
-        raise ValueError(f"v, k_cache and v_cache must be on k's device {k.device}, got {v.device}, {k_cache.device} and "
-                         f"{v_cache.device}")  # fmt: skip
-    if k_cache.dtype not in (k.dtype, torch.float8_e4m3fn):
-        raise TypeError(f"k_cache must have k's dtype {k.dtype} or float8_e4m3fn, got {k_cache.dtype}")
-    if v.dtype != k.dtype or v_cache.dtype != k_cache.dtype:
-        raise TypeError(f"v and v_cache must have the dtypes of k and k_cache, {k.dtype} and {k_cache.dtype}, got {v.dtype}, "
-                        f"{v_cache.dtype}")  # fmt: skip
-    _check_cache(k_cache, v_cache)
-    k_descale, v_descale = _check_descale(k_cache, k_descale, v_descale)
-    slot_mapping = slot_mapping.contiguous()
-    spec = AttentionSpec(
-        "paged", k.device.type, arch_of(k.device), k.dtype, k_cache.dtype, k.shape[2], v.shape[2], k.shape[1], k.shape[1],
-        page_size=k_cache.shape[1], few_queries=True,
-    )  # fmt: skip
-    select_backend(spec, backend).store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale=k_descale, v_descale=v_descale)
+        if not k.device == v.device == k_cache.device == v_cache.device:
+            raise ValueError(f"v, k_cache and v_cache must be on k's device {k.device}, got {v.device}, {k_cache.device} and "
+                             f"{v_cache.device}")  # fmt: skip
+        if k_cache.dtype not in (k.dtype, torch.float8_e4m3fn):
+            raise TypeError(f"k_cache must have k's dtype {k.dtype} or float8_e4m3fn, got {k_cache.dtype}")
+        if v.dtype != k.dtype or v_cache.dtype != k_cache.dtype:
+            raise TypeError(f"v and v_cache must have the dtypes of k and k_cache, {k.dtype} and {k_cache.dtype}, got "
+                            f"{v.dtype} and {v_cache.dtype}")  # fmt: skip
+        _check_cache(k_cache, v_cache)
+        _check_descale(k_cache, k_descale, v_descale)
+        spec = AttentionSpec(
+            "paged", k.device.type, arch_of(k.device), k.dtype, k_cache.dtype, k.shape[2], v.shape[2], k.shape[1], k.shape[1],
+            page_size=k_cache.shape[1], few_queries=True,
+        )  # fmt: skip
+        plan = _remember(key, select_backend(spec, backend).store_kv, {})
+    plan[0](k, v, k_cache, v_cache, slot_mapping, k_descale=k_descale, v_descale=v_descale)
+
+
+def _facts(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Whatever is checked of tensors, and may decide who serves them."""
+    grad = torch.is_grad_enabled()
+    return tuple([x if x is None else (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad) for x in tensors])
+
+
+def _side_by_side(*tensors: Any) -> list[Any]:
+    """The same numbers as kernels read them."""
+    return [x if x is None else x.contiguous() for x in tensors]
+
+
+def _remember(key: tuple[Any, ...], *plan: Any) -> Any:
+    if len(_PLANS) >= _MOST_PLANS:
+        _PLANS.clear()
+    return _PLANS.setdefault(key, plan)
 
 
 def _backend(
-    layout: Layout, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], softcap: float, sinks: Tensor | None,
-    mask: Tensor | None, page_size: int, whole_rows: bool, name: str, few_queries: bool,
+    layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], sinks: Tensor | None, mask: Tensor | None,
+    page_size: int, whole_rows: bool, name: str, few_queries: bool,
 ) -> Backend:  # fmt: skip
-    needs_grad = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-        or (mask is not None and mask.requires_grad)
-    )  # fmt: skip
-    return _choose(
-        layout, q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2], window, softcap != 0.0,
-        sinks is not None, None if mask is None else mask.dtype, page_size, needs_grad, few_queries, whole_rows, name,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def _choose(
-    layout: Layout, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, head_dim_v: int,
-    num_heads: int, num_kv_heads: int, window: tuple[int, int], softcap: bool, sinks: bool, mask: torch.dtype | None,
-    page_size: int, needs_grad: bool, few_queries: bool, whole_rows: bool, name: str,
-) -> Backend:  # fmt: skip
-    """Cached by what a call has at hand: making the spec and hashing it costs more than the choice."""
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, mask))
     spec = AttentionSpec(
-        layout, device.type, arch_of(device), dtype, kv_dtype, head_dim, head_dim_v, num_heads, num_kv_heads, window, softcap,
-        sinks, None if mask is None else "bool" if mask == torch.bool else "float", page_size, needs_grad,
-        few_queries, whole_rows,
+        layout, q.device.type, arch_of(q.device), q.dtype, k.dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2],
+        options["window_size"], options["softcap"] != 0.0, sinks is not None,
+        None if mask is None else "bool" if mask.dtype == torch.bool else "float", page_size, needs_grad, few_queries,
+        whole_rows,
     )  # fmt: skip
-    return select_backend(spec, name)
+    chosen = select_backend(spec, name)
+    options |= {"memo": {}} if getattr(chosen, "plans", False) else {}
+    return chosen
 
 
 def _show(x: Tensor) -> str:
@@ -273,9 +298,9 @@ def _check_qkv(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_options(
-    q: Tensor, causal: bool, softmax_scale: float | None, window_size: tuple[int, int], softcap: float, sinks: Tensor | None
-) -> tuple[float, tuple[int, int], Tensor | None]:
-    """The softmax scale, the window with causality folded in (right == 0), and the sinks as kernels read them."""
+    q: Tensor, causal: bool, softmax_scale: float | None, window_size: tuple[int, ...], softcap: float, sinks: Tensor | None
+) -> dict[str, Any]:
+    """What backends take: the softmax scale, the window with causality folded in (right == 0), softcap."""
     if len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size}")
     left, right = window_size
@@ -290,7 +315,8 @@ def _check_options(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale must be finite and > 0, got {softmax_scale}")
-    return scale, (min(left, _FAR), 0 if causal else min(right, _FAR)), None if sinks is None else sinks.contiguous()
+    window = (min(left, _FAR), 0 if causal else min(right, _FAR))
+    return {"softmax_scale": scale, "window_size": window, "softcap": float(softcap)}
 
 
 def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
@@ -303,18 +329,17 @@ def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"mask must be on q's device {q.device}, got {mask.device}")
 
 
-def _check_index(name: str, x: Tensor, q: Tensor, length: int | None) -> Tensor:
-    """The same numbers side by side, as kernels read them."""
+def _check_index(name: str, x: Tensor, q: Tensor, length: int | None) -> None:
     if x.dim() != 1 or x.dtype != torch.int32 or x.device != q.device:
         raise ValueError(f"{name} must be int32 of one dimension on {q.device}, got {_show(x)} on {x.device}")
     if x.shape[0] == 0 or (length is not None and x.shape[0] != length):
         raise ValueError(f"{name} must have {'at least 1' if length is None else length} entries, got {x.shape[0]}")
-    return x.contiguous()
 
 
-def _check_length(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be a non-negative int on the host, got {value!r}")
+def _check_lengths(**lengths: int) -> None:
+    for name, value in lengths.items():
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be a non-negative int on the host, got {value!r}")
 
 
 def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
@@ -325,25 +350,19 @@ def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
 
 def _of_whole_rows(cache: Tensor) -> bool:
     page, token, head, _ = cache.stride()
-    row = token * cache.element_size()
-    return token > 0 and page % token == 0 and not (row | head * cache.element_size() | cache.data_ptr()) & 15
+    return token > 0 and page % token == 0 and not ((token | head) * cache.element_size() | cache.data_ptr()) & 15
 
 
-def _check_descale(
-    k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Both side by side, as kernels read them."""
+def _check_descale(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
     if k_cache.dtype != torch.float8_e4m3fn:
         if k_descale is not None or v_descale is not None:
             name = "v_descale" if k_descale is None else "k_descale"
             raise ValueError(f"{name} must be None for a cache of {k_cache.dtype}, which is not quantised")
-        return None, None
+        return
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         if x is None or x.shape != (k_cache.shape[2],) or x.dtype != torch.float32 or x.device != k_cache.device:
             raise ValueError(f"{name} must be float32 ({k_cache.shape[2]},) on {k_cache.device} for a float8_e4m3fn cache, got "
                              f"{None if x is None else f'{_show(x)} on {x.device}'}")  # fmt: skip
-    assert k_descale is not None and v_descale is not None  # noqa: PT018
-    return k_descale.contiguous(), v_descale.contiguous()
 
 
 def _check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:

@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 
 from fa_serve.backends.hopper import consumer, forward, producer, schedule, shared
-from fa_serve.backends.hopper.launch import Descriptor
+from fa_serve.backends.launch import Launch, View
 
 
 class EmulationError(Exception):
@@ -206,12 +206,12 @@ class _Pointer:
 class _Copy:
     """A tensor descriptor: 64-bit addresses, and bounds per coordinate as the copy engine has them."""
 
-    def __init__(self, descriptor: Descriptor) -> None:
-        self.base, self.view = descriptor
-        self.dtype = descriptor.base.dtype
+    def __init__(self, base: torch.Tensor, view: View) -> None:
+        self.base, self.view = base, view
+        self.dtype = base.dtype
         self.layout = None
         self.block_type = types.SimpleNamespace(shape=list(self.view.block_shape))
-        storage = descriptor.base.untyped_storage()
+        storage = base.untyped_storage()
         self.memory = torch.empty(0, dtype=self.dtype).set_(storage)
 
     def _cells(self, corner: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -406,8 +406,6 @@ def _namespace(faults: dict[str, str]) -> dict[str, Any]:
 
 
 def _on_device(arg: Any) -> Any:
-    if isinstance(arg, Descriptor):
-        return _Copy(arg)
     return _Pointer(arg) if isinstance(arg, torch.Tensor) else arg
 
 
@@ -418,21 +416,17 @@ def emulated(
     """Launches inside the block run here. Blocks of one launch run at once, up to `resident_blocks`, as on a small GPU."""
     names = _namespace(faults or {})
 
-    def launch(
-        kernel: Any, key: Any, grid: tuple[int, int, int], descriptors: Any, others: Any, *_: Any, **options: Any
-    ) -> None:
+    def launch(self: Launch, tensors: Any) -> None:
         machine = Machine(seed, patience, delay)
-        function = names[kernel.__name__]
-        wrapped = [_on_device(arg) for arg in (*descriptors, *others)]
-        for first in range(0, grid[0], resident_blocks):
-            blocks = [Block(i, grid[0], machine) for i in range(first, min(first + resident_blocks, grid[0]))]
+        function, grid = names[self._kernel.__name__], self._grid[0]
+        wrapped = [view and _Copy(base, view) for base, view in zip(tensors, self._views, strict=False)]
+        wrapped += [_on_device(arg) for arg in (*tensors[len(wrapped) :], *self._numbers)]
+        for first in range(0, grid, resident_blocks):
+            blocks = [Block(i, grid, machine) for i in range(first, min(first + resident_blocks, grid))]
             _run_threads([(block, function, tuple(wrapped)) for block in blocks])
 
     with (
-        mock.patch.object(forward, "launch", launch),
-        mock.patch.object(schedule, "launch", launch),
+        mock.patch.object(Launch, "__call__", launch),
         mock.patch.object(forward, "_multiprocessors", return_value=resident_blocks),
     ):
-        forward._plan.cache_clear()
         yield
-        forward._plan.cache_clear()

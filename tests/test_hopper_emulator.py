@@ -14,7 +14,7 @@ from hopper_emulator import EmulationError, _namespace, emulated
 from fa_serve import api
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.hopper.forward import launch_forward
-from fa_serve.backends.hopper.schedule import RECORD, tile_slots, tile_table
+from fa_serve.backends.hopper.schedule import RECORD, table_launch, tile_slots, tile_table
 from fa_serve.backends.hopper.tiles import Schedule, TileConfig
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import (
@@ -220,18 +220,17 @@ def test_a_mixed_batch_is_shared_with_who_decodes(monkeypatch: pytest.MonkeyPatc
 
     class Decoder:
         def forward_paged(self, q, k_cache, v_cache, *, max_seqlen_q, out, lse, **_: object) -> None:
-            assert max_seqlen_q == 8  # of a group of 2 heads fill 16 rows
+            assert max_seqlen_q == 4  # of a group of 2 heads fill 8 rows
             for rows, k, v in sequences:
                 if rows.stop - rows.start <= max_seqlen_q:
                     exact, exact_lse = attention_reference(*(x[None].float() for x in (q[rows], k, v)), **options)
                     out[rows], lse[:, rows] = exact[0].to(out.dtype), exact_lse[0]
 
     monkeypatch.setattr(api, "select_backend", lambda spec, name: Decoder() if spec.few_queries else HopperBackend())
-    api._choose.cache_clear()
+    monkeypatch.setattr(api, "_PLANS", {})
     paging.pop("tiles")
     with emulated():
         out, lse = api.attention_paged(*tensors, return_lse=True, **paging, **options)
-    api._choose.cache_clear()
     for rows, k, v in sequences:
         check(out[None, rows], lse[None, :, rows], tensors[0][None, rows], k[None], v[None], options)
 
@@ -311,7 +310,8 @@ def test_tile_table_is_every_tile_longest_first(window: tuple[int, int]) -> None
     cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
     with emulated(resident_blocks=64):
         slots = tile_slots(sum(lengths_q), len(lengths_q), max(lengths_q), 128)
-        *records, behind = tile_table(cu_q, cu_k, slots, window, 128, 64).view(-1, RECORD).tolist()
+        launch = table_launch(slots, len(lengths_q), window, 128, 64, 0, paged=False)
+        *records, behind = tile_table(launch, slots, cu_q, cu_k).view(-1, RECORD).tolist()
     live = [r for r in records if r[0] >= 0]
     assert records[: len(live)] == live
     assert behind[:2] == [0, len(live)]

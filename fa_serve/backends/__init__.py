@@ -31,9 +31,10 @@ class Backend(Protocol):
     """Shapes and conventions are those of `fa_serve.api`; every argument has been validated there.
 
     `window_size` already holds causality (right == 0). `out` may be None: then the backend allocates. Each forward returns
-    (out, lse); lse is None unless `return_lse`. Two backends may share a mixed paged batch, see `mixed`: the one that serves
-    few queries then takes `lse` too, and leaves sequences with more than `max_seqlen_q` queries alone; the other takes `lse`
-    and `skip_q`.
+    (out, lse); lse is None unless `return_lse`. A backend with a true attribute `plans` gets `memo`, a dictionary, empty at
+    first, for what it works out from shapes, strides, dtypes and options: calls that share it differ in addresses and contents
+    alone. Two backends may share a mixed paged batch, see `mixed`: the one that serves few queries then takes `lse` too, and
+    leaves sequences with more than `max_seqlen_q` queries alone; the other takes `lse` and `skip_q`.
     """
 
     name: str

@@ -1,82 +1,187 @@
 """Launching a compiled kernel without asking the JIT again: the host's part of a call's cost.
 
-`kernel[grid](...)` derives a key from every argument at each call, some 20 microseconds with thirty of them. Here the caller
-states what may change the machine code, so a launch is one dictionary lookup and the driver's own call. The first launch of a
-key goes through the JIT, which compiles, specialises and checks as ever; a launch that somebody watches through Triton's hooks
-goes by Triton's own way, which makes a description of it and calls them, though they are none as a rule.
+`kernel[grid](...)` derives a key from every argument at each call, tens of microseconds with thirty of them or with tensor
+descriptors. Here the caller states what may change the machine code. A plan keeps a `Launch`, which knows all but addresses
+and goes to the driver at once; `launch` is for callers without a plan, and looks into one dictionary more. Addresses are
+passed as numbers, which Triton's launcher does not ask the driver about, and a descriptor that was encoded for an address is
+not encoded for it again. The first launch of its kind goes through the JIT, which compiles, specialises and checks as ever; a
+launch that somebody watches through Triton's hooks goes by Triton's own way, which makes a description of it and calls them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
+from torch import Tensor
 from triton.runtime.driver import driver
 
-_COMPILED: dict[tuple[Any, ...], Any] = {}
-# what `compiled.run` takes is Triton's own affair, and read in 3.6; other releases are launched as they document
+# what Triton's launcher takes is its own affair, and read in 3.6; other releases are launched as they document
 _KNOWN = triton.__version__.startswith("3.6.")
+_RUNTIME = triton.knobs.runtime
+_ENCODED = 256  # addresses that a plan remembers for one of its tensors
+
+
+class View(NamedTuple):
+    """How a kernel sees a tensor, whatever its address: what Gluon's TensorDescriptor has besides `base`; the shape and the
+    strides in one, as a launch passes them; and what was encoded so far, by address."""
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block_shape: Sequence[int]
+    layout: Any
+    numbers: tuple[int, ...]
+    encoded: dict[int, Any]
+
+
+# Triton's launcher below its checks, which takes the grid, a stream, the second of these and the kernel's arguments as the
+# driver does; how each descriptor is encoded; what tells the current stream of a device; the device
+_Sender = tuple[Callable[..., None], tuple[Any, ...], Sequence[dict[str, Any]], Callable[[int], int], int]
+_COMPILED: dict[tuple[Any, ...], tuple[Any, _Sender | None]] = {}
+
+
+class Launch:
+    """`kernel(*tensors, *varying, *strides, *fixed)` in a grid of one dimension, for calls that differ in addresses alone.
+
+    varying: numbers that the kernel declares `do_not_specialize`, and floats: always of the same type, below 2^31
+    strides: integers that the JIT knows by whether they are 1 or multiples of 16, and by their width; a cache's grow
+    fixed:   whatever else the machine code may depend on: strides by value, then constexprs
+    views:   of the first tensors, which the kernel takes as descriptors; None where it has none. They are aligned
+    """
+
+    __slots__ = ("_fixed", "_grid", "_kernel", "_numbers", "_options", "_sender", "_strides", "_views")
+
+    def __init__(
+        self, kernel: Any, grid: int, varying: Sequence[float], fixed: Sequence[Any], options: dict[str, Any],
+        strides: Sequence[int] = (), views: Sequence[View | None] = (),
+    ) -> None:  # fmt: skip
+        self._kernel, self._grid, self._options, self._views = kernel, (grid, 1, 1), options, views
+        self._numbers, self._strides, self._fixed = (*varying, *strides, *fixed), strides, fixed
+        self._sender: _Sender | None = None
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        """Run on the tensors' device and its current stream. The first tensor is never None.
+
+        The JIT knows tensors by dtype, presence and whether they are 16-byte aligned, which allocations are; a call with any
+        that is not goes through the JIT each time. Presence and dtypes are those of this launch's first call.
+        """
+        sender, first = self._sender, cast(Tensor, tensors[0])
+        if sender is None or not first.get_device() == sender[4] == torch.cuda.current_device() or is_watched():
+            self._first(tensors)
+            return
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        if reduce(or_, addresses) & 15:
+            self._jit(tensors)
+        else:
+            self._send(sender, addresses)
+
+    def _first(self, tensors: Sequence[Tensor | None]) -> None:
+        """Whatever is not known yet, or not to be short."""
+        first = cast(Tensor, tensors[0])
+        if not first.is_cuda:
+            self._jit(tensors)
+            return
+        device = first.get_device()
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._first(tensors)
+            return
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        if reduce(or_, addresses) & 15:
+            self._jit(tensors)
+            return
+        kinds = tuple([None if x is None else x.dtype for x in tensors])
+        widths = tuple([1 if stride == 1 else (stride % 16 == 0, stride >= 1 << 31) for stride in self._strides])
+        key = (id(self._kernel), device, kinds, widths, tuple(self._fixed), tuple(self._options.values()))
+        compiled, self._sender = _COMPILED.get(key, (None, None))
+        if compiled is None:
+            compiled = self._jit(tensors)
+            _COMPILED[key] = compiled, _sender(compiled, device)
+        elif self._sender is None or is_watched():
+            compiled[self._grid](*self._arguments(tensors))
+        else:
+            self._send(self._sender, addresses)
+
+    def _jit(self, tensors: Sequence[Tensor | None]) -> Any:
+        return self._kernel[self._grid](*self._arguments(tensors), **self._options)
+
+    def _arguments(self, tensors: Sequence[Tensor | None]) -> list[Any]:
+        arguments = [*tensors, *self._numbers]
+        if self._views:
+            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+            for i, view in enumerate(self._views):
+                arguments[i] = view and TensorDescriptor(tensors[i], *view[:4])
+        return arguments
+
+    def _send(self, sender: _Sender, addresses: list[Any]) -> None:
+        native, fixed, metadata, stream_of, device = sender
+        if self._views:
+            flat: list[Any] = []
+            number = 0
+            for address, view in zip(addresses, self._views, strict=False):
+                if view is None:
+                    flat.append(None)
+                    continue
+                encoded = view.encoded.get(address)
+                if encoded is None:
+                    if len(view.encoded) >= _ENCODED:
+                        view.encoded.clear()
+                    encoded = view.encoded[address] = _encode(address, view, metadata[number])
+                number += 1
+                flat.append(encoded)
+                flat += view.numbers
+            addresses = flat + addresses[len(self._views) :]
+        native(*self._grid, stream_of(device), *fixed, *addresses, *self._numbers)
 
 
 def launch(
-    kernel: Any, grid: int, pointers: Sequence[torch.Tensor | None], varying: Sequence[float], fixed: Sequence[Any],
+    kernel: Any, grid: int, pointers: Sequence[Tensor | None], varying: Sequence[float], fixed: Sequence[Any],
     options: dict[str, Any], strides: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """Run `kernel(*pointers, *varying, *strides, *fixed)` on the tensors' device and its current stream, in a grid of one
-    dimension.
+    """One call of a `Launch`, for those that keep none."""
+    Launch(kernel, grid, varying, fixed, options, strides)(pointers)
 
-    pointers: tensors, the first one never None. The JIT knows them by dtype, presence and whether they are 16-byte aligned,
-              which allocations are; a call with any that is not goes through the JIT each time.
-    varying:  numbers that the kernel declares `do_not_specialize`, and floats: always of the same type, below 2^31
-    strides:  integers that the JIT knows by whether they are 1 or multiples of 16, and by their width; a cache's grow
-    fixed:    whatever else the machine code may depend on: strides by value, then constexprs
-    """
-    first = pointers[0]
-    assert first is not None
-    if not first.is_cuda:
-        kernel[grid,](*pointers, *varying, *strides, *fixed, **options)
-        return
-    current, device = torch.cuda.current_device(), first.get_device()
-    if device != current:
-        with torch.cuda.device(device):
-            launch(kernel, grid, pointers, varying, fixed, options, strides)
-        return
-    address = 0
-    kinds: list[torch.dtype | None] = []
-    for tensor in pointers:
-        if tensor is None:
-            kinds.append(None)
-        else:
-            address |= tensor.data_ptr()
-            kinds.append(tensor.dtype)
-    if address % 16:
-        kernel[grid,](*pointers, *varying, *strides, *fixed, **options)
-        return
-    widths = tuple([1 if stride == 1 else (stride % 16 == 0, stride >= 1 << 31) for stride in strides])
-    key = (id(kernel), device, tuple(kinds), widths, tuple(fixed), tuple(options.values()))
-    compiled = _COMPILED.get(key)
-    if compiled is None:
-        _COMPILED[key] = kernel[grid,](*pointers, *varying, *strides, *fixed, **options)
-    elif not _KNOWN or is_watched():
-        compiled[grid, 1, 1](*pointers, *varying, *strides, *fixed)
-    else:
-        stream = driver.active.get_current_stream(device)
-        compiled.run(
-            grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *varying, *strides,
-            *fixed,
-        )  # fmt: skip
+
+def _sender(compiled: Any, device: int) -> _Sender | None:
+    """What Triton 3.6 does after its checks, less the encoding and the hooks; None if its launcher is not the one known."""
+    run = compiled.run
+    if not _KNOWN or not hasattr(run, "launch_pdl") or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    native, metadata = run.launch, ()
+    if getattr(native, "__closure__", None):
+        inner = dict(zip(native.__code__.co_freevars, (cell.cell_contents for cell in native.__closure__), strict=True))
+        if not {"launcher", "tensordesc_meta"} <= inner.keys() or None in inner["tensordesc_meta"]:
+            return None
+        native, metadata = inner["launcher"], inner["tensordesc_meta"]
+    scratch = hooks = (None, None)
+    fixed = (
+        compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, compiled.packed_metadata, None, *hooks
+    )  # fmt: skip
+    return native, fixed, metadata, driver.active.get_current_stream, device
+
+
+def _encode(address: int, view: View, metadata: dict[str, Any]) -> Any:
+    """As Triton's own `make_tensordesc_arg`, with its argument order: rows outside of the bounds read as zero."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    return driver.active.utils.fill_tma_descriptor(
+        address, metadata["swizzle"], metadata["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]],
+        metadata["block_size"], view.shape, view.strides, 0,
+    )  # fmt: skip
 
 
 def is_watched() -> bool:
     """Whether a profiler asked Triton to be told of launches."""
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, wherever the tensors are: layers may be spread over several."""
     return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else nullcontext()

@@ -21,7 +21,8 @@ _ROWS = 8
 
 def forward_mixed(
     decode: Callable[..., Any], forward: Callable[..., Any], q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
-    max_seqlen_q: int, out: Tensor | None, return_lse: bool, **options: Any,
+    max_seqlen_q: int, out: Tensor | None, return_lse: bool, k_descale: None = None, v_descale: None = None,
+    num_splits: int = 0, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Arguments as in `fa_serve.attention_paged`, for a cache of q's dtype and no fixed number of splits.
 

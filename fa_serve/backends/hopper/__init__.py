@@ -25,6 +25,7 @@ GLUON_OF_TRITON = "3.6."
 
 class HopperBackend:
     name = "hopper"
+    plans = True
 
     def supports(self, spec: AttentionSpec) -> str | None:
         if spec.device != "cuda" or spec.arch != 90:

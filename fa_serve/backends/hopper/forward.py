@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import math
 from functools import cache, lru_cache
-from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,11 +33,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.runtime.driver import driver
 
 from fa_serve.backends.hopper.consumer import consumer
-from fa_serve.backends.hopper.launch import Descriptor, View, launch
 from fa_serve.backends.hopper.producer import producer
-from fa_serve.backends.hopper.schedule import TileCounters, tile_slots, tile_table
+from fa_serve.backends.hopper.schedule import TileCounters, table_launch, tile_slots, tile_table
 from fa_serve.backends.hopper.shared import RAGGED, Bars, Descs, Epilogue, Smem, Variant, Work
 from fa_serve.backends.hopper.tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group
+from fa_serve.backends.launch import Launch, View, on_device_of
 
 
 @gluon.jit
@@ -143,7 +142,6 @@ _LAYOUTS = {
     for dtype in (torch.float16, torch.bfloat16) for rank in (4, 5) for width in (64, 128, 256)
 }  # fmt: skip
 _COUNTERS = TileCounters()
-_MULTIPROCESSORS: dict[int | None, int] = {}
 
 
 def launch_forward(
@@ -151,29 +149,24 @@ def launch_forward(
     sinks: Tensor | None, out: Tensor | None, return_lse: bool, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, block_table: Tensor | None = None,
     seqused_k: Tensor | None = None, skip_q: int = 0, lse: Tensor | None = None, tiles: TileConfig | None = None,
+    memo: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Dense q (batch, seqlen_q, heads, head_dim), or packed q (total_q, heads, head_dim) with cu_seqlens_q, and keys packed by
     cu_seqlens_k or in the pages of block_table; see `api`.
 
     Packed sequences with up to `skip_q` queries are left alone: their rows of out and lse stay as they are. `lse` is written if
-    given, `tiles` overrides the choice of `forward_tiles`. Tensors that the copy engine cannot address (a last dimension that
-    is not contiguous, other strides not multiples of 16 bytes) are copied first.
+    given, `tiles` overrides the choice of `forward_tiles`; `memo` as in `backends.Backend`. Tensors that the copy engine cannot
+    address (a last dimension that is not contiguous, other strides not multiples of 16 bytes) are copied first.
     """
     packed = cu_seqlens_q is not None
     if return_lse and lse is None:
         lse = _empty_lse(q, packed)
-    result = q.new_empty(*q.shape[:-1], v.shape[-1]) if out is None else out
-    if q.shape[0] == 0 or q.shape[1] == 0 or k.shape[0] == 0 or k.shape[1] == 0:
-        _fill_without_keys(result, lse, sinks)
-        return result, lse
-    if not packed:
-        max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
-    plan = _plan(
-        q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), result.stride(),
-        None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, None if block_table is None else block_table.stride(0),
-        max_seqlen_q, max_seqlen_k, window_size, softcap != 0.0, skip_q, tiles,
-    )  # fmt: skip
-    if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | result.data_ptr()) & 15:
+    memo = {} if memo is None else memo
+    plan = memo.get("hopper") or memo.setdefault("hopper", _plan(
+        q, k, v, out, cu_seqlens_q, block_table, max_seqlen_q, max_seqlen_k, window_size, softmax_scale, softcap, skip_q, tiles
+    ))  # fmt: skip
+    result = q.new_empty(plan.shape) if out is None else out
+    if not plan.addressable or (q.data_ptr() | k.data_ptr() | v.data_ptr() | result.data_ptr()) & 15:
         target = result if _is_addressable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
         launch_forward(
             _addressable(q), _addressable(k), _addressable(v), softmax_scale=softmax_scale, window_size=window_size,
@@ -182,56 +175,59 @@ def launch_forward(
             seqused_k=seqused_k, skip_q=skip_q, lse=lse, tiles=tiles,
         )  # fmt: skip
         return result if target is result else result.copy_(target), lse
-    keys = cu_seqlens_k if block_table is None else seqused_k
-    _run(plan, q, k, v, result, lse, sinks, cu_seqlens_q, keys, block_table, softmax_scale, softcap, window_size, skip_q)
+    table = counter = None
+    if plan.table is not None:
+        table = tile_table(plan.table, plan.slots, cu_seqlens_q, cu_seqlens_k if block_table is None else seqused_k)
+    elif plan.counts:
+        counter = _counter(q)
+    if plan.attention is not None:
+        plan.attention((q, q, k, k, v, result, lse, sinks, table, counter, block_table))
+    elif plan.empty:
+        _fill_without_keys(result, lse, sinks)
     return result, lse
 
 
-_VARIANTS = count()
-
-
-@cache
-def _number(var: Variant) -> int:
-    """Stands for a variant in the keys of launches: hashing the variant itself takes microseconds."""
-    return next(_VARIANTS)
-
-
 class _Plan(NamedTuple):
-    """What follows from shapes, strides and options alone: everything of a launch but its addresses."""
+    """What follows from shapes, strides and options alone: the shape of a contiguous output, and the launches.
 
-    var: Variant
-    number: int
-    blocks: int
-    slots: int
-    views: tuple[View | None, ...]  # of q, q1, k, k1, v, out; None where the variant has no such part
-    integers: tuple[int, ...]
-    registers: int
-
-
-@lru_cache(maxsize=4096)
-def _plan(
-    device: torch.device, dtype: torch.dtype, q_shape: tuple[int, ...], q_stride: tuple[int, ...], k_shape: tuple[int, ...],
-    k_stride: tuple[int, ...], v_shape: tuple[int, ...], v_stride: tuple[int, ...], out_stride: tuple[int, ...],
-    sequences: int | None, table_stride: int | None, max_seqlen_q: int, max_seqlen_k: int, window: tuple[int, int],
-    softcap: bool, skip_q: int, tiles: TileConfig | None,
-) -> _Plan | None:  # fmt: skip
-    """`sequences` counts packed sequences; None is a dense batch. `table_stride` is that of a paged cache's block table.
-
-    None if the copy engine cannot address one of the tensors.
+    addressable: the copy engine can read and write all tensors; empty: there are no queries or no keys
     """
-    packed, paged = sequences is not None, table_stride is not None
+
+    shape: tuple[int, ...]
+    attention: Launch | None = None
+    table: Launch | None = None
+    slots: int = 0
+    counts: bool = False
+    addressable: bool = True
+    empty: bool = False
+
+
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, cu_seqlens_q: Tensor | None, block_table: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, window: tuple[int, int], scale: float, softcap: float, skip_q: int,
+    tiles: TileConfig | None,
+) -> _Plan:  # fmt: skip
+    """`out` is None for one that is contiguous."""
+    packed, paged, dtype = cu_seqlens_q is not None, block_table is not None, q.dtype
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
+    out_shape = (*q_shape[:-1], v_shape[-1])
+    if 0 in (*q_shape[:2], *k_shape[:2]):
+        return _Plan(out_shape, empty=True)
+    if not packed:
+        max_seqlen_q, max_seqlen_k = q_shape[1], k_shape[1]
     left, right = window
     (num_heads, head_dim), (num_kv_heads, head_dim_v) = q_shape[-2:], v_shape[-2:]
     if tiles is None:
         tiles = forward_tiles(head_dim, head_dim_v, left >= 0 or right >= 0, max_seqlen_q, max_seqlen_k, packed, paged)
-    out_shape = (*q_shape[:-1], head_dim_v)
+    out_stride = tuple(math.prod(out_shape[i:]) for i in range(1, len(out_shape) + 1)) if out is None else out.stride()
     every = ((q_shape, q_stride), (k_shape, k_stride), (v_shape, v_stride), (out_shape, out_stride))
     if None in [_addressable_strides(shape, stride) for shape, stride in every]:
-        return None
+        return _Plan(out_shape, addressable=False)
     d0, d1, dv = HEAD_DIMS[head_dim, head_dim_v]
-    var = Variant(tiles, d0, d1, dv, packed, left >= 0, right >= 0, softcap, k_shape[1] if paged else 0)
+    var = Variant(tiles, d0, d1, dv, packed, left >= 0, right >= 0, softcap != 0.0, k_shape[1] if paged else 0)
     num_m = -(-max_seqlen_q // tiles.block_m)
-    batch = q_shape[0] if sequences is None else sequences
+    batch = q_shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     slots = tile_slots(q_shape[0], batch, max_seqlen_q, tiles.block_m, skip_q) if packed else num_m * batch
     total = slots * num_heads
     heads_per_kv = num_heads // num_kv_heads
@@ -241,7 +237,7 @@ def _plan(
         group, tail = head_group(num_heads, heads_per_kv, kv_bytes * min(4, batch) * max_seqlen_k, slots)
     else:
         group, tail = head_group(batch * num_heads, heads_per_kv, kv_bytes * max_seqlen_k, num_m)
-    blocks = total if tiles.schedule == Schedule.GRID else min(total, _multiprocessors(device) * tiles.blocks_per_sm)
+    blocks = total if tiles.schedule == Schedule.GRID else min(total, _multiprocessors(q.device) * tiles.blocks_per_sm)
     describe = _ragged if packed else _dense
     of_keys: tuple[View | None, ...]
     if paged:
@@ -263,33 +259,17 @@ def _plan(
     )  # fmt: skip
     integers = (
         q_shape[0] if packed else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group, tail, max_seqlen_q, max_seqlen_k,
-        left, right, table_stride or 0, k_stride[0] // k_stride[1] if paged else 0, v_stride[0] // v_stride[1] if paged else 0,
+        left, right, 0 if block_table is None else block_table.stride(0),
+        *(stride[0] // stride[1] if paged else 0 for stride in (k_stride, v_stride)),
     )  # fmt: skip
-    return _Plan(var, _number(var), blocks, slots, views, integers, tiles.registers[0])
-
-
-def _run(
-    plan: _Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None, cu_q: Tensor | None,
-    keys: Tensor | None, pages: Tensor | None, scale: float, softcap: float, window: tuple[int, int], skip_q: int,
-) -> None:  # fmt: skip
-    """`keys`: cu_seqlens_k, or seqused_k if there are `pages`."""
-    device, var = q.device, plan.var
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _run(plan, q, k, v, out, lse, sinks, cu_q, keys, pages, scale, softcap, window, skip_q)
-    if plan.blocks == 0:
-        return None
-    table, counter = None, None
-    if cu_q is not None and keys is not None:
-        table = tile_table(cu_q, keys, plan.slots, window, var.tiles.block_m, var.tiles.block_n, skip_q)
-    elif var.tiles.schedule == Schedule.DYNAMIC:
-        counter = _counter(device)
-    bases = (q, q, k, k, v, out)
-    descriptors = [view and Descriptor(base, view) for base, view in zip(bases, plan.views, strict=True)]
-    others = (lse, sinks, table, counter, pages, *_base_2(scale, softcap), *plan.integers, var)
-    key = (plan.number, q.dtype, lse is None, None if sinks is None else sinks.dtype)
-    launch(_attention_forward, key, (plan.blocks, 1, 1), descriptors, others, device, num_warps=4, maxnreg=plan.registers)
-    return None
+    if blocks == 0:
+        return _Plan(out_shape)
+    options = {"num_warps": 4, "maxnreg": tiles.registers[0]}
+    return _Plan(
+        out_shape, Launch(_attention_forward, blocks, (*_base_2(scale, softcap), *integers), (var,), options, views=views),
+        table_launch(slots, batch, window, tiles.block_m, tiles.block_n, skip_q, paged) if packed else None,
+        slots, not packed and tiles.schedule == Schedule.DYNAMIC,
+    )  # fmt: skip
 
 
 def _base_2(scale: float, softcap: float) -> tuple[float, float]:
@@ -299,6 +279,7 @@ def _base_2(scale: float, softcap: float) -> tuple[float, float]:
     return (scale * 2.0 * log2e / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
 
 
+@lru_cache(maxsize=512)
 def _dense(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> View:
     """(batch, seqlen, heads, dim): what lies past seqlen or dim reads as zero and is not written."""
     addressable = _addressable_strides(shape, strides)
@@ -306,6 +287,7 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: i
     return View(tuple(shape), addressable, (1, rows, 1, width), _LAYOUTS[dtype, 4, width], (*shape, *addressable), {})
 
 
+@lru_cache(maxsize=512)
 def _ragged(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> View:
     """(total, heads, dim) with the end of each sequence as the hardware's bound.
 
@@ -351,15 +333,15 @@ def _fill_without_keys(out: Tensor, lse: Tensor | None, sinks: Tensor | None) ->
             lse.copy_(sinks.to(torch.float32)[:, None].expand_as(lse))
 
 
+@cache
 def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132  # compiled for Hopper on a machine without one
-    if device.index not in _MULTIPROCESSORS:
-        _MULTIPROCESSORS[device.index] = torch.cuda.get_device_properties(device).multi_processor_count
-    return _MULTIPROCESSORS[device.index]
+    """132 to compile for Hopper on a machine without one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _counter(device: torch.device) -> Tensor:
-    if device.type != "cuda":
+def _counter(x: Tensor) -> Tensor:
+    if not x.is_cuda:
         return torch.zeros(1, dtype=torch.int32)
-    return _COUNTERS.take(device, driver.active.get_current_stream(device.index), torch.cuda.is_current_stream_capturing())
+    with on_device_of(x):
+        capturing = torch.cuda.is_current_stream_capturing()
+    return _COUNTERS.take(x.device, driver.active.get_current_stream(x.get_device()), capturing)

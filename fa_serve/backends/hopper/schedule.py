@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve.backends.hopper.launch import launch
+from fa_serve.backends.launch import Launch
 
 RECORD = 8
 _CHUNK = 256
@@ -54,9 +54,7 @@ def _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr):
     return q0, tl.where(q_len > skip_q, q_len, 0), k0, kv_len
 
 
-@triton.jit(
-    do_not_specialize=["slots", "batch", "skip_q", "left", "right"], do_not_specialize_on_alignment=["cu_q_ptr", "k_ptr"]
-)
+@triton.jit(do_not_specialize=["slots", "batch", "skip_q", "left", "right"])
 def _tile_table(
     table_ptr, cu_q_ptr, k_ptr, slots, batch, skip_q, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PAGED: tl.constexpr, CHUNK: tl.constexpr,
@@ -123,18 +121,20 @@ def tile_slots(total_q: int, batch: int, max_seqlen_q: int, block_m: int, skip_q
     return min((total_q + batch * (block_m - 1)) // block_m, batch * -(-max_seqlen_q // block_m))
 
 
-def tile_table(
-    cu_seqlens_q: Tensor, keys: Tensor, slots: int, window_size: tuple[int, int], block_m: int, block_n: int,
-    skip_q: int = 0,
-) -> Tensor:  # fmt: skip
-    """-> int32: `slots` > 0 records, longest tile first, -1 where there is no tile; behind them a counter at 0 and how many
-    tiles there are. `keys` is cu_seqlens_k (batch + 1,), or seqused_k (batch,) of a paged cache."""
-    table = torch.empty((slots + 1) * RECORD, dtype=torch.int32, device=cu_seqlens_q.device)
+def table_launch(
+    slots: int, batch: int, window_size: tuple[int, int], block_m: int, block_n: int, skip_q: int, paged: bool
+) -> Launch:  # fmt: skip
+    """Of `_tile_table`; slots > 0. Tensors: the table, cu_seqlens_q, and cu_seqlens_k or the seqused_k of a paged cache."""
     left, right = window_size
-    batch = cu_seqlens_q.shape[0] - 1
-    key = (block_m, block_n, left >= 0, right >= 0, keys.shape[0] == batch, _CHUNK)
-    args = (table, cu_seqlens_q, keys, slots, batch, skip_q, left, right, *key)
-    launch(_tile_table, key, (slots, 1, 1), (), args, table.device, num_warps=1)
+    fixed = (block_m, block_n, left >= 0, right >= 0, paged, _CHUNK)
+    return Launch(_tile_table, slots, (slots, batch, skip_q, left, right), fixed, {"num_warps": 1})
+
+
+def tile_table(launch: Launch, slots: int, cu_seqlens_q: Tensor, keys: Tensor) -> Tensor:
+    """-> int32: `slots` records, longest tile first, -1 where there is no tile; behind them a counter at 0 and how many tiles
+    there are."""
+    table = torch.empty((slots + 1) * RECORD, dtype=torch.int32, device=cu_seqlens_q.device)
+    launch((table, cu_seqlens_q, keys))
     return table
 
 
@@ -158,10 +158,9 @@ class TileCounters:
             if device not in self._buffers:
                 if capturing:  # memory from inside a capture belongs to that graph
                     return torch.zeros(1, dtype=torch.int32, device=device)
-                self._buffers[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-            index = self._taken % _COUNTERS
+                self._buffers[device] = torch.zeros(_COUNTERS, 4, dtype=torch.int32, device=device)
+            counter = self._buffers[device][self._taken % _COUNTERS]  # 16 bytes apart, as launches want addresses
             self._taken += 1
-            counter = self._buffers[device][index : index + 1]
             if not capturing:
                 self._by_stream[key] = counter
         return counter

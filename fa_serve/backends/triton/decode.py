@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,10 +30,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import launch
-from fa_serve.backends.triton.pieces import launch_combine, sequence_lengths, share_of_line, store_rows, visible_blocks
+from fa_serve.backends.launch import Launch
+from fa_serve.backends.triton.pieces import combine_launch, sequence_lengths, share_of_line, store_rows, visible_blocks
 from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, softcap_scores, wait_for_previous_kernel
-from fa_serve.backends.triton.tiles import batch_block, padded_dim
+from fa_serve.backends.triton.tiles import batch_block, launch_options, padded_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +383,7 @@ def _decode(
 
 def launch_dense(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
-    sinks: Tensor | None, mask: Tensor | None, out: Tensor | None, return_lse: bool,
+    sinks: Tensor | None, mask: Tensor | None, out: Tensor | None, return_lse: bool, memo: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Arguments as in `fa_serve.attention`: a dense cache is one of a page per sequence, and the host knows the lengths.
 
@@ -395,7 +396,7 @@ def launch_dense(
         q.reshape(batch * seqlen_q, num_heads, -1), k, v, block_table=None, seqused_k=None, cu_seqlens_q=None,
         max_seqlen_q=seqlen_q, max_seqlen_k=k.shape[1], softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
         sinks=sinks, k_descale=None, v_descale=None, num_splits=0, out=result.view(batch * seqlen_q, num_heads, -1),
-        return_lse=return_lse, mask=mask,
+        return_lse=return_lse, mask=mask, memo=memo,
     )  # fmt: skip
     lse = None if lse is None else lse.view(num_heads, batch, seqlen_q).transpose(0, 1)
     return (result if out is None or result is out else out.copy_(result)), lse
@@ -406,75 +407,100 @@ def launch_decode(
     cu_seqlens_q: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int],
     softcap: float, sinks: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int,
     out: Tensor | None, return_lse: bool, lse: Tensor | None = None, mask: Tensor | None = None,
-    tiles: DecodeTiles | None = None,
+    tiles: DecodeTiles | None = None, memo: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Arguments as in `fa_serve.attention_paged`, with None for all three index tensors as in `launch_dense`. One launch,
     and a second one if any sequence may be cut in pieces.
 
     Sequences with more than `max_seqlen_q` queries are left alone: their rows of out and lse stay as they are.
-    `lse` is written if given, `tiles` overrides the choice, for tuning.
+    `lse` is written if given, `tiles` overrides the choice, for tuning; `memo` as in `backends.Backend`.
     """
-    total_q, num_heads, dim = q.shape
-    pages, page_size, num_kv_heads, dim_v = v_cache.shape
-    dense = block_table is None
-    batch = pages if dense else seqused_k.shape[0]
-    groups, max_seqlen_q, device = num_heads // num_kv_heads, max(max_seqlen_q, 1), q.device
-    arch = spec.arch_of(device)
-    if tiles is None:
-        tiles = decode_tiles(
-            arch, _num_sms(device), q.element_size(), k_cache.element_size(), dim, dim_v, num_heads, num_kv_heads, batch,
-            max_seqlen_q, max_seqlen_k, num_splits,
-        )  # fmt: skip
     q = q if q.stride(2) == 1 else q.contiguous()
-    result = q.new_empty(total_q, num_heads, dim_v) if out is None or out.stride(2) != 1 else out
+    memo = {} if memo is None else memo
+    fresh = out is None or out.stride(2) != 1
     if return_lse and lse is None:
-        lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=device)
-    if batch == 0:
-        return result if out is None else out, lse
-
-    tiles_per_head = -(-groups * max_seqlen_q // tiles.block_m)
-    units, unit_rows = num_kv_heads * tiles_per_head, min(tiles.block_m, groups * max_seqlen_q)
-    pieces = tiles.parts if tiles.balanced else batch * tiles.parts
-    part_out = part_lse = None
-    if tiles.balanced or tiles.parts > 1:
-        places = (2 * pieces if tiles.balanced else pieces) * units * unit_rows
-        part_out = torch.empty(places, dim_v, dtype=torch.float32, device=device)
-        part_lse = torch.empty(places, dtype=torch.float32, device=device)
-    (left, right), pdl = window_size, arch >= 90
-    k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
-    # whole 16-bit pairs, for the widening of float8 values
-    pairs = arch >= 89 and k_cache.element_size() == 1 and dim_v % 2 == 0 and q.element_size() == 2 and not any(
-        stride % 2 for stride in v_strides
-    )  # fmt: skip
-    plan = (batch, units, tiles_per_head, unit_rows, tiles.parts, tiles.min_blocks, max_seqlen_q, max_seqlen_k, left)
-    lse_stride = 0 if lse is None else lse.stride(0)
-    cut = (batch_block(batch) if tiles.balanced else 1, tiles.balanced, left >= 0)
-    block_dv, programmatic = padded_dim(dim_v), {"launch_pdl": True} if pdl else {}
-    limit = {"maxnreg": tiles.registers} if tiles.registers and arch >= 80 else {}
-    if mask is not None:
-        mask_strides = (0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(3))
-        mask = mask.view(torch.uint8)
-    launch(
-        _decode, pieces * units,
-        (q, k_cache, v_cache, result, lse, part_out, part_lse, block_table, seqused_k, cu_seqlens_q, sinks, mask,
-         k_descale, v_descale),
-        (*plan, right, lse_stride, 0 if dense else block_table.stride(0), *((0, 0) if mask is None else mask_strides),
-         float(softmax_scale), float(softcap)),
-        (groups, dim, dim_v, padded_dim(dim), block_dv, tiles.block_m, tiles.block_n, 0 if dense else page_size, *cut,
-         right >= 0 and max_seqlen_q > 1, softcap != 0.0, k_strides == v_strides,
-         all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])), "ieee" if q.dtype == torch.float32 else "tf32",
-         pairs, arch >= 89, pdl),
-        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **programmatic, **limit},
-        (*result.stride()[:2], *q.stride()[:2], *k_strides, *v_strides),
-    )  # fmt: skip
-    if part_out is not None:
-        launch_combine(
-            (result, lse, part_out, part_lse, seqused_k, cu_seqlens_q), plan, lse_stride,
-            (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, *cut, pdl),
-        )  # fmt: skip
+        lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    plan = memo.get("decode") or memo.setdefault("decode", _plan(
+        q, k_cache, v_cache, None if fresh else out, lse, block_table, mask, max_seqlen_q, max_seqlen_k, softmax_scale,
+        window_size, softcap, num_splits, tiles,
+    ))  # fmt: skip
+    result = q.new_empty(plan.shape) if fresh else out
+    if plan.decode is not None:
+        part_out = part_lse = None
+        if plan.combine is not None:
+            part_out, part_lse = (q.new_empty(shape, dtype=torch.float32) for shape in plan.parts)
+        mask = mask if mask is None else mask.view(torch.uint8)
+        plan.decode((
+            q, k_cache, v_cache, result, lse, part_out, part_lse, block_table, seqused_k, cu_seqlens_q, sinks, mask, k_descale,
+            v_descale,
+        ))  # fmt: skip
+        if plan.combine is not None:
+            plan.combine((result, lse, part_out, part_lse, seqused_k, cu_seqlens_q))
     if out is not None and result is not out:
         return out.copy_(result), lse
     return result, lse
+
+
+class _Plan(NamedTuple):
+    """What follows from shapes, strides and options: the launches, if there are any sequences, the shape of a contiguous output
+    and of the two kinds of pieces."""
+
+    shape: tuple[int, ...]
+    decode: Launch | None = None
+    combine: Launch | None = None
+    parts: tuple[tuple[int, ...], ...] = ()
+
+
+def _plan(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None, lse: Tensor | None, table: Tensor | None,
+    mask: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, scale: float, window: tuple[int, int], softcap: float,
+    num_splits: int, tiles: DecodeTiles | None,
+) -> _Plan:  # fmt: skip
+    """`out` is None for one that is contiguous."""
+    total_q, num_heads, dim = q.shape
+    pages, page_size, num_kv_heads, dim_v = v_cache.shape
+    shape, batch, dtype, itemsize = (total_q, num_heads, dim_v), pages, q.dtype, k_cache.element_size()
+    if table is not None:
+        batch = table.shape[0]
+    if batch == 0:
+        return _Plan(shape)
+    groups, max_seqlen_q, arch = num_heads // num_kv_heads, max(max_seqlen_q, 1), spec.arch_of(q.device)
+    if tiles is None:
+        tiles = decode_tiles(
+            arch, _num_sms(q.device), dtype.itemsize, itemsize, dim, dim_v, num_heads, num_kv_heads, batch, max_seqlen_q,
+            max_seqlen_k, num_splits,
+        )  # fmt: skip
+    tiles_per_head = -(-groups * max_seqlen_q // tiles.block_m)
+    units, unit_rows = num_kv_heads * tiles_per_head, min(tiles.block_m, groups * max_seqlen_q)
+    pieces = tiles.parts if tiles.balanced else batch * tiles.parts
+    (left, right), pdl = window, arch >= 90
+    k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
+    out_strides = (num_heads * dim_v, dim_v) if out is None else out.stride()[:2]
+    mask_strides = (0, 0) if mask is None else (0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(3))
+    lse_stride = 0 if lse is None else lse.stride(0)
+    # whole 16-bit pairs, for the widening of float8 values
+    pairs = arch >= 89 and itemsize == 1 and dim_v % 2 == 0 and dtype.itemsize == 2 and not any(
+        stride % 2 for stride in v_strides
+    )  # fmt: skip
+    plan = (batch, units, tiles_per_head, unit_rows, tiles.parts, tiles.min_blocks, max_seqlen_q, max_seqlen_k, left)
+    cut = (batch_block(batch) if tiles.balanced else 1, tiles.balanced, left >= 0)
+    block_dv = padded_dim(dim_v)
+    limit = {"maxnreg": tiles.registers} if tiles.registers and arch >= 80 else {}
+    decode = Launch(
+        _decode, pieces * units,
+        (*plan, right, lse_stride, 0 if table is None else table.stride(0), *mask_strides, float(scale), float(softcap)),
+        (groups, dim, dim_v, padded_dim(dim), block_dv, tiles.block_m, tiles.block_n, 0 if table is None else page_size, *cut,
+         right >= 0 and max_seqlen_q > 1, softcap != 0.0, k_strides == v_strides,
+         all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])), "ieee" if dtype == torch.float32 else "tf32",
+         pairs, arch >= 89, pdl),
+        {**launch_options(pdl, tiles.num_warps), "num_stages": tiles.num_stages, **limit},
+        (*out_strides, *q.stride()[:2], *k_strides, *v_strides),
+    )  # fmt: skip
+    if not tiles.balanced and tiles.parts == 1:
+        return _Plan(shape, decode)
+    fixed = (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, *cut, pdl)
+    places = (2 * pieces if tiles.balanced else pieces) * units * unit_rows
+    return _Plan(shape, decode, combine_launch(plan, lse_stride, fixed, out_strides), ((places, dim_v), (places,)))
 
 
 @cache

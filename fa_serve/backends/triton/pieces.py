@@ -10,9 +10,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fa_serve.backends.launch import launch
+from fa_serve.backends.launch import Launch
 from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, wait_for_previous_kernel
 from fa_serve.backends.triton.tiles import launch_options
 
@@ -171,15 +170,16 @@ def _combine(
     )  # fmt: skip
 
 
-def launch_combine(tensors: tuple[Tensor | None, ...], plan: tuple[int, ...], lse_stride: int, fixed: tuple[Any, ...]) -> None:
-    """Merge what `_decode` left in pieces. tensors, plan and fixed: those arguments of `_combine` that `_decode` has too."""
+def combine_launch(plan: tuple[int, ...], lse_stride: int, fixed: tuple[Any, ...], out_strides: tuple[int, ...]) -> Launch:
+    """Merges what `_decode` left in pieces. plan and fixed: those arguments of `_combine` that `_decode` has too; the tensors
+    are out, lse, part_out, part_lse, seqused_k and cu_seqlens_q."""
     batch, units, _, unit_rows, parts, *_ = plan
     _, _, block_dv, _, _, _, balanced, _, pdl = fixed
     block_parts, block_rows, num_warps = _combine_block(balanced, parts, block_dv, batch * units * unit_rows)
     blocks_per_seq = -(-units * unit_rows // block_rows)
-    launch(
-        _combine, batch * blocks_per_seq, tensors, (*plan, lse_stride, blocks_per_seq), (*fixed, block_parts, block_rows),
-        launch_options(pdl, num_warps), tensors[0].stride()[:2],
+    return Launch(
+        _combine, batch * blocks_per_seq, (*plan, lse_stride, blocks_per_seq), (*fixed, block_parts, block_rows),
+        launch_options(pdl, num_warps), out_strides,
     )  # fmt: skip
 
 
