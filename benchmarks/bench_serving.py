@@ -7,9 +7,10 @@
 Two loads, `LOADS` below: 256 requests at once for throughput, 32 for the times that a client sees. A model has its shape's
 config and random weights, and a tokenizer with a word for each id (engine_workloads.py); prompts are random token ids, end
 tokens are ignored, prefix caches are off. Every server answers the same requests of the same client (`fa-serve bench`, in
-`--clients` processes, whose busiest is `client_busy`); each load goes before once, with other prompts, and is not counted. The
-offline engine gets the throughput load at once, twice as well. Of the budget PEER_SECONDS are kept for the peer, which compiles
-for more than a minute and a half before it is ready; the offline engine goes without when the rest is short (`--no-offline`).
+`--clients` processes, whose busiest is `client_busy`); before each load go two rounds of as many requests as are at once, with
+other prompts, which are not counted. The offline engine gets the throughput load at once, after the same. Of the budget
+PEER_SECONDS are kept for the peer, which compiles for more than a minute and a half before it is ready; the offline engine goes
+without when the rest is short (`--no-offline`).
 
 What is written: output tokens per second, medians of the time to the first token and between tokens, and the seconds from
 the start of a server to its first ready answer. `ratio` is ours against the peer, above 1 when ours is better.
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
 
 MEMORY = 0.85
 PEER_SECONDS = 130
+WARM_UP = 2  # rounds, so that prompts have met sequences that decode
 # requests, at once, tokens in, tokens out
-LOADS = {"256 at once": (768, 256, 256, 256), "32 at once": (160, 32, 512, 128)}
+LOADS = {"256 at once": (768, 256, 256, 256), "32 at once": (160, 32, 512, 128)}  # the first: of three --waves
 THROUGHPUT, LATENCY = LOADS
 
 
@@ -159,9 +161,11 @@ def measure(url: str, shape: str, args: argparse.Namespace, deadline: float) -> 
     for name, (requests, at_once, tokens_in, tokens_out) in LOADS.items():
         if time.time() > deadline:
             break
+        if name == THROUGHPUT:
+            requests = args.waves * at_once
         load = replace(base, requests=args.requests or requests, concurrency=at_once, prompt_tokens=tokens_in, seed=7,
                        output_tokens=tokens_out if args.requests is None else 8)  # fmt: skip
-        first = drive(replace(load, seed=8), args)
+        first = drive(replace(load, seed=8, requests=min(WARM_UP * at_once, load.requests)), args)
         say(f"    {name}, first: {first['seconds']:.2f} s, {first['output_tokens_per_s']:.0f} tokens/s")
         answer = drive(load, args)
         if answer["failed"]:
@@ -188,7 +192,8 @@ def drive(load: Load, args: argparse.Namespace) -> dict[str, Any]:
 
 def alone(shape: str, folder: str, args: argparse.Namespace, deadline: float) -> float:
     """Write the model; -> tokens a second of our engine without a server."""
-    command = [sys.executable, __file__, "offline", "--shapes", shape, "--folder", folder, "--device", args.device]
+    command = [sys.executable, __file__, "offline", "--shapes", shape, "--folder", folder, "--device", args.device,
+               "--waves", str(args.waves)]  # fmt: skip
     if args.requests is not None:
         command += ["--requests", str(args.requests)]
     if not args.offline:
@@ -225,7 +230,8 @@ def offline(args: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
     settings = {"model": args.folder, "device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": MEMORY}
     engine = Engine(EngineConfig(**settings, prefix_caching=False))
-    requests, _, tokens_in, tokens_out = LOADS[THROUGHPUT]
+    _, at_once, tokens_in, tokens_out = LOADS[THROUGHPUT]
+    requests = args.waves * at_once
     if args.requests is not None:
         requests, tokens_out = args.requests, 8
 
@@ -239,7 +245,7 @@ def offline(args: argparse.Namespace) -> None:
             engine.step()
         return time.perf_counter() - begin
 
-    seconds("first", [(tokens_in, tokens_out)] * requests)
+    seconds("first", [(tokens_in, tokens_out)] * min(WARM_UP * at_once, requests))
     print(requests * tokens_out / seconds("load", [(tokens_in, tokens_out)] * requests))
 
 
@@ -251,6 +257,7 @@ def main() -> None:
     parser.add_argument("--peer-path", default="", help="PYTHONPATH of vLLM's server; none leaves it out")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds for each shape")
     parser.add_argument("--clients", type=int, default=2, help="processes that send requests")
+    parser.add_argument("--waves", type=int, default=3, help="throughput: so many times the requests that are at once")
     parser.add_argument("--requests", type=int, help="so many of each load's, with answers of 8 tokens")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="one more of `fa-serve serve`'s")
