@@ -30,17 +30,14 @@ DENSE = {
 SHARED_BYTES = {"sm80": 163 << 10, "sm86": 99 << 10, "sm89": 99 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "sm120": 99 << 10,
                 "gfx942": 64 << 10}  # what one program may ask for  # fmt: skip
 
+# where the tile is the same for all: sm86, sm89 and sm100 add nothing to these, in registers or in shared memory
+UNLIKE = ["sm80", "sm90", "sm120", "gfx942"]
+
 
 def _launch(dim: int, dim_v: int, dtype: torch.dtype, layout: str = "dense", **options: object) -> None:
     q, k, v = make_qkv(2, 256, 256, 8, 2, dim, dim_v, dtype=dtype)
-    case = {
-        "softmax_scale": 0.1,
-        "window_size": (-1, -1),
-        "softcap": 0.0,
-        "sinks": None,
-        "out": None,
-        "return_lse": True,
-    } | options
+    case = {"softmax_scale": 0.1, "window_size": (-1, -1), "softcap": 0.0, "sinks": None, "out": None, "return_lse": True}
+    case |= options
     if case["sinks"]:
         case["sinks"] = torch.zeros(8)
     if layout == "dense":
@@ -71,13 +68,13 @@ def test_layouts(dim: int, layout: str, target: str) -> None:
     _expect(target, dim, dim, torch.bfloat16, layout, window_size=(-1, 0))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", UNLIKE)
 @pytest.mark.parametrize("mask", [torch.bool, torch.float32], ids=str)
 def test_masks(mask: torch.dtype, target: str) -> None:
     _expect(target, 64, 64, torch.bfloat16, mask=torch.ones(2, 1, 1, 256, dtype=mask))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", UNLIKE)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_float32(dim: int, target: str) -> None:
     _expect(target, dim, dim, torch.float32)
