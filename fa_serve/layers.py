@@ -96,13 +96,14 @@ def rotary_store_kv(
     turned = [(heads[:, : num_heads + num_kv_heads], None)] if q_norm is None else [(heads[:, :num_heads], q_norm), (k, k_norm)]
     for x, norm in turned:
         y = _wide(x) if norm is None else _normed(x, norm)
-        if cos is not None and sin is not None:
-            c, s = _wide(cos)[:, None], _wide(sin)[:, None]
-            first, second = y[..., : c.shape[2]].chunk(2, dim=2)
-            if c.shape[2] < dim:
-                x[..., c.shape[2] :] = y[..., c.shape[2] :]
-            y, x = y[..., : c.shape[2]] * c + torch.cat([-second, first], dim=2) * s, x[..., : c.shape[2]]
-        x.copy_(y)
+        if cos is None or sin is None:
+            x.copy_(y)
+            continue
+        if (width := cos.shape[1]) < dim:
+            x[..., width:] = y[..., width:]
+            x, y = x[..., :width], y[..., :width]
+        first, second = y.chunk(2, dim=2)
+        torch.addcmul(y * _wide(cos)[:, None], torch.cat([-second, first], dim=2), _wide(sin)[:, None], out=x)
     SdpaBackend().store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale=k_descale, v_descale=v_descale)
 
 

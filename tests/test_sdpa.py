@@ -7,6 +7,7 @@ import torch
 from cases import DENSE, PAGED, VARLEN, Case, check, params
 
 import fa_serve
+from fa_serve.backends import sdpa
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 
@@ -104,3 +105,36 @@ def test_lse_is_float32_whatever_the_default_dtype_is() -> None:
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
     exact = fa_serve.attention_paged(q, k_cache, v_cache, **paged, return_lse=True, backend="reference")
     torch.testing.assert_close((out, lse), exact)
+
+
+@pytest.mark.parametrize("queries", [[1], [5], [2, 3]], ids=str)
+def test_pages_that_follow_each_other_are_read_where_they_are(queries: list[int]) -> None:
+    torch.manual_seed(0)
+    keys, values = ([torch.randn(10 + 3 * n, 2, 16) for n in range(len(queries))] for _ in "kv")
+    k_cache, v_cache, table, used = make_paged(keys, values, page_size=4)
+    order = torch.cat([torch.tensor([0]), *(table[row, : -(-int(n) // 4)] for row, n in enumerate(used))])
+    in_order, start = torch.full_like(table, 2**28), 1
+    for row, length in enumerate(used.tolist()):
+        count = -(-length // 4)
+        in_order[row, :count] = torch.arange(start, start + count)
+        start += count
+    q = torch.randn(sum(queries), 4, 16)
+    outs = []
+    for caches, pages in (((k_cache, v_cache), table), ((k_cache[order], v_cache[order]), in_order)):
+        outs.append(
+            fa_serve.attention_paged(
+                q,
+                *caches,
+                block_table=pages,
+                seqused_k=used,
+                cu_seqlens_q=cu_seqlens(queries),
+                max_seqlen_q=max(queries),
+                return_lse=True,
+                backend="sdpa",
+            )
+        )
+        view = sdpa._keys([(caches[0], None)], pages[0], int(used[0]), q.dtype)[0]
+        assert (view.data_ptr() == caches[0][pages[0, 0]].data_ptr()) == (pages is in_order)
+        assert torch.equal(view[0], keys[0])
+    for shuffled, ordered in zip(*outs, strict=True):
+        assert torch.equal(shuffled, ordered)

@@ -10,6 +10,7 @@ Everything here is differentiable. Left out: CUDA-graph safety (lengths are read
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -54,6 +55,10 @@ class SdpaBackend:
         page_size, left = k_cache.shape[1], options["window_size"][0]
         caches = ((k_cache, k_descale), (v_cache, v_descale))
         rows, lengths = list(pairwise(cu_seqlens_q.tolist())), seqused_k.tolist()
+        if rows == [(0, len(q))]:
+            k, v = _keys(caches, block_table[0], lengths[0], q.dtype)
+            result, lse = _attend(q[None], k, v, **options)
+            return result[0] if out is None else out.copy_(result[0]), None if lse is None else lse[0]
         result, lse = _without_keys(q, v_cache.shape[-1], options["return_lse"])
 
         single = [b for b, (start, end) in enumerate(rows) if end - start == 1 and lengths[b] > 0]
@@ -73,10 +78,9 @@ class SdpaBackend:
             everything = options | {"window_size": (-1, -1), "mask": seen[:, None, None]}
             _put(_attend(q[at][:, None], k, v, **everything), result, lse, at)
         for b in sorted(set(range(len(rows))) - set(single)):
-            (start, end), length = rows[b], lengths[b]
+            start, end = rows[b]
             if start < end:
-                pages = block_table[b, : -(-length // page_size)]
-                k, v = (_read(cache, (pages,), descale, q.dtype).flatten(0, 1)[None, :length] for cache, descale in caches)
+                k, v = _keys(caches, block_table[b], lengths[b], q.dtype)
                 _put(_attend(q[None, start:end], k, v, **options), result, lse, slice(start, end))
         return result if out is None else out.copy_(result), lse
 
@@ -100,9 +104,19 @@ class SdpaBackend:
             cache[page, position] = x.to(cache.dtype)
 
 
-def _read(cache: Tensor, index: tuple[Tensor, ...], descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _keys(caches: Sequence[tuple[Tensor, Tensor | None]], pages: Tensor, length: int, dtype: torch.dtype) -> list[Tensor]:
+    """The first `length` keys, and values, of the sequence in these pages: (1, length, heads, dim). A view if they allow it."""
+    pages = pages[: -(-length // caches[0][0].shape[1])]
+    numbers = pages.tolist()
+    index: Any = pages
+    if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        index = slice(numbers[0], numbers[-1] + 1)
+    return [_read(cache, (index,), descale, dtype).flatten(0, 1)[None, :length] for cache, descale in caches]
+
+
+def _read(cache: Tensor, index: tuple[Any, ...], descale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if descale is None:
-        return cache.index_select(0, index[0]) if len(index) == 1 else cache[index]
+        return cache.index_select(0, index[0]) if len(index) == 1 and isinstance(index[0], Tensor) else cache[index]
     # float8 tensors cannot be indexed on every device: read their bytes
     return (cache.view(torch.uint8)[index].view(cache.dtype).float() * descale[:, None]).to(dtype)
 

@@ -1,7 +1,8 @@
 """The memory of the KV cache: how large a page is, how many fit, and the tensors.
 
-Pages lie in memory as (page, head, token, dim), which a decoding kernel reads in one stretch per head, and are handed out as
-views (page, token, head, dim), which is what `fa_serve.api` speaks. Which page belongs to whom is pages.py's business.
+Pages are handed out as views (page, token, head, dim), which is what `fa_serve.api` speaks. On a GPU they lie in memory as
+(page, head, token, dim), which a decoding kernel reads in one stretch per head; on a CPU as they are handed out, so that pages
+that follow each other need not be copied together. Which page belongs to whom is pages.py's business.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def allocate(
 
     def pages(layer: AttentionSpec, dim: int) -> Tensor:
         # never zeroed: what has not been written is not read, and on a CPU memory is taken only where it is touched
+        if device.type == "cpu":
+            return torch.empty(num_pages, page_size, layer.num_kv_heads, dim, dtype=layer.kv_dtype)
         return torch.empty(num_pages, layer.num_kv_heads, page_size, dim, dtype=layer.kv_dtype, device=device).transpose(1, 2)
 
     return [(pages(layer, layer.head_dim), pages(layer, layer.head_dim_v)) for layer in layers]
