@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 
@@ -31,13 +32,13 @@ class PromptReader:
         """Raises ValueError for a prompt that is empty, too long, or not of this vocabulary."""
         if not isinstance(prompt, str):
             try:
-                tokens = array("q", prompt).tolist()  # whatever is no integer shows here, not in a step
+                numbers = np.frombuffer(array("q", prompt), dtype=np.int64)  # whatever is no integer shows here, not in a step
             except (TypeError, OverflowError) as error:
                 raise ValueError(f"prompt must hold token ids from 0 to {self._vocab_size - 1}: {error}") from None
-            if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-                raise ValueError(
-                    f"prompt must hold token ids from 0 to {self._vocab_size - 1}, got {min(tokens)} to {max(tokens)}"
-                )
+            least, largest = (numbers.min(), numbers.max()) if len(numbers) else (0, 0)
+            if not 0 <= least <= largest < self._vocab_size:
+                raise ValueError(f"prompt must hold token ids from 0 to {self._vocab_size - 1}, got {least} to {largest}")
+            tokens: list[int] = numbers.tolist()
         elif self._tokenizer is None:
             raise ValueError("prompt must be token ids: this engine has no tokenizer")
         elif len(prompt) > self._max_chars:
