@@ -44,7 +44,6 @@ GUESTS = {
     "triton": ("fa_serve.backends.triton", "fa_serve.backends.hopper", "fa_serve.backends.launch"),
     "transformers": (
         "fa_serve.hf",
-        "fa_serve.engine.config",
         "fa_serve.engine.model_runner",
         "fa_serve.engine.engine",
         "fa_serve.engine.loading",
