@@ -61,8 +61,8 @@ def measure(args: argparse.Namespace, rate: Rate) -> None:
     """Each workload twice, with other prompts, and the second time counts: kernels are compiled and graphs captured for what
     it asks. `rate` answers one: seconds and a note, or None when the time is up."""
     for name in args.workloads:
-        workload = WORKLOADS[name].cut(args.requests or 256)
-        for prompts in (f"{name} first", name):
+        whole = WORKLOADS[name].cut(args.requests or 256)
+        for prompts, workload in ((f"{name} first", whole.halved()), (name, whole)):
             if (taken := rate(prompts, workload)) is None:
                 return
             seconds, note = taken

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,11 @@ class Workload:
         return [shared + draw.choices(range(5, vocab), k=tokens_in - self.prefix) for tokens_in, _ in self.lengths]
 
     def cut(self, requests: int) -> Workload:
-        return Workload(self.lengths[:requests], self.all_tokens, self.prefix, self.sampled)
+        return replace(self, lengths=self.lengths[:requests])
+
+    def halved(self) -> Workload:
+        """The same prompts with answers half as long."""
+        return replace(self, lengths=[(tokens_in, -(-tokens_out // 2)) for tokens_in, tokens_out in self.lengths])
 
     @property
     def tokens(self) -> int:
