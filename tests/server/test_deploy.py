@@ -7,8 +7,11 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import kubernetes_validate
@@ -137,6 +140,20 @@ def test_caddy():
     assert done.returncode == 0, done.stderr
 
 
+class Draining(BaseHTTPRequestHandler):
+    """A server that refuses, as one that drains does, and counts."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        self.asked.append(self.path)
+        self.send_error(503)
+
+    do_GET = do_POST
+
+    def log_message(self, *_: object) -> None: ...
+
+
 @pytest.fixture
 def proxied(served, tmp_path):
     """The server behind our nginx configuration, with a certificate, ports and folders of the test's own."""
@@ -147,8 +164,11 @@ def proxied(served, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     text = (DEPLOY / "nginx" / "fa-serve.conf").read_text()
+    other = ThreadingHTTPServer(("127.0.0.1", 0), Draining)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    ours, others = served.url.removeprefix("http://"), f"127.0.0.1:{other.server_port}"
     changes = {
-        "127.0.0.1:8000": served.url.removeprefix("http://"), "listen 443": f"listen 127.0.0.1:{port}",
+        "server 127.0.0.1:8000;": f"server {others} max_fails=0; server {ours};", "listen 443": f"listen 127.0.0.1:{port}",
         "    listen [::]:443 ssl;\n": "", "/etc/ssl/fa-serve/": f"{tmp_path}/",
     }  # fmt: skip
     for old, new in changes.items():
@@ -175,16 +195,21 @@ def proxied(served, tmp_path):
                     time.sleep(0.05)
             yield client
     finally:
+        other.shutdown()
+        other.server_close()
         process.terminate()
         process.wait()
 
 
 def test_streams_pass_nginx_unbuffered(proxied):
     body = {"model": "fa-serve-demo", "prompt": "import os\n", "max_tokens": 64, "ignore_eos": True, "stream": True}
-    with proxied.stream("POST", "/v1/completions", json=body) as response:
+    with proxied.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "mine"}) as response:
         assert response.status_code == 200
-        assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"]), "nginx names the request"
+        assert response.headers["x-request-id"] == "mine"
         pieces = [piece for piece in response.iter_raw() if piece]
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
     assert len(pieces) > 16, "the stream came in lumps"
     assert proxied.get("/metrics").status_code == 403
+    body = {"model": "fa-serve-demo", "prompt": "import os\n", "max_tokens": 1}
+    assert [proxied.post("/v1/completions", json=body).status_code for _ in range(4)] == [200] * 4
+    assert "/v1/completions" in Draining.asked, "one that drains was asked as well, and refused"
