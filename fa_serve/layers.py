@@ -109,8 +109,8 @@ def rotary_store_kv(
 
 def act_and_mul(x: Tensor, activation: str) -> Tensor:
     """activation(gate) * up with x (total, 2 * width) = [gate, up] -> (total, width); one of ACTIVATIONS."""
-    out = x.new_empty(x.shape[0], x.shape[1] // 2)
     if kernels := _kernels("layers", x.device):
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
         kernels.launch_act_and_mul(x, activation, out)
         return out
     gate, up = _wide(x).chunk(2, dim=1)
@@ -118,7 +118,7 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
         gate = torch.nn.functional.silu(gate)
     else:
         gate = torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return out.copy_(gate * up)
+    return (gate * up).to(x.dtype)
 
 
 def sample_rows(
@@ -169,7 +169,7 @@ def _normed(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 @cache
