@@ -8,9 +8,11 @@ would close its port at the first signal and end with the signal's code after a 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from types import FrameType
@@ -58,6 +60,7 @@ class Server(uvicorn.Server):
                 self.failure = error
             self.should_exit = True
         else:
+            _settle()
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
@@ -85,3 +88,13 @@ class Server(uvicorn.Server):
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _settle() -> None:
+    """What has been loaded stays: collections that went through all of it would hold up every stream for a quarter of a second.
+
+    The threads of the engine's pipe wait a millisecond at most for a busy loop, not five.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(0.001)

@@ -107,9 +107,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in _INTEGERS:
             value = getattr(self, name)
-            _require(_is_integer(value) or (value is None and name in _OPTIONAL), name, "an integer", value)
+            if type(value) is not int:  # the usual case costs no calls: a server does this for each request
+                _require(_is_integer(value) or (value is None and name in _OPTIONAL), name, "an integer", value)
         for name in _NUMBERS:
-            _require(_is_number(getattr(self, name)), name, "a number", getattr(self, name))
+            if type(value := getattr(self, name)) is not float:
+                _require(_is_number(value), name, "a number", value)
         for name in ("allowed_token_ids", "bad_token_ids", "stop_token_ids"):
             ids = getattr(self, name)
             integers = isinstance(ids, tuple | list) and all(map(_is_integer, ids))

@@ -7,7 +7,9 @@ broken on purpose show that each kind of fault is found. A longer search, with o
     FA_SERVE_FUZZ=500 pytest tests/server/test_openapi.py
 """
 
+import gc
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -169,6 +171,18 @@ def serving(app) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def test_what_is_loaded_is_not_searched_for_garbage_again(engine):
+    interval = sys.getswitchinterval()
+    try:
+        gc.unfreeze()
+        with serving(create_app(engine, Settings(log_level="error"))):
+            assert gc.get_freeze_count() > 10_000
+            assert sys.getswitchinterval() == pytest.approx(0.001)
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
 
 
 def a_handler_fails(monkeypatch):
