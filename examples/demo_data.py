@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -49,12 +51,11 @@ def python_sources(split: str, limit: int | None = None) -> list[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []
     size = 0
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        name = path.relative_to(root)
-        if SKIPPED_FOLDERS.intersection(name.parts) or split_of(name.as_posix()) != split:
+    for name in _library(root):
+        if split_of(name.as_posix()) != split:
             continue
         try:
-            text = path.read_text(encoding="utf-8")
+            text = (root / name).read_text(encoding="utf-8")
         except UnicodeDecodeError:  # test data in other encodings
             continue
         if any(special in text for special in SPECIAL_TOKENS):
@@ -64,6 +65,15 @@ def python_sources(split: str, limit: int | None = None) -> list[str]:
         if limit is not None and size >= limit:
             break
     return texts
+
+
+@cache
+def _library(root: Path) -> list[Path]:
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - SKIPPED_FOLDERS
+        found += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
+    return sorted(found, key=Path.as_posix)
 
 
 def short_functions(sources: Sequence[str], longest: int = 320) -> list[tuple[str, str]]:

@@ -46,9 +46,9 @@ def tokenizer() -> Tokenizer:
 
 
 def test_training_writes_a_folder_that_transformers_loads(tmp_path: Path) -> None:
-    facts = run(tmp_path, TINY, device=torch.device("cpu"), steps=30)
+    facts = run(tmp_path, TINY, device=torch.device("cpu"), steps=12)
     assert facts["loss_last"] < 0.9 * facts["loss_first"]
-    assert (facts["steps"], facts["skipped"]) == (30, 0)
+    assert (facts["steps"], facts["skipped"]) == (12, 0)
     assert {path.name for path in tmp_path.iterdir()} == {
         "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
