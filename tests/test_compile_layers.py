@@ -23,9 +23,13 @@ def test_layers(target: str) -> None:
         for norm in (None, (bf16(128), 1e-6, 0.0)):
             launch_rotary_store_kv(bf16(3, 48 * 128), bf16(3, 128), bf16(3, 128), norm, norm, *caches, slots, 32, None, None)
         launch_rotary_store_kv(bf16(3, 48 * 128), bf16(3, 64), bf16(3, 64), None, None, *caches, slots, 32, None, None)
+        norm = (bf16(128), 1e-6, 0.0)  # 32 heads in a program, and heads of 256
+        launch_rotary_store_kv(bf16(3, 32 * 128), bf16(3, 128), bf16(3, 128), norm, norm, *caches, slots, 16, None, None)
+        caches, norm = [bf16(2, 8, 16, 256).transpose(1, 2) for _ in "kv"], (bf16(256), 1e-6, 1.0)
+        launch_rotary_store_kv(bf16(3, 32 * 256), bf16(3, 256), bf16(3, 256), norm, norm, *caches, slots, 16, None, None)
         for activation in ("silu", "gelu_tanh", "gelu"):
             launch_act_and_mul(bf16(3, 2 * 14336), activation, bf16(3, 14336))
-    assert [kernel.name for kernel in kernels] == ["_rms_norm"] * 2 + ["_rotary_store_kv"] * 3 + ["_act_and_mul"] * 3
+    assert [kernel.name for kernel in kernels] == ["_rms_norm"] * 2 + ["_rotary_store_kv"] * 5 + ["_act_and_mul"] * 3
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
 
 
