@@ -254,13 +254,6 @@ def seen(mask: Tensor | Implicit, batch: int, seqlen_q: int, seqlen_k: int) -> T
     """A mask in either form, spelled out."""
     if isinstance(mask, Tensor):
         return mask.expand(batch, 1, seqlen_q, seqlen_k)
-    if mask.table is not None:
-        assert mask.used is not None
-        keep = torch.zeros(batch, 1, 1, seqlen_k, dtype=torch.bool)
-        for row in range(batch):
-            keep[row, :, :, mask.table[row, : mask.used[row]].long()] = True
-        assert torch.equal(mask.padding, keep[:, 0, 0])
-        return keep
     keys = mask.keys or seqlen_k
     keep = visible_keys(seqlen_q, keys, mask.window_size, torch.device("cpu")).expand(batch, 1, -1, -1)
     if mask.padding is not None:
@@ -271,12 +264,12 @@ def seen(mask: Tensor | Implicit, batch: int, seqlen_q: int, seqlen_k: int) -> T
     return torch.nn.functional.pad(keep, (0, seqlen_k - keys))
 
 
-@pytest.fixture(params=["listed", "masked"])
-def listing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """To a GPU's kernels keys go listed, in a decoding step, or packed, behind a padded prompt; elsewhere with a mask."""
-    if request.param == "listed":
+@pytest.fixture(params=["kernels", "none"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Kernels take a mask over keys alone in a decoding step, and packed keys behind a padded prompt; others the whole mask."""
+    if request.param == "kernels":
         monkeypatch.setattr(masks, "KERNELS_ON", {"cpu"})
-    return bool(request.param == "listed")
+    return bool(request.param == "kernels")
 
 
 LAYOUTS = {
@@ -296,7 +289,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("padding", ["none", "left", "right", "short"])
 @pytest.mark.parametrize("function", [CAUSAL, SLIDING, FULL, SLIDING_FULL], ids=["causal", "sliding", "full", "sliding-full"])
 def test_mask_says_what_transformers_says(
-    function: Any, padding: str, layout: tuple[int, int, Any, int], listing: bool
+    function: Any, padding: str, layout: tuple[int, int, Any, int], kernels: bool
 ) -> None:
     q_length, kv_length, q_offset, kv_offset = layout
     mask = None
@@ -310,9 +303,8 @@ def test_mask_says_what_transformers_says(
     ours = hf.mask_forward(**arguments)
     theirs = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
     assert torch.equal(seen(ours, 2, q_length, kv_length), theirs.expand(2, 1, q_length, kv_length))
-    if function is CAUSAL and (q_length > 1 or listing or not isinstance(q_offset, Tensor)):
+    if function is CAUSAL and (q_length > 1 or kernels or not isinstance(q_offset, Tensor)):
         assert isinstance(ours, Implicit)
-        assert (ours.table is not None) == (listing and q_length == 1 and isinstance(q_offset, Tensor))
 
 
 @pytest.mark.parametrize("sliding", [False, True])
@@ -519,7 +511,7 @@ GENERATE = {
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt-oss"])
 @pytest.mark.parametrize("options", GENERATE.values(), ids=GENERATE)
-def test_ways_to_generate(family: str, options: dict[str, Any], listing: bool) -> None:
+def test_ways_to_generate(family: str, options: dict[str, Any], kernels: bool) -> None:
     options = dict(options)
     mask = torch.ones(options.pop("batch", 2), 12, dtype=torch.int64)
     mask[0, :4] = 0
@@ -559,7 +551,7 @@ def test_compiles_without_a_graph_break(family: str) -> None:
     ("family", "graphs"),
     [("llama", 1), ("gemma3", 2)],  # a sliding static cache takes another way once it is full
 )
-def test_compiled_decoding_does_not_recompile(family: str, graphs: int, listing: bool) -> None:
+def test_compiled_decoding_does_not_recompile(family: str, graphs: int, kernels: bool) -> None:
     eager, ours = BY_NAME[family].build(), fa_serve.patch(BY_NAME[family].build())
     mask = torch.ones(2, 12, dtype=torch.int64)
     mask[0, :4] = 0
@@ -575,7 +567,7 @@ def test_compiled_decoding_does_not_recompile(family: str, graphs: int, listing:
 
 
 @torch.no_grad()
-def test_a_step_compiled_by_the_user_is_one_graph(listing: bool) -> None:
+def test_a_step_compiled_by_the_user_is_one_graph(kernels: bool) -> None:
     """model(...) with a static cache, without a mask and with one of the room's length: no break, no graph for each token."""
     eager, ours = BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())
     ids = tokens(2, 12)
@@ -605,20 +597,20 @@ def test_a_step_compiled_by_the_user_is_one_graph(listing: bool) -> None:
 # transformers collects outputs in a global while it is traced
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @torch.no_grad()
-def test_exports_with_a_static_cache(listing: bool) -> None:
+def test_exports_with_a_static_cache(kernels: bool) -> None:
     """Each attention is one node of the exported graph, which decodes as the model does."""
     eager, ours = BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())
     ours.generation_config.cache_implementation = "static"
     ours.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 16}
     program = convert_and_export_with_cache(ours)
-    name = "fa_serve.attention_listed.default" if listing else "fa_serve.attention.default"
+    name = "fa_serve.attention.default"
     assert [str(node.target) for node in program.graph.nodes].count(name) == ours.config.num_hidden_layers
     ids, module = tokens(1, 9), program.module()
     steps = [module(input_ids=ids[:, n : n + 1], cache_position=torch.tensor([n])) for n in range(9)]
     torch.testing.assert_close(torch.cat(steps, 1), eager(ids).logits, atol=3e-5, rtol=0)
 
 
-def test_a_step_that_needs_gradients_has_them(listing: bool) -> None:
+def test_a_step_that_needs_gradients_has_them(kernels: bool) -> None:
     results = []
     for model in (BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())):
         ids = tokens(2, 6)

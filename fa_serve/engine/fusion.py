@@ -273,29 +273,15 @@ def _build(layer: nn.Module, call: _Call, *, rotary: bool) -> FusedLayer:
     if isinstance(getattr(mlp, "down_proj", None), nn.Linear):
         down = _product(mlp.down_proj)
         gate_up = _merge(mlp, "gate_up_proj") if hasattr(mlp, "gate_up_proj") else _merge(mlp, "gate_proj", "up_proj")
+    qkv = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
     return FusedLayer(
-        original=partial(type(layer).forward, layer),
-        index=call.index,
-        num_heads=query.shape[1],
-        head_dim=query.shape[2],
-        options=call.options,
-        before_attention=norms[0],
-        after_attention=norms[1],
-        before_mlp=norms[2],
-        after_mlp=norms[3],
+        original=partial(type(layer).forward, layer), index=call.index, num_heads=query.shape[1], head_dim=query.shape[2],
+        options=call.options, before_attention=norms[0], after_attention=norms[1], before_mlp=norms[2], after_mlp=norms[3],
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        qkv=_merge(attention, "qkv_proj")
-        if hasattr(attention, "qkv_proj")
-        else _merge(attention, "q_proj", "k_proj", "v_proj"),
-        o=_product(attention.o_proj),
-        gate_up=gate_up,
-        down=down,
-        activation="" if gate_up is None else _activation(mlp),
-        mlp=mlp,
-        rotary=rotary,
-        multiplier=multiplier,
-    )
+        qkv=_merge(attention, *qkv), o=_product(attention.o_proj), gate_up=gate_up, down=down,
+        activation="" if gate_up is None else _activation(mlp), mlp=mlp, rotary=rotary, multiplier=multiplier,
+    )  # fmt: skip
 
 
 def _norm(module: Any) -> layers.Norm:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fa_serve.hf.continuous import paged_attention
 from fa_serve.hf.masks import Implicit
-from fa_serve.hf.ops import attention, attention_listed, attention_varlen
+from fa_serve.hf.ops import attention, attention_varlen
 from fa_serve.spec import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -63,21 +63,14 @@ def attention_forward(
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if needs_grad and query.is_cuda and not torch.compiler.is_compiling():
         _say_who_has_gradients()
-    listed = isinstance(attention_mask, Implicit) and attention_mask.table is not None and position_bias is None
-    if listed and not needs_grad:
-        assert isinstance(attention_mask, Implicit)
-        table, used, rows = attention_mask.table, attention_mask.used, attention_mask.starts
-        assert table is not None and used is not None and rows is not None  # noqa: PT018
-        out = attention_listed(query, key, value, table, used, rows, sinks=s_aux, softmax_scale=scaling, softcap=softcap or 0.0)
-        return out, None
     if isinstance(attention_mask, Implicit):
-        window_size = attention_mask.window_size if attention_mask.table is None else (-1, -1)
+        window_size = attention_mask.window_size
         if attention_mask.keys is not None:
             key, value = key[:, :, : attention_mask.keys], value[:, :, : attention_mask.keys]
             position_bias = None if position_bias is None else position_bias[..., : attention_mask.keys]
         if (padding := attention_mask.padding) is not None:
             mask = padding.view(padding.shape[0], 1, 1, padding.shape[1])
-        if cu_seq_lens_q is None and attention_mask.table is None:
+        if cu_seq_lens_q is None:
             cu_seq_lens_q = attention_mask.starts
     elif attention_mask is not None:
         if attention_mask.dim() != 4:

@@ -30,7 +30,7 @@ from fa_serve.spec import UnsupportedModelError
 
 MaskFunction = Callable[..., Any]
 
-# devices with kernels for keys that are listed or packed; elsewhere a mask is cheaper than these
+# devices with kernels for keys that are packed, and for masks over keys alone
 KERNELS_ON = {"cuda"}
 
 
@@ -57,10 +57,8 @@ class Implicit:
 
     window_size: (left, right) as in `fa_serve.api`, aligned to the last of the keys that count; right is 0 if causal
     keys:        how many of the first keys count: a static cache hands out all its room; None: all of them
-    padding:     bool (batch, keys), False where a key is padding, or None
+    padding:     bool (1 or batch, keys), False where a key is padding, or None
     starts:      int32 (n + 1,): a batch of one is n sequences packed end to end, each on its own; or None
-    used, table: int32 (batch,) and (batch, keys): each row has one query, which sees the used[b] keys table[b, :used[b]]; then
-                 `padding` is the whole mask, window and all, and `starts` counts the rows. Or None
     packing:     the same as `padding`, where the keys that it leaves can be packed
     tail:        only the last queries are asked for; `starts` and a caller's cu_seq_lens_q still count all of them
     """
@@ -69,8 +67,6 @@ class Implicit:
     keys: int | None = None
     padding: Tensor | None = None
     starts: Tensor | None = None
-    used: Tensor | None = None
-    table: Tensor | None = None
     packing: Packing | None = None
     tail: bool = False
 
@@ -178,7 +174,7 @@ def mask_forward(
             q_length == 1
             and window_size[1] == 0
             and sequences is None
-            and (decoding := _decoding(window_size, batch_size, kv_length, q_offset, kv_offset, attention_mask, tracing))
+            and (decoding := _decoding(window_size, kv_length, q_offset, kv_offset, attention_mask, tracing))
         ):
             return decoding
     # nor look at the padding
@@ -237,12 +233,12 @@ def _packing(padding: Tensor | None, window_size: tuple[int, int], q_length: int
 
 
 def _decoding(
-    window_size: tuple[int, int], batch_size: int, kv_length: int, q_offset: int | Tensor, kv_offset: int,
+    window_size: tuple[int, int], kv_length: int, q_offset: int | Tensor, kv_offset: int,
     attention_mask: Tensor | None, tracing: bool,
 ) -> Implicit | None:  # fmt: skip
     """What one query per row sees, without asking the device anything: the host need not wait in a step that is repeated.
 
-    A static cache has room behind its keys, so these are listed. Elsewhere the padding goes along, there or not.
+    The padding goes along, there or not; of a static cache, which has room behind its keys, so does what is not there yet.
     """
     static = isinstance(q_offset, Tensor)
     known = q_offset if isinstance(q_offset, Tensor) else attention_mask
@@ -259,18 +255,7 @@ def _decoding(
     if window_size[0] >= 0:
         seen = seen & (behind <= window_size[0])
     seen = seen if padding is None else seen & padding
-    return _listed(window_size, seen.expand(batch_size, -1)) if static else Implicit((-1, -1), padding=seen)
-
-
-def _listed(window_size: tuple[int, int], seen: Tensor) -> Implicit:
-    """One query per row, and bool (batch, keys) which keys it sees: their numbers, so that no kernel visits another."""
-    batch, keys = seen.shape
-    so_far = seen.cumsum(1)
-    # the n-th key that is seen is the first at which n have been; past the last one this is `keys`, which nobody reads
-    count = torch.arange(1, keys + 1, device=seen.device).expand(batch, keys).contiguous()
-    table = torch.searchsorted(so_far, count, out_int32=True)
-    rows = torch.arange(batch + 1, dtype=torch.int32, device=seen.device)
-    return Implicit(window_size, padding=seen, starts=rows, used=so_far[:, -1].to(torch.int32), table=table)
+    return Implicit((-1, -1), padding=seen)
 
 
 def _starts(sequences: Tensor) -> Tensor:

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from fa_serve import api
+from fa_serve.spec import FEW_QUERIES
+
+# by what is alike in layers and in steps: the short way of a backend that has one, else None
+_STEPS: dict[tuple[Any, ...], Any] = {}
 
 
 def attention(
@@ -21,59 +25,40 @@ def attention(
     """`fa_serve.attention`."""
     if torch.compiler.is_compiling():
         return cast(Tensor, _attention(q, k, v, mask, sinks, softmax_scale, *window_size, softcap))
-    return api.attention(q, k, v, mask=mask, sinks=sinks, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap)
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if q_shape[1] != 1 or sinks is not None or not q.is_cuda or torch.is_grad_enabled() or k_shape[1] <= FEW_QUERIES:
+        return cast(Tensor, api.attention(q, k, v, mask=mask, sinks=sinks, **options))
+    hidden = mask if mask is None else (mask.dtype, mask.device, mask.shape[:3], mask.shape[3] == k_shape[1], mask.stride(3))
+    # tiles differ for twice the keys, and hardly for fewer
+    key = (
+        q_shape, q.stride(), q.dtype, q.device, k_shape[0], k_shape[1].bit_length(), k_shape[2:], k.stride(3), k.dtype,
+        k.device, v_shape[0], v_shape[1] == k_shape[1], v_shape[2:], v.stride(3), v.dtype, v.device, hidden, *options.values(),
+    )  # fmt: skip
+    step = _STEPS.get(key)
+    out: Tensor | None = None if step is None else step(q, k, v, mask)
+    if out is None:
+        out = api.attention(q, k, v, mask=mask, **options)
+        if key not in _STEPS:
+            if len(_STEPS) >= 1024:
+                _STEPS.clear()
+            options["softmax_scale"] = q_shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
+            make = getattr(api._backend("dense", q, k, v, dict(options), None, mask, 0, True, "auto", True), "step", None)
+            over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
+            _STEPS[key] = make(q, k, v, mask, **options) if make is not None and over_keys else None
+    return out
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
-    sinks: Tensor | None, softmax_scale: float | None, window_size: tuple[int, int], softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, sinks: Tensor | None,
+    softmax_scale: float | None, window_size: tuple[int, int], softcap: float,
 ) -> Tensor:  # fmt: skip
     """`fa_serve.attention_varlen`."""
     if torch.compiler.is_compiling():
-        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return cast(Tensor, _attention_varlen(q, k, v, *lengths, sinks, softmax_scale, *window_size, softcap))
-    out = api.attention_varlen(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        sinks=sinks, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
-    )  # fmt: skip
-    return cast(Tensor, out)
-
-
-def attention_listed(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor, used: Tensor, rows: Tensor, *, sinks: Tensor | None,
-    softmax_scale: float | None, softcap: float,
-) -> Tensor:  # fmt: skip
-    """One query per row over keys that are listed by number, as transformers lays them out.
-
-    query: (batch, heads, 1, head_dim); key, value: (batch, kv_heads, keys, dim)
-    table: int32 (batch, keys), used: int32 (batch,): row b sees the keys table[b, :used[b]]; rows: int32, 0 to batch
-    Returns out (batch, 1, heads, head_dim_v), contiguous.
-    """
-    if torch.compiler.is_compiling():
-        return cast(Tensor, _attention_listed(query, key, value, table, used, rows, sinks, softmax_scale, softcap))
-    batch, keys = table.shape
-    stride = 0
-    if batch > 1:
-        # a key is a page of one token: if a row is a whole number of keys away from the next, a page's number tells both
-        if not (_keys_to_next_row(key) == _keys_to_next_row(value) != 0):
-            key, value = key.contiguous(), value.contiguous()
-        stride = _keys_to_next_row(key)
-        table = table + rows[:-1, None] * stride
-    caches = (
-        x.as_strided(((batch - 1) * stride + keys, 1, x.shape[1], x.shape[3]), (x.stride(2), x.stride(2), x.stride(1), 1))
-        for x in (key, value)
-    )
-    out = api.attention_paged(
-        query[:, :, 0], *caches, block_table=table, seqused_k=used, cu_seqlens_q=rows, max_seqlen_q=1, sinks=sinks,
-        softmax_scale=softmax_scale, softcap=softcap,
-    )  # fmt: skip
-    return cast(Tensor, out)[:, None]
-
-
-def _keys_to_next_row(x: Tensor) -> int:
-    """How many keys lie between a row and the next, of (batch, heads, keys, dim); 0 if that is no whole number."""
-    row, _, key, _ = x.stride()
-    return row // key if key > 0 and row % key == 0 else 0
+        return cast(Tensor, _attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, sinks, softmax_scale, *window_size, softcap))
+    lengths: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap, "sinks": sinks}
+    return cast(Tensor, api.attention_varlen(q, k, v, **lengths, **options))
 
 
 @torch.library.custom_op("fa_serve::attention", mutates_args=())
@@ -81,35 +66,17 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, softmax_scale: float | None, left: int,
     right: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    window = (left, right)
-    out = api.attention(q, k, v, mask=mask, sinks=sinks, softmax_scale=softmax_scale, window_size=window, softcap=softcap)
-    return out.contiguous()
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "window_size": (left, right), "softcap": softcap}
+    return cast(Tensor, api.attention(q, k, v, mask=mask, sinks=sinks, **options)).contiguous()
 
 
 @torch.library.custom_op("fa_serve::attention_varlen", mutates_args=())
 def _attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    sinks: Tensor | None, softmax_scale: float | None, left: int, right: int, softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, sinks: Tensor | None,
+    softmax_scale: float | None, left: int, right: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    out = attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks=sinks, softmax_scale=softmax_scale,
-        window_size=(left, right), softcap=softcap,
-    )  # fmt: skip
-    return out.contiguous()
-
-
-@torch.library.custom_op("fa_serve::attention_listed", mutates_args=())
-def _attention_listed(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor, used: Tensor, rows: Tensor, sinks: Tensor | None,
-    softmax_scale: float | None, softcap: float,
-) -> Tensor:  # fmt: skip
-    options: dict[str, Any] = {"sinks": sinks, "softmax_scale": softmax_scale, "softcap": softcap}
-    return attention_listed(query, key, value, table, used, rows, **options).contiguous()
-
-
-@_attention_listed.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
-    return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "window_size": (left, right), "softcap": softcap}
+    return attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, sinks=sinks, **options).contiguous()
 
 
 @_attention.register_fake

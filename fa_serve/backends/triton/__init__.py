@@ -18,6 +18,7 @@ from fa_serve.backends.mixed import forward_mixed
 from fa_serve.backends.triton.decode import launch_decode, launch_dense
 from fa_serve.backends.triton.forward import launch_forward
 from fa_serve.backends.triton.kv_cache import launch_store_kv
+from fa_serve.backends.triton.steps import make_step
 from fa_serve.spec import FEW_QUERIES, AttentionSpec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -26,6 +27,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class TritonBackend:
     name = "triton"
     plans = True
+    step = staticmethod(make_step)
 
     def supports(self, spec: AttentionSpec) -> str | None:
         interpreted = triton.knobs.runtime.interpret

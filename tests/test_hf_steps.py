@@ -1,0 +1,121 @@
+"""The short way of a decoding step sends the driver what the long way sends it, or leaves the call alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa_serve import api
+from fa_serve.backends.launch import Launch
+from fa_serve.backends.triton import steps
+from fa_serve.backends.triton.decode import launch_dense
+from fa_serve.hf import ops
+
+OPTIONS: dict[str, Any] = {"softmax_scale": 0.25, "window_size": (-1, 0), "softcap": 0.0}
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What reaches the driver, either way; no kernel runs."""
+    seen: list[tuple[Any, ...]] = []
+
+    def launch(self: Any, tensors: Any) -> None:
+        seen.append((*self._grid, 77, "fixed", *(0 if x is None else x.data_ptr() for x in tensors), *self._numbers))
+        self._sender = (lambda *args: seen.append(args), ("fixed",), (), lambda device: 77, 0)
+
+    monkeypatch.setattr(Launch, "__call__", launch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return seen
+
+
+def inputs(batch: int, keys: int, dim_v: int = 64, masked: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As transformers' growing cache lays them out, seen as `fa_serve.attention` takes them."""
+    q = torch.zeros(batch, 8, 1, 64, dtype=torch.bfloat16).transpose(1, 2)
+    k, v = (torch.zeros(batch, 2, keys, dim, dtype=torch.bfloat16).transpose(1, 2) for dim in (64, dim_v))
+    return q, k, v, torch.ones(batch, 1, 1, keys, dtype=torch.bool) if masked else None
+
+
+CASES = {
+    "one sequence": ({"batch": 1}, {}),
+    "a batch": ({"batch": 3}, {}),
+    "no mask": ({"batch": 2, "masked": False}, {}),
+    "window": ({"batch": 2}, {"window_size": (100, 0), "softcap": 30.0}),
+    "values of another size": ({"batch": 2, "dim_v": 32}, {}),
+    "one piece": ({"batch": 200, "few": True}, {}),
+}
+
+
+@pytest.mark.parametrize(("shape", "changes"), CASES.values(), ids=CASES)
+def test_a_step_sends_what_a_launch_sends(sent: list[tuple[Any, ...]], shape: dict[str, Any], changes: dict[str, Any]) -> None:
+    shape, options = dict(shape), OPTIONS | changes
+    first, later = (40, 50) if shape.pop("few", False) else (600, 700)
+    step = steps.make_step(*inputs(keys=first, **shape), **options)
+    assert step is not None
+    q, k, v, mask = inputs(keys=later, **shape)
+    sent.clear()
+    launch_dense(q, k, v, mask=mask, sinks=None, out=None, return_lse=False, **options)
+    expected = sent.copy()
+    sent.clear()
+    out = step(q, k, v, mask)
+    assert out is not None
+    assert out.shape == (q.shape[0], 1, 8, v.shape[3])
+    assert len(expected) == len(sent) == (1 if first == 40 else 2)
+    for theirs, ours, pointers in zip(expected, sent, (14, 6), strict=False):
+        first_number = 5 + pointers
+        assert ours[:5] == theirs[:5]
+        assert ours[first_number:] == theirs[first_number:]
+        assert [bool(x) for x in ours[5:first_number]] == [bool(x) for x in theirs[5:first_number]]
+    assert sent[0][5:8] == expected[0][5:8] == (q.data_ptr(), k.data_ptr(), v.data_ptr())
+    assert sent[0][16] == (0 if mask is None else mask.data_ptr())
+    assert sent[0][8] == out.data_ptr()
+
+
+def test_what_is_not_alike_goes_the_long_way(sent: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, mask = inputs(2, 600)
+    step = steps.make_step(q, k, v, mask, **OPTIONS)
+    assert step is not None
+    assert mask is not None
+    sent.clear()
+    unaligned = torch.ones(2 * 600 + 1, dtype=torch.bool)[1:].view(2, 1, 1, 600)
+    assert step(q, k, v, unaligned) is None
+    assert step(q, k, torch.zeros(2, 600, 2, 64, dtype=torch.bfloat16), mask) is None, "strides of v unlike k's"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert step(q, k, v, mask) is None
+    assert not sent
+    odd = torch.zeros(2, 2, 600, 68, dtype=torch.bfloat16).transpose(1, 2)
+    assert steps.make_step(q, odd[..., :64], odd[..., :64], mask, **OPTIONS) is None
+
+
+def test_the_adapter_keeps_one_step_for_what_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thing that the long way looks at is a part of the key; its checks come first."""
+    made: list[str] = []
+
+    class Backend:
+        @staticmethod
+        def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
+            made.append("made")
+            return lambda *args: made.append("used") or q.new_full((1,), 5.0)
+
+    monkeypatch.setattr(ops, "_STEPS", {})
+    monkeypatch.setattr(api, "_backend", lambda *args: Backend())
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(api, "attention", lambda q, *args, **options: made.append("long") or q.new_full((1,), 7.0))
+
+    def call(batch: int, keys: int, sinks: Tensor | None = None, **changes: Any) -> list[str]:
+        made.clear()
+        q, k, v, mask = inputs(batch, keys, **{name: changes.pop(name) for name in ("dim_v", "masked") if name in changes})
+        ops.attention(q, k, v, mask=mask, sinks=sinks, **(OPTIONS | changes))
+        return made.copy()
+
+    with torch.no_grad():
+        assert call(2, 600) == ["long", "made"]
+        assert call(2, 601) == call(2, 1000) == ["used"]
+        for other in ({"masked": False}, {"dim_v": 32}, {"softmax_scale": None}, {"window_size": (9, 0)}, {"softcap": 3.0}):
+            assert call(2, 600, **other) == ["long", "made"]
+            assert call(2, 600, **other) == ["used"]
+        assert call(2, 1024) == call(3, 600) == ["long", "made"]
+        assert call(2, 600, sinks=torch.zeros(8)) == call(2, 16) == ["long"]
+    assert call(2, 600) == ["long"], "gradients are asked for"
