@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fa_serve.engine import StructuredOutput
+from fa_serve.engine.structured import WHITESPACE
 
 from .reasoning import CLOSING, OPENING
 from .sampling import call_schemas
@@ -24,7 +25,6 @@ from .tools import ToolFormat
 
 Mark = Callable[[str], int | None]  # the id of a marker that is a special token
 ANY_TEXT = StructuredOutput(regex="(?s:.*)")
-WHITESPACE = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}  # as the engine has it: more could go on for ever
 
 
 def rule(output: StructuredOutput) -> str:

@@ -7,7 +7,7 @@
     matcher.is_stopped()                     # the answer is complete
 
 A matcher belongs to one request and knows its answer so far. Making one may take long (a large schema half a second, the first
-of all the tokenizer's tables too), so AsyncEngine has it made outside the step; llguidance lets go of the interpreter
+of all the tokenizer's tables too), so worker.py has it made outside the step; llguidance lets go of the interpreter
 meanwhile. The masks of a step are filled by several threads while the device runs the step's forward.
 
 JSON may be written with whitespace, at most 20 characters at a place, because some models would write nothing else. Left out:
@@ -46,7 +46,8 @@ class Grammars:
 
     def matcher(self, structured: StructuredOutput) -> Any:
         """A new LLMatcher at the start of its answer. Raises ValueError, which names the field, if there can be none."""
-        llguidance = _llguidance()
+        import llguidance
+
         field, grammar = _grammar(llguidance.LLMatcher, structured)
         with self._lock:
             tables = self._load(llguidance)
@@ -81,14 +82,6 @@ class Grammars:
             self._tables = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end_ids)
             self._executor = llguidance.LLExecutor()
         return self._tables
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise ValueError("structured must be None: llguidance is not installed here") from None
-    return llguidance
 
 
 def _grammar(matcher: Any, structured: StructuredOutput) -> tuple[str, str]:
