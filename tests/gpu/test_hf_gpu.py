@@ -30,8 +30,9 @@ from transformers import (
 from transformers import __version__ as transformers_version
 
 import fa_serve
-from fa_serve import hf
-from fa_serve.testing import assert_matches_reference
+from fa_serve import api, hf
+from fa_serve.hf import ops
+from fa_serve.testing import assert_matches_reference, eager_attention, make_qkv
 
 # one of each trait: plain, windows, softcap, sinks, head_dim_v of its own, chunks in the mask, a window in the mask alone
 DECODERS = [
@@ -282,6 +283,28 @@ def test_paged_forward_neither_waits_for_the_gpu_nor_resists_capture(
         captured = hf.paged_forward(ours, *arguments)
     graph.replay()
     hf_families.assert_same(captured, expected[:, 10])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("batch", "dims"), [(1, (128, 128)), (16, (64, 64)), (3, (192, 128)), (2, (256, 256))])
+def test_later_steps_go_the_short_way(
+    batch: int, dims: tuple[int, int], masked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second call on, however many keys: past the public function, with its results."""
+    monkeypatch.setattr(ops, "_STEPS", {})
+    long_way: list[int] = []
+    attention = api.attention
+    monkeypatch.setattr(api, "attention", lambda q, k, *args, **kw: long_way.append(k.shape[1]) or attention(q, k, *args, **kw))
+    for keys in (1023, 700, 513, 40, 37, 63, 5000, 8191, 17, 1022):
+        q, k, v = (x.transpose(1, 2) for x in make_qkv(batch, 1, keys, 8, 2, *dims, dtype=dtype, device="cuda", seed=keys))
+        q, k, v = (x.contiguous().transpose(1, 2) for x in (q, k, v))  # as transformers' cache lays them out
+        mask = torch.rand(batch, 1, 1, keys, device="cuda") < 0.7 if masked else None
+        options: dict[str, Any] = {"softmax_scale": 0.1, "softcap": 20.0, "mask": mask}
+        actual = ops.attention(q, k, v, sinks=None, window_size=(-1, 0), **options)
+        exact, eager = (eager_attention(*(x.to(t) for x in (q, k, v)), **options) for t in (torch.float64, dtype))
+        assert_matches_reference(actual, exact, eager)
+    assert long_way == [1023, 40, 5000, 17]
 
 
 BATCHES: dict[str, dict[str, Any]] = {
