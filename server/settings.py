@@ -1,7 +1,8 @@
 """Every setting of the service, once: its name, type, default and meaning.
 
 From this table come the flags of `fa-serve serve`, the `FA_SERVE_*` environment variables, the keys of the TOML or YAML file
-and the reference in docs/serving.md. A flag wins over the environment, the environment over the file, the file over all else.
+and, by tests/test_cli.py, the reference in docs/serving.md. A flag wins over the environment, the environment over the file,
+the file over all else.
 
     settings = load(flags={"port": 9000}, file=Path("fa-serve.toml"))
 
@@ -142,20 +143,3 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
     except ValidationError as error:
         bad = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
         raise ValueError("; ".join(bad)) from None
-
-
-def reference() -> str:
-    """The table of docs/serving.md, from the settings themselves."""
-    rows, group = [], None
-    for name, field in Settings.model_fields.items():
-        extra = field.json_schema_extra
-        assert isinstance(extra, dict)
-        if extra["group"] != group:
-            group = extra["group"]
-            rows += ["", f"**{group}**", "", "| flag | default | meaning |", "|---|---|---|"]
-        flag = {"model": "`MODEL`"}.get(
-            name, f"`--{name.replace('_', '-')}`" if name not in SECRETS else f"`{PREFIX}{name.upper()}`"
-        )
-        default = "" if field.default in (None, []) else f"`{str(field.default).lower()}`"
-        rows.append(f"| {flag} | {default} | {field.description} |")
-    return "\n".join(rows[1:]) + "\n"

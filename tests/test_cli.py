@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from fa_serve.server.settings import SECRETS, Settings, load, reference
+from fa_serve.server.settings import PREFIX, SECRETS, Settings, load
 from typer.testing import CliRunner
 
 from fa_serve.__main__ import app
@@ -112,6 +112,23 @@ def test_info_names_a_backend_for_every_case():
 def test_module_and_script_are_the_same():
     for command in ([sys.executable, "-m", "fa_serve"], [str(Path(sys.executable).parent / "fa-serve")]):
         assert "serve" in subprocess.run([*command, "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def reference():
+    """The table of docs/serving.md, from the settings themselves."""
+    rows, group = [], None
+    for name, field in Settings.model_fields.items():
+        extra = field.json_schema_extra
+        assert isinstance(extra, dict)
+        if extra["group"] != group:
+            group = extra["group"]
+            rows += ["", f"**{group}**", "", "| flag | default | meaning |", "|---|---|---|"]
+        flag = {"model": "`MODEL`"}.get(
+            name, f"`--{name.replace('_', '-')}`" if name not in SECRETS else f"`{PREFIX}{name.upper()}`"
+        )
+        default = "" if field.default in (None, []) else f"`{str(field.default).lower()}`"
+        rows.append(f"| {flag} | {default} | {field.description} |")
+    return "\n".join(rows[1:]) + "\n"
 
 
 def test_the_documented_settings_are_the_settings():
