@@ -419,7 +419,7 @@ def emulated(
     def launch(self: Launch, tensors: Any) -> None:
         machine = Machine(seed, patience, delay)
         function, grid = names[self._kernel.__name__], self._grid[0]
-        wrapped = [view and _Copy(base, view) for base, view in zip(tensors, self._views, strict=False)]
+        wrapped = [None if view is None else _Copy(base, view) for base, view in zip(tensors, self._views, strict=False)]
         wrapped += [_on_device(arg) for arg in (*tensors[len(wrapped) :], *self._numbers)]
         for first in range(0, grid, resident_blocks):
             blocks = [Block(i, grid, machine) for i in range(first, min(first + resident_blocks, grid))]

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
-from operator import or_
-from typing import Any, NamedTuple, cast
+from math import gcd
+from typing import Any
 
 import torch
 import triton
@@ -27,18 +26,33 @@ _RUNTIME = triton.knobs.runtime
 _ENCODED = 256  # addresses that a plan remembers for one of its tensors
 
 
-class View(NamedTuple):
-    """How a kernel sees a tensor, whatever its address: what Gluon's TensorDescriptor has besides `base`; the shape and the
-    strides in one, as a launch passes them; and what was encoded so far, by address."""
+class View(dict[int, tuple[Any, ...]]):
+    """How a kernel sees a tensor: what Gluon's TensorDescriptor has besides `base`; and by address what a launch passes for it:
+    the descriptor, which is encoded when an address comes first, shape and strides."""
 
-    shape: Sequence[int]
-    strides: Sequence[int]
-    block_shape: Sequence[int]
-    layout: Any
-    numbers: tuple[int, ...]
-    encoded: dict[int, Any]
+    def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int], layout: Any) -> None:
+        self.shape, self.strides, self.block_shape, self.layout = shape, strides, block_shape, layout
+        self.metadata: dict[str, Any] = {}  # how it is encoded, which every kernel that takes it says alike
+
+    def __missing__(self, address: int) -> tuple[Any, ...]:
+        """As Triton's own `make_tensordesc_arg`, with its argument order: rows outside of the bounds read as zero."""
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        if len(self) >= _ENCODED:
+            self.clear()
+        kind, size, swizzle = (self.metadata[name] for name in ("elem_type", "elem_size", "swizzle"))
+        encoded = driver.active.utils.fill_tma_descriptor(
+            address, swizzle, size, TMA_DTYPE_DEVICE_TO_HOST[kind], self.metadata["block_size"], self.shape, self.strides, 0
+        )
+        return self.setdefault(address, (encoded, *self.shape, *self.strides))
 
 
+class _NoView(dict[int, tuple[Any, ...]]):
+    def __missing__(self, address: int) -> tuple[Any, ...]:
+        return (None,)
+
+
+_NO_VIEW = _NoView()
 # Triton's launcher below its checks, which takes the grid, a stream, the second of these and the kernel's arguments as the
 # driver does; how each descriptor is encoded; what tells the current stream of a device; the device
 _Sender = tuple[Callable[..., None], tuple[Any, ...], Sequence[dict[str, Any]], Callable[[int], int], int]
@@ -70,19 +84,20 @@ class Launch:
         The JIT knows tensors by dtype, presence and whether they are 16-byte aligned, which allocations are; a call with any
         that is not goes through the JIT each time. Presence and dtypes are those of this launch's first call.
         """
-        sender, first = self._sender, cast(Tensor, tensors[0])
+        sender = self._sender
+        first: Any = tensors[0]
         if sender is None or not first.get_device() == sender[4] == torch.cuda.current_device() or is_watched():
             self._first(tensors)
             return
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        if reduce(or_, addresses) & 15:
-            self._jit(tensors)
-        else:
+        if gcd(16, *addresses) == 16:
             self._send(sender, addresses)
+        else:
+            self._jit(tensors)
 
     def _first(self, tensors: Sequence[Tensor | None]) -> None:
         """Whatever is not known yet, or not to be short."""
-        first = cast(Tensor, tensors[0])
+        first: Any = tensors[0]
         if not first.is_cuda:
             self._jit(tensors)
             return
@@ -92,7 +107,7 @@ class Launch:
                 self._first(tensors)
             return
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        if reduce(or_, addresses) & 15:
+        if gcd(16, *addresses) < 16:
             self._jit(tensors)
             return
         kinds = tuple([None if x is None else x.dtype for x in tensors])
@@ -105,6 +120,8 @@ class Launch:
         elif self._sender is None or is_watched():
             compiled[self._grid](*self._arguments(tensors))
         else:
+            for view, metadata in zip((view for view in self._views if view is not None), self._sender[2], strict=True):
+                view.metadata = metadata
             self._send(self._sender, addresses)
 
     def _jit(self, tensors: Sequence[Tensor | None]) -> Any:
@@ -116,26 +133,17 @@ class Launch:
             from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
             for i, view in enumerate(self._views):
-                arguments[i] = view and TensorDescriptor(tensors[i], *view[:4])
+                arguments[i] = None
+                if view is not None:
+                    arguments[i] = TensorDescriptor(tensors[i], view.shape, view.strides, view.block_shape, view.layout)
         return arguments
 
     def _send(self, sender: _Sender, addresses: list[Any]) -> None:
-        native, fixed, metadata, stream_of, device = sender
+        native, fixed, _, stream_of, device = sender
         if self._views:
             flat: list[Any] = []
-            number = 0
-            for address, view in zip(addresses, self._views, strict=False):
-                if view is None:
-                    flat.append(None)
-                    continue
-                encoded = view.encoded.get(address)
-                if encoded is None:
-                    if len(view.encoded) >= _ENCODED:
-                        view.encoded.clear()
-                    encoded = view.encoded[address] = _encode(address, view, metadata[number])
-                number += 1
-                flat.append(encoded)
-                flat += view.numbers
+            for view, address in zip(self._views, addresses, strict=False):
+                flat += (_NO_VIEW if view is None else view)[address]
             addresses = flat + addresses[len(self._views) :]
         native(*self._grid, stream_of(device), *fixed, *addresses, *self._numbers)
 
@@ -164,16 +172,6 @@ def _sender(compiled: Any, device: int) -> _Sender | None:
         compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, compiled.packed_metadata, None, *hooks
     )  # fmt: skip
     return native, fixed, metadata, driver.active.get_current_stream, device
-
-
-def _encode(address: int, view: View, metadata: dict[str, Any]) -> Any:
-    """As Triton's own `make_tensordesc_arg`, with its argument order: rows outside of the bounds read as zero."""
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-    return driver.active.utils.fill_tma_descriptor(
-        address, metadata["swizzle"], metadata["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]],
-        metadata["block_size"], view.shape, view.strides, 0,
-    )  # fmt: skip
 
 
 def is_watched() -> bool:

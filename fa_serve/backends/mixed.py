@@ -21,8 +21,7 @@ _ROWS = 8
 
 def forward_mixed(
     decode: Callable[..., Any], forward: Callable[..., Any], q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
-    max_seqlen_q: int, out: Tensor | None, return_lse: bool, k_descale: None = None, v_descale: None = None,
-    num_splits: int = 0, **options: Any,
+    max_seqlen_q: int, out: Tensor | None, return_lse: bool, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Arguments as in `fa_serve.attention_paged`, for a cache of q's dtype and no fixed number of splits.
 
@@ -36,5 +35,5 @@ def forward_mixed(
     lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=q.device) if return_lse else None
     shared = {**options, "out": result, "lse": lse, "return_lse": return_lse}
     forward(q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, skip_q=few, **shared)
-    decode(q, k_cache, v_cache, max_seqlen_q=few, k_descale=None, v_descale=None, num_splits=0, **shared)
+    decode(q, k_cache, v_cache, max_seqlen_q=few, **shared)
     return (result if out is None or result is out else out.copy_(result)), lse

@@ -51,16 +51,11 @@ class HopperBackend:
             return "has no backward pass, and an input requires gradients"
         return None
 
-    def forward(self, q, k, v, *, mask, **options):
-        return _kernel()(q, k, v, **options)
+    @property
+    def forward(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        return _kernel()
 
-    def forward_varlen(self, q, k, v, **options):
-        return _kernel()(q, k, v, **options)
-
-    def forward_paged(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k_descale=None, v_descale=None, num_splits=0, **options
-    ):
-        return _kernel()(q, k_cache, v_cache, **options)
+    forward_varlen = forward_paged = forward
 
     def store_kv(self, *args, **options):
         raise NotImplementedError("the Hopper backend does not write a paged cache; supports() says so")

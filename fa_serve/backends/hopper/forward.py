@@ -149,14 +149,15 @@ def launch_forward(
     sinks: Tensor | None, out: Tensor | None, return_lse: bool, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, block_table: Tensor | None = None,
     seqused_k: Tensor | None = None, skip_q: int = 0, lse: Tensor | None = None, tiles: TileConfig | None = None,
-    memo: dict[str, Any] | None = None,
+    memo: dict[str, Any] | None = None, mask: None = None, k_descale: None = None, v_descale: None = None, num_splits: int = 0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Dense q (batch, seqlen_q, heads, head_dim), or packed q (total_q, heads, head_dim) with cu_seqlens_q, and keys packed by
     cu_seqlens_k or in the pages of block_table; see `api`.
 
     Packed sequences with up to `skip_q` queries are left alone: their rows of out and lse stay as they are. `lse` is written if
-    given, `tiles` overrides the choice of `forward_tiles`; `memo` as in `backends.Backend`. Tensors that the copy engine cannot
-    address (a last dimension that is not contiguous, other strides not multiples of 16 bytes) are copied first.
+    given, `tiles` overrides the choice of `forward_tiles`; `memo` as in `backends.Backend`. Nothing reads mask, descales and
+    num_splits, which `supports` refuses. Tensors that the copy engine cannot address (a last dimension that is not contiguous,
+    other strides not multiples of 16 bytes) are copied first.
     """
     packed = cu_seqlens_q is not None
     if return_lse and lse is None:
@@ -284,7 +285,7 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: i
     """(batch, seqlen, heads, dim): what lies past seqlen or dim reads as zero and is not written."""
     addressable = _addressable_strides(shape, strides)
     assert addressable is not None
-    return View(tuple(shape), addressable, (1, rows, 1, width), _LAYOUTS[dtype, 4, width], (*shape, *addressable), {})
+    return View(shape, addressable, (1, rows, 1, width), _LAYOUTS[dtype, 4, width])
 
 
 @lru_cache(maxsize=512)
@@ -300,7 +301,7 @@ def _ragged(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: 
     row, head, last = addressable
     bounds = (0x7FFF0000, 0x7FFF0000, RAGGED.value, *shape[1:])
     steps = ((1 << 34) - row, row, row, head, last)
-    return View(bounds, steps, (1, 1, rows, 1, width), _LAYOUTS[dtype, 5, width], (*bounds, *steps), {})
+    return View(bounds, steps, (1, 1, rows, 1, width), _LAYOUTS[dtype, 5, width])
 
 
 @lru_cache(maxsize=4096)

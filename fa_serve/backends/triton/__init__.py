@@ -8,8 +8,6 @@ algorithm and `tiles` the choice of tile. Left out: the backward pass, and every
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 from torch import Tensor
@@ -47,26 +45,22 @@ class TritonBackend:
             return "has no backward pass, and an input requires gradients"
         return None
 
-    def forward(self, q, k, v, *, mask, memo, **options):
+    def forward(self, q, k, v, *, mask, **options):
         over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
         if q.shape[1] <= FEW_QUERIES < k.shape[1] and over_keys:
-            return launch_dense(q, k, v, mask=mask, memo=memo, **options)
+            return launch_dense(q, k, v, mask=mask, **options)
         return launch_forward(q, k, v, mask=mask, **options)
 
-    def forward_varlen(self, q, k, v, *, memo, **options):
+    def forward_varlen(self, q, k, v, **options):
         return launch_forward(q, k, v, **options)
 
-    def forward_paged(self, q, k_cache, v_cache, *, max_seqlen_q, k_descale, v_descale, num_splits, memo, **options):
-        quantised = k_cache.dtype != q.dtype
-        if max_seqlen_q <= FEW_QUERIES or quantised or num_splits > 0:
-            return launch_decode(
-                q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits,
-                memo=memo, **options,
-            )  # fmt: skip
-        if q.shape[0] < options["seqused_k"].shape[0] * max_seqlen_q:
-            decode = partial(launch_decode, memo=memo)
-            return forward_mixed(decode, launch_forward, q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, **options)
-        return launch_forward(q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, **options)
+    def forward_paged(self, q, k_cache, v_cache, **options):
+        longest = options["max_seqlen_q"]
+        if longest <= FEW_QUERIES or options["k_descale"] is not None or options["num_splits"] > 0:
+            return launch_decode(q, k_cache, v_cache, **options)
+        if q.shape[0] < options["seqused_k"].shape[0] * longest:
+            return forward_mixed(launch_decode, launch_forward, q, k_cache, v_cache, **options)
+        return launch_forward(q, k_cache, v_cache, **options)
 
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,

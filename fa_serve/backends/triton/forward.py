@@ -232,6 +232,7 @@ def launch_forward(
     sinks: Tensor | None, out: Tensor | None, return_lse: bool, mask: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, block_table: Tensor | None = None,
     seqused_k: Tensor | None = None, skip_q: int = 0, lse: Tensor | None = None, tiles: TileConfig | None = None,
+    memo: object = None, k_descale: None = None, v_descale: None = None, num_splits: int = 0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Allocates out and lse, picks the tile, launches once.
 
@@ -239,7 +240,7 @@ def launch_forward(
     (total, heads, dim) with cu_seqlens_q, block_table, seqused_k, and k, v as (num_pages, page_size, heads, dim).
     With skip_q > 0, sequences of up to skip_q queries are left to another kernel: their rows of out and lse stay as they are,
     and the grid holds the tiles of the others alone, found by a prefix sum on the device. `lse` is written if given, `tiles`
-    overrides the choice, for tuning.
+    overrides the choice, for tuning. It keeps no memo, and caches here are not quantised, nor keys split.
     """
     varlen, paged = cu_seqlens_q is not None, block_table is not None
     num_heads, num_kv_heads, dim, dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
