@@ -4,9 +4,10 @@
 
 Prompts are random token ids, so that no server can answer from a cache, and answers have a fixed length. Requests arrive as a
 Poisson process (`rate`), or as fast as `concurrency` lets them. A client in Python is easily slower than the server it
-measures: each stream is one asyncio protocol over httptools that does nothing but note when events arrive; they are read
-when the stream has ended. `client_busy` in the report tells how busy the client was: near 1 the figures are its own, and
-`processes` gives it more of them. Left out: what the numbers mean (docs/serving.md).
+measures: each connection is one asyncio protocol over httptools that does nothing but note when events arrive; they are read
+when the stream has ended, and the connection is used again, as OpenAI's own client does. `client_busy` in the report tells how
+busy the client was: near 1 the figures are its own, and `processes` gives it more of them. Left out: what the numbers mean
+(docs/serving.md).
 """
 
 from __future__ import annotations
@@ -79,18 +80,31 @@ class Exchange:
         return self.arrivals[:-2]  # all but the usage and [DONE]
 
 
-class _Stream(asyncio.Protocol):
-    """Sends one request and notes events; httptools takes the chunks apart."""
+class _Connection(asyncio.Protocol):
+    """Sends one request after the other and notes events; httptools takes the chunks apart."""
 
-    def __init__(self, request: bytes, exchange: Exchange):
-        self._request, self._exchange, self._rest = request, exchange, b""
-        self._parser = httptools.HttpResponseParser(self)
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    _ended: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
-        self._exchange.sent = time.perf_counter()
-        self._transport.write(self._request)
+
+    def ask(self, request: bytes, exchange: Exchange) -> asyncio.Future[None]:
+        """Done when the answer has ended."""
+        self._exchange, self._rest, self._parser = exchange, b"", httptools.HttpResponseParser(self)
+        self._ended = asyncio.get_running_loop().create_future()
+        exchange.sent = time.perf_counter()
+        if self.usable:
+            self._transport.write(request)
+        else:
+            self._ended.set_result(None)
+        return self._ended
+
+    @property
+    def usable(self) -> bool:
+        return not self._transport.is_closing()
+
+    def close(self) -> None:
+        self._transport.close()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -113,13 +127,21 @@ class _Stream(asyncio.Protocol):
             exchange.events.append(line.removeprefix(b"data: "))
 
     def on_message_complete(self) -> None:
-        self._transport.close()
+        if self._parser.should_keep_alive():
+            self._end()
+        else:
+            self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if exc is not None:
+        if exc is not None and self._end():
             self._exchange.error = f"connection lost: {exc}"
-        if not self.ended.done():
-            self.ended.set_result(None)
+        self._end()
+
+    def _end(self) -> bool:
+        """Whether an answer was awaited."""
+        if awaited := self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+        return awaited
 
 
 async def run(load: Load, progress: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
@@ -127,7 +149,8 @@ async def run(load: Load, progress: Callable[[int], None] = lambda _: None) -> d
     load = load if load.model else replace(load, model=await first_model(load.url, load.key))
     rng = random.Random(f"warm-up {load.seed}")
     for _ in range(load.warmup):
-        exchange = await _exchange(load, _body(load, rng))
+        exchange = await _exchange(load, _body(load, rng), idle := list[_Connection]())
+        _close(idle)
         if exchange.error:
             raise RuntimeError(f"warm-up failed: {exchange.error}")
     if load.processes == 1:
@@ -182,11 +205,11 @@ def _work(load: Load) -> _Share:
 async def _offer(load: Load, progress: Callable[[int], None]) -> _Share:
     rng = random.Random(load.seed)
     bodies = [_body(load, rng) for _ in range(load.requests)]
-    gate = asyncio.Semaphore(load.concurrency or load.requests)
+    gate, idle = asyncio.Semaphore(load.concurrency or load.requests), list[_Connection]()
 
     async def one(body: bytes) -> Exchange:
         async with gate:
-            exchange = await _exchange(load, body)
+            exchange = await _exchange(load, body, idle)
         progress(1)
         return exchange
 
@@ -199,6 +222,7 @@ async def _offer(load: Load, progress: Callable[[int], None]) -> _Share:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.create_task(one(body)))
     exchanges, end = await asyncio.gather(*tasks), time.perf_counter()
+    _close(idle)
     return _Share(exchanges, begin, end, (time.process_time() - busy) / (end - begin))
 
 
@@ -225,23 +249,32 @@ def _body(load: Load, rng: random.Random) -> bytes:
 
 
 def _request(where: SplitResult, key: str | None, body: bytes) -> bytes:
-    lines = [f"POST {where.path.rstrip('/')}/v1/completions HTTP/1.1", f"Host: {where.netloc}", "Connection: close",
+    lines = [f"POST {where.path.rstrip('/')}/v1/completions HTTP/1.1", f"Host: {where.netloc}",
              "Content-Type: application/json", f"Content-Length: {len(body)}"]  # fmt: skip
     if key:
         lines.append(f"Authorization: Bearer {key}")
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-async def _exchange(load: Load, body: bytes) -> Exchange:
+def _close(connections: list[_Connection]) -> None:
+    for connection in connections:
+        connection.close()
+
+
+async def _exchange(load: Load, body: bytes, idle: list[_Connection]) -> Exchange:
+    """`idle`: connections that have been used and may be used again."""
     exchange, where = Exchange(), urlsplit(load.url)
     secure = where.scheme == "https"
     try:
-        _, stream = await asyncio.get_running_loop().create_connection(
-            lambda: _Stream(_request(where, load.key, body), exchange),
-            where.hostname or where.netloc, where.port or (443 if secure else 80),
-            ssl=ssl.create_default_context() if secure else None,
-        )  # fmt: skip
-        await stream.ended
+        connection = idle.pop() if idle else None
+        if connection is None or not connection.usable:
+            _, connection = await asyncio.get_running_loop().create_connection(
+                _Connection, where.hostname or where.netloc, where.port or (443 if secure else 80),
+                ssl=ssl.create_default_context() if secure else None,
+            )  # fmt: skip
+        await connection.ask(_request(where, load.key, body), exchange)
+        if connection.usable:
+            idle.append(connection)
     except OSError as error:
         exchange.error = f"no connection: {error}"
     exchange.settle()
