@@ -261,11 +261,12 @@ def test_with_a_request_nothing_is_prepared(make_engine, recorded) -> None:
     assert not make_engine().prepare_one(), "without graphs there is nothing to prepare"
 
 
-def test_a_capture_that_fails_in_an_idle_moment_is_the_last_one(make_engine, recorded, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), Exception("no memory")], ids=["torch", "triton"])
+def test_a_capture_that_fails_in_an_idle_moment_is_the_last_one(make_engine, recorded, monkeypatch, caplog, error) -> None:
     engine = make_engine()
     engine._runner.make_graphs()
     record = cuda_graphs.record
-    monkeypatch.setattr(cuda_graphs, "record", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+    monkeypatch.setattr(cuda_graphs, "record", lambda *_: (_ for _ in ()).throw(error))
     while engine.prepare_one():
         pass
     assert "no more steps are captured in advance: no memory" in caplog.text
