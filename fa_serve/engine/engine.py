@@ -229,16 +229,11 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_pages=scheduler.pages.num_pages,
-            num_pages_used=scheduler.pages.num_held,
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_output_tokens=self._num_output_tokens,
+            num_running=len(scheduler.running), num_waiting=len(scheduler.waiting), num_pages=scheduler.pages.num_pages,
+            num_pages_used=scheduler.pages.num_held, num_steps=self._num_steps, num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens, num_output_tokens=self._num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
-        )
+        )  # fmt: skip
 
     def check_integrity(self) -> None:
         """Assert that every page and slot is accounted for."""
@@ -333,20 +328,13 @@ class Engine:
             self._num_prompt_tokens += len(request.prompt)
             self._num_cached_tokens += request.num_cached_tokens
         return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt,
-            text=text,
-            token_ids=[] if token is None else [token],
-            logprobs=None if token is None or logprob is None else [logprob],
-            finished=request.finished,
-            finish_reason=request.finish_reason,
-            error=request.error,
-            num_prompt_tokens=len(request.prompt),
-            num_output_tokens=request.num_output_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            prompt_logprobs=request.prompt_logprobs if first else None,
+            request_id=request.request_id, prompt_token_ids=request.prompt, text=text,
+            token_ids=[] if token is None else [token], logprobs=None if token is None or logprob is None else [logprob],
+            finished=request.finished, finish_reason=request.finish_reason, error=request.error,
+            num_prompt_tokens=len(request.prompt), num_output_tokens=request.num_output_tokens,
+            num_cached_tokens=request.num_cached_tokens, prompt_logprobs=request.prompt_logprobs if first else None,
             queue_time=request.queue_time if request.finished else None,
-        )
+        )  # fmt: skip
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: try again with half as many tokens, from now on."""
