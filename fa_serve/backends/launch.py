@@ -47,12 +47,6 @@ class View(dict[int, tuple[Any, ...]]):
         return self.setdefault(address, (encoded, *self.shape, *self.strides))
 
 
-class _NoView(dict[int, tuple[Any, ...]]):
-    def __missing__(self, address: int) -> tuple[Any, ...]:
-        return (None,)
-
-
-_NO_VIEW = _NoView()
 # Triton's launcher below its checks, which takes the grid, a stream, the second of these and the kernel's arguments as the
 # driver does; how each descriptor is encoded; what tells the current stream of a device; the device
 _Sender = tuple[Callable[..., None], tuple[Any, ...], Sequence[dict[str, Any]], Callable[[int], int], int]
@@ -143,7 +137,7 @@ class Launch:
         if self._views:
             flat: list[Any] = []
             for view, address in zip(self._views, addresses, strict=False):
-                flat += (_NO_VIEW if view is None else view)[address]
+                flat += (None,) if view is None else view[address]
             addresses = flat + addresses[len(self._views) :]
         native(*self._grid, stream_of(device), *fixed, *addresses, *self._numbers)
 

@@ -159,9 +159,8 @@ def launch_forward(
     num_splits, which `supports` refuses. Tensors that the copy engine cannot address (a last dimension that is not contiguous,
     other strides not multiples of 16 bytes) are copied first.
     """
-    packed = cu_seqlens_q is not None
     if return_lse and lse is None:
-        lse = _empty_lse(q, packed)
+        lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32)
     memo = {} if memo is None else memo
     plan = memo.get("hopper") or memo.setdefault("hopper", _plan(
         q, k, v, out, cu_seqlens_q, block_table, max_seqlen_q, max_seqlen_k, window_size, softmax_scale, softcap, skip_q, tiles
@@ -318,11 +317,6 @@ def _is_addressable(x: Tensor) -> bool:
 
 def _addressable(x: Tensor) -> Tensor:
     return x if _is_addressable(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _empty_lse(q: Tensor, packed: bool) -> Tensor:
-    shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
-    return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def _fill_without_keys(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
