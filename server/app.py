@@ -19,7 +19,7 @@ import fa_serve
 
 from . import errors
 from .guard import BodyLimit, Keys, RequestIds
-from .routes import generation, router
+from .routes import posts, router
 from .service import Service
 from .settings import Settings
 from .traces import Traces, tracer_provider
@@ -49,7 +49,7 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
 
     app = FastAPI(title="fa_serve", version=fa_serve.__version__, lifespan=lifespan, redoc_url=None, telemetry=OFF)
     app.state.service = service
-    app.router.routes[:0] = generation.routes  # an included router's are looked for twice, in more time than all of theirs
+    app.router.routes[:0] = posts.routes  # an included router's are looked for twice, in more time than all of theirs
     app.include_router(router)
     errors.install(app)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)

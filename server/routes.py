@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -46,18 +45,8 @@ class JsonRequest(Request):
             raise HTTPException(400, f"The body is not valid JSON: {error}.") from None
 
 
-class JsonRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            return await handler(JsonRequest(request.scope, request.receive))
-
-        return handle
-
-
-class GenerationRoute(APIRoute):
-    """An endpoint of a body and a request, called without FastAPI's dependencies: they take longer than all the rest of it.
+class BodyRoute(APIRoute):
+    """A POST to `endpoint(body, request)`, called without FastAPI's dependencies: they take longer than all the rest of it.
 
     FastAPI reads the same signature for the schema, and finds the route; complaints have the shape of its own.
     """
@@ -81,8 +70,8 @@ class GenerationRoute(APIRoute):
         await response(scope, receive, send)
 
 
-router = APIRouter(responses=ERRORS, route_class=JsonRoute)
-generation = APIRouter(responses=ERRORS, route_class=GenerationRoute, tags=["OpenAI"])
+router = APIRouter(responses=ERRORS)
+posts = APIRouter(responses=ERRORS, route_class=BodyRoute)
 
 
 async def _service(request: Request) -> Service:  # a plain function would be called in a thread, at every request
@@ -93,13 +82,13 @@ async def _service(request: Request) -> Service:  # a plain function would be ca
 Shared = Annotated[Service, Depends(_service)]
 
 
-@generation.post("/v1/completions", response_model=Completion, responses=STREAM)
+@posts.post("/v1/completions", response_model=Completion, responses=STREAM, tags=["OpenAI"])
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue a prompt, or a batch of prompts, given as text or as token ids."""
     return await _respond(CompletionAnswer, body, request)
 
 
-@generation.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAM)
+@posts.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAM, tags=["OpenAI"])
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     return await _respond(ChatAnswer, body, request)
@@ -129,9 +118,10 @@ async def model(model: str, service: Shared) -> ModelCard:
     return service.model_card()
 
 
-@router.post("/tokenize", tags=["Tokens"])
-async def tokenize(body: TokenizeRequest, service: Shared) -> Tokens:
+@posts.post("/tokenize", response_model=Tokens, tags=["Tokens"])
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a prompt or of a conversation, as generation would see them."""
+    service = await _service(request)
     service.require_ready()
     if body.model is not None:
         service.require_model(body.model)
@@ -140,16 +130,17 @@ async def tokenize(body: TokenizeRequest, service: Shared) -> Tokens:
     else:
         tools = body.tools or []
         tokens, _ = await service.encode_chat(service.template(body, tools), body, tools, body.chat_template_kwargs or {})
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len}
+    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len})
 
 
-@router.post("/detokenize", tags=["Tokens"])
-async def detokenize(body: DetokenizeRequest, service: Shared) -> Text:
+@posts.post("/detokenize", response_model=Text, tags=["Tokens"])
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
+    service = await _service(request)
     service.require_ready()
     if body.model is not None:
         service.require_model(body.model)
-    return {"prompt": await service.decode(body.tokens)}
+    return JSONResponse({"prompt": await service.decode(body.tokens)})
 
 
 @router.get("/health", tags=["Operation"])

@@ -354,6 +354,22 @@ async def test_no_json_object(serving, conforms, content):
     conforms("ErrorResponse", response.json())
 
 
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [("application/json", 200), ("Application/JSON; charset=utf-8", 200), ("application/vnd.api+json", 200),
+     ("", 400), ("text/plain", 400), ("text/json", 400), ("application/jsonl", 400), ("multipart/form-data", 400)],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_only_json_is_read(serving, path, content_type, status):
+    """A page elsewhere can have a browser send other types without asking first."""
+    body = TEXT if path == "/v1/completions" else {"prompt": "x"}
+    async with serving() as client:
+        response = await client.post(path, content=json.dumps(body), headers={"content-type": content_type})
+    assert response.status_code == status
+    if status == 400:
+        assert response.json()["error"]["message"].endswith("sent with Content-Type: application/json.")
+
+
 ODD = [None, True, 0, -1, 2**70, 0.5, -1e308, "", "x" * 300, "\0", [], [[]], [None], [2**70], {}, {"": 0}, {"type": "text"}]
 
 
