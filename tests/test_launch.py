@@ -79,6 +79,7 @@ def encoded() -> list[tuple[Any, ...]]:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch, encoded: list[tuple[Any, ...]]) -> Kernel:
     monkeypatch.setattr(module, "_COMPILED", {})
+    monkeypatch.setattr(module, "_KEPT", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     utils = SimpleNamespace(fill_tma_descriptor=lambda *args: encoded.append(args) or f"map {args[0]}")
     active = SimpleNamespace(utils=utils, get_current_stream=lambda device: 77 + device)
@@ -102,6 +103,14 @@ def test_the_second_launch_skips_the_jit(kernel: Kernel) -> None:
     launch(kernel, **(BASE | {"pointers": (Pointer(8192), None), "varying": (7, 0.25), "grid": 5}))
     assert kernel.compiled == 1
     assert kernel.launched == [((5, 1, 1), (8192, 0, 7, 0.25, 32, 64, 16, True))]
+
+
+def test_what_is_kept_for_callers_without_a_plan_is_limited(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_KEPT", 3)
+    for grid in (1, 2, 3, 4, 4, 1):
+        launch(kernel, **(BASE | {"grid": grid}))
+    assert len(module._KEPT) == 2
+    assert [x for (x, _, _), _ in kernel.launched] == [2, 3, 4, 4, 1]
 
 
 def test_a_plan_keeps_all_but_addresses(kernel: Kernel) -> None:

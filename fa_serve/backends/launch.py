@@ -2,7 +2,7 @@
 
 `kernel[grid](...)` derives a key from every argument at each call, tens of microseconds with thirty of them or with tensor
 descriptors. Here the caller states what may change the machine code. A plan keeps a `Launch`, which knows all but addresses
-and goes to the driver at once; `launch` is for callers without a plan, and looks into one dictionary more. Addresses are
+and goes to the driver at once; `launch` keeps one for callers without a plan, and looks it up each time. Addresses are
 passed as numbers, which Triton's launcher does not ask the driver about, and a descriptor that was encoded for an address is
 not encoded for it again. The first launch of its kind goes through the JIT, which compiles, specialises and checks as ever; a
 launch that somebody watches through Triton's hooks goes by Triton's own way, which makes a description of it and calls them.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import gcd
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -23,6 +23,8 @@ from triton.runtime.driver import driver
 # what Triton's launcher takes is its own affair, and read in 3.6; other releases are launched as they document
 _KNOWN = triton.__version__.startswith("3.6.")
 _RUNTIME = triton.knobs.runtime
+_KEPT: dict[tuple[Any, ...], Launch] = {}
+_MOST_KEPT = 4096
 _ENCODED = 256  # addresses that a plan remembers for one of its tensors
 
 
@@ -146,8 +148,15 @@ def launch(
     kernel: Any, grid: int, pointers: Sequence[Tensor | None], varying: Sequence[float], fixed: Sequence[Any],
     options: dict[str, Any], strides: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """One call of a `Launch`, for those that keep none."""
-    Launch(kernel, grid, varying, fixed, options, strides)(pointers)
+    """One call of a `Launch`, for those that keep none: it is kept here."""
+    kinds = [None if x is None else x.dtype for x in pointers]
+    key = (id(kernel), grid, *kinds, *varying, *fixed, *options.values(), *strides, cast(Tensor, pointers[0]).get_device())
+    kept = _KEPT.get(key)
+    if kept is None:
+        if len(_KEPT) >= _MOST_KEPT:
+            _KEPT.clear()
+        kept = _KEPT[key] = Launch(kernel, grid, varying, fixed, options, strides)
+    kept(pointers)
 
 
 def _sender(compiled: Any, device: int) -> _Sender | None:
