@@ -120,3 +120,37 @@ def test_store_kv_skips_and_writes() -> None:
         assert torch.equal(cache[0, 0], rows[0])
         assert torch.equal(cache[2, 1], rows[2])
         assert int((cache.abs().sum((2, 3)) > 0).sum()) == 2
+
+
+ALIKE: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True}, "scale": {"softmax_scale": 2.0}, "window": {"window_size": (1, 0)}, "softcap": {"softcap": 0.5},
+    "sinks": {"sinks": torch.tensor([3.0, -1.0, 0.5, 2.0])}, "lse": {"return_lse": True}, "backend": {"backend": "reference"},
+    "out": {"out": torch.zeros(10, 4, 16)}, "strides": {"q": torch.arange(640.0).sin().view(16, 4, 10).permute(2, 1, 0)},
+    "rows": {"q": FLAT["q"][:9]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ALIKE)
+@pytest.mark.parametrize("call", [VARLEN, (PAGED[0], PAGED[1] | {"causal": False})], ids=["varlen", "paged"])
+def test_a_call_is_not_taken_for_another(
+    call: tuple[Callable[..., Any], dict[str, Any]], change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is remembered of a call serves those that differ in addresses and contents alone."""
+    function, arguments = call
+    monkeypatch.setattr(fa_serve.api, "_PLANS", {})
+    changed = function(**(arguments | ALIKE[change]))
+    fa_serve.api._PLANS.clear()
+    plain = function(**arguments)
+    assert torch.equal(function(**(arguments | {"q": arguments["q"].clone()})), plain)
+    assert len(fa_serve.api._PLANS) == 1
+    after = function(**(arguments | ALIKE[change]))
+    assert len(fa_serve.api._PLANS) == 2
+    for x, y in zip(*((r if isinstance(r, tuple) else (r,)) for r in (changed, after)), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_gaps_between_lengths_are_seen_through_what_is_remembered() -> None:
+    """The same key stands for lengths side by side and for every other number of them."""
+    wide = torch.stack([CU["cu_seqlens_q"], torch.full((3,), 99, dtype=torch.int32)], 1)[:, 0]
+    expected = fa_serve.attention_varlen(**FLAT, **CU)
+    assert torch.equal(fa_serve.attention_varlen(**FLAT, **(CU | {"cu_seqlens_q": wide})), expected)
