@@ -411,8 +411,8 @@ def launch_dense(
 def launch_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor | None, seqused_k: Tensor | None,
     cu_seqlens_q: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int],
-    softcap: float, sinks: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int,
-    out: Tensor | None, return_lse: bool, lse: Tensor | None = None, mask: Tensor | None = None,
+    softcap: float, sinks: Tensor | None, out: Tensor | None, return_lse: bool, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, num_splits: int = 0, lse: Tensor | None = None, mask: Tensor | None = None,
     tiles: DecodeTiles | None = None, memo: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Arguments as in `fa_serve.attention_paged`, with None for all three index tensors as in `launch_dense`. One launch,
