@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import multiprocessing
 import random
 import ssl
@@ -304,5 +305,5 @@ def _quantiles(seconds: list[float]) -> dict[str, float]:
     if not seconds:
         return {}
     ranked = sorted(seconds)
-    found = {f"p{q * 100:g}": ranked[min(len(ranked) - 1, int(q * len(ranked)))] for q in QUANTILES}
+    found = {f"p{q * 100:g}": ranked[math.ceil(round(q * len(ranked), 6)) - 1] for q in QUANTILES}
     return {name: round(value * 1e3, 3) for name, value in {"mean": sum(ranked) / len(ranked), **found}.items()}

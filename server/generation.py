@@ -128,6 +128,7 @@ class Answer(ABC):
         watches = {index: metrics.watch(self._service.model_name, self._arrival) for index in range(self._n)}
         scores: list[TokenLogprob | None] | None = None
         early: list[RequestOutput] = []
+        cause = "error"
         try:
             async with aclosing(self._service.engine.generate(prompt, params, name, priority=priority)) as outputs:
                 async for output in outputs:
@@ -143,8 +144,7 @@ class Answer(ABC):
                         yield number * self._n + output.index, output
                     early = []
         except (GeneratorExit, asyncio.CancelledError):
-            for watch in watches.values():
-                watch.ended("abort")
+            cause = "abort"
             raise
         except ValueError as error:  # the engine knows the vocabulary; it names what is wrong first
             name, param = str(error).partition(" ")[0], self._prompt_field
@@ -157,6 +157,9 @@ class Answer(ABC):
             raise TooManyRequests(f"{error}.", retry_after=1) from None
         except FaServeError as error:
             raise Unavailable(f"{error}.", retry_after=5) from None
+        finally:
+            for watch in watches.values():
+                watch.ended(cause)
 
     def _params(self, prompt: list[int]) -> SamplingParams:
         body, room = self._body, self._service.engine.max_model_len - len(prompt)

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from fa_serve.server.bench import Load, run
+from fa_serve.server.bench import Load, _quantiles, run
 
 EVENTS = [b'{"choices":[{"text":"a"}]}', b'{"usage":{"completion_tokens":1}}', b"[DONE]"]
 
@@ -49,3 +49,9 @@ def test_a_connection_is_used_again_if_the_server_keeps_it(header, connections):
 def test_an_answer_that_is_cut_off_has_failed():
     found, _ = asyncio.run(report(events=EVENTS[:1], cut=True))
     assert (found["failed"], found["errors"]) == (6, ["the stream ended without [DONE]"])
+
+
+def test_quantiles_are_those_of_the_nearest_rank():
+    found = _quantiles([number / 1000 for number in range(1, 101)])
+    assert (found["p50"], found["p90"], found["p99"]) == (50, 90, 99)
+    assert _quantiles([0.002, 0.001])["p50"] == 1

@@ -13,6 +13,8 @@ import pytest
 from fa_serve.server.logs import StartUp, log_to_stderr
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from fa_serve.engine import QueueFullError
+
 ROOT = Path(__file__).parents[2]
 TEXT = {"model": "fake", "prompt": "a secret"}
 pytestmark = pytest.mark.anyio
@@ -115,12 +117,22 @@ async def test_traces(serving, collector, engine):
         await client.post("/v1/completions", json=TEXT | {"n": 2}, headers=headers)
         await client.post("/v1/completions", json=TEXT | {"model": "other"})
         await client.get("/health")
+
+        async def refuse(*_, **__):
+            raise QueueFullError("the queue is full")
+            yield
+
+        engine.generate = refuse
+        assert (await client.post("/v1/completions", json=TEXT)).status_code == 429
     body = b"".join(collector.bodies)
     assert b"secret" not in body
     assert b"Hello" not in body
     spans = [span for part in map(ExportTraceServiceRequest.FromString, collector.bodies)
              for resource in part.resource_spans for scope in resource.scope_spans for span in scope.spans]  # fmt: skip
-    assert sorted(span.name for span in spans) == ["POST /v1/completions", "POST /v1/completions", "sequence", "sequence"]
+    assert sorted(span.name for span in spans) == ["POST /v1/completions"] * 3 + ["sequence"] * 3
+    refused = next(span for span in spans if attributes(span).get("gen_ai.response.finish_reasons") == ["error"])
+    spans.remove(refused)
+    assert "gen_ai.latency.time_to_first_token" not in attributes(refused)
     first = next(span for span in spans if span.parent_span_id.hex() == parent)
     assert first.trace_id.hex() == trace
     assert attributes(first) == {
