@@ -178,6 +178,8 @@ def test_attention_weights_are_refused() -> None:
     model = fa_serve.patch(BY_NAME["llama"].build())
     with pytest.raises(UnsupportedModelError, match="never forms the attention weights"):
         model(tokens(1, 4), output_attentions=True)
+    with pytest.raises(UnsupportedModelError, match="never forms the attention weights"):
+        model(tokens(1, 4), output_attentions=True, cache=object())  # as transformers' continuous batching calls it
     with pytest.raises(ValueError, match=r"output_attentions.*eager"):
         model.config.output_attentions = True
 

@@ -133,7 +133,7 @@ class StepGraphs:
         if self._prompts and self._largest not in self._replays:
             try:
                 self._capture_empty(self._largest)
-            except RuntimeError as error:
+            except Exception as error:
                 log.warning("steps with prompts run without CUDA graphs: %s", error)
                 self._prompts = False
         return self._prompts and sum(x.queries > 1 for x in self._replays) < MOST

@@ -147,7 +147,7 @@ class ModelRunner:
         )  # fmt: skip
         try:
             graphs.capture_largest()
-        except RuntimeError as error:
+        except Exception as error:
             log.warning("decoding without CUDA graphs: %s", error)
         else:
             self._graphs = graphs
@@ -234,7 +234,7 @@ class ModelRunner:
         assert self._graphs is not None
         try:
             return self._graphs.run(step.inputs)
-        except RuntimeError as error:
+        except Exception as error:
             inputs, self._graphs = self._graphs.inputs(step.inputs), None
             log.warning("no CUDA graphs from now on: %s", error)
             return self._forward(inputs)

@@ -38,11 +38,6 @@ def attention_forward(
     Returns out (batch, seqlen_q, heads, head_dim_v), contiguous, and None for the weights.
     """
     name = type(module).__name__
-    if kwargs.get("cache") is not None:
-        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-        kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k, "position_bias": position_bias}
-        kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-        return cast("tuple[Tensor, None]", paged_attention(module, query, key, value, attention_mask, **kwargs))
     if dropout:
         raise UnsupportedModelError(
             f"{name} asks for attention dropout {dropout}, which fa_serve has not: call model.eval(), or set the dropout of "
@@ -50,6 +45,11 @@ def attention_forward(
         )
     if output_attentions:
         raise UnsupportedModelError('fa_serve never forms the attention weights: use attn_implementation="eager" for them')
+    if kwargs.get("cache") is not None:
+        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k, "position_bias": position_bias}
+        kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        return cast("tuple[Tensor, None]", paged_attention(module, query, key, value, attention_mask, **kwargs))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     left = -1 if sliding_window is None else sliding_window - 1
     window_size = (left, 0 if causal else left)
