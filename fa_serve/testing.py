@@ -27,7 +27,7 @@ def make_qkv(
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+        return torch.randn(*shape, generator=generator, device="cpu").to(device=device, dtype=dtype)
 
     return (
         draw(batch, seqlen_q, num_heads, head_dim),
