@@ -1,6 +1,6 @@
-"""Table and charts from the committed results: what the README and docs/kernels.md show.
+"""Tables and charts from the committed results: what the README and docs/kernels.md show.
 
-    python benchmarks/report.py            # writes the README's table and docs/images/*.svg
+    python benchmarks/report.py            # writes the README's tables and docs/images/*.svg
 
 It measures nothing: it reads benchmarks/results/*.jsonl, the last run of each bench.
 """
@@ -15,7 +15,6 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 COLOURS = {"ours": "#d1495b", "cudnn": "#30638e", "fa3": "#003d5b", "flash": "#8d99ae"}
 LABELS = {"ours": "fa_serve", "cudnn": "cuDNN", "fa3": "FlashAttention-3", "flash": "FlashAttention-2 (SDPA)"}
-BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 # bench, what it is, only cells whose lengths are unequal within a batch, peers, command
 TABLE = [
     (
@@ -31,6 +30,21 @@ TABLE = [
     ("decode", "the same, lengths unequal within a batch", True, ("fa3",), ""),
     ("mixed", "decoding mixed with a 2k chunk", False, ("fa3",), "`... mixed`"),
 ]
+# bench, case without its shape, what it is
+ENGINE = [
+    ("engine", "A", "256 requests of 512 tokens in, 256 out, tokens/s"),
+    ("engine", "B", "256 requests of 100 to 1024 in and out, tokens/s"),
+    ("engine", "sampled", "the same with temperature 0.7, top_p 0.9; beside it our own greedy"),
+    ("engine", "C", "one request, 128 in, 256 out, tokens/s"),
+    ("engine", "D", "64 prompts of 3072, tokens/s"),
+    ("engine", "shared", "128 requests that share 2048 tokens, 64 out, tokens/s"),
+    ("engine", "startup", "start of the process to the first token, s"),
+    ("serving", "throughput, 256 at once", "over HTTP, 256 at once, tokens/s"),
+    ("serving", "throughput, 256 at once, against the engine offline", "the same; beside it our engine without HTTP"),
+    ("serving", "first token, 32 at once", "over HTTP, 32 at once, first token, ms"),
+    ("serving", "between tokens, 32 at once", "the same, between tokens, ms"),
+]
+SHAPES = {"llama8b": "Llama-3.1-8B", "qwen06": "Qwen3-0.6B"}
 Line = dict[str, Any]
 
 
@@ -108,14 +122,39 @@ def table() -> str:
     return "\n".join(rows).replace("|  |", "| |") + "\n"
 
 
-def write_table() -> None:
+def engine_table() -> str:
+    """The README's second one: ours, the peer's and our speed over its speed, for both shapes of a model."""
+    heads = [f"{name}: fa_serve | vLLM 0.24 | ratio" for name in SHAPES.values()]
+    rows = ["| what | " + " | ".join(heads) + " |", "|---" * (1 + 3 * len(SHAPES)) + "|"]
+    for bench, case, what in ENGINE:
+        lines = {line["case"]: line for line in read(bench)}
+        cells = []
+        for shape in SHAPES:
+            line = lines.get(f"{shape} {case}", {"ours": None, "peers": {}, "ratio": None})
+            numbers = (line["ours"], next(iter(line["peers"].values()), None))
+            cells += ["-" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in numbers]
+            cells.append(f"{line['ratio']:.2f}" if line["ratio"] else "-")
+        rows.append(f"| {what} | " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def blocks() -> dict[str, str]:
+    """What stands between the README's markers, by their names."""
+    return {f"<!-- {name} -->\n": f"{text}<!-- end of {name} -->\n" for name, text in
+            (("results", table()), ("engine", engine_table()))}  # fmt: skip
+
+
+def write_tables() -> None:
     path = ROOT / "README.md"
-    before, after = path.read_text().split(BEGIN)[0], path.read_text().split(END)[1]
-    path.write_text(before + BEGIN + table() + END + after)
+    text = path.read_text()
+    for begin, block in blocks().items():
+        before, rest = text.split(begin)
+        text = before + begin + block + rest.split(block.splitlines(keepends=True)[-1])[1]
+    path.write_text(text)
 
 
 def main() -> None:
-    write_table()
+    write_tables()
     import matplotlib as mpl
 
     mpl.use("svg")
