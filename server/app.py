@@ -8,6 +8,7 @@ The port answers at once: while the model loads, /ready and every request get 50
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
 
 
+log = logging.getLogger("fa_serve.server")
 OFF: Any = dict.fromkeys(("tracing", "metrics", "logs"), False)  # of FastAPI's own telemetry: traces.py and metrics.py are ours
 
 
@@ -56,6 +58,8 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     if keys := settings.all_keys:
         public = {"/health", "/ready"} | ({"/metrics"} if settings.public_metrics else set())
         app.add_middleware(Keys, keys=keys, open_paths=frozenset(public))
+    elif settings.host not in ("127.0.0.1", "::1", "localhost"):
+        log.warning("no API key is set: whoever reaches %s, port %d, may use the model", settings.host, settings.port)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     if provider is not None:

@@ -145,6 +145,14 @@ async def test_merge_ends_with_the_first_error_and_closes_the_others():
     assert sorted(closed) == ["a", "b"]
 
 
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "api_keys": "one"}, False), ({}, False),
+])  # fmt: skip
+async def test_a_server_without_keys_says_so_where_others_can_reach_it(serving, caplog, settings, said):
+    async with serving(**settings):
+        assert ("no API key is set: whoever reaches 0.0.0.0, port 8000, may use the model" in caplog.text) is said
+
+
 async def test_keys(serving, conforms):
     async with serving(api_keys="one,two") as client:
         for path in ("/v1/models", "/metrics", "/openapi.json", "/docs", "/nowhere"):
