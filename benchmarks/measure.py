@@ -112,7 +112,8 @@ class Results:
             self._summarise(
                 peer, {line["case"]: _ratio(line, line["peers"][peer]) for line in self.lines if peer in line["peers"]}
             )
-        self._summarise("best peer", {line["case"]: line["ratio"] for line in self.lines if line["peers"]})
+        if any(line["peers"] for line in self.lines):
+            self._summarise("best peer", {line["case"]: line["ratio"] for line in self.lines if line["peers"]})
         print(f"{len(self.lines)} lines -> {self.path}")
 
     @staticmethod
