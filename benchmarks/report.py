@@ -106,12 +106,11 @@ def _save(figure: Any, name: str) -> None:
 def table() -> str:
     """The README's: a row for each peer of a bench, the geometric mean and the least of our speed over its speed."""
     rows = ["| what | against | geometric mean | least | command |", "|---|---|---|---|---|"]
-    newest = read("prefill")[0]["commit"]
     for bench, what, unequal, peers, command in TABLE:
         lines = [
             line for line in read(bench) if line["case"].endswith(("_log", "_20x")) == unequal and peers[0] in line["peers"]
         ]
-        what = f"{what}, {len(lines)} cells" + ("" if lines[0]["commit"] == newest else f" (at {lines[0]['commit']})")
+        what = f"{what}, {len(lines)} cells (at {lines[0]['commit']})"
         for peer in peers:
             pairs = [(line["ours"], line["peers"][peer]) for line in lines]
             ratios = [b / a if lines[0]["unit"] == "us" else a / b for a, b in pairs]
