@@ -40,7 +40,8 @@ async def attend(work: Coroutine[Any, Any, T], receive: Receive, timeout: float 
 
     def stop(cause: ApiError) -> None:
         causes.append(cause)
-        task.cancel()
+        if len(causes) == 1:  # a second one would cut off the work's own end, which aborts its sequences
+            task.cancel()
 
     leaving = asyncio.create_task(_disconnected(receive))
     leaving.add_done_callback(left := lambda _: stop(ClientGone("The client left.")))

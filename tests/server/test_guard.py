@@ -119,6 +119,26 @@ async def test_attend():
         await attend(forever(), forever, 0.01)
 
 
+async def test_a_client_that_leaves_an_overdue_request_does_not_disturb_its_end():
+    overdue, ended = asyncio.Event(), []
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            overdue.set()
+            await asyncio.sleep(0.05)
+            ended.append(True)
+
+    async def leave():
+        await overdue.wait()
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(TimedOut):
+        await attend(work(), leave, 0.01)
+    assert ended
+
+
 async def test_merge_ends_with_the_first_error_and_closes_the_others():
     closed = []
 
