@@ -40,12 +40,12 @@ from fa_serve.testing import cu_seqlens
 
 CELLS = {
     (32, 8, 128): ((1, 1024), (1, 16384), (1, 131072), (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 512), (256, 4096)),
-    (64, 8, 64): ((1, 1024), (1, 16384), (8, 8192), (32, 4096), (64, 8192), (128, 1024)),
+    (64, 8, 64): ((1, 1024), (1, 16384), (1, 131072), (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 4096)),
     (32, 32, 128): ((1, 16384), (8, 8192), (32, 4096)),
 }  # fmt: skip
 Shape = tuple[int, int, int, int]  # block_n, num_warps, num_stages, programs that fit on an SM
-TILES: tuple[Shape, ...] = ((64, 4, 4, 2), (128, 4, 2, 3), (32, 2, 4, 6))
-FP8_TILES: tuple[Shape, ...] = ((64, 4, 3, 3), (64, 4, 4, 3), (128, 4, 2, 2), (128, 8, 3, 2))
+TILES: tuple[Shape, ...] = ((64, 4, 2, 3), (64, 4, 2, 4), (64, 4, 3, 3), (128, 4, 2, 4), (128, 4, 3, 2))
+FP8_TILES: tuple[Shape, ...] = ((64, 4, 4, 4), (128, 2, 2, 6), (128, 4, 3, 2), (128, 4, 3, 3))
 WAVES = (1, 2, 4)
 
 
@@ -149,10 +149,13 @@ class Search:
 def variants(problem: Problem, shapes: Sequence[Shape]) -> Iterator[tuple[str, DecodeTiles]]:
     default = problem.default_tiles()
     for block_n, num_warps, num_stages, resident in shapes:
-        tiles = replace(default, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
-        yield f"{block_n},{num_warps},{num_stages}", waves_of(problem, tiles, 1, resident)
+        # two programs have more registers each than a thread can name: the compiler's choice
+        registers = 65536 // (32 * num_warps * resident) // 8 * 8 if resident > 2 else 0
+        tiles = replace(default, block_n=block_n, num_warps=num_warps, num_stages=num_stages, registers=registers)
+        yield f"{block_n},{num_warps},{num_stages},{resident}", waves_of(problem, tiles, 1, resident)
+    resident = 65536 // (32 * default.num_warps * default.registers) if default.registers else 2
     for waves in WAVES:
-        yield f"w{waves}", waves_of(problem, default, waves, 3)
+        yield f"w{waves}", waves_of(problem, default, waves, resident)
     yield "whole", replace(default, balanced=False, parts=1, min_blocks=1)
 
 
@@ -170,15 +173,15 @@ def short(tiles: DecodeTiles) -> str:
 
 
 def names(shapes: Sequence[Shape]) -> list[str]:
-    return [*(",".join(map(str, shape[:3])) for shape in shapes), *(f"w{waves}" for waves in WAVES), "whole"]
+    return [*(",".join(map(str, shape)) for shape in shapes), *(f"w{waves}" for waves in WAVES), "whole"]
 
 
 def cells(found: dict[str, float], shapes: Sequence[Shape]) -> str:
-    return "".join(f"{found[name]:8.2f}" if name in found else f"{'-':>8}" for name in names(shapes))
+    return "".join(f"{found[name]:10.2f}" if name in found else f"{'-':>10}" for name in names(shapes))
 
 
 def compare(search: Search, cases: Iterator[tuple[str, Problem]]) -> list[str]:
-    heading = "".join(f"{name:>8}" for name in names(TILES))
+    heading = "".join(f"{name:>10}" for name in names(TILES))
     rows = [f"{'case':<20}{'ours':>8} {'TB/s':>5} {'tiles':<14}{'fa3/ours':>8}{heading}"]
     ratios = []
     for case, problem in cases:
@@ -215,7 +218,7 @@ def uneven_cases() -> Iterator[tuple[str, Problem]]:
 
 
 def fp8(search: Search) -> list[str]:
-    heading = "".join(f"{name:>8}" for name in names(FP8_TILES))
+    heading = "".join(f"{name:>10}" for name in names(FP8_TILES))
     rows = [f"{'case':<22}{'bf16':>8}{'fp8':>8} {'tiles':<15}{'bf16/fp8':>8}{heading}"]
     pool, quantised = pools(), pools(torch.float8_e4m3fn)
     for heads, kv_heads, dim in ((32, 8, 128), (64, 8, 64)):
@@ -237,9 +240,9 @@ def _constant(value: Any, *args: Any) -> Any:
 
 
 def launch() -> list[str]:
-    """Microseconds of whole calls; `combine 16,1` and so on are BLOCK_PARTS and BLOCK_ROWS."""
-    shapes = ((16, 1), (16, 2), (16, 4), (32, 1), (64, 1))
-    heading = "".join(f"{f'comb {p},{r}':>11}" for p, r in shapes)
+    """Microseconds of whole calls; `comb 16,1,4` and so on are BLOCK_PARTS, BLOCK_ROWS and warps."""
+    shapes = ((16, 1, 1), (16, 1, 4), (4, 2, 1), (64, 1, 2), (64, 1, 4))
+    heading = "".join(f"{'comb ' + ','.join(map(str, shape)):>13}" for shape in shapes)
     rows = [f"{'case':<22}{'programmatic':>13}{'plain':>8}{heading}{'host us':>9}"]
     for batch, kv in ((1, 1024), (1, 16384), (1, 131072), (32, 4096)):
         problem = Problem.make([kv] * batch, 32, 8, 128)
@@ -258,7 +261,7 @@ def launch() -> list[str]:
             times.append(timed())
         pieces._combine_block = block
         host = host_microseconds(functools.partial(problem.run, out=out, memo={}))  # the public functions keep one
-        cells = "".join(f"{us:11.2f}" for us in times[2:])
+        cells = "".join(f"{us:13.2f}" for us in times[2:])
         rows.append(f"32/8 d128 {f'{batch}x{kv}':<12}{times[0]:13.2f}{times[1]:8.2f}{cells}{host:9.1f}")
     return rows
 
