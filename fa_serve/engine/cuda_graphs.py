@@ -175,7 +175,7 @@ class StepGraphs:
         return self._logits[: shape.batch]
 
     def capture_largest(self) -> None:
-        """Of decoding; to be called first. Raises RuntimeError if the model does what a graph cannot hold."""
+        """Of decoding; to be called first. Raises whatever the model or a kernel does that a graph cannot hold."""
         self._capture_empty(Shape(self.sizes[-1], self.sizes[-1], 1, self.lengths[-1]))
 
     def inputs(self, shape: Shape) -> Inputs:
