@@ -10,7 +10,8 @@
 The prefill grid is the FlashAttention papers': 16k tokens in all, hidden size 2048, bfloat16; TFLOPS count 4 * batch * heads *
 seqlen^2 * head_dim, half of it when causal. Decode and mixed: page_size 16, pages in random order; microseconds of one call
 inside a CUDA graph, since that is how a step runs; FA3's is its own paged call, whose scheduling metadata is made on the way. A
-float8 cell's peer is our own bfloat16. A cell whose result is wrong reports no speed. A run replaces the results of the last.
+float8 cell's peer is our own bfloat16. Ours and the peers take three turns, of which the median counts. A cell whose result is
+wrong reports no speed. A run replaces the results of the last.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from measure import Results, fa3, graph_microseconds, host_microseconds, milliseconds, read_bandwidth, sdpa
+from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa
 from paged_problem import Problem, pools, uneven
 from torch.nn.attention import SDPBackend
 
@@ -92,8 +93,9 @@ def prefill(args: argparse.Namespace) -> None:
                     worst = (ours().float() - theirs.float()).abs().max().item()
                     assert worst < 0.05, f"{name} and ours differ by {worst}"
                 case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}"
-                mine = tflops(seqlen, causal, milliseconds(ours))
-                rates = {name: tflops(seqlen, causal, milliseconds(call)) for name, call in calls.items()}
+                times = in_turns({"ours": ours} | calls)
+                rates = {name: tflops(seqlen, causal, ms) for name, ms in times.items()}
+                mine = rates.pop("ours")
                 ratio = results.add(case, "TFLOPS", mine, rates)
                 cells = "".join(f"{x:8.0f}" for x in [mine, *(rates.get(name, float("nan")) for name in peers)])
                 print(f"{case:<21}{cells}{ratio:8.2f}{host_microseconds(ours, 50):10.1f}", flush=True)
@@ -127,8 +129,8 @@ def varlen(args: argparse.Namespace) -> None:
         if flash3 is not None:
             calls["fa3"] = partial(flash3, q, k, v, fa_version=3, **ends)
         operations = sum(2 * n * n for n in lengths) * heads * dim
-        rates = {name: operations / milliseconds(call) * 1e-9 for name, call in calls.items()}
-        mine = operations / milliseconds(ours) * 1e-9
+        rates = {name: operations / ms * 1e-9 for name, ms in in_turns({"ours": ours} | calls).items()}
+        mine = rates.pop("ours")
         ratio = results.add(case, "TFLOPS", mine, rates)
         shown = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
         print(f"{case:<24} ours {mine:.0f}  {shown}  ratio {ratio:.2f}  host {host_microseconds(ours, 50):.0f} us", flush=True)
@@ -143,8 +145,8 @@ def paged_cell(results: Results, case: str, problem: Problem, peers: dict[str, f
     for name, call in calls.items():
         worst = (ours().float() - call().float()).abs().max().item()
         assert worst < 0.05, f"{name} and ours differ by {worst}"
-    mine = graph_microseconds(ours, rep=30)
-    rates = peers or {name: graph_microseconds(call, rep=30) for name, call in calls.items()}
+    rates = in_turns({"ours": ours} | calls, graph_microseconds) | (peers or {})
+    mine = rates.pop("ours")
     ratio = results.add(case, "us", mine, rates)
     theirs = next(iter(rates.values()), float("nan"))
     print(f"{case:<28}{mine:9.1f}{theirs:9.1f}{problem.bytes_read / mine * 1e-6:7.2f}{ratio:7.2f}", flush=True)
@@ -167,7 +169,7 @@ def decode(args: argparse.Namespace) -> None:
                 paged_cell(results, f"{layout}_{batch}_{name}", Problem.make(lengths, heads, kv_heads, dim, pool=caches))
         small = small_pool(kv_heads, dim)
         for batch, kv in ((1, 131072), (64, 8192), (256, 4096)):
-            plain = graph_microseconds(Problem.make([kv] * batch, heads, kv_heads, dim, pool=caches).ours(), rep=30)
+            plain = graph_microseconds(Problem.make([kv] * batch, heads, kv_heads, dim, pool=caches).ours())
             problem = Problem.make([kv] * batch, heads, kv_heads, dim, torch.float8_e4m3fn, pool=small)
             paged_cell(results, f"{layout}_{batch}x{kv}_fp8", problem, {"own_bf16": plain})
     first = Problem.make([1024], 32, 8, 128).ours()
@@ -187,7 +189,8 @@ def dense_decode(results: Results) -> None:
         for name, call in calls.items():
             worst = (ours().float() - call().transpose(1, 2).float()).abs().max().item()
             assert worst < 0.05, f"{name} and ours differ by {worst}"
-        mine, rates = graph_microseconds(ours, rep=30), {name: graph_microseconds(call, rep=30) for name, call in calls.items()}
+        rates = in_turns({"ours": ours} | calls, graph_microseconds)
+        mine = rates.pop("ours")
         ratio = results.add(f"32_8_d128_{batch}x{kv}_dense", "us", mine, rates)
         shown = "  ".join(f"{name} {us:.1f}" for name, us in rates.items())
         print(f"dense {batch}x{kv:<10} ours {mine:.1f}  {shown}  ratio {ratio:.2f}", flush=True)

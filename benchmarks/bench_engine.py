@@ -12,7 +12,8 @@ the process to the first token, compilers' caches as they are.
 
 A model has its shape's config and random weights, written once, which every engine loads. Each engine has a process of its
 own, one after the other, and its share of --budget seconds for each shape; what does not end in time is left out. An engine
-answers each workload once before it is timed, half as long, so that it has compiled and captured what that asks for ("first").
+answers each workload once before it is timed, half as long, so that it has compiled and captured what that asks for ("first");
+ours twice, because it captures a step with prompts when one like it comes again, where vLLM captures all before it starts.
 On one H200 vLLM needs 90 to 100 s to start, so 245 s for 0.6B and 290 s for 8B. generate_batch takes minutes for A at 0.6B:
 ask it for `--requests 16`, and not for 8B.
 """

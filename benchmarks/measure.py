@@ -27,6 +27,17 @@ def milliseconds(call: Callable[[], object], rep: int = 60, warmup: int = 15) ->
     return float(do_bench(call, warmup=warmup, rep=rep, return_mode="median"))
 
 
+def in_turns(
+    calls: dict[str, Callable[[], object]], measure: Callable[..., float] = milliseconds, turns: int = 3, rep: int = 20
+) -> dict[str, float]:
+    """The median of several turns of each: a GPU's clock follows the heat and the power of what ran just before."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            times[name].append(measure(call, rep=rep))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
 def graph_microseconds(call: Callable[[], object], calls: int = 4, rep: int = 40) -> float:
     """Median device time of one call inside a CUDA graph of several: what a captured decode step pays."""
     for _ in range(3):

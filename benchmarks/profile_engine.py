@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import io
 import pstats
 import time
@@ -23,37 +24,40 @@ from engine_workloads import LIMIT, SHAPES, Workload, make_model, say
 
 def profile(args: argparse.Namespace) -> None:
     """Kernels by their share of the device's time, how long the device is idle, and what a step costs the host."""
+    for shape in args.shapes:
+        profile_shape(shape, args)
+        gc.collect()  # the engine and its cache, before the next one takes what is free
+
+
+def profile_shape(shape: str, args: argparse.Namespace) -> None:
     import torch
 
     from fa_serve.engine import Engine, EngineConfig
 
-    for shape in args.shapes:
-        end = time.time() + args.budget
-        model = make_model(shape, args.device, dtype=torch.bfloat16)
-        settings = {"device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": 0.85, "prefix_caching": False}
-        engine = Engine(EngineConfig(**settings | args.set), model=model)
-        embedding = model.get_input_embeddings().weight
-        weights = sum(x.nbytes for x in model.parameters()) - (0 if model.config.tie_word_embeddings else embedding.nbytes)
-        bandwidth = copy_bandwidth() if args.device == "cuda" else float("nan")
-        say(f"{shape}: weights of a step {weights / 1e9:.2f} GB, copies at {bandwidth / 1e12:.2f} TB/s")
-        sizes = SHAPES[shape]
-        token = (
-            4 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
-        )  # bytes of its keys and values
-        for batch in (1, 64, 256):
-            if batch > (args.requests or 256) or time.time() > end:
-                say(f"decode {batch}: left out")
-                continue
-            step = decode_step(engine, batch)
-            floor = (weights + batch * 640 * token) / bandwidth * 1e3
-            say(f"decode, batch {batch}, kv 640: {step}; weights and KV take {floor:.3f} ms, ratio {step.wall / floor:.2f}")
-            say(step.table(args.top))
-        if time.time() < end:
-            count = min(16, args.requests or 16)
-            step = prefill_step(engine, count)
-            say(f"prefill, {count} x 512 tokens: {step}")
-            say(step.table(args.top))
-            say(host_profile(partial(prefill_step, engine, count), 2 * args.top))
+    end = time.time() + args.budget
+    model = make_model(shape, args.device, dtype=torch.bfloat16)
+    settings = {"device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": 0.85, "prefix_caching": False}
+    engine = Engine(EngineConfig(**settings | args.set), model=model)
+    embedding = model.get_input_embeddings().weight
+    weights = sum(x.nbytes for x in model.parameters()) - (0 if model.config.tie_word_embeddings else embedding.nbytes)
+    bandwidth = copy_bandwidth() if args.device == "cuda" else float("nan")
+    say(f"{shape}: weights of a step {weights / 1e9:.2f} GB, copies at {bandwidth / 1e12:.2f} TB/s")
+    sizes = SHAPES[shape]
+    token = 4 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]  # bytes of its keys and values
+    for batch in (1, 64, 256):
+        if batch > (args.requests or 256) or time.time() > end:
+            say(f"decode {batch}: left out")
+            continue
+        step = decode_step(engine, batch)
+        floor = (weights + batch * 640 * token) / bandwidth * 1e3
+        say(f"decode, batch {batch}, kv 640: {step}; weights and KV take {floor:.3f} ms, ratio {step.wall / floor:.2f}")
+        say(step.table(args.top))
+    if time.time() < end:
+        count = min(16, args.requests or 16)
+        step = prefill_step(engine, count)
+        say(f"prefill, {count} x 512 tokens: {step}")
+        say(step.table(args.top))
+        say(host_profile(partial(prefill_step, engine, count), 2 * args.top))
 
 
 def host_profile(call: Callable[[], object], top: int) -> str:
