@@ -31,7 +31,7 @@ def variants(dim: int, causal: bool, seqlen: int) -> dict[str, TileConfig]:
         "softmax first toggled": replace(tile, softmax_first=not tile.softmax_first),
         "static": replace(tile, schedule=Schedule.STATIC),
         "grid": replace(tile, schedule=Schedule.GRID),
-        "queries in registers toggled": replace(tile, q_registers=not tile.q_registers),
+        "rescaling late toggled": replace(tile, rescale_late=not tile.rescale_late),
     }
     if tile.q_stages == 2:
         found["one Q slot"] = replace(tile, q_stages=1)

@@ -9,7 +9,7 @@ also compiles everything. A variant that fails any check is not timed. The table
 rows go to tune_hopper.jsonl in $OUT or in benchmarks/results.
 
 A variant's name: warpgroups x block_n, s stages, q query stages, then Grid, Static or Dynamic, P ping-pong, o no overlap,
-b exponentials where ptxas puts them, r queries in registers, cn O in n parts through a place of its own, /n blocks per
+b exponentials where ptxas puts them, l O rescaled late, cn O in n parts through a place of its own, /n blocks per
 multiprocessor.
 """
 
@@ -42,12 +42,12 @@ FULL: dict[tuple[int, int], list[TileConfig]] = {
         TileConfig(2, 128, 2, 2, D, softmax_first=False),
         TileConfig(2, 128, 2, 2, D, pingpong=True),
         TileConfig(2, 128, 2, 2, D, pingpong=True, softmax_first=False),
-        TileConfig(2, 128, 2, 2, D, pingpong=True, q_registers=True),
+        TileConfig(2, 128, 2, 2, D, pingpong=True, rescale_late=True),
         TileConfig(2, 128, 2, 2, D, overlap=False),
     ],
     (256, 256): [
         TileConfig(2, 64, 2, 1, D, o_parts=2),
-        TileConfig(2, 64, 2, 1, D, o_parts=2, q_registers=True),
+        TileConfig(2, 64, 2, 1, D, o_parts=2, rescale_late=True),
         TileConfig(2, 64, 2, 1, G, o_parts=2),
     ],
     (192, 128): [TileConfig(2, 128, 2, 1, D), TileConfig(2, 64, 2, 2, D)],
@@ -57,13 +57,13 @@ CAUSAL: dict[tuple[int, int], list[TileConfig]] = {
     (64, 64): [
         TileConfig(3, 128, 2, 2, D, pingpong=True),
         TileConfig(2, 128, 3, 2, D, softmax_first=False),
-        TileConfig(2, 128, 3, 2, D, softmax_first=False, q_registers=True),
+        TileConfig(2, 128, 3, 2, D, softmax_first=False, rescale_late=True),
     ],
     (128, 128): [
         TileConfig(2, 128, 2, 2, D),
         TileConfig(2, 128, 2, 2, D, softmax_first=False),
         TileConfig(2, 128, 2, 2, D, pingpong=True),
-        TileConfig(2, 128, 2, 2, D, pingpong=True, q_registers=True),
+        TileConfig(2, 128, 2, 2, D, pingpong=True, rescale_late=True),
         TileConfig(2, 128, 2, 1, G),
     ],
     (256, 256): FULL[256, 256],
@@ -75,7 +75,7 @@ PACKED = {
         TileConfig(2, 128, 2, 2, D),
         TileConfig(2, 128, 2, 2, D, softmax_first=False),
         TileConfig(2, 128, 2, 2, D, pingpong=True),
-        TileConfig(2, 128, 2, 2, D, pingpong=True, q_registers=True),
+        TileConfig(2, 128, 2, 2, D, pingpong=True, rescale_late=True),
     ],
     "512 sequences of 64": [TileConfig(1, 64, 2, 2, D, blocks_per_sm=2), TileConfig(1, 64, 2, 2, S, blocks_per_sm=2)],
 }
@@ -94,7 +94,7 @@ def label(tiles: TileConfig | None) -> str:
         return "chosen"
     name = f"{tiles.groups}x{tiles.block_n}s{tiles.stages}q{tiles.q_stages}{'GSD'[tiles.schedule]}"
     name += "P" * tiles.pingpong + "o" * (not tiles.overlap) + "b" * (not tiles.softmax_first)
-    name += "r" * tiles.q_registers + (f"c{tiles.o_parts}" if tiles.o_parts else "")
+    name += "l" * tiles.rescale_late + (f"c{tiles.o_parts}" if tiles.o_parts else "")
     return name + (f"/{tiles.blocks_per_sm}" if tiles.blocks_per_sm > 1 else "")
 
 

@@ -289,12 +289,16 @@ def _wait_stores(pending: int) -> None:
         _self.stores.pop(0)()
 
 
-def _inline_assembly(text: str, *args: Any, **options: Any) -> None:
+def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any) -> Any:
+    if "mul.f32" in text:  # O for a new maximum
+        assert (values[1] <= 1).all(), "a maximum that falls"
+        return values[0] * values[1]
     kind, number = re.match(r"bar\.(sync|arrive) (\d+), 256;", text).groups()  # type: ignore[union-attr]
     block = _self.block
     with block.machine.lock:
         barrier = block.named.setdefault(int(number), _NamedBarrier())
     getattr(barrier, kind)()
+    return None
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
@@ -395,6 +399,7 @@ def _namespace(faults: dict[str, str]) -> dict[str, Any]:
         wanted = [
             node for node in ast.parse(source).body
             if (isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list))
+            or (isinstance(node, ast.FunctionDef) and node.name.endswith("_assembly"))
             or (isinstance(node, ast.ClassDef) and any("NamedTuple" in ast.unparse(b) for b in node.bases))
             or (isinstance(node, ast.Assign) and "constexpr" in ast.unparse(node.value))
         ]  # fmt: skip

@@ -71,14 +71,10 @@ CASES = [
     Case("out-of-its-own-place", tiles=TileConfig(2, 64, 2, 1, DYNAMIC, o_parts=1), seqlen_q=500, seqlen_k=500),
     Case("out-in-halves", head_dim=(128, 128), tiles=TileConfig(2, 64, 2, 1, STATIC, o_parts=2), seqlen_q=400, seqlen_k=400),
     Case("out-in-halves-ahead", head_dim=(128, 128), tiles=TileConfig(2, 64, 2, 2, DYNAMIC, o_parts=2), seqlen_q=400),
-    Case("queries-in-registers", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, q_registers=True), seqlen_q=500, seqlen_k=500),
-    Case(
-        "half-of-the-queries-in-registers",
-        head_dim=(256, 256),
-        seqlen_q=300,
-        seqlen_k=300,
-        tiles=TileConfig(2, 64, 2, 1, DYNAMIC, q_registers=True, o_parts=2),
-    ),
+    Case("growing-maxima", scale=3.0, seqlen_q=500, seqlen_k=500),
+    Case("late", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, rescale_late=True), scale=3.0, seqlen_q=500, seqlen_k=500),
+    Case("late-one-q-stage", tiles=TileConfig(2, 64, 2, 1, GRID, rescale_late=True), scale=3.0, seqlen_q=500, seqlen_k=500),
+    Case("late-sinks-window", tiles=TileConfig(2, 64, 2, 2, STATIC, rescale_late=True), scale=3.0, sinks=True, window=(70, 0)),
     Case("one-stage", tiles=TileConfig(2, 64, 1, 2, DYNAMIC), seqlen_q=300, seqlen_k=300),
 ]
 
@@ -340,8 +336,8 @@ FAULTS = {
             "(count // var.tiles.stages) & 1))\n    full = bars.k_full"
     },
     "V released before its product is done": {
-        "o_token = _issue_values(p, acc, count - 1, smem, bars, var)\n        _pass_turn":
-            "o_token = _issue_values(p, acc, count - 1, smem, bars, var)\n"
+        "o_token = _issue_values(p, acc, state.alpha, count - 1, smem, bars, var)\n        _pass_turn":
+            "o_token = _issue_values(p, acc, state.alpha, count - 1, smem, bars, var)\n"
             "        mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)\n        _pass_turn",
         "        acc = warpgroup_mma_wait(0, deps=[o_token])\n"
         "    mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)":
@@ -360,14 +356,17 @@ FAULTS = {
     "no mask": {"keep = columns < gl.expand_dims(limits.last, 1)": "keep = columns >= 0"},
     "a mask that begins one block late": {"if (block >= limits.high)": "if (block > limits.high)"},
     "the wrong tile's output": {"_write(acc, state, tile, turn - 1,": "_write(acc, state, upcoming, turn - 1,"},
+    "O that keeps an old maximum": {"    if not var.tiles.rescale_late:": "    if False:"},
+    "late: O that keeps an old maximum": {"    if var.tiles.rescale_late:": "    if False:"},
+    "a sum that keeps an old maximum": {"state.l * gl.expand_dims(rescale, 1)": "state.l"},
     "a turn that is never passed": {"    if group == var.tiles.groups - 1:\n        _pass_turn(group, var)\n": ""},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulator_sees(fault: str) -> None:
-    q, k, v, options = inputs(Case("", seqlen_q=500, seqlen_k=500))
-    tiles = TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True)
+    q, k, v, options = inputs(Case("", scale=3.0, seqlen_q=500, seqlen_k=500))
+    tiles = TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True, rescale_late="late" in fault)
 
     def run() -> None:
         for seed in range(4):  # a race need not be lost every time

@@ -6,13 +6,15 @@ Correctness over the options is `test_attention_gpu.py`, for every backend; the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 import fa_serve
 from fa_serve.backends.hopper.forward import launch_forward
-from fa_serve.backends.hopper.tiles import Schedule, TileConfig
+from fa_serve.backends.hopper.tiles import Schedule, TileConfig, forward_tiles
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import (
     assert_lse_matches,
@@ -50,6 +52,21 @@ def test_many_launches_give_the_same_bits() -> None:
     check(first, q, k, v)
     for _ in range(200):
         assert torch.equal(run(q, k, v), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("late", [False, True])
+def test_maxima_that_grow(late: bool, dim: int, dtype: torch.dtype) -> None:
+    """Keys that grow from block to block, either way: by less and by more than what a row's maximum is followed by."""
+    q, k, v = make_qkv(2, 700, 700, 4, 2, dim, dtype=dtype, device="cuda")
+    tiles = replace(forward_tiles(dim, dim, True, 700, 700, False), rescale_late=late)
+    options = OPTIONS | {"softmax_scale": 3 * dim**-0.5}
+    for first, last in ((0.1, 4.0), (4.0, 0.1)):
+        keys = k * torch.linspace(first, last, 700, device="cuda", dtype=dtype)[:, None, None]
+        out = launch_forward(q, keys, v, out=None, return_lse=False, tiles=tiles, **options)[0]
+        exact, _ = attention_reference(q.double(), keys.double(), v.double(), **options)
+        assert_matches_reference(out, exact, eager_attention(q, keys, v, **options))
 
 
 def test_streams_do_not_share_counters() -> None:

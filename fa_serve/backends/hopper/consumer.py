@@ -28,14 +28,36 @@ SUM_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
 )
 FIRST_NAMED_BARRIER = gl.constexpr(8)  # Triton's own warp specialisation uses the lower ones
+GROWTH = gl.constexpr(8.0)  # base 2; P is 256 at most, which float16 holds
+RESCALED = gl.constexpr(32)  # values of a thread: few branches, and few enough operands
+
+
+def _rescale_assembly(count: int) -> str:
+    """Multiply `count` of a thread's values by the factors of their rows; if no row of the warp has one below 1, only jump.
+
+    Operands: products, values, factors. A thread's accumulators are of its two rows by turns, two of each.
+    """
+    rows = f"setp.lt.f32 p, ${2 * count}, 0f3F800000; setp.lt.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
+    copies = " ".join(f"mov.f32 ${i}, ${count + i};" for i in range(count))
+    products = " ".join(f"mul.f32 ${i}, ${count + i}, ${2 * count + i};" for i in range(count))
+    return (
+        f"{{ .reg .pred p; {rows} vote.sync.any.pred p, p, -1; @p bra CHANGED; "
+        f"{copies} bra.uni DONE; CHANGED: {products} DONE: }}"
+    )
+
+
+RESCALE = gl.constexpr(_rescale_assembly(32))
+RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
 
 
 class Softmax(NamedTuple):
-    """Of 64 rows: running maximum m [64] (base 2), and the sum in four parts l [64, 4]: one for each thread that has a share of
-    the row, so that they need not meet before the end."""
+    """Of 64 rows: the maximum m [64] (base 2) to which sum and output are relative; the sum in four parts l [64, 4], one for
+    each thread that has a share of the row, so that they need not meet before the end; alpha [64], by which the output, a step
+    behind, is still to be multiplied."""
 
     m: gl.tensor
     l: gl.tensor  # noqa: E741
+    alpha: gl.tensor
 
 
 class Limits(NamedTuple):
@@ -79,21 +101,7 @@ def _receive(turn, smem, bars, var: gl.constexpr):
 
 
 @gluon.jit
-def _queries(turn, smem, group: gl.constexpr, var: gl.constexpr):
-    """The warpgroup's rows of a tile's queries in registers; or the turn, by which `_issue_scores` finds them."""
-    if var.tiles.q_registers:
-        S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, var.tiles.block_n, 16]
-        )
-        LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
-        D0: gl.constexpr = var.d0
-        return smem.q.index((turn % var.tiles.q_stages) * var.tiles.groups + group).reshape([64, D0]).load(LAYOUT)
-    else:  # noqa: RET505
-        return turn
-
-
-@gluon.jit
-def _issue_scores(queries, count, smem, group: gl.constexpr, var: gl.constexpr):
+def _issue_scores(turn, count, smem, group: gl.constexpr, var: gl.constexpr):
     """Start S = Q K^T, [64, block_n]."""
     D0: gl.constexpr = var.d0
     D1: gl.constexpr = var.d1
@@ -102,13 +110,9 @@ def _issue_scores(queries, count, smem, group: gl.constexpr, var: gl.constexpr):
     slot = count % var.tiles.stages
     zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
     k = smem.k.index(slot).reshape([BLOCK_N, D0])
-    if var.tiles.q_registers:
-        q_slot = group  # of a second part there is one slot
-        s = warpgroup_mma(queries, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    else:
-        q_slot = (queries % var.tiles.q_stages) * var.tiles.groups + group
-        q = smem.q.index(q_slot).reshape([64, D0])
-        s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    q_slot = (turn % var.tiles.q_stages) * var.tiles.groups + group
+    q = smem.q.index(q_slot).reshape([64, D0])
+    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if var.d1 > 0:
         q1 = smem.q1.index(q_slot).reshape([64, D1])
         k1 = smem.k1.index(slot).reshape([BLOCK_N, D1])
@@ -117,13 +121,25 @@ def _issue_scores(queries, count, smem, group: gl.constexpr, var: gl.constexpr):
 
 
 @gluon.jit
-def _issue_values(p, acc, count, smem, bars, var: gl.constexpr):
+def _rescale(acc, alpha, var: gl.constexpr):
+    """O for the new maximum. A volatile instruction stays where it is put, between products: ptxas would do it before them."""
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, var.dv, 16])
+    factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+    return gl.inline_asm_elementwise(
+        RESCALE, RESCALE_OPERANDS, [acc, factors], dtype=gl.float32, is_pure=False, pack=RESCALED
+    )  # fmt: skip
+
+
+@gluon.jit
+def _issue_values(p, acc, alpha, count, smem, bars, var: gl.constexpr):
     """Start O += P V once block `count` of V has arrived, [64, dv]."""
     BLOCK_N: gl.constexpr = var.tiles.block_n
     DV: gl.constexpr = var.dv
     slot = count % var.tiles.stages
     mbarrier.wait(bars.v_full.index(slot), (count // var.tiles.stages) & 1)
     v = smem.v.index(slot).reshape([BLOCK_N, DV])
+    if var.tiles.rescale_late:
+        acc = _rescale(acc, alpha, var)
     return warpgroup_mma(p, v, acc, is_async=True)
 
 
@@ -153,7 +169,11 @@ def _limits(tile, epilogue, group: gl.constexpr, layout: gl.constexpr, var: gl.c
 
 @gluon.jit
 def _online_softmax(s, state, block, limits, epilogue, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr):
-    """One step of the online softmax (FlashAttention-2, algorithm 1): scores -> P in `dtype`, new state, what rescales O."""
+    """One step of the online softmax (FlashAttention-2, algorithm 1): scores -> P in `dtype`, new state.
+
+    A row's maximum is followed only where it has grown by more than GROWTH (FlashAttention-4): any number near it will do, and
+    O seldom has to be rescaled.
+    """
     BLOCK_N: gl.constexpr = var.tiles.block_n
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, var.dv, 16])
@@ -171,7 +191,8 @@ def _online_softmax(s, state, block, limits, epilogue, dtype: gl.constexpr, mask
             if var.has_left:
                 keep = keep & (columns >= gl.expand_dims(limits.first, 1))
             s = gl.where(keep, s, float("-inf"))
-    m = gl.maximum(state.m, gl.max(s, 1) * scale)
+    m = gl.max(s, 1) * scale
+    m = gl.where(m - state.m > GROWTH, m, state.m)  # false where both are -inf
     safe = m
     if masked:
         safe = gl.where(m == float("-inf"), 0.0, m)  # -inf - -inf: a row that has seen nothing yet
@@ -180,33 +201,32 @@ def _online_softmax(s, state, block, limits, epilogue, dtype: gl.constexpr, mask
     parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, SUM_LAYOUT), assert_trivial=True)
     l = state.l * gl.expand_dims(rescale, 1) + gl.convert_layout(parts, SUM_LAYOUT, assert_trivial=True)  # noqa: E741
-    return gl.convert_layout(p.to(dtype), P_LAYOUT), Softmax(m, l), alpha
+    return gl.convert_layout(p.to(dtype), P_LAYOUT), Softmax(m, l, alpha)
 
 
 @gluon.jit
-def _step(acc, p, state, queries, count, block, more, limits, smem, bars, epilogue,
+def _step(acc, p, state, turn, count, block, more, limits, smem, bars, epilogue,
           dtype: gl.constexpr, group: gl.constexpr, var: gl.constexpr):  # fmt: skip
     """S(count) and P(count - 1) V(count - 1) issued together; the softmax of S runs under the latter.
 
     With `softmax_first` the wait for the next keys stands between the softmax and the wait for P V, because it ends a basic
     block: without it ptxas is free to schedule exponentials behind the wait for P V.
     """
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, var.dv, 16])
     MASKED: gl.constexpr = var.has_left or var.has_right
     _take_turn(group, var)
     if var.tiles.overlap:
-        s_token = _issue_scores(queries, count, smem, group, var)
-        o_token = _issue_values(p, acc, count - 1, smem, bars, var)
+        s_token = _issue_scores(turn, count, smem, group, var)
+        o_token = _issue_values(p, acc, state.alpha, count - 1, smem, bars, var)
         _pass_turn(group, var)
         s = warpgroup_mma_wait(1, deps=[s_token])
     else:
-        o_token = _issue_values(p, acc, count - 1, smem, bars, var)
+        o_token = _issue_values(p, acc, state.alpha, count - 1, smem, bars, var)
         acc = warpgroup_mma_wait(0, deps=[o_token])
-        s_token = _issue_scores(queries, count, smem, group, var)
+        s_token = _issue_scores(turn, count, smem, group, var)
         _pass_turn(group, var)
         s = warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)
-    p, state, alpha = _online_softmax(s, state, block, limits, epilogue, dtype, MASKED, var)
+    p, state = _online_softmax(s, state, block, limits, epilogue, dtype, MASKED, var)
     if var.tiles.softmax_first:
         _wait_keys(count + 1, bars, var, more)
     if var.tiles.overlap:
@@ -214,7 +234,8 @@ def _step(acc, p, state, queries, count, block, more, limits, smem, bars, epilog
     mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)
     if not var.tiles.softmax_first:
         _wait_keys(count + 1, bars, var, more)
-    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+    if not var.tiles.rescale_late:
+        acc = _rescale(acc, state.alpha, var)
     return acc, p, state
 
 
@@ -290,7 +311,7 @@ def _first_state(tile, epilogue, layout: gl.constexpr):
         m = gl.full([64], 0.0, gl.float32, layout=layout) + gl.load(epilogue.sinks + tile.head).to(gl.float32) * LOG2E
         first = gl.arange(0, 4, layout=gl.SliceLayout(0, SUM_LAYOUT)) == 0
         l = l + gl.expand_dims(gl.where(first, 1.0, 0.0), 0)  # noqa: E741
-    return Softmax(m, l)
+    return Softmax(m, l, gl.full([64], 1.0, gl.float32, layout=layout))
 
 
 @gluon.jit
@@ -310,11 +331,10 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
     count = 0
     tile = _receive(turn, smem, bars, var)
     s = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
-    queries = _queries(turn, smem, group, var)
     if AHEAD:
         _wait_keys(count, bars, var, tile.row >= 0)
         _take_turn(group, var)
-        s_token = _issue_scores(queries, count, smem, group, var)
+        s_token = _issue_scores(turn, count, smem, group, var)
         _pass_turn(group, var)
         s = warpgroup_mma_wait(0, deps=[s_token])
     while tile.row >= 0:
@@ -322,13 +342,12 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
         if not AHEAD:
             _wait_keys(count, bars, var)
             _take_turn(group, var)
-            queries = _queries(turn, smem, group, var)
-            s_token = _issue_scores(queries, count, smem, group, var)
+            s_token = _issue_scores(turn, count, smem, group, var)
             _pass_turn(group, var)
             s = warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)
         acc = gl.zeros([64, DV], gl.float32, layout=O_LAYOUT)
-        p, state, _ = _online_softmax(
+        p, state = _online_softmax(
             s, _first_state(tile, epilogue, ROWS), tile.high - 1, limits, epilogue, dtype, True, var
         )  # fmt: skip
         if AHEAD:  # noqa: SIM102
@@ -338,7 +357,7 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
         _wait_keys(count + 1, bars, var, blocks > 1)
         for j in range(1, blocks):
             acc, p, state = _step(
-                acc, p, state, queries, count + j, tile.high - 1 - j, j + 1 < blocks, limits, smem, bars, epilogue, dtype,
+                acc, p, state, turn, count + j, tile.high - 1 - j, j + 1 < blocks, limits, smem, bars, epilogue, dtype,
                 group, var,
             )  # fmt: skip
         count += blocks
@@ -347,9 +366,8 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
             upcoming = _receive(turn, smem, bars, var)
             _wait_keys(count, bars, var, upcoming.row >= 0)
             _take_turn(group, var)
-            o_token = _issue_values(p, acc, count - 1, smem, bars, var)
-            queries = _queries(turn, smem, group, var)
-            s_token = _issue_scores(queries, count, smem, group, var)  # of what lies there, unused, when no tile is left
+            o_token = _issue_values(p, acc, state.alpha, count - 1, smem, bars, var)
+            s_token = _issue_scores(turn, count, smem, group, var)  # of what lies there, unused, when no tile is left
             _pass_turn(group, var)
             acc = warpgroup_mma_wait(SCORE_GROUPS, deps=[o_token])
             mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)
@@ -359,7 +377,7 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
         else:
             if RESIDENT and var.tiles.o_parts > 0:
                 _release_queries(turn - 1, bars, var)
-            o_token = _issue_values(p, acc, count - 1, smem, bars, var)
+            o_token = _issue_values(p, acc, state.alpha, count - 1, smem, bars, var)
             acc = warpgroup_mma_wait(0, deps=[o_token])
             mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)
             _write(acc, state, tile, turn - 1, desc, smem, epilogue, dtype, group, var)

@@ -37,11 +37,10 @@ class TileConfig:
     pingpong: warpgroups take turns to issue their products, so that one computes its softmax under the other's GEMMs
     overlap:  a step's QK^T is issued before the previous step's PV and both run under the softmax (FlashAttention-3, 3.2).
               False waits for each product: an ablation
+    rescale_late: O follows a new maximum after a step's QK^T is issued, under it, instead of before
     softmax_first: every exponential of a step comes before the wait for the previous PV; else ptxas chooses
     o_parts:  0: O leaves through the place of its queries, which is free for the next ones when it has left. Else O has a place
               of its own for 1 / o_parts of it, and a lone query tile is free after its last QK^T
-    q_registers: a warpgroup reads its queries, or their first part, into registers once per tile, instead of from shared memory
-              in every step. A second part needs q_stages 1
     blocks_per_sm: how many blocks share a multiprocessor; more than one needs small tiles
     """
 
@@ -55,7 +54,7 @@ class TileConfig:
     softmax_first: bool = True
     o_parts: int = 0
     blocks_per_sm: int = 1
-    q_registers: bool = False
+    rescale_late: bool = False
 
     @property
     def block_m(self) -> int:
@@ -98,28 +97,30 @@ def forward_tiles(
         return TileConfig(1, 64, 2, 1, Schedule.GRID, o_parts=2)
     if head_dim == 256:
         # shared memory has room for one query tile only; with a place for half of O its successor arrives under the last PV:
-        # 512 keys 517 and 466 without. Shared memory is read as fast as it goes: with half of the queries in registers 2k keys
-        # 662 and 633, 16k 695 and 682. The producer that looks pages up leaves no registers for that
-        schedule = Schedule.DYNAMIC
-        if masked and max_seqlen_k >= 8192 and not paged:
-            schedule = Schedule.GRID  # the blocks that end early make room for others: causal 8k 667 and 640, 16k 706 and 660
-        return TileConfig(2, 64, 2, 1, schedule, o_parts=2, q_registers=not paged)
+        # 512 keys 517 and 466 without. O follows a maximum before the next step: 4k 691, 659 under it
+        return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
     if second:
-        return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2)
+        return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2, rescale_late=True)  # causal 4k 525, 495 before the step
     if first == 64 and (paged or (masked and max_seqlen_k <= 4096)):
         # two warpgroups waste less of the diagonal: 253 at 512 keys and 402 at 2k; three with ping-pong 203 and 368.
         # Three leave a producer that looks pages up few registers: 2k queries over 6k keys in pages take 561 us, 401 with two
         return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
     if first == 64:
         # with the exponentials where ptxas puts them 409 at 512 keys, before the wait 375; 516 and 516 at 8k. Long causal tiles
-        # start cold without loss: 2.18 ms at 16k with one Q slot, 2.34 with two. Packed ones may be short, and keep two
-        return TileConfig(3, 128, 2, 1 if masked and not varlen else 2, Schedule.DYNAMIC, pingpong=True, softmax_first=False)
-    # ping-pong helps where tiles are short (1k keys 591 and 570, causal 512 340 and 322, 4k 602 and 583), not at 16k (626 and
-    # 637, causal 632 and 639). Packed sequences 568, and 574 with the queries in registers. Dynamic and static: 511 and 474 at
-    # 512 keys, causal 595 and 552 at 16k
+        # start cold without loss: 2.18 ms at 16k with one Q slot, 2.34 with two. Packed ones may be short, and keep two.
+        # O under the products: 2k 501 and 472, 16k 543 and 535, but 512 keys 405 and 412, causal 16k 489 and 502
+        return TileConfig(
+            3, 128, 2, 1 if masked and not varlen else 2, Schedule.DYNAMIC, pingpong=True, softmax_first=False,
+            rescale_late=not masked and max_seqlen_k > 1024,
+        )  # fmt: skip
+    # ping-pong helps where tiles are short (1k keys 584 and 554, causal 512 338 and 322, 2k 526 and 482), not at 16k (653 and
+    # 655, causal 653 and 655). O under the products helps without it (16k 655 and 642, causal 655 and 639) and over pages
+    # (617 and 602), not with it (causal 512 335 and 338). Dynamic and static: 511 and 474 at 512 keys, causal 16k 595 and 552
     pingpong = varlen or max_seqlen_k <= (4096 if masked else 1024)
-    softmax_first = masked or max_seqlen_k > 512
-    return TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, pingpong=pingpong, softmax_first=softmax_first, q_registers=varlen)
+    return TileConfig(
+        2, 128, 2, 2, Schedule.DYNAMIC, pingpong=pingpong, softmax_first=masked or max_seqlen_k > 512,
+        rescale_late=paged or not pingpong,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
