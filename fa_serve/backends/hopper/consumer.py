@@ -40,10 +40,8 @@ def _rescale_assembly(count: int) -> str:
     rows = f"setp.lt.f32 p, ${2 * count}, 0f3F800000; setp.lt.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
     copies = " ".join(f"mov.f32 ${i}, ${count + i};" for i in range(count))
     products = " ".join(f"mul.f32 ${i}, ${count + i}, ${2 * count + i};" for i in range(count))
-    return (
-        f"{{ .reg .pred p; {rows} vote.sync.any.pred p, p, -1; @p bra CHANGED; "
-        f"{copies} bra.uni DONE; CHANGED: {products} DONE: }}"
-    )
+    vote = "vote.sync.any.pred p, p, -1; @p bra CHANGED;"
+    return f"{{ .reg .pred p; {rows} {vote} {copies} bra.uni DONE; CHANGED: {products} DONE: }}"
 
 
 RESCALE = gl.constexpr(_rescale_assembly(32))
