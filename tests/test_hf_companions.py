@@ -80,8 +80,8 @@ def test_prefix_tuning_prepends_keys() -> None:
 # --- accelerate -------------------------------------------------------------------------------------------------------------
 
 
-def saved(family: str, folder: Path) -> PreTrainedModel:
-    model = BY_NAME[family].build()
+def saved(family: str, folder: Path, **sizes: int) -> PreTrainedModel:
+    model = BY_NAME[family].build(**sizes)
     model.save_pretrained(folder)
     return model
 
@@ -121,7 +121,7 @@ def quantised(kind: str) -> Any:
 def test_quantised_weights(family: str, kind: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     config = quantised(kind)
-    exact = saved(family, tmp_path)
+    exact = saved(family, tmp_path, intermediate_size=128)  # 4 bits come in blocks of 64, and some processors ask for whole ones
     eager, ours = (
         AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=config, device_map="cpu", attn_implementation=implementation, dtype=torch.float32
@@ -129,7 +129,7 @@ def test_quantised_weights(family: str, kind: str, tmp_path: Path) -> None:
         for implementation in ("eager", "fa_serve")
     )
     assert type(ours.model.layers[0].self_attn.q_proj.weight) is not torch.nn.Parameter
-    if kind == "8bit":  # it rounds what comes out of attention, too: the last bit of a float32 may be a whole step
+    if kind != "torchao":  # what comes out of attention is rounded, too: the last bit of a float32 may be a whole step
         valid = padding_mask("left").bool()
         with torch.no_grad():
             assert_matches_reference(*(model(**inputs("left")).logits[valid] for model in (ours, exact, eager)))
