@@ -121,7 +121,7 @@ def quantised(kind: str) -> Any:
 def test_quantised_weights(family: str, kind: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     config = quantised(kind)
-    exact = saved(family, tmp_path, intermediate_size=128)  # 4 bits come in blocks of 64, and some processors ask for whole ones
+    exact = saved(family, tmp_path, intermediate_size=128)  # some processors ask for whole blocks of 64
     eager, ours = (
         AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=config, device_map="cpu", attn_implementation=implementation, dtype=torch.float32
