@@ -10,8 +10,8 @@
 The prefill grid is the FlashAttention papers': 16k tokens in all, hidden size 2048, bfloat16; TFLOPS count 4 * batch * heads *
 seqlen^2 * head_dim, half of it when causal. Decode and mixed: page_size 16, pages in random order; microseconds of one call
 inside a CUDA graph, since that is how a step runs; FA3's is its own paged call, whose scheduling metadata is made on the way. A
-float8 cell's peer is our own bfloat16. Ours and the peers take three turns, of which the median counts. A cell whose result is
-wrong reports no speed. A run replaces the results of the last.
+float8 cell's peer is our own bfloat16, timed once before it. Ours and the other peers take three turns, of which the median
+counts. A cell whose result is wrong reports no speed. A run replaces the results of the last.
 """
 
 from __future__ import annotations

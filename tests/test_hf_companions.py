@@ -116,6 +116,13 @@ def quantised(kind: str) -> Any:
     return transformers.BitsAndBytesConfig(**{"8bit": {"load_in_8bit": True}, "4bit": {"load_in_4bit": True}}[kind])
 
 
+def rounds_to_bfloat16() -> bool:
+    """Whether bitsandbytes multiplies 4-bit weights in bfloat16, as it does on processors that can."""
+    from bitsandbytes.functional import has_avx512bf16
+
+    return has_avx512bf16()
+
+
 @pytest.mark.parametrize("kind", ["torchao", "4bit", "8bit"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_quantised_weights(family: str, kind: str, tmp_path: Path) -> None:
@@ -129,7 +136,7 @@ def test_quantised_weights(family: str, kind: str, tmp_path: Path) -> None:
         for implementation in ("eager", "fa_serve")
     )
     assert type(ours.model.layers[0].self_attn.q_proj.weight) is not torch.nn.Parameter
-    if kind != "torchao":  # what comes out of attention is rounded, too: the last bit of a float32 may be a whole step
+    if kind == "8bit" or (kind == "4bit" and rounds_to_bfloat16()):  # the last bit of a float32 may be a whole step
         valid = padding_mask("left").bool()
         with torch.no_grad():
             assert_matches_reference(*(model(**inputs("left")).logits[valid] for model in (ours, exact, eager)))

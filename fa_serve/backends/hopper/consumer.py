@@ -44,8 +44,8 @@ def _rescale_assembly(count: int) -> str:
     return f"{{ .reg .pred p; {rows} {vote} {copies} bra.uni DONE; CHANGED: {products} DONE: }}"
 
 
-RESCALE = gl.constexpr(_rescale_assembly(32))
-RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
+RESCALE = gl.constexpr(_rescale_assembly(int(RESCALED)))
+RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * int(RESCALED) + ["f"] * int(RESCALED) * 2))
 
 
 class Softmax(NamedTuple):
