@@ -8,13 +8,14 @@ PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
 JOBS   ?= 2
+EVERY  ?= 17
 BENCH  ?= prefill varlen decode mixed
 
 SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-newest lint types check format test-load test-gpu bench clean
+.PHONY: help serve test test-newest lint types check format test-load test-gpu memcheck bench clean
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -57,6 +58,10 @@ format: $(VENV)/.test ## let ruff rewrite what it can
 test-gpu: ## the GPU suite, with PYTHON as it is
 	@$(PYTHON) -c 'import torch; torch.cuda.is_available() or exit("make test-gpu: PYTHON=$(PYTHON) sees no GPU")'
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest tests/gpu $(ARGS)
+
+memcheck: ## a spread of the GPU suite's kernel tests under compute-sanitizer, about a minute
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+	  --target-processes all $(PYTHON) -m pytest tests/gpu -q -k 'test_dense or test_paged or test_varlen' --every $(EVERY)
 
 bench: ## the kernels against their peers on the GPU, with PYTHON as it is
 	@$(PYTHON) -c 'import torch; torch.cuda.is_available() or exit("make bench: PYTHON=$(PYTHON) sees no GPU")'

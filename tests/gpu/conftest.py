@@ -10,6 +10,17 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="each Nth of the chosen tests; of a prime number, every dtype"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = items[:: config.getoption("--every")]
+
+
 @contextmanager
 def _no_synchronisation() -> Iterator[None]:
     """A call inside that makes the host wait for the device raises RuntimeError."""

@@ -1,0 +1,163 @@
+"""Every bench, each in a process of its own, on one GPU or side by side on several; their lines are merged into the results.
+
+    python benchmarks/run_all.py --peer-path DIR                         # half an hour on one H200; vLLM and FA3 lie in DIR
+    python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
+    python benchmarks/run_all.py --list
+
+The longest go first. What would not end within --seconds is not begun, and is named at the end with what failed. A bench writes
+into a folder of its own, and its lines take the place of those of the same case in --out as soon as it has ended: one that is
+stopped leaves what it had written. What each printed is in --logs. Without --peer-path the peers are torch's own.
+Benches side by side share the host: give each GPU eight cores or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Job:
+    """A bench: seconds on one H200; whether its peers are imported beside ours, or named as a path, or not asked for."""
+
+    seconds: int
+    command: str
+    peers: str = ""
+
+
+GENERATE = "bench_generate.py --layers 2"
+ENGINE = "bench_engine.py --workloads A,D,C,shared,B"
+JOBS = {
+    "serving_llama8b": Job(320, "bench_serving.py --shapes llama8b --waves 2 --clients 4 --budget 305", "path"),
+    "engine_llama8b": Job(295, f"{ENGINE} --shapes llama8b --budget 290", "path"),
+    "engine_qwen06": Job(255, f"{ENGINE},sampled --shapes qwen06 --budget 250", "path"),
+    "engine_of_16": Job(
+        240, "bench_engine.py --workloads A,C --shapes qwen06 --requests 16 --peers vllm,generate_batch --budget 235", "path"
+    ),
+    "serving_qwen06": Job(195, "bench_serving.py --shapes qwen06 --waves 2 --clients 4 --budget 240", "path"),
+    "prefill": Job(85, "bench_attention.py prefill", "import"),
+    "decode": Job(62, "bench_attention.py decode", "import"),
+    "long_run": Job(60, "long_run.py"),
+    "generate_batch": Job(60, f"{GENERATE} --cases batch"),
+    "generate_gemma_qwen": Job(55, f"{GENERATE} --models gemma-3-4b,qwen3-0.6b --cases ttft,padded,growing"),
+    "generate_llama_gpt": Job(50, f"{GENERATE} --models llama-3.1-8b,gpt-oss-20b --cases ttft,padded,growing"),
+    "prefill_triton": Job(47, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
+    "generate_static": Job(45, f"{GENERATE} --models llama-3.1-8b,qwen3-0.6b --cases static"),
+    "profile": Job(38, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
+    "mixed": Job(30, "bench_attention.py mixed", "import"),
+    "varlen": Job(25, "bench_attention.py varlen", "import"),
+}
+
+
+class Run:
+    """The jobs that wait, and what became of the others; workers, one for each GPU, share it."""
+
+    def __init__(self, names: list[str], args: argparse.Namespace) -> None:
+        self.waiting = sorted(names, key=lambda name: -JOBS[name].seconds)
+        self.args, self.deadline, self.lock = args, time.monotonic() + args.seconds, threading.Lock()
+        self.failed: list[str] = []
+
+    def work(self, gpu: int) -> None:
+        while (name := self.next()) is not None:
+            begin = time.monotonic()
+            code = self.run(name, gpu)
+            with self.lock:
+                if code:
+                    self.failed.append(name)
+                print(f"GPU {gpu}  {name:<20}{'ended with ' + str(code) if code else 'done'}, "
+                      f"{time.monotonic() - begin:.0f} s", flush=True)  # fmt: skip
+
+    def next(self) -> str | None:
+        """The longest of those that end in time."""
+        with self.lock:
+            left = self.deadline - time.monotonic()
+            name = next((name for name in self.waiting if JOBS[name].seconds <= left), None)
+            if name:
+                self.waiting.remove(name)
+            return name
+
+    def run(self, name: str, gpu: int) -> int:
+        """-> the exit status."""
+        job, path = JOBS[name], [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        with tempfile.TemporaryDirectory(prefix=f"{name}_") as folder:
+            command = [sys.executable, str(HERE / job.command.split()[0]), *job.command.split()[1:]]
+            if name != "long_run":
+                command += ["--out", folder]
+            if self.args.peer_path and job.peers == "import":
+                path.append(self.args.peer_path)
+            elif job.peers == "path":
+                command += ["--peer-path", self.args.peer_path] if self.args.peer_path else []
+                command += ["--no-peers"] if not self.args.peer_path and "bench_engine" in job.command else []
+            own = {"CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
+            with (self.args.logs / f"{name}.log").open("w") as log:
+                process = subprocess.Popen(
+                    command, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+                try:
+                    code = process.wait(min(1.5 * job.seconds + 30, self.deadline + 15 - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    code = stop(process)
+            with self.lock:
+                for written in Path(folder).glob("*.jsonl"):
+                    merge(written, self.args.out / written.name)
+        return code
+
+
+def stop(process: subprocess.Popen[bytes]) -> int:
+    """By an interrupt first: a bench ends the servers and engines that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait() or 1
+
+
+def merge(new: Path, kept: Path) -> None:
+    """Lines of a case take the place of the earlier ones of that case; other cases stay, and the order of all."""
+    lines = {json.loads(line)["case"]: line for path in (kept, new) if path.exists() for line in path.read_text().splitlines()}
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text("".join(line + "\n" for line in lines.values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(JOBS), help="some of those that --list names")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for all of them")
+    parser.add_argument("--peer-path", default="", help="where vLLM and what it needs lie")
+    parser.add_argument("--logs", type=Path, default=Path("bench_logs"))
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--list", action="store_true", help="print the benches and end")
+    args = parser.parse_args()
+    if unknown := set(args.only.split(",")) - set(JOBS):
+        parser.error(f"--only: {sorted(unknown)} not among {list(JOBS)}")
+    if args.list:
+        print("\n".join(f"{name:<20}{job.seconds:>5} s  {job.command}" for name, job in JOBS.items()))
+        return
+    args.logs.mkdir(parents=True, exist_ok=True)
+    run = Run(args.only.split(","), args)
+    workers = [threading.Thread(target=run.work, args=(gpu,)) for gpu in range(args.gpus)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for what, names in (("failed", run.failed), ("not begun, no time left", run.waiting)):
+        if names:
+            print(f"{what}: {','.join(names)}")
+    sys.exit(bool(run.failed or run.waiting))
+
+
+if __name__ == "__main__":
+    main()
