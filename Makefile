@@ -22,7 +22,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --timeout 300 -q
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 	@echo "  variables: PYTHON=$(PYTHON) HOST=$(HOST) PORT=$(PORT) MODEL=<hub name or folder> ARGS=<more flags> JOBS=$(JOBS)"
 
 serve: $(VENV)/.server ## install and serve the embedded model (or MODEL) on HOST:PORT
@@ -68,7 +68,7 @@ bench: ## the kernels against their peers on the GPU, with PYTHON as it is
 	for bench in $(BENCH); do PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/bench_attention.py $$bench $(ARGS); done
 
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) bench_logs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or exit("constraints.txt needs Python 3.11 or later: make PYTHON=python3.11 ...")'

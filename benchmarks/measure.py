@@ -92,8 +92,9 @@ def fa3() -> Callable[..., Any] | None:
 
 
 def commit() -> str:
-    if "COMMIT" in os.environ:
-        return os.environ["COMMIT"]
+    """Of the working tree; FA_SERVE_COMMIT names it for a copy without its history."""
+    if "FA_SERVE_COMMIT" in os.environ:
+        return os.environ["FA_SERVE_COMMIT"]
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 

@@ -5,9 +5,9 @@
     python benchmarks/run_all.py --list
 
 The longest go first. What would not end within --seconds is not begun, and is named at the end with what failed. A bench writes
-into a folder of its own, and its lines take the place of those of the same case in --out as soon as it has ended: one that is
-stopped leaves what it had written. What each printed is in --logs. Without --peer-path the peers are torch's own.
-Benches side by side share the host: give each GPU eight cores or more.
+into a folder of its own, and its lines take the place of those of the same case in --out as soon as it has ended, or is stopped
+because it takes too long. What each printed is in --logs. Without --peer-path the peers are torch's own. Benches side by side
+share the host: give each GPU eight cores or more.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Job:
 
 
 GENERATE = "bench_generate.py --layers 2"
-ENGINE = "bench_engine.py --workloads A,D,C,shared,B"
+ENGINE = "bench_engine.py --workloads A,D,C,shared,B,sampled"
 JOBS = {
     "serving_llama8b": Job(320, "bench_serving.py --shapes llama8b --waves 2 --clients 4 --budget 305", "path"),
-    "engine_llama8b": Job(295, f"{ENGINE} --shapes llama8b --budget 290", "path"),
-    "engine_qwen06": Job(255, f"{ENGINE},sampled --shapes qwen06 --budget 250", "path"),
+    "engine_llama8b": Job(310, f"{ENGINE} --shapes llama8b --budget 305", "path"),
+    "engine_qwen06": Job(255, f"{ENGINE} --shapes qwen06 --budget 250", "path"),
     "engine_of_16": Job(
         240, "bench_engine.py --workloads A,C --shapes qwen06 --requests 16 --peers vllm,generate_batch --budget 235", "path"
     ),

@@ -6,7 +6,7 @@ Every check and every timing is a job in a child process with a time limit, so t
 nothing else. Checks (float64 reference, poisoned neighbours, three runs bitwise equal) run in several processes at once, which
 also compiles everything. A variant that fails any check is not timed. The tables come last: TFLOPS of every variant, of what
 `forward_tiles` chooses ("chosen"), of cuDNN and of FlashAttention-3 if it can be imported; then the host time of a call. All
-rows go to tune_hopper.jsonl in $OUT or in benchmarks/results.
+rows go to --out.
 
 A variant's name: warpgroups x block_n, s stages, q query stages, then Grid, Static or Dynamic, P ping-pong, o no overlap,
 b exponentials where ptxas puts them, l O rescaled late, cn O in n parts through a place of its own, /n blocks per
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
-import os
 import queue
 import sys
 import time
@@ -96,9 +95,6 @@ def label(tiles: TileConfig | None) -> str:
     name += "P" * tiles.pingpong + "o" * (not tiles.overlap) + "b" * (not tiles.softmax_first)
     name += "l" * tiles.rescale_late + (f"c{tiles.o_parts}" if tiles.o_parts else "")
     return name + (f"/{tiles.blocks_per_sm}" if tiles.blocks_per_sm > 1 else "")
-
-
-# ---- jobs, in a child process ----------------------------------------------------------------------------------------------
 
 
 def _compare(out: Any, lse: Any, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
@@ -264,9 +260,6 @@ def time_host(packed: bool, public: bool) -> float:
     return host_microseconds(lambda: function(q, k, v, causal=True, backend="hopper", **lengths))
 
 
-# ---- running them -----------------------------------------------------------------------------------------------------------
-
-
 def _work(inbox: Any, outbox: Any, number: int) -> None:
     """Jobs until None comes; the parent learns what is running, so that it knows what hung."""
     sys.path.insert(0, str(Path(__file__).parent))
@@ -354,6 +347,7 @@ def main() -> None:
     parser.add_argument("--seqlens", default="512,1024,2048,4096,8192,16384")
     parser.add_argument("--processes", type=int, default=8, help="for the checks")
     parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("tune_hopper.jsonl"))
     options = parser.parse_args()
     began = time.monotonic()
     deadline = began + options.budget
@@ -390,11 +384,10 @@ def main() -> None:
     results = run_jobs(host + [cell[3] for cell in cells], 1, 40, deadline)
     host_times, results = results[: len(host)], results[len(host) :]
 
-    folder = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
     titles = dict.fromkeys(cell[0] for cell in cells)
     rows: dict[str, list[tuple[str, list[float]]]] = {title: [] for title in titles}
     columns: dict[str, list[str]] = {}
-    with open(folder / "tune_hopper.jsonl", "w") as file:
+    with options.out.open("w") as file:
         for (title, name, who, _), values in zip(cells, results, strict=True):
             columns[title] = [w if isinstance(w, str) else label(w) for w in who]
             if isinstance(values, Exception):

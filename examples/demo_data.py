@@ -40,8 +40,6 @@ def split_of(key: str) -> str:
     return "test" if bucket < 4 else "dev" if bucket == 4 else "train"
 
 
-# --- Python -----------------------------------------------------------------------------------------------------------------
-
 # third-party code, generated tables and text that is data rather than code
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo"}
 
@@ -82,8 +80,6 @@ def short_functions(sources: Sequence[str], longest: int = 320) -> list[tuple[st
     found = ((match[1], match[0].rstrip()) for text in sources for match in pattern.finditer(text))
     return [(name, source) for name, source in found if len(source) <= longest and "\n\n\n" not in source]
 
-
-# --- Chat -------------------------------------------------------------------------------------------------------------------
 
 SUMS = (
     ("What is {a} + {b}?", "{a} + {b} = {c}."),
@@ -181,9 +177,6 @@ def render(messages: Iterable[Message], *, add_generation_prompt: bool = False) 
     """What CHAT_TEMPLATE renders, without Jinja: 50,000 conversations take a second and not a minute."""
     text = "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
     return text + f"{TURN_START}assistant\n" * add_generation_prompt
-
-
-# --- Tokens -----------------------------------------------------------------------------------------------------------------
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -26,8 +26,8 @@ def main() -> None:
         print(prompt.removeprefix(HEAD) + completion.text)
 
     # held to a schema, whatever the model would rather say
-    schema = StructuredOutput(json_schema={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
-    held = SamplingParams(max_tokens=48, temperature=0.0, structured=schema)
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+    held = SamplingParams(max_tokens=48, temperature=0.0, structured=StructuredOutput(json_schema=schema))
     print("--- held to a schema", engine.generate(["n = 3 as JSON: "], held)[0].text, sep="\n")
 
     # one request, as it comes

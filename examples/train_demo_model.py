@@ -132,9 +132,6 @@ class Dataset:
         return torch.cat([torch.stack([python, python], dim=1), long_chat]).long(), short.long()
 
 
-# --- Model and measures -----------------------------------------------------------------------------------------------------
-
-
 def new_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
     ids = [tokenizer.token_to_id(token) for token in (TURN_END, END_OF_TEXT)]
     config = LlamaConfig(
@@ -215,9 +212,6 @@ def count_right(
     prompts = [render([*history, {"role": "user", "content": q}], add_generation_prompt=True) for q, _ in turns]
     replies = greedy_replies(model, tokenizer, prompts)
     return sum(reply == answer for reply, (_, answer) in zip(replies, turns, strict=True)), len(turns)
-
-
-# --- Training ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -313,8 +307,6 @@ def train(
     to_bfloat16(model).eval().load_state_dict(best.weights)
     return {"steps": step, "best_step": best.step, "skipped": skipped, "losses": losses, "tokens_per_second": rate}
 
-
-# --- The card ---------------------------------------------------------------------------------------------------------------
 
 CARD = Path(__file__).with_name("demo_model_card.md")
 HISTORY: tuple[Message, ...] = (

@@ -27,7 +27,7 @@ try:
     from fa_serve.server.logs import StartUp, log_to_stderr
     from fa_serve.server.settings import SECRETS, Settings, load
 except ImportError as error:
-    sys.exit(f"fa-serve: the command line needs the server extra, pip install 'fa-serve[server]': {error}")
+    sys.exit(f"fa-serve: the command line needs the server extra, pip install '.[server]' in a clone: {error}")
 
 if TYPE_CHECKING:
     from fa_serve.spec import AttentionSpec

@@ -4,10 +4,13 @@
 
     app.py          the application: middleware, routes and lifespan put together
     routes.py       the endpoints, each a few lines
+    schemas.py      requests as pydantic models; an unknown field is an error
+    replies.py      replies as typed dictionaries
     generation.py   one request's sequences, and how OpenAI writes them down: whole or as chunks
+    messages.py     a chat's answer as thoughts (reasoning.py), content and tool calls (tools.py, grammar.py)
+    templates.py    chat templates
     sampling.py     a request's fields as the engine's parameters
     logprobs.py     log-probabilities in OpenAI's two shapes
-    schemas.py      requests and replies as pydantic models; an unknown field is an error
     service.py      what the handlers share: readiness, admission, the tokenizer
     streaming.py    server-sent events, clients that leave, time limits
     guard.py        plain ASGI middleware: request ids, API keys, body size
@@ -18,6 +21,7 @@
     process.py      uvicorn, and what signals mean
     logs.py         the start-up report and the log
     chat.py, bench.py   clients: a conversation in the terminal, a load with percentiles
+    page.html       the playground at /
 
-Left out: everything about tensors and scheduling, which the engine owns. Nothing here is imported until it is served.
+Left out: everything about tensors and scheduling, which the engine owns.
 """

@@ -85,7 +85,7 @@ class ChatAnswer(Answer):
             self._constraint = Constraint("tools", ANY_TEXT)
         if self._free and held is not None and held.output.grammar is not None:
             raise BadRequest(f"{held.field} leaves no room for tools, unless tool_choice is none.", param=held.field)
-        if self._free and self._format is None:
+        if self._free and self._format is None and self._template.takes("tools"):
             raise BadRequest(
                 "This model's chat template does not tell how it writes tool calls; the operator can, with --tool-call-parser. "
                 'Only tool_choice "required", or a named function, works without.', param="tools",

@@ -49,7 +49,7 @@ FORMATS = {
     "llama3_json": ToolFormat("<|python_tag|>", bare=True),
     "mistral": ToolFormat("[TOOL_CALLS]", named=True, id_length=9),
 }
-REQUIRED = ToolFormat("")  # what `required_schema` makes a model write
+REQUIRED = ToolFormat("")  # what a forced tool_choice makes a model write
 
 
 def detect_format(template: str) -> ToolFormat | None:

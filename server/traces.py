@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, an extra: pip install 'fa-serve[otel]', then --otlp-traces-endpoint http://collector:4318/v1/traces.
+"""OpenTelemetry traces, an extra: pip install '.[server,otel]' in a clone, then --otlp-traces-endpoint http://collector:4318/v1/traces.
 
 Each request for tokens is a span, in the trace of the client's `traceparent` if it sent one; each of its sequences is a span
 in that, with tokens in and out, why it ended, and the seconds in the queue, to the first token and in all. Attributes have
@@ -31,7 +31,7 @@ def tracer_provider(endpoint: str) -> TracerProvider:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ValueError(f"otlp_traces_endpoint needs the otel extra, pip install 'fa-serve[otel]': {error}") from None
+        raise ValueError(f"otlp_traces_endpoint needs the otel extra, pip install '.[otel]' in a clone: {error}") from None
     name = os.environ.get("OTEL_SERVICE_NAME", "fa_serve")
     provider = TracerProvider(resource=Resource.create({"service.name": name, "service.version": fa_serve.__version__}))
     exporter = OTLPSpanExporter(endpoint, timeout=SECONDS)

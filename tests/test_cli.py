@@ -24,7 +24,7 @@ def test_without_its_extra_it_says_what_to_install():
     program = "import sys; sys.modules['typer'] = None; import fa_serve.__main__"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith("fa-serve: the command line needs the server extra, pip install 'fa-serve[server]'")
+    assert done.stderr.startswith("fa-serve: the command line needs the server extra, pip install '.[server]' in a clone")
 
 
 def test_help_is_quick():

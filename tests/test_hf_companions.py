@@ -42,9 +42,6 @@ def assert_same_everywhere(ours: Any, eager: Any, config: Any) -> None:
     assert torch.equal(ours.generate(**given, **options), eager.generate(**given, **options))
 
 
-# --- PEFT -------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_adapters(family: str) -> None:
     """Around the model, switched off, and merged into its weights."""
@@ -77,9 +74,6 @@ def test_prefix_tuning_prepends_keys() -> None:
         assert_same(ours(**given).logits, eager(**given).logits, mask)
 
 
-# --- accelerate -------------------------------------------------------------------------------------------------------------
-
-
 def saved(family: str, folder: Path, **sizes: int) -> PreTrainedModel:
     model = BY_NAME[family].build(**sizes)
     model.save_pretrained(folder)
@@ -99,9 +93,6 @@ def test_layers_in_different_places(family: str, tmp_path: Path) -> None:
     assert ours.hf_device_map["model.layers.1"] == "disk"
     assert next(ours.model.layers[1].parameters()).is_meta
     assert_same_everywhere(ours, eager, ours.config)
-
-
-# --- quantised weights ------------------------------------------------------------------------------------------------------
 
 
 def quantised(kind: str) -> Any:

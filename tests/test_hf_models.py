@@ -50,9 +50,6 @@ def through_fa_serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert calls
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------------
-
-
 def check_forward(family: Family, kind: str) -> None:
     eager, ours = pair(family)
     mask = padding_mask(kind)
@@ -151,9 +148,6 @@ def check_paged(family: Family) -> None:
     check_pages(ours, eager)
 
 
-# --- tests ------------------------------------------------------------------------------------------------------------------
-
-
 @each(DECODERS + ENCODERS)
 @pytest.mark.parametrize("kind", ["none", "left", "right", "hole"])
 def test_forward(family: Family, kind: str) -> None:
@@ -215,9 +209,6 @@ def test_vision(family: Family) -> None:
         out.logits if "logits" in out else out.last_hidden_state for out in (eager(pixels), ours(pixels))
     )  # fmt: skip
     assert_same(actual, expected)
-
-
-# --- mutants of our own adapter ---------------------------------------------------------------------------------------------
 
 
 def without(**changes: Any) -> Callable[..., Any]:
@@ -313,9 +304,6 @@ def test_mutant_is_caught(
     with pytest.raises(AssertionError, match=r"error .*, allowed"):
         check(BY_NAME[family])
     monkeypatch.setitem(AttentionInterface._global_mapping, "fa_serve", registered)
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------------
 
 
 @each([f for f in DECODERS if f.paged is not True])

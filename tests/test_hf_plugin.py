@@ -34,8 +34,6 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-# --- registration -----------------------------------------------------------------------------------------------------------
-
 REGISTERED = """
 from transformers import AttentionInterface, AttentionMaskInterface
 assert 'fa_serve' in AttentionInterface() and 'fa_serve' in AttentionMaskInterface()
@@ -62,9 +60,6 @@ def test_an_old_transformers_is_named() -> None:
     done = python("import transformers; transformers.__version__ = '5.16.2'; import fa_serve.hf")
     assert done.returncode == 1
     assert "needs transformers >= 5.17 (pip install 'transformers>=5.17'): found 5.16.2" in done.stderr
-
-
-# --- ways to switch over ----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -98,9 +93,6 @@ def test_only_some_parts() -> None:
     model = AutoModel.from_config(config, attn_implementation={"text_config": "fa_serve", "vision_config": "eager"})
     assert model.language_model.config._attn_implementation == "fa_serve"
     assert model.vision_tower.config._attn_implementation == "eager"
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "gptj", "gpt_neo", "codegen", "xlnet", "reformer"])
@@ -214,8 +206,6 @@ def test_layers_are_told_from_a_config_alone() -> None:
     large = LlamaConfig(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=3)
     assert [s.head_dim for s in hf.attention_layers(large)] == [128] * 3
 
-
-# --- the mask function ------------------------------------------------------------------------------------------------------
 
 CAUSAL, FULL = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 2]])
@@ -378,10 +368,7 @@ def test_keys_are_packed_where_kernels_can_count_from_their_end(
 
 def test_a_mask_that_must_not_be_skipped_is_spelled_out() -> None:
     arguments = {"batch_size": 1, "q_length": 6, "kv_length": 6, "mask_function": CAUSAL, "allow_is_causal_skip": False}
-    assert isinstance(hf.mask_forward(**arguments), Tensor)
-
-
-# --- the attention function -------------------------------------------------------------------------------------------------
+    assert torch.equal(hf.mask_forward(**arguments), masking_utils.sdpa_mask(**arguments))
 
 
 class Module(torch.nn.Module):
@@ -498,8 +485,6 @@ def test_packed_sequences_need_a_batch_of_one() -> None:
     with pytest.raises(UnsupportedModelError, match="a batch of 1, packed end to end, got a batch of 2"):
         attend(q, k, v, None, cu_seq_lens_q=torch.tensor([0, 6], dtype=torch.int32))
 
-
-# --- generation, compilation, training --------------------------------------------------------------------------------------
 
 GENERATE = {
     "static": {"cache_implementation": "static", "disable_compile": True},

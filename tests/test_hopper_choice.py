@@ -10,7 +10,7 @@ import triton
 
 from fa_serve.api import _of_whole_rows
 from fa_serve.backends.hopper import HopperBackend
-from fa_serve.backends.hopper.tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group
+from fa_serve.backends.hopper.tiles import HEAD_DIMS, TileConfig, forward_tiles, head_group
 from fa_serve.spec import AttentionSpec
 
 H200 = AttentionSpec("varlen", "cuda", 90, torch.bfloat16, torch.bfloat16, 128, 128, 32, 8, window_size=(-1, 0))
@@ -101,11 +101,6 @@ def test_chosen_tiles_fit_the_chip(dims: tuple[int, int], seqlen: int, masked: b
         assert consumer % 8 == 0
         assert tiles.blocks_per_sm * threads * at_launch <= 65_536
         assert 128 * (tiles.groups * consumer + 24) <= threads * at_launch
-
-
-def test_a_name_for_each_schedule() -> None:
-    assert [schedule.name for schedule in Schedule] == ["GRID", "STATIC", "DYNAMIC"]
-    assert TileConfig(3, 128, 2, 2, Schedule.GRID).block_m == 192
 
 
 def test_head_group_keeps_heads_of_one_key_head_together() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,9 +164,11 @@ class Served:
         return self.metric("request_success_total", 'finished_reason="abort"')
 
 
-def _start(*arguments: str, **environment: str) -> Served:
+def _start(*arguments: str, log: Path | None = None, **environment: str) -> Served:
     command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", "--num-pages", "1024", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    with ExitStack() as files:
+        stderr = files.enter_context(log.open("w")) if log else None
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | environment)
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
     lines = []

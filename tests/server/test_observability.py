@@ -166,4 +166,4 @@ from fa_serve.server.traces import tracer_provider
 tracer_provider("http://127.0.0.1:1")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
-    assert "ValueError: otlp_traces_endpoint needs the otel extra, pip install 'fa-serve[otel]'" in done.stderr
+    assert "ValueError: otlp_traces_endpoint needs the otel extra, pip install '.[otel]' in a clone" in done.stderr

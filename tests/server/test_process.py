@@ -163,8 +163,8 @@ def test_chat_and_bench_commands(served, tmp_path):
     assert "context length" in command("bench", "--prompt-tokens", "5000").stderr
 
 
-def test_second_signal_ends_at_once(start_server):
-    served = start_server()
+def test_second_signal_ends_at_once_and_all_that_is_logged_is_json(start_server, tmp_path):
+    served = start_server("--log-format", "json", log=tmp_path / "log")
     body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 1900, "ignore_eos": True}
     try:
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as response:
@@ -176,6 +176,9 @@ def test_second_signal_ends_at_once(start_server):
             assert served.process.wait(10) == -signal.SIGTERM
     finally:
         served.end()
+    logged = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in logged)
+    assert any("SIGTERM" in line["message"] for line in logged), logged
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path):

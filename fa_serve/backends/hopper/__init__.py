@@ -1,8 +1,8 @@
 """Kernels for Hopper (sm90) alone, in Gluon: TMA, warp specialisation, wgmma.
 
 `forward` is attention over dense, packed and paged keys; `producer` and `consumer` are its two kinds of warps and `shared` what
-they share; `schedule` deals tiles, `tiles` chooses their shape. Left out:
-few queries over a paged cache, float8 caches and explicit masks, which the portable kernels have, and the backward pass.
+they share; `schedule` deals tiles, `tiles` chooses their shape. Left out: few queries over a paged cache, float8 caches and
+explicit masks, which the portable kernels have, and the backward pass.
 
 Gluon is Triton's experimental layer and changes with every release, so the kernel modules are imported only under the release
 that they are written for.

@@ -1,6 +1,6 @@
 """Attention forward for Hopper (sm90) in Gluon, after FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 
-A block has one producer warp and two or three consumer warpgroups of 64 query rows each, and works on one tile at a time:
+A block has one producer warp and one to three consumer warpgroups of 64 query rows each, and works on one tile at a time:
 
     producer   deals tiles (see `schedule`), and copies Q, K and V to shared memory with the tensor memory accelerator (TMA)
     consumers  S = Q K^T and O += P V as asynchronous warpgroup MMAs (wgmma), softmax in registers, O out through TMA

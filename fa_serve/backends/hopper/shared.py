@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from fa_serve.backends.hopper.tiles import TileConfig
 
 RAGGED = gl.constexpr(1 << 30)
-"""Bound of the row coordinate of a ragged descriptor, see `forward._ragged_descriptor`."""
+"""Bound of the row coordinate of a ragged descriptor, see `forward._ragged`."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 One program computes BLOCK_M query rows of one head of one sequence, and walks over the keys in tiles of BLOCK_N; rows of Q are
 split among the warps, K and V are shared by them (FlashAttention-2, Dao 2023, 3.2 and 3.3). The N x N scores never leave the
 registers; the output stays unscaled until the last tile (3.1). Keys wholly outside the causal or window band are never visited
-and only tiles that cross its edge are masked: the walk is cut in up to three parts, left edge, inside, right edge.
+and only tiles that cross its edge are masked, in a uniform branch of the one loop.
 
 Layouts differ only in where row r of sequence b lies: dense and varlen add an offset, paged looks the page up. Lengths are
 runtime values read on the device. Left out: splitting one sequence's keys among programs (decode.py), the backward pass.
