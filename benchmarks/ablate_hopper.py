@@ -29,7 +29,6 @@ def variants(dim: int, causal: bool, seqlen: int) -> dict[str, TileConfig]:
         "no overlap": replace(tile, overlap=False),
         "ping-pong toggled": replace(tile, pingpong=not tile.pingpong),
         "softmax first toggled": replace(tile, softmax_first=not tile.softmax_first),
-        "static": replace(tile, schedule=Schedule.STATIC),
         "grid": replace(tile, schedule=Schedule.GRID),
         "rescaling late toggled": replace(tile, rescale_late=not tile.rescale_late),
     }

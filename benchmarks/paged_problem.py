@@ -17,8 +17,9 @@ from torch import Tensor
 
 import fa_serve
 from fa_serve import spec
+from fa_serve.backends.launch import multiprocessors
 from fa_serve.backends.reference import ReferenceBackend
-from fa_serve.backends.triton.decode import DecodeTiles, _num_sms, decode_tiles, launch_decode
+from fa_serve.backends.triton.decode import DecodeTiles, decode_tiles, launch_decode
 from fa_serve.testing import assert_lse_matches, assert_matches_reference, cu_seqlens, eager_attention
 
 DEVICE = torch.device("cuda", 0)
@@ -72,8 +73,8 @@ class Problem:
     def default_tiles(self) -> DecodeTiles:
         batch, (_, heads, dim), kv_heads = len(self.options["seqused_k"]), self.q.shape, self.k_cache.shape[2]
         return decode_tiles(
-            spec.arch_of(DEVICE), _num_sms(DEVICE), self.q.element_size(), self.k_cache.element_size(), dim, dim, heads,
-            kv_heads, batch, self.options["max_seqlen_q"], self.options["max_seqlen_k"], 0,
+            spec.arch_of(DEVICE), multiprocessors(DEVICE, 0), self.q.element_size(), self.k_cache.element_size(), dim, dim,
+            heads, kv_heads, batch, self.options["max_seqlen_q"], self.options["max_seqlen_k"], 0,
         )  # fmt: skip
 
     def ours(self) -> Callable[[], Tensor]:

@@ -33,8 +33,9 @@ from paged_problem import DEVICE, Problem, pools, uneven
 from triton.runtime.errors import OutOfResources
 
 from fa_serve import spec
+from fa_serve.backends.launch import multiprocessors
 from fa_serve.backends.triton import pieces
-from fa_serve.backends.triton.decode import DecodeTiles, _num_sms
+from fa_serve.backends.triton.decode import DecodeTiles
 from fa_serve.backends.triton.kv_cache import launch_store_kv
 from fa_serve.testing import cu_seqlens
 
@@ -162,7 +163,7 @@ def variants(problem: Problem, shapes: Sequence[Shape]) -> Iterator[tuple[str, D
 def waves_of(problem: Problem, tiles: DecodeTiles, waves: int, resident: int) -> DecodeTiles:
     """The same tile with pieces for `waves` times the programs that run at once."""
     batch, blocks = len(problem.options["seqused_k"]), -(-problem.options["max_seqlen_k"] // tiles.block_n)
-    wave = max(1, waves * resident * _num_sms(DEVICE) // problem.k_cache.shape[2])
+    wave = max(1, waves * resident * multiprocessors(DEVICE, 0) // problem.k_cache.shape[2])
     if batch == 1:
         return replace(tiles, balanced=False, parts=min(wave, blocks), min_blocks=1)
     return replace(tiles, balanced=True, parts=wave, min_blocks=2)

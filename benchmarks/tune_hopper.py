@@ -8,7 +8,7 @@ also compiles everything. A variant that fails any check is not timed. The table
 `forward_tiles` chooses ("chosen"), of cuDNN and of FlashAttention-3 if it can be imported; then the host time of a call. All
 rows go to --out.
 
-A variant's name: warpgroups x block_n, s stages, q query stages, then Grid, Static or Dynamic, P ping-pong, o no overlap,
+A variant's name: warpgroups x block_n, s stages, q query stages, then Grid or Dynamic, P ping-pong, o no overlap,
 b exponentials where ptxas puts them, l O rescaled late, cn O in n parts through a place of its own, /n blocks per
 multiprocessor.
 """
@@ -28,7 +28,7 @@ from typing import Any
 from fa_serve.backends.hopper.tiles import Schedule, TileConfig
 
 Contender = TileConfig | str | None  # a tile, a peer's name, or None: what forward_tiles chooses
-G, S, D = Schedule.GRID, Schedule.STATIC, Schedule.DYNAMIC
+G, D = Schedule.GRID, Schedule.DYNAMIC
 FULL: dict[tuple[int, int], list[TileConfig]] = {
     (64, 64): [
         TileConfig(3, 128, 2, 2, D, pingpong=True),
@@ -76,7 +76,7 @@ PACKED = {
         TileConfig(2, 128, 2, 2, D, pingpong=True),
         TileConfig(2, 128, 2, 2, D, pingpong=True, rescale_late=True),
     ],
-    "512 sequences of 64": [TileConfig(1, 64, 2, 2, D, blocks_per_sm=2), TileConfig(1, 64, 2, 2, S, blocks_per_sm=2)],
+    "512 sequences of 64": [TileConfig(1, 64, 2, 2, D, blocks_per_sm=2)],
 }
 FEATURES = [  # (head dims, options), with the tiles that forward_tiles chooses
     ((64, 64), {"window": (100, 0)}), ((64, 64), {"window": (60, 30)}), ((128, 128), {"window": (300, -1)}),

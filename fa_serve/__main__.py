@@ -11,7 +11,9 @@ import inspect
 import itertools
 import json
 import logging
+import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -78,6 +80,7 @@ def serve(
     Every option is also FA_SERVE_<NAME> in the environment and <name> in the file; a flag wins over the environment, the
     environment over the file. API keys: FA_SERVE_API_KEYS, or --api-key-file.
     """
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))  # in a container it would be ignored until we serve
     report = StartUp()
     given = {name: value for name, value in {"model": model, **flags}.items() if value is not None}
     try:

@@ -291,7 +291,7 @@ def _check_qkv(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{v_name} must match {k_name} in all but the last dimension, got {tuple(v.shape)}, {tuple(k.shape)}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"{k_name} must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+    if q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {q.shape[-2]} and {k.shape[-2]}")
     if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"head_dim must be positive, got {q.shape[-1]} and head_dim_v {v.shape[-1]}")
@@ -304,7 +304,7 @@ def _check_options(
     if len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size}")
     left, right = window_size
-    if not (isinstance(left, int) and isinstance(right, int) and left >= -1 and right >= -1):
+    if not (type(left) is type(right) is int and left >= -1 and right >= -1):
         raise ValueError(f"window_size must be integers (left, right) with each >= -1, got {window_size}")
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {softcap}")
@@ -332,7 +332,7 @@ def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
 def _check_index(name: str, x: Tensor, q: Tensor, length: int | None) -> None:
     if x.dim() != 1 or x.dtype != torch.int32 or x.device != q.device:
         raise ValueError(f"{name} must be int32 of one dimension on {q.device}, got {_show(x)} on {x.device}")
-    if x.shape[0] == 0 or (length is not None and x.shape[0] != length):
+    if x.shape[0] == 0 if length is None else x.shape[0] != length:
         raise ValueError(f"{name} must have {'at least 1' if length is None else length} entries, got {x.shape[0]}")
 
 

@@ -147,6 +147,7 @@ class _Connection(asyncio.Protocol):
 
 async def run(load: Load, progress: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
     """Run the load and return its report, ready for JSON. `progress` is told of requests that have ended."""
+    load = replace(load, url=load.url.rstrip("/"))
     load = load if load.model else replace(load, model=await first_model(load.url, load.key))
     rng = random.Random(f"warm-up {load.seed}")
     for _ in range(load.warmup):

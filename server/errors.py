@@ -117,6 +117,7 @@ def bad_request(errors: Sequence[Any]) -> BadRequest:
     param = _path(error["loc"])
     match error["type"]:
         case "extra_forbidden":
+            param = ".".join(filter(None, (_path(error["loc"][:-1]), str(error["loc"][-1]))))
             return BadRequest(f"Unknown or unsupported field: {param}.", param=param, code="unknown_parameter")
         case "missing" if param:
             return BadRequest(f"Missing required field: {param}.", param=param, code="missing_required_parameter")
@@ -126,11 +127,8 @@ def bad_request(errors: Sequence[Any]) -> BadRequest:
             param = f"{param}.{error['ctx']['field']}" if param else error["ctx"]["field"]
             code = "unsupported_parameter" if error["type"] == "unsupported" else "invalid_value"
             return BadRequest(f"{param} {error['ctx']['rule']}.", param=param, code=code)
-        case "value_error":
-            return BadRequest(
-                _sentence(f"{param}: {error['ctx']['error']}" if param else str(error["ctx"]["error"])), param=param
-            )
-    return BadRequest(f"{param}: {error['msg']}, got {_short(error['input'])}.", param=param, code="invalid_value")
+    # not `repr` cut short: that would write out a value of megabytes first
+    return BadRequest(f"{param}: {error['msg']}, got {SHORT.repr(error['input'])}.", param=param, code="invalid_value")
 
 
 def _path(loc: Sequence[str | int]) -> str | None:
@@ -142,12 +140,3 @@ def _path(loc: Sequence[str | int]) -> str | None:
         elif part.isidentifier() and part not in ("str", "int"):
             text += f".{part}" if text else part
     return text or None
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith(".") else text + "."
-
-
-def _short(value: object) -> str:
-    """Not `repr` cut short: that would write out a value of megabytes first."""
-    return SHORT.repr(value)

@@ -25,6 +25,7 @@ from fa_serve.engine import QueueFullError, RequestOutput, SamplingParams, Struc
 
 from .errors import UNFORESEEN, BadRequest, EngineFailed, TooManyRequests, Unavailable
 from .logprobs import for_completion, for_prompt
+from .metrics import Watch
 from .replies import CompletionLogprobs, PromptLogprobs, Usage
 from .sampling import constraint, sampling_params
 from .schemas import CompletionRequest, SamplingRequest
@@ -97,7 +98,8 @@ class Answer(ABC):
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Admission, tokens, generation. The usage is complete when this ends."""
         service, usage = self._service, self._usage
-        with service.admit(self._count() * max(self._n, getattr(self._body, "best_of", None) or 1), self._key):
+        each, count = max(self._n, getattr(self._body, "best_of", None) or 1), self._count()
+        with service.admit(count * each, self._key, "n" if count == 1 else self._prompt_field):
             self._prompts = await self._encode()
             every = [(prompt, self._params(prompt)) for prompt in self._prompts]
             sequences = [self._sequences(*one, number) for number, one in enumerate(every)]
@@ -109,6 +111,8 @@ class Answer(ABC):
                         log.error("%s failed: %s", self._head["id"], output.error)
                         if reason := service.unready():
                             raise Unavailable(f"The request was cut off: {reason}.", retry_after=5)
+                        if self._constraint is not None and "leave no token" in str(output.error):
+                            raise BadRequest("The other parameters leave no token for it.", param=self._constraint.field)
                         raise EngineFailed(UNFORESEEN)
                     if output.finish_reason == "abort":
                         raise Unavailable("The request was aborted: the server is shutting down.", retry_after=5)
@@ -125,7 +129,7 @@ class Answer(ABC):
         """What `n` answers to one prompt gain, by index. The prompt's log-probabilities, if wanted, come with all and first."""
         metrics, priority = self._service.metrics, self._body.priority or 0
         name = f"{self._head['id']}-{number}"
-        watches = {index: metrics.watch(self._service.model_name, self._arrival) for index in range(self._n)}
+        watches = {index: Watch(metrics, self._service.model_name, self._arrival) for index in range(self._n)}
         scores: list[TokenLogprob | None] | None = None
         early: list[RequestOutput] = []
         cause = "error"
@@ -147,6 +151,7 @@ class Answer(ABC):
             cause = "abort"
             raise
         except ValueError as error:  # the engine knows the vocabulary; it names what is wrong first
+            cause = "refused"
             name, param = str(error).partition(" ")[0], self._prompt_field
             if self._constraint is not None and (name == "structured" or hasattr(StructuredOutput, name)):
                 param = "tools" if self._constraint.field == "tool_choice" else self._constraint.field
@@ -154,6 +159,7 @@ class Answer(ABC):
                 param = name
             raise BadRequest(f"{error}.", param=param, code="invalid_value") from None
         except QueueFullError as error:
+            cause = "refused"
             raise TooManyRequests(f"{error}.", retry_after=1) from None
         except FaServeError as error:
             raise Unavailable(f"{error}.", retry_after=5) from None

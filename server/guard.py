@@ -9,7 +9,6 @@ authentication. `scope["state"]` carries `request_id` and `key` (the key's hash)
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 import logging
@@ -17,9 +16,11 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import UNFORESEEN, ApiError, TooLarge, Unauthorized
@@ -57,6 +58,8 @@ class RequestIds:
 
         try:
             await self._app(scope, receive, tagged)
+        except ClientDisconnect:
+            pass  # in the middle of its body
         except Exception:
             log.exception("request %s failed", request_id)
             if not status:
@@ -69,7 +72,7 @@ class RequestIds:
                 fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 3),
                           "request_id": request_id, "user": state.get("user")}  # fmt: skip
                 user = f" user={state['user']!r}" if state.get("user") else ""
-                line = f"{scope['method']} {scope['path']} {status} {seconds:.3f}s {request_id}{user}"
+                line = f"{scope['method']} {quote(scope['path'])} {status} {seconds:.3f}s {request_id}{user}"
                 access_log.info("%s", line, extra={"fields": fields})
 
 
@@ -97,12 +100,10 @@ class Keys:
 def _credential(authorization: str) -> bytes:
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
-        return value.strip().encode()
-    if scheme.lower() == "basic":
-        try:
+        return value.strip().encode("latin-1")  # as which headers are read
+    with suppress(ValueError):
+        if scheme.lower() == "basic":
             return base64.b64decode(value, validate=True).partition(b":")[2]
-        except binascii.Error:
-            return b""
     return b""
 
 
@@ -128,7 +129,7 @@ class BodyLimit:
             event = await receive()
             read += len(event.get("body", b""))
             if read > self._limit:
-                raise HTTPException(413, message)
+                raise TooLarge(message)
             return event
 
         await self._app(scope, counted, send)

@@ -30,12 +30,9 @@ class MessageReader:
     """Of one answer. `function`: the answer is nothing but the arguments of this one (a template may want ids of a length)."""
 
     def __init__(
-        self,
-        thoughts: ThoughtReader | None = None,
-        tools: ToolReader | None = None,
-        function: str | None = None,
+        self, thoughts: ThoughtReader | None = None, tools: ToolReader | None = None, function: str | None = None,
         id_length: int | None = None,
-    ):
+    ):  # fmt: skip
         self._thoughts, self._tools = thoughts, tools
         self._function, self._id_length, self._named = function, id_length, False
 

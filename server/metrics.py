@@ -62,9 +62,6 @@ class Metrics(Collector):
         self._registry.register(histogram := Histogram(name, help, bounds))
         return histogram
 
-    def watch(self, model_name: str, arrival: float) -> Watch:
-        return Watch(self, model_name, arrival)
-
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
@@ -151,8 +148,9 @@ class Watch:
             self.ended(output.finish_reason or "error", output)
 
     def ended(self, reason: str, output: RequestOutput | None = None) -> None:
-        """By itself or, without an output, because nobody waits for it any more."""
-        self._metrics.finished.labels(self._model, reason).inc()
+        """By itself or, without an output, because nobody waits for it any more, or it was "refused", which is not counted."""
+        if reason != "refused":
+            self._metrics.finished.labels(self._model, reason).inc()
         if self._span is None:
             return
         seconds = {"time_to_first_token": self._first, "e2e": time.perf_counter() - self._arrival}

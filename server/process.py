@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -45,7 +46,10 @@ class Server(uvicorn.Server):
         """Takes the port before anything is loaded, so that one that is in use is known at once, by an OSError."""
         family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
         address = (self.config.host, self.config.port)
-        super().run(sockets or [socket.create_server(address, family=family, backlog=self.config.backlog)])
+        sockets = sockets or [socket.create_server(address, family=family, backlog=self.config.backlog)]
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # what a client that was cut off has not read is not kept for longer either
+            sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._service.settings.send_timeout * 1000))
+        super().run(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -67,8 +71,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal handler of Python's own: it may only set flags and wake the loop."""
         if self._service.draining or not self._service.running:
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
+            os._exit(128 + sig)  # a container's first process gets no signal's default
         self._service.draining = True
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain(signal.Signals(sig).name)))
 

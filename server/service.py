@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fa_serve.engine.prompts import encode
+from fa_serve.engine.prompts import PromptReader
 
 from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
 from .logprobs import TokenTexts
@@ -90,7 +90,7 @@ class Service:
             return "the model is being loaded"
         if self.engine.is_restarting:
             return "the engine has died and is being restarted"
-        return self.dead() or ("the server is shutting down" if self.draining else None)
+        return "the server is shutting down" if self.draining else self.dead()
 
     def require_ready(self) -> None:
         if reason := self.unready():
@@ -103,12 +103,12 @@ class Service:
         return self._in_flight.total()
 
     @contextmanager
-    def admit(self, count: int, key: str | None) -> Iterator[None]:
-        """Room for `count` sequences while the context lasts; `key` names whose they are."""
+    def admit(self, count: int, key: str | None, param: str = "n") -> Iterator[None]:
+        """Room for `count` sequences while the context lasts; `key` names whose they are, `param` what asks for so many."""
         self.require_ready()
         limit = self.settings.max_num_seqs + self.settings.max_waiting
         if count > min(limit, self.settings.max_n):
-            raise BadRequest(f"One request may ask for {min(limit, self.settings.max_n)} sequences, got {count}.", param="n")
+            raise BadRequest(f"One request may ask for {min(limit, self.settings.max_n)} sequences, got {count}.", param=param)
         if self.in_flight + count > limit:
             raise TooManyRequests(f"The queue is full: {self.in_flight} sequences of {limit} are in flight.", retry_after=1)
         mine = self.settings.max_per_key
@@ -147,6 +147,10 @@ class Service:
     def special_tokens(self) -> dict[str, int]:
         """The ids of those that are no part of a text."""
         return {token.content: i for i, token in self.engine.tokenizer.added_tokens_decoder.items() if token.special}
+
+    @cached_property
+    def _reader(self) -> PromptReader:
+        return PromptReader(self.engine.tokenizer, len(self.engine.tokenizer), self.engine.max_model_len)
 
     @cached_property
     def token_texts(self) -> TokenTexts:
@@ -192,7 +196,11 @@ class Service:
         return str(self.engine.tokenizer.decode(token_ids))
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        return encode(self.engine.tokenizer, text, special)
+        try:
+            return self._reader.encode(text, special)
+        except ValueError as error:
+            code = "invalid_value" if isinstance(error, UnicodeError) else "context_length_exceeded"
+            raise BadRequest(f"{error}.", code=code) from None
 
     async def _tokenize(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, work)

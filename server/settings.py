@@ -99,7 +99,10 @@ class Settings(BaseSettings):
     @field_validator("cors_origins", "api_keys", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+        items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+        if value and not items:
+            raise ValueError("must hold at least one item between its commas")
+        return items
 
     @cached_property
     def all_keys(self) -> tuple[str, ...]:
@@ -141,5 +144,10 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
     try:
         return Sourced(**flags)
     except ValidationError as error:
-        bad = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
+        bad = [
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}" + ("" if e["loc"][0] in SECRETS else f", got {e['input']!r}")
+            for e in error.errors()
+        ]
         raise ValueError("; ".join(bad)) from None
+    except Exception as error:  # whatever the readers of TOML and YAML raise
+        raise ValueError(f"{file} must be a table of settings: {error}") from None

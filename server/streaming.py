@@ -118,7 +118,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await attend(self._write(send), receive, self._timeout)
+            await attend(self._watched(self._write(send)), receive, self._timeout)
         except ClientGone as gone:
             log.info("%s", gone.message)
         except Exception as error:
@@ -131,9 +131,6 @@ class EventStream(Response):
                 await self._watched(self._send(send, _body(_event(to_json(error.body())), last=True)))
 
     async def _write(self, send: Send) -> None:
-        await self._watched(self._write_all(send))
-
-    async def _write_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             async for event in events:
                 if not self._started:

@@ -24,7 +24,7 @@ from .tools import ToolFormat, detect_format
 NAMES = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
 RESERVED = {"conversation", "messages", "self", "tools"}
 # what a template can raise over a conversation or a variable of another kind than it expects
-FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class Template:

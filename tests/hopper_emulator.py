@@ -432,6 +432,6 @@ def emulated(
 
     with (
         mock.patch.object(Launch, "__call__", launch),
-        mock.patch.object(forward, "_multiprocessors", return_value=resident_blocks),
+        mock.patch.object(forward, "multiprocessors", return_value=resident_blocks),
     ):
         yield

@@ -93,12 +93,27 @@ def test_bad_settings_are_refused_before_anything_is_loaded(arguments, said):
     assert said in result.stderr
 
 
-@pytest.mark.parametrize(("name", "text"), [("fa-serve.toml", "prot = 1"), ("fa-serve.yml", "prot: 1")])
-def test_an_unknown_key_in_the_file_is_refused(name, text, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("fa-serve.toml", "prot = 1", "prot"),
+        ("fa-serve.yml", "prot: 1", "prot"),
+        ("fa-serve.yml", "- port", "must be a table of settings"),
+        ("fa-serve.yml", "port: [", "must be a table of settings"),
+        ("fa-serve.yml", "api_keys: [12345]", "api_keys.0: Input should be a valid string\n"),  # and not what is in it
+    ],
+)
+def test_a_bad_file_is_refused(name, text, said, tmp_path):
     (tmp_path / name).write_text(text)
     result = run("serve", FA_SERVE_CONFIG=str(tmp_path / name))
     assert result.exit_code == 2
-    assert "prot" in result.stderr
+    assert said in result.stderr
+
+
+def test_keys_that_are_none_do_not_open_the_server():
+    result = run("serve", FA_SERVE_API_KEYS=" , ")
+    assert result.exit_code == 2
+    assert "api_keys: Value error, must hold at least one item" in result.stderr
 
 
 def test_info_names_a_backend_for_every_case():

@@ -58,7 +58,7 @@ ON_HOPPER = [
 
 @pytest.fixture(autouse=True)
 def many_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(decode, "multiprocessors", lambda device, otherwise: 132)
 
 
 def compile_decode(target: str, shape: Shape) -> list[Kernel]:

@@ -131,9 +131,62 @@ class Other:
     monkeypatch.setattr(inspect, "getsource", lambda module: {
         "plain": source, "handling": source.replace("class Other:", "")}[module.__name__])  # fmt: skip
     assert models._read("plain").told - models._KNOWN == {"alibi", "temperature"}
-    assert not models._read("plain").handles_mask
-    assert models._read("handling").handles_mask
-    assert not models._read("handling").goes_elsewhere
+    assert not models._read("plain").works_on_masks
+    assert models._read("handling").works_on_masks
+
+
+@pytest.mark.parametrize("name", ["sam_vision_model", "deepseek_vl_hybrid"])
+def test_a_table_of_classes_by_name_is_refused_with_a_sentence(name: str) -> None:
+    config = AutoConfig.for_model(name)
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match="computes its attention by itself"):
+        AutoModel.from_config(config, attn_implementation="fa_serve")
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_attention_weights_are_refused_to_a_model_that_collects_them_without_a_word(family: str) -> None:
+    model = fa_serve.patch(BY_NAME[family].build())
+    with pytest.raises(UnsupportedModelError, match="never forms the attention weights"):
+        model(tokens(1, 5), output_attentions=True)
+
+
+@torch.no_grad()
+def test_a_mask_that_is_worked_on_outside_of_attention_is_a_tensor() -> None:
+    """SigLIP 2 repeats its mask for the head that pools."""
+    config = AutoConfig.for_model(
+        "siglip2_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_patches=16, patch_size=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    eager = AutoModel.from_config(config, attn_implementation="eager").eval()
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    mask = torch.ones(2, 16, dtype=torch.int64)
+    mask[1, 9:] = 0
+    given = {
+        "pixel_values": torch.randn(2, 16, 48),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[4, 4], [3, 3]]),
+    }
+    theirs, found = eager(**given), ours(**given)
+    torch.testing.assert_close(found.pooler_output, theirs.pooler_output, rtol=1e-4, atol=1e-5)
+    assert_same(found.last_hidden_state, theirs.last_hidden_state, mask)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_gpt2_generates_in_a_static_cache(padded: bool) -> None:
+    eager = BY_NAME["gpt2"].build()
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[0, : 3 * padded] = 0
+    given = {
+        "attention_mask": mask,
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "cache_implementation": "static",
+        "pad_token_id": 0,
+    }
+    ids = tokens(2, 7)
+    assert ours.generate(ids, **given).tolist() == eager.generate(ids, **given).tolist()
 
 
 def test_attention_beside_the_interface_is_refused() -> None:

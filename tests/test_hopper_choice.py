@@ -10,6 +10,7 @@ import triton
 
 from fa_serve.api import _of_whole_rows
 from fa_serve.backends.hopper import HopperBackend
+from fa_serve.backends.hopper.schedule import _COUNTERS, TileCounters
 from fa_serve.backends.hopper.tiles import HEAD_DIMS, TileConfig, forward_tiles, head_group
 from fa_serve.spec import AttentionSpec
 
@@ -114,3 +115,12 @@ def test_the_last_group_gives_every_multiprocessor_several_tiles() -> None:
     assert head_group(64, 1, 16 << 20, 32) == (1, 13)
     assert head_group(64, 4, 16 << 20, 32) == (4, 16)
     assert head_group(256, 1, 16 << 20, 4) == (1, 32), "no more heads at once than share what they read"
+
+
+def test_no_stream_shares_a_counter_with_a_graph() -> None:
+    counters, device = TileCounters(), torch.device("cpu")
+    eager = counters.take(device, 1, False)
+    assert counters.take(device, 1, False) is eager
+    captured = {counters.take(device, 1, True).data_ptr() for _ in range(_COUNTERS + 5)}
+    assert len(captured) == _COUNTERS
+    assert not {eager.data_ptr(), counters.take(device, 2, False).data_ptr()} & captured

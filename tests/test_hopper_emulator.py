@@ -26,7 +26,7 @@ from fa_serve.testing import (
     make_qkv,
 )
 
-GRID, STATIC, DYNAMIC = Schedule.GRID, Schedule.STATIC, Schedule.DYNAMIC
+GRID, DYNAMIC = Schedule.GRID, Schedule.DYNAMIC
 CAUSAL, FULL = (-1, 0), (-1, -1)
 
 
@@ -62,19 +62,16 @@ CASES = [
     Case("sinks", sinks=True),
     Case("sinks-rows-without-keys", sinks=True, seqlen_q=200, seqlen_k=64),
     Case("grid-one-group", tiles=TileConfig(1, 64, 2, 1, GRID, blocks_per_sm=2)),
-    Case("static-one-q-stage", tiles=TileConfig(2, 64, 2, 1, STATIC)),
-    Case("static-two-q-stages", tiles=TileConfig(1, 64, 2, 2, STATIC), seqlen_q=500, seqlen_k=500),
     Case("dynamic-pingpong", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True), seqlen_q=500, seqlen_k=500),
     Case("dynamic-pingpong-three", tiles=TileConfig(3, 64, 3, 1, DYNAMIC, pingpong=True), seqlen_q=500, seqlen_k=500),
     Case("grid-pingpong-three", tiles=TileConfig(3, 128, 2, 1, GRID, pingpong=True), seqlen_q=400, seqlen_k=400),
     Case("no-overlap", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, overlap=False), seqlen_q=300, seqlen_k=300),
-    Case("out-of-its-own-place", tiles=TileConfig(2, 64, 2, 1, DYNAMIC, o_parts=1), seqlen_q=500, seqlen_k=500),
-    Case("out-in-halves", head_dim=(128, 128), tiles=TileConfig(2, 64, 2, 1, STATIC, o_parts=2), seqlen_q=400, seqlen_k=400),
+    Case("out-in-halves", head_dim=(128, 128), tiles=TileConfig(2, 64, 2, 1, DYNAMIC, o_parts=2), seqlen_q=400, seqlen_k=400),
     Case("out-in-halves-ahead", head_dim=(128, 128), tiles=TileConfig(2, 64, 2, 2, DYNAMIC, o_parts=2), seqlen_q=400),
     Case("growing-maxima", scale=3.0, seqlen_q=500, seqlen_k=500),
     Case("late", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, rescale_late=True), scale=3.0, seqlen_q=500, seqlen_k=500),
     Case("late-one-q-stage", tiles=TileConfig(2, 64, 2, 1, GRID, rescale_late=True), scale=3.0, seqlen_q=500, seqlen_k=500),
-    Case("late-sinks-window", tiles=TileConfig(2, 64, 2, 2, STATIC, rescale_late=True), scale=3.0, sinks=True, window=(70, 0)),
+    Case("late-sinks-window", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, rescale_late=True), scale=3.0, sinks=True, window=(70, 0)),
     Case("one-stage", tiles=TileConfig(2, 64, 1, 2, DYNAMIC), seqlen_q=300, seqlen_k=300),
 ]
 
@@ -134,7 +131,7 @@ PAGED = [
     Case("window-both-page-of-32", window=(30, 10), seqlen_q=32, softcap=5.0, sinks=True),
     Case("d128-float16", head_dim=(128, 128), dtype=torch.float16, seqlen_q=64),
     Case("d192-dv128", head_dim=(192, 128)),
-    Case("d256-static", head_dim=(256, 256), tiles=TileConfig(2, 64, 2, 1, STATIC, o_parts=2), seqlen_q=32),
+    Case("d256-short", head_dim=(256, 256), tiles=TileConfig(2, 64, 2, 1, DYNAMIC, o_parts=2), seqlen_q=32),
     Case("grid-one-group", tiles=TileConfig(1, 64, 2, 1, GRID)),
 ]
 

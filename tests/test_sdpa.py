@@ -138,3 +138,22 @@ def test_pages_that_follow_each_other_are_read_where_they_are(queries: list[int]
         assert torch.equal(view[0], keys[0])
     for shuffled, ordered in zip(*outs, strict=True):
         assert torch.equal(shuffled, ordered)
+
+
+def test_a_row_of_the_lowest_number_is_the_mean_as_eager_has_it() -> None:
+    """transformers hides keys by adding finfo.min: a row of nothing else is no row without keys."""
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    mask = torch.zeros(1, 1, 5, 5)
+    mask[:, :, 2] = torch.finfo(torch.float32).min
+    mean = v.mean(dim=1)
+    for backend in ("reference", "sdpa"):
+        for options in ({}, {"softcap": 5.0}, {"mask": mask.clone().requires_grad_()}):
+            out = fa_serve.attention(q, k, v, **({"mask": mask} | options), backend=backend)
+            torch.testing.assert_close(out[:, 2], mean)
+
+
+def test_a_row_without_keys_is_nothing_whatever_the_sinks() -> None:
+    q, k, v = (torch.randn(1, 1, 2, 8) for _ in range(3))
+    for backend in ("reference", "sdpa"):
+        hidden = {"mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool), "sinks": torch.full((2,), -torch.inf)}
+        assert not fa_serve.attention(q, k, v, **hidden, backend=backend).any()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from math import gcd
 from typing import Any, cast
 
@@ -26,6 +27,12 @@ _RUNTIME = triton.knobs.runtime
 _KEPT: dict[tuple[Any, ...], Launch] = {}
 _MOST_KEPT = 4096
 _ENCODED = 256  # addresses that a plan remembers for one of its tensors
+
+
+@cache
+def multiprocessors(device: torch.device, otherwise: int) -> int:
+    """Of a GPU (compute units on ROCm); `otherwise` on a CPU, where a kernel is interpreted or compiled for another machine."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else otherwise
 
 
 class View(dict[int, tuple[Any, ...]]):

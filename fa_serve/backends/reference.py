@@ -56,6 +56,8 @@ def attention_reference(
         lse = torch.logaddexp(lse, sinks.to(dtype)[None, :, None].expand_as(lse))
     # a row that sees nothing has lse -inf and P = exp(-inf - -inf): it is defined to be 0
     p = torch.exp(s - lse[..., None]).masked_fill(s == float("-inf"), 0.0)
+    # finfo.min, by which some hide keys, has no room for the logarithm of a sum: P is 1 then for each of such a row's keys
+    p = p / p.sum(dim=-1, keepdim=True).round().clamp(min=1.0)
     return (p @ v).transpose(1, 2), lse
 
 

@@ -215,13 +215,12 @@ def _one_call(
         return (out if dead is None else out.masked_fill(dead, 0.0)), None
     if dead is not None:
         lse = lse.masked_fill(dead.expand(*lse.shape, 1)[..., 0], NEG_INF)
-        out = out.masked_fill(dead, 0.0)
     if sinks is not None:
         sink = sinks.to(lse.dtype)[None, :, None]
         # softmax with one more logit is the softmax without it, times the share of the rest
         out = (out * torch.sigmoid(lse - sink)[..., None]).to(out.dtype)
         lse = torch.logaddexp(lse, sink)
-    return out, lse if return_lse else None
+    return out if dead is None else out.masked_fill(dead, 0.0), lse if return_lse else None
 
 
 def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -250,4 +249,4 @@ def _open(
     if causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), NEG_INF)
     lse = torch.logsumexp(s, dim=-1)
-    return (torch.exp(s - lse[..., None]) @ values).to(q.dtype), lse
+    return (torch.softmax(s, dim=-1) @ values).to(q.dtype), lse

@@ -26,7 +26,7 @@ from typing import Any
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine import Engine, EngineStats
 from fa_serve.engine.prompts import PromptReader
-from fa_serve.engine.request import RequestOutput, SamplingParams
+from fa_serve.engine.request import FinishReason, RequestOutput, SamplingParams
 from fa_serve.engine.worker import Abort, Add, Message, ProcessWorker, Ready, ThreadWorker, Worker
 from fa_serve.spec import FaServeError
 
@@ -42,6 +42,7 @@ class _Mailbox:
 
     def __init__(self, num_answers: int) -> None:
         self.unfinished = set(range(num_answers))
+        self.sent = False  # to the worker
         self._content: dict[int, RequestOutput] = {}
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None  # the consumer, of which there is one; an Event would cost more
@@ -120,6 +121,7 @@ class AsyncEngine:
     def _mourn(self, reason: str) -> None:
         """The worker has died: its requests end, and if the config says so there will be another."""
         again = not isinstance(self._source, Engine) and self._restarts < self.config.max_restarts and self._restarting is None
+        log.error("the engine has ended: %s", reason)
         self._die(EngineDeadError(f"the engine has ended: {reason}" + ("; it is being restarted" if again else "")))
         if again:
             self._restarts += 1
@@ -178,14 +180,9 @@ class AsyncEngine:
         return self._stats or self._loaded.stats
 
     async def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None,
-        request_id: str,
-        *,
-        priority: int = 0,
+        self, prompt: str | Sequence[int], params: SamplingParams | None, request_id: str, *, priority: int = 0,
         timeout: float | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """The increments of the answers, each one's last with `finished`. Leaving the iterator early aborts the request.
 
         Raises ValueError for a bad prompt or id and QueueFullError before anything is yielded, EngineDeadError when the engine
@@ -198,28 +195,32 @@ class AsyncEngine:
         worker, read = self._worker, self._reader.read
         name = self._names[request_id] = f"{request_id}-{next(self._serial)}"
         mailbox = self._mailboxes[name] = _Mailbox(1 if params is None else params.n)
-        sent = False
         try:
             # a long text takes a tokenizer a while, which neither the event loop nor a step should wait for
             tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
             if self._error is not None:
                 raise self._error
-            worker.send(Add(name, tokens, params, priority, timeout))
-            sent = True
+            if mailbox.unfinished:  # not aborted meanwhile
+                worker.send(Add(name, tokens, params, priority, timeout))
+                mailbox.sent = True
             while not mailbox.drained():
                 output = await mailbox.get()
                 output.request_id, output.prompt_token_ids = request_id, tokens
                 yield output
         finally:
             del self._mailboxes[name], self._names[request_id]
-            if sent and mailbox.unfinished:
+            if mailbox.sent and mailbox.unfinished:
                 worker.send(Abort(name))
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its consumer gets a last output. Unknown ids are ignored: the request may just have ended."""
         if self._worker is not None and request_id in self._names:
             name = self._names[request_id]
-            self._worker.send(Abort(name, len(self._mailboxes[name].unfinished)))
+            mailbox = self._mailboxes[name]
+            if mailbox.sent:
+                self._worker.send(Abort(name, len(mailbox.unfinished)))
+            else:
+                self._end(name, "abort")
 
     @property
     def _loaded(self) -> Ready:
@@ -238,9 +239,12 @@ class AsyncEngine:
 
     def _die(self, error: EngineDeadError) -> None:
         self._error = self._error or error
-        for name, mailbox in self._mailboxes.items():
-            for index in sorted(mailbox.unfinished):
-                mailbox.put(RequestOutput(name, [], finished=True, finish_reason="error", error=str(error), index=index))
+        for name in self._mailboxes:
+            self._end(name, "error", str(error))
+
+    def _end(self, name: str, reason: FinishReason, error: str | None = None) -> None:
+        for index in sorted((mailbox := self._mailboxes[name]).unfinished):
+            mailbox.put(RequestOutput(name, [], finished=True, finish_reason=reason, error=error, index=index))
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> None:

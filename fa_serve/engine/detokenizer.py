@@ -38,16 +38,16 @@ class TextStream:
         self._held = ""
         self.stopped = False
 
-    def push(self, token: int) -> str:
+    def push(self, token: int, may_stop: bool = True) -> str:
         """The text that this token settles. After a stop string `stopped` is set, and there is no more text."""
         text = self._held + self._decode(token)
-        for end in range(len(self._held) + 1, len(text) + 1) if self._stop else ():
+        for end in range(len(self._held) + 1, len(text) + 1) if self._stop and may_stop else ():
             # the stop string that is complete first wins; of two that end together, the longer
             matches = [stop for stop in self._stop if text.endswith(stop, 0, end)]
             if matches:
                 self.stopped, self._held = True, ""
                 return text[: end - max(map(len, matches))]
-        keep = self._longest_beginning(text)
+        keep = self._longest_beginning(text) if may_stop else 0
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

@@ -96,19 +96,14 @@ class Engine:
         self._depth = 1 if model.device.type == "cuda" else 0
         self._inflight: deque[tuple[ScheduledBatch, PendingResult]] = deque()
         self._streams: dict[str, TextStream] = {}
-        self._deadlines: list[tuple[float, int, float, Request]] = []
+        self._deadlines: list[tuple[float, int, Request]] = []
         self._serial = count()
         self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0,
         timeout: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Queue a request. A lower priority value is served sooner; after `timeout` seconds the request ends with an error.
 
         Raises ValueError for a prompt that is empty, too long or not of this vocabulary, and for an id that is in use;
@@ -147,7 +142,7 @@ class Engine:
         for request in requests:
             self._scheduler.add(request)
             if timeout is not None:
-                heappush(self._deadlines, (request.arrival + timeout, next(self._serial), timeout, request))
+                heappush(self._deadlines, (request.arrival + timeout, next(self._serial), request))
             if self.tokenizer is not None:
                 stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, params.stop, params.skip_special_tokens)
                 self._streams[request.request_id] = stream
@@ -179,12 +174,9 @@ class Engine:
         return self._groups.merge(outputs)
 
     def generate(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
         progress: bool = False,
-    ) -> list[Completion]:
+    ) -> list[Completion]:  # fmt: skip
         """Answers to all prompts, in their order, the n of one prompt side by side; `params` for all, or one for each prompt.
         `progress` shows a bar on stderr.
 
@@ -243,12 +235,12 @@ class Engine:
         """End the requests whose time is up."""
         outputs = []
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            _, _, timeout, request = heappop(self._deadlines)
+            _, _, request = heappop(self._deadlines)
             if not request.finished:
-                self._scheduler.finish(request, "error", f"the request was not finished within its {timeout:g} seconds")
+                self._scheduler.finish(request, "error", "the request was not finished within its timeout")
                 outputs.append(self._output(request))
         if len(self._deadlines) > 2 * len(self._scheduler.requests) + 64:  # most are of requests that ended in time
-            self._deadlines = [entry for entry in self._deadlines if not entry[3].finished]
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
             heapify(self._deadlines)
         return outputs
 
@@ -280,7 +272,7 @@ class Engine:
         failed = []
         for request in rows.values():
             if (matcher := self._matchers[request.request_id]).is_error():
-                self._scheduler.finish(request, "error", f"the structured output cannot go on: {matcher.get_error()}")
+                self._scheduler.finish(request, "error", f"the structured output cannot go on: {matcher.get_error()[:200]}")
                 failed.append(self._output(request))
         return dict(zip(rows, masks, strict=True)), failed
 
@@ -313,7 +305,7 @@ class Engine:
                 matcher.consume_token(token)
                 stopped = matcher.is_stopped()
             if stream is not None:
-                text = stream.push(token)
+                text = stream.push(token, request.num_output_tokens > request.params.min_tokens)
                 stopped |= stream.stopped
             if stopped and request.finished:
                 request.finish_reason = "stop"

@@ -31,7 +31,7 @@ from fa_serve.engine.fusion import fuse
 from fa_serve.engine.invariant import NUM_SPLITS, invariant
 from fa_serve.engine.request import Request, SamplingParams, TokenLogprob
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
-from fa_serve.engine.scheduler import Chunk, ScheduledBatch
+from fa_serve.engine.scheduler import PROMPT_ROWS, Chunk, ScheduledBatch
 from fa_serve.engine.transfer import packed_size, send
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward
 
@@ -318,21 +318,13 @@ class ModelRunner:
     def _inputs(self, fields: Mapping[str, Tensor], queries: int, keys: int, *, fresh: bool = False) -> Inputs:
         width = -(-keys // self.page_size)
         return Inputs(
-            input_ids=fields["input_ids"],
-            position_ids=fields["position_ids"],
-            logits_indices=fields["logits_indices"],
+            input_ids=fields["input_ids"], position_ids=fields["position_ids"], logits_indices=fields["logits_indices"],
             paged=PagedBatch(
-                kv_caches=self.kv_caches,
-                slot_mapping=fields["slot_mapping"],
-                block_table=self._device_table[:, :width].index_select(0, fields["slots"]),
-                seqused_k=fields["seqused_k"],
-                cu_seqlens_q=fields["cu_seqlens_q"],
-                max_seqlen_q=queries,
-                max_seqlen_k=keys,
-                fresh=fresh,
-                **self._options,
+                kv_caches=self.kv_caches, slot_mapping=fields["slot_mapping"], cu_seqlens_q=fields["cu_seqlens_q"],
+                block_table=self._device_table[:, :width].index_select(0, fields["slots"]), seqused_k=fields["seqused_k"],
+                max_seqlen_q=queries, max_seqlen_k=keys, fresh=fresh, **self._options,
             ),
-        )
+        )  # fmt: skip
 
     def _fill_table(self, chunk: Chunk) -> None:
         pages, slot = chunk.request.pages, chunk.slot
@@ -382,14 +374,10 @@ def _full_step(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
     length = min(config.max_num_batched_tokens // count, max_model_len)
     batch = ScheduledBatch()
     for slot in range(count):
-        request = Request(
-            f"largest-{slot}",
-            [0] * length,
-            SamplingParams(top_p=0.9, top_k=50, frequency_penalty=0.1, logprobs=20),
-            1,
-            slot=slot,
-        )
+        params = SamplingParams(top_p=0.9, top_k=50, frequency_penalty=0.1, logprobs=20, prompt_logprobs=20)
+        request = Request(f"largest-{slot}", [0] * length, params, 1, slot=slot)
         request.pages = [0] * -(-length // config.page_size)
         batch.admitted.append(request)
-        batch.chunks.append(Chunk(request, slot, 0, length, samples=True))
+        rows = min(length - 1, PROMPT_ROWS - batch.num_prompt_rows)
+        batch.chunks.append(Chunk(request, slot, 0, length, True, rows))
     return batch

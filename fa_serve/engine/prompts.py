@@ -13,12 +13,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 
-def encode(tokenizer: Any, text: str, special_tokens: bool = True) -> list[int]:
-    """Straight to tokenizers: transformers around it takes longer, and warns of texts longer than the model's limit."""
-    ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special_tokens).ids
-    return ids
-
-
 class PromptReader:
     """tokenizer: of transformers, or None: then prompts are token ids. Safe to use from any thread."""
 
@@ -41,14 +35,8 @@ class PromptReader:
             tokens: list[int] = numbers.tolist()
         elif self._tokenizer is None:
             raise ValueError("prompt must be token ids: this engine has no tokenizer")
-        elif len(prompt) > self._max_chars:
-            # tokenizing a text of many megabytes takes seconds of a thread, to be refused after all
-            raise ValueError(
-                f"prompt must be shorter than max_model_len = {self._max_model_len} tokens, and so than {self._max_chars} "
-                f"characters, got {len(prompt)}"
-            )
         else:
-            tokens = encode(self._tokenizer, prompt)
+            tokens = self.encode(prompt)
         if not tokens:
             raise ValueError("prompt must have at least one token, got none")
         if len(tokens) >= self._max_model_len:
@@ -57,6 +45,19 @@ class PromptReader:
                 f"got {len(tokens)}"
             )
         return tokens
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Straight to tokenizers: transformers around it takes longer, and warns of texts longer than the model's limit. As a
+        batch of one, because that lets go of the interpreter meanwhile. Raises ValueError for a text that cannot fit."""
+        if len(text) > self._max_chars:
+            # tokenizing a text of many megabytes takes seconds of a thread, to be refused after all
+            raise ValueError(
+                f"prompt must be shorter than max_model_len = {self._max_model_len} tokens, and so than {self._max_chars} "
+                f"characters, got {len(text)}"
+            )
+        text.encode()  # a ValueError for half of a surrogate pair
+        ids: list[int] = self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
+        return ids
 
 
 def _longest(tokenizer: Tokenizer) -> int:

@@ -116,6 +116,7 @@ class SamplingParams:
             ids = getattr(self, name)
             integers = isinstance(ids, tuple | list) and all(map(_is_integer, ids))
             _require(integers or (ids is None and name == "allowed_token_ids"), name, "token ids, which are integers", ids)
+            _require(len(ids or ()) <= MAX_IDS, name, f"at most {MAX_IDS} token ids", len(ids or ()))
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1 or None", self.max_tokens)
         _require(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100", self.temperature)
         _require(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)
@@ -125,6 +126,7 @@ class SamplingParams:
         _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2", self.frequency_penalty)
         _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "above 0 and at most 10", self.repetition_penalty)
         bias = self.logit_bias or {}
+        _require(isinstance(bias, Mapping) and len(bias) <= MAX_IDS, "logit_bias", f"a mapping of at most {MAX_IDS} ids", bias)
         numbers = all(_is_integer(t) and _is_number(b) and t >= 0 and abs(b) <= 100 for t, b in bias.items())
         _require(numbers, "logit_bias", "token ids >= 0 with -100 to 100 each", bias)
         allowed = self.allowed_token_ids
@@ -144,7 +146,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < 1e-6  # below that a difference of one rounding decides, and float32 ends
 
     @property
     def penalised(self) -> bool:
@@ -156,6 +158,7 @@ class SamplingParams:
         return chain(self.logit_bias or (), self.allowed_token_ids or (), self.bad_token_ids, self.stop_token_ids)
 
 
+MAX_IDS = 1024  # each step goes through all of them
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of")
 _INTEGERS = (*_OPTIONAL, "top_k", "min_tokens", "n")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

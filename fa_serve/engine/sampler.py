@@ -152,7 +152,7 @@ def sampling_arrays(requests: Sequence[Request], positions: Sequence[int], vocab
     if not all(p.greedy for p in params):
         seeds = np.array([request.seed for request in requests], dtype=np.int64)
         arrays["keys"] = random_keys(seeds, np.array(positions, dtype=np.int64))
-        floats("temperature", [p.temperature for p in params])
+        floats("temperature", [0.0 if p.greedy else p.temperature for p in params])
         if any(p.top_k for p in params):
             arrays["top_k"] = np.array([min(p.top_k or vocab, vocab) for p in params], dtype=np.int64)
         if any(p.top_p < 1.0 for p in params):

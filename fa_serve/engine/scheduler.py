@@ -133,7 +133,7 @@ class Scheduler:
                 continue
             request.num_pending -= 1
             if token == INVALID_TOKEN:
-                self._withdraw(request, 0)
+                self.pages.unregister(request.pages[request.num_released :])  # what it shared may hold what is not finite too
                 self.finish(request, "error", "the model's logits are not finite, or the parameters leave no token")
                 continue
             request.tokens.append(token)
@@ -161,15 +161,13 @@ class Scheduler:
         return [chunk.request for chunk in alive]
 
     def rollback(self, batch: ScheduledBatch) -> None:
-        """Undo the last `schedule`: its step was not computed, and its requests wait for another try."""
+        """Undo the last `schedule`, however much of its step has been computed: its requests wait to be admitted anew, which
+        starts from their tokens and trusts nothing that the device remembers of them."""
         for chunk in batch.chunks:
             if not chunk.request.finished:
                 self._withdraw(chunk.request, chunk.start)
-                chunk.request.num_computed = chunk.start
                 chunk.request.num_pending -= chunk.samples
-        for request in batch.admitted:
-            if not request.finished:
-                self._requeue(request)
+                self._requeue(chunk.request)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request and free what it holds."""

@@ -22,8 +22,8 @@ import multiprocessing
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -84,17 +84,13 @@ class Worker(Protocol):
 
 def serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None]) -> None:
     """Run the engine until the command None comes. A request whose grammar takes time comes again when it is compiled."""
-    with ThreadPoolExecutor(2, thread_name_prefix="fa_serve-grammar") as pool:
-        _serve(engine, commands, deliver, pool)
-
-
-def _serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None], pool: ThreadPoolExecutor) -> None:
     preparing: set[str] = set()
 
-    def prepare(command: Add) -> None:
+    def prepare(command: Add, since: float) -> None:
         with suppress(Exception):  # which add_request raises again
             engine.prepare(command.params or SamplingParams())
-        commands.put(replace(command, prepared=True))
+        left = command.timeout and max(command.timeout - (time.monotonic() - since), 1e-3)  # to end as any other does
+        commands.put(replace(command, prepared=True, timeout=left))
 
     while True:
         outputs: list[RequestOutput] = []
@@ -123,7 +119,7 @@ def _serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None
             elif command.params is not None and command.params.structured is not None:
                 if len(preparing) < max(engine.config.max_waiting, 1):
                     preparing.add(command.request_id)
-                    pool.submit(prepare, command)
+                    threading.Thread(target=prepare, args=(command, time.monotonic()), daemon=True).start()
                 else:
                     rejected.append(
                         (command.request_id, QueueFullError(f"{len(preparing)} grammars are being compiled already"))
@@ -133,8 +129,10 @@ def _serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None
                 engine.add_request(
                     command.request_id, command.prompt, command.params, priority=command.priority, timeout=command.timeout
                 )
-            except Exception as error:
+            except (ValueError, QueueFullError) as error:
                 rejected.append((command.request_id, error))
+            except Exception as error:  # perhaps one that cannot be pickled
+                rejected.append((command.request_id, RuntimeError(f"{type(error).__name__}: {error}")))
         outputs += engine.step()
         deliver(Message(engine.stats(), outputs, rejected))
 
@@ -235,7 +233,10 @@ class ProcessWorker:
                 error = received
             else:
                 logging.getLogger(received.name).handle(received)
+        self._process.join(10)
+        self._process.kill()  # it lives if what it sent could not be read
         self._process.join()
+        self._commands.put(None)  # the end of the thread that writes to it
         if error is not None:
             self._on_death(f"{type(error).__name__}: {error}")
         elif not self._stopping:
@@ -293,8 +294,8 @@ def _forward(source: queue.SimpleQueue[Any], connection: Connection) -> None:
 
 
 def _arrivals(connection: Connection) -> Iterator[Any]:
-    """What the other end forwards, one by one, until it says or shows that this was all."""
-    with suppress(EOFError, OSError):
+    """What the other end forwards, one by one, until it says or shows that this was all, or sends what cannot be read."""
+    with suppress(Exception):
         while True:
             for item in connection.recv():
                 if item is None:

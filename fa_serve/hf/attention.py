@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector  # of what models collect by hooks, without telling us
 
 from fa_serve.hf.continuous import paged_attention
 from fa_serve.hf.masks import Implicit
@@ -43,7 +44,7 @@ def attention_forward(
             f"{name} asks for attention dropout {dropout}, which fa_serve has not: call model.eval(), or set the dropout of "
             "attention in the model's config to 0"
         )
-    if output_attentions:
+    if output_attentions or "attentions" in (cast("Any", _active_collector).get() or ()):
         raise UnsupportedModelError('fa_serve never forms the attention weights: use attn_implementation="eager" for them')
     if kwargs.get("cache") is not None:
         kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}

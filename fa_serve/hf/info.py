@@ -94,17 +94,21 @@ def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def _models(whole: PreTrainedModel) -> list[PreTrainedModel]:
-    """The models within a model that have a config of another class, outermost first; else the model alone."""
-    first: dict[type, PreTrainedModel] = {}
+    """The models within a model that have a config of another class, or one that a name of its own tells apart, outermost
+    first; else the model alone."""
+    names, first = _names(whole), dict[object, PreTrainedModel]()
     for model in whole.modules():
         if isinstance(model, PreTrainedModel):
-            first.setdefault(type(model.config), model)
+            first.setdefault(names.get(id(model.config), type(model.config)), model)
     return list(first.values())
 
 
+def _names(whole: PreTrainedModel) -> dict[int, str]:
+    return {id(getattr(whole.config, name, None)): name for name in whole.config.sub_configs}
+
+
 def _examine(model: PreTrainedModel, whole: PreTrainedModel, device: str, arch: int) -> Part:
-    names = {type(getattr(whole.config, name, None)): name for name in whole.config.sub_configs}
-    part = Part(names.get(type(model.config), "model"), type(model).__name__)
+    part = Part(_names(whole).get(id(model.config), "model"), type(model).__name__)
     within = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     try:
         for each in within:
@@ -142,18 +146,18 @@ class _Recorder:
         self.here: dict[str, Any] = {"layout": "dense", "device": device, "arch": arch, "dtype": dtype, "kv_dtype": dtype}
 
     def __call__(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Implicit | None,
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Implicit | None,
         is_causal: bool | None = None, sliding_window: int | None = None, softcap: float | None = None,
         s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         left = -1 if sliding_window is None else sliding_window - 1
         window = (left, 0 if causal else left)
-        if isinstance(mask, Implicit):
-            window = mask.window_size
+        if isinstance(attention_mask, Implicit):
+            window = attention_mask.window_size
         explicit: Literal["bool", "float"] | None = None if position_bias is None else "float"
-        if isinstance(mask, Tensor):
-            window, explicit = (-1, -1), explicit or ("bool" if mask.dtype == torch.bool else "float")
+        if isinstance(attention_mask, Tensor):
+            window, explicit = (-1, -1), explicit or ("bool" if attention_mask.dtype == torch.bool else "float")
         spec = AttentionSpec(
             **self.here, head_dim=query.shape[-1], head_dim_v=value.shape[-1], num_heads=query.shape[1],
             num_kv_heads=key.shape[1], window_size=window, softcap=bool(softcap), sinks=s_aux is not None, mask=explicit,

@@ -70,7 +70,7 @@ class Implicit:
     packing: Packing | None = None
     tail: bool = False
 
-    ndim = 0  # transformers asks it of a mask that was made ahead of the forward
+    ndim = 4  # transformers asks it of a mask that was made ahead of the forward
 
     def to(self, *args: Any, **kwargs: Any) -> Implicit:
         """Moved as a tensor would be; layers on several devices ask for it."""

@@ -33,17 +33,17 @@ class Source:
     """What a file of transformers' says about its attention.
 
     told:             the names that its modules pass on, and that its eager attention takes
-    handles_mask:     its attention works on the mask, which must therefore be a tensor
-    wants_mask:       it asks transformers for a mask that is never left out, to work on it before the attention
-    goes_elsewhere:   it has a kind of attention beside the one that reaches us, with the same masks
+    works_on_masks:   its attention does, or another kind of it beside the one that reaches us: they must be tensors
+    wants_mask:       it works on a mask before the attention, and may ask for one that is never left out
     counts_positions: it makes position_ids of its own, which do not start at 0 (as fairseq does)
+    chooses_by_name:  it has a table of classes by implementations' names, ours not among them
     """
 
     told: frozenset[str]
-    handles_mask: bool
+    works_on_masks: bool
     wants_mask: bool
-    goes_elsewhere: bool
     counts_positions: bool
+    chooses_by_name: bool
 
 
 _handling_masks: set[type] = set()
@@ -63,20 +63,20 @@ def admit(model: PreTrainedModel) -> None:
     """Check a model that is being made or switched over, and note what the mask function has to know of it."""
     check_class(type(model))
     source = _read(type(model).__module__)
-    if source.handles_mask or source.wants_mask or source.goes_elsewhere:
+    if source.works_on_masks or source.wants_mask:
         _handling_masks.add(type(model.config))
 
 
 def check_class(model_class: type[PreTrainedModel]) -> None:
     """Raise UnsupportedModelError, with the reason, unless fa_serve computes this model's attention as eager would."""
-    if not model_class._can_set_attn_implementation():
+    source = _read(model_class.__module__)
+    if source.chooses_by_name or not model_class._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{model_class.__name__} computes its attention by itself, not through transformers' AttentionInterface, so "
             'fa_serve cannot take its place: load it with attn_implementation="eager" (or "sdpa"), or, if it is a part of '
             "a larger model, pass a dict that names the parts to be served"
         )
-    source = _read(model_class.__module__)
-    if (source.goes_elsewhere or source.handles_mask) and not model_class._supports_sdpa:
+    if source.works_on_masks and not model_class._supports_sdpa:
         raise UnsupportedModelError(
             f"{model_class.__name__} works on masks in the form that eager attention takes them, not ours"
         )
@@ -88,22 +88,18 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
 @functools.cache
 def _read(module: str) -> Source:
     told: set[str] = set()
-    handles_mask = goes_elsewhere = False
+    works_on_masks = False
     text = inspect.getsource(sys.modules[module])
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name.endswith("eager_attention_forward"):
             told |= {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
         elif isinstance(node, ast.ClassDef):
             inside = list(ast.walk(node))
-            calls = [n for n in inside if isinstance(n, ast.Call) and _is_name(n.func, "attention_interface")]
+            calls = [n for n in inside if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "attention_interface"]
             told |= {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
             looked_into = {n.value.id for n in inside if isinstance(n, _LOOKS) and isinstance(n.value, ast.Name)}
             added = {x.id for n in inside if isinstance(n, ast.BinOp) for x in (n.left, n.right) if isinstance(x, ast.Name)}
-            handles_mask |= bool(calls) and "attention_mask" in looked_into
-            goes_elsewhere |= not calls and "Attention" in node.name and "attention_mask" in added
-    wants_mask = "allow_is_causal_skip" in text
-    return Source(frozenset(told), handles_mask, wants_mask, goes_elsewhere, "create_position_ids_from_input_ids" in text)
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
+            works_on_masks |= "attention_mask" in (looked_into if calls else added if "Attention" in node.name else ())
+    wants_mask = "allow_is_causal_skip" in text or "mask.dtype == torch.bool" in text
+    counts, by_name = "create_position_ids_from_input_ids" in text, "_CLASSES[config._attn_implementation]" in text
+    return Source(frozenset(told), works_on_masks, wants_mask, counts, by_name)

@@ -220,7 +220,7 @@ def test_a_process_of_its_own(model_folder, caplog) -> None:
         assert (engine.config.num_pages, engine.max_model_len, engine.is_alive) == (64, 256, True)
         streams = await asyncio.gather(*(collect(engine, [i, 5], name=f"r{i}") for i in range(6)))
         long = SamplingParams(max_tokens=250, logprobs=1)
-        crowd = [asyncio.create_task(collect(engine, "the fox", long, name=f"c{i}")) for i in range(9)]
+        crowd = [asyncio.create_task(collect(engine, [3, 4, 5], long, name=f"c{i}")) for i in range(9)]
         rejected = await asyncio.wait(crowd, return_when=asyncio.FIRST_EXCEPTION)
         with pytest.raises(QueueFullError, match="4 requests wait already"):
             await rejected[0].pop()
@@ -285,6 +285,7 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
             assert end.error.endswith("; it is being restarted") == (death == 0)
             with pytest.raises(EngineDeadError, match="exit code -9"):
                 await collect(engine, [1])
+            assert [thread.name for thread in threading.enumerate()].count("fa_serve-engine-write") == 0
             if death == 0:
                 await until(lambda: engine.is_alive, 120)
                 tokens = [t for output in await collect(engine, [7, 5]) for t in output.token_ids]
@@ -294,6 +295,42 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
     asyncio.run(main())
     assert "has been restarted, 1 of 1 times" in caplog.text
     assert not multiprocessing.active_children()
+
+
+class TwoArgumentsError(Exception):
+    """It can be pickled, and not unpickled."""
+
+    def __init__(self, a, b):
+        super().__init__(a + b)
+
+
+def test_a_message_that_cannot_be_read_is_a_death(monkeypatch) -> None:
+    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+    process = worker.ProcessWorker(None, lambda _: None, deaths.put)
+    ours, theirs = multiprocessing.Pipe()
+    process._process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    process._process.start()
+    theirs.send([TwoArgumentsError("lost ", "device")])
+    reader = threading.Thread(target=process._read, args=(worker._arrivals(ours),))
+    monkeypatch.setattr(process._process, "join", lambda wait=None, join=process._process.join: join(wait and 0.1))
+    reader.start()
+    assert deaths.get(timeout=20) == "its process ended with exit code -9"
+    reader.join()
+
+
+def test_an_abort_while_the_prompt_is_tokenized(make_engine, monkeypatch) -> None:
+    async def main() -> None:
+        async with started(make_engine()) as engine:
+            gate, read = threading.Event(), engine._reader.read
+            monkeypatch.setattr(engine._reader, "read", lambda prompt: gate.wait(20) and read(prompt))
+            task = asyncio.create_task(collect(engine, "the fox", SamplingParams(max_tokens=200), "slow"))
+            await until(lambda: "slow" in engine._names)
+            await engine.abort("slow")
+            gate.set()
+            assert [(output.finish_reason, output.token_ids) for output in await task] == [("abort", [])]
+            assert engine.stats().num_steps == 0
+
+    asyncio.run(main())
 
 
 def test_what_waits_crosses_the_pipe_at_once():

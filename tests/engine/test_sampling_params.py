@@ -67,6 +67,32 @@ def test_greedy_tokens_follow_the_text_book(make_engine, case) -> None:
         assert not settings or engine.stats().num_preemptions > 0
 
 
+def test_what_each_step_goes_through_is_bounded() -> None:
+    for name in ("allowed_token_ids", "bad_token_ids", "stop_token_ids"):
+        SamplingParams(**{name: tuple(range(1024))})
+        with pytest.raises(ValueError, match=f"{name} must be at most 1024 token ids, got 1025"):
+            SamplingParams(**{name: tuple(range(1025))})
+    for bias in (dict.fromkeys(range(1025), 1.0), [1]):
+        with pytest.raises(ValueError, match="logit_bias must be a mapping of at most 1024 ids"):
+            SamplingParams(logit_bias=bias)
+
+
+def test_stop_strings_wait_for_min_tokens(make_engine, tokenizer) -> None:
+    free = make_engine().generate([PROMPT], SamplingParams(max_tokens=16, temperature=0.0))[0]
+    stop = tuple(free.text)
+    held = make_engine().generate([PROMPT], SamplingParams(max_tokens=16, temperature=0.0, min_tokens=9, stop=stop))[0]
+    assert held.finish_reason == "stop"
+    assert held.token_ids == free.token_ids[: len(held.token_ids)]
+    assert len(held.token_ids) == 10
+    assert held.text == tokenizer.decode(free.token_ids[:9])
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-7])
+def test_next_to_no_temperature_is_none(make_engine, temperature) -> None:
+    both = [SamplingParams(max_tokens=16, temperature=value, seed=1) for value in (temperature, 1.0)]
+    assert make_engine().generate([PROMPT, [3]], both)[0].token_ids == PLAIN
+
+
 def test_a_slot_forgets_the_tokens_of_its_last_request(make_engine) -> None:
     engine = make_engine(max_num_seqs=1)
     params = SamplingParams(max_tokens=16, temperature=0.0, presence_penalty=2.0, repetition_penalty=1.5)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import pickle
 import re
+import time
 
 import jsonschema
 import pytest
@@ -147,6 +148,22 @@ def test_a_mask_that_leaves_nothing_fails_its_request_alone(with_end) -> None:
     good, none = with_end(1).generate([[3], [4]], [SamplingParams(max_tokens=4, temperature=0.0), bad])
     assert (none.finish_reason, good.error) == ("error", None)
     assert "leave no token" in none.error
+
+
+def test_a_deadline_counts_while_the_grammar_is_compiled(make_engine, monkeypatch) -> None:
+    async def main() -> list:
+        engine = make_engine()
+        prepare = engine.prepare
+        monkeypatch.setattr(engine, "prepare", lambda params: (time.sleep(0.5), prepare(params)))
+        running = AsyncEngine(engine)
+        await running.start()
+        try:
+            return [output async for output in running.generate([5], params("regex"), "late", timeout=0.3)]
+        finally:
+            await running.shutdown()
+
+    end = asyncio.run(main())[-1]
+    assert (end.finish_reason, end.error) == ("error", "the request was not finished within its timeout")
 
 
 def test_parameters_cross_processes() -> None:

@@ -69,3 +69,11 @@ def test_whoever_asks_for_gradients_gets_them(name: str) -> None:
     assert given[name].grad is not None
     with pytest.raises(fa_serve.UnsupportedError, match="triton: has no backward pass"):
         fa_serve.attention(**given, backend="triton")
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 4, 16), (2, 0, 4, 16)], ids=["no-sequences", "no-queries"])
+def test_few_queries_may_be_none(shape: tuple[int, ...]) -> None:
+    k, v = torch.zeros(shape[0], 32, 2, 16), torch.zeros(shape[0], 32, 2, 8)
+    out, lse = fa_serve.attention(torch.zeros(shape), k, v, return_lse=True, backend="triton")
+    assert out.shape == (*shape[:3], 8)
+    assert lse.shape == (shape[0], shape[2], shape[1])

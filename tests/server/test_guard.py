@@ -174,7 +174,7 @@ async def test_a_server_without_keys_says_so_where_others_can_reach_it(serving, 
 
 
 async def test_keys(serving, conforms):
-    async with serving(api_keys="one,two") as client:
+    async with serving(api_keys="one,two,schlüssel") as client:
         for path in ("/v1/models", "/metrics", "/openapi.json", "/docs", "/nowhere"):
             response = await client.get(path)
             assert response.status_code == 401, path
@@ -191,6 +191,8 @@ async def test_keys(serving, conforms):
             "Bearer ": 401,
             "two": 401,
             "Basic !": 401,
+            b"Basic \xe9": 401,
+            "Bearer schlüssel".encode(): 200,
         }
         for authorization, status in expected.items():
             response = await client.get("/v1/models", headers={"authorization": authorization})
@@ -231,6 +233,7 @@ async def test_body_limit(serving, conforms):
         assert (await client.post("/v1/completions", json=TEXT)).status_code == 200
     for response in (announced, streamed):
         assert response.status_code == 413
+        assert response.json()["error"]["code"] == "request_too_large"
         conforms("ErrorResponse", response.json())
 
 
@@ -247,6 +250,36 @@ async def test_request_ids_and_the_access_log(serving, caplog):
     assert line.startswith("POST /v1/completions 200 ")
     assert line.endswith("user='me'")
     assert "secret" not in caplog.text
+
+
+async def test_no_path_writes_a_line_of_its_own_into_the_log(serving, caplog):
+    caplog.set_level(logging.INFO, "fa_serve.access")
+    async with serving() as client:
+        assert (await client.get("/x%0aINFO forged")).status_code == 404
+    [line] = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert line.startswith("GET /x%0AINFO%20forged 404 ")
+
+
+async def test_a_client_that_leaves_while_it_uploads_is_no_failure(engine, caplog):
+    caplog.set_level(logging.INFO, "fa_serve.access")
+    app = create_app(engine, Settings())
+    async with app.router.lifespan_context(app):
+        client = Connection(app, TEXT)
+        client._body[0]["more_body"] = True
+        client.leave()
+        await client.task
+    assert "POST /v1/completions 499 " in caplog.text
+    assert "Traceback" not in caplog.text
+    assert client.sent == []
+
+
+async def test_a_text_that_cannot_fit_is_refused_unread(serving, engine):
+    engine.tokenizer.backend_tokenizer.post_processor = None  # its longest token has 13 characters, a prompt 64 tokens
+    async with serving() as client:
+        response = await client.post("/v1/completions", json=TEXT | {"prompt": "x" * (64 * 13 + 1)})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "than 832 characters, got 833" in response.json()["error"]["message"]
 
 
 async def test_cors_only_when_asked(serving):

@@ -130,7 +130,7 @@ async def test_traces(serving, collector, engine):
     spans = [span for part in map(ExportTraceServiceRequest.FromString, collector.bodies)
              for resource in part.resource_spans for scope in resource.scope_spans for span in scope.spans]  # fmt: skip
     assert sorted(span.name for span in spans) == ["POST /v1/completions"] * 3 + ["sequence"] * 3
-    refused = next(span for span in spans if attributes(span).get("gen_ai.response.finish_reasons") == ["error"])
+    refused = next(span for span in spans if attributes(span).get("gen_ai.response.finish_reasons") == ["refused"])
     spans.remove(refused)
     assert "gen_ai.latency.time_to_first_token" not in attributes(refused)
     first = next(span for span in spans if span.parent_span_id.hex() == parent)

@@ -151,11 +151,16 @@ def test_thoughts(api, chat):
     assert chat(api, messages=[*ASK["messages"], later, *ASK["messages"]], max_tokens=4).message.content
 
 
+# each name leads to the next: where the compiler's stack ends, a server once did
+DEEP = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(15_000)) + 'a15000: "x"'
 BAD = [
     ({"tools": [{**ADD, "function": {"name": "f", "parameters": {"type": "nonsense"}}}], "tool_choice": "required"}, "tools"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 3}}}}, "response_format"),
     ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
     ({"extra_body": {"guided_grammar": "nonsense"}}, "guided_grammar"),
+    ({"extra_body": {"guided_grammar": "start: start"}}, "guided_grammar"),
+    ({"extra_body": {"guided_grammar": DEEP + " " * (1 << 18)}}, "guided_grammar"),
+    ({"extra_body": {"guided_regex": "[0-9]{30}", "allowed_token_ids": [5]}}, "guided_regex"),
     ({"extra_body": {"guided_json": "{"}}, "guided_json"),
     ({"extra_body": {"structured_outputs": {"json": {"type": "nonsense"}}}}, "structured_outputs"),
 ]  # fmt: skip
@@ -167,6 +172,10 @@ def test_what_cannot_be_followed_is_named(api, conforms, fields, param):
         api("chat.completions.create", **{**ASK, **fields})
     assert refused.value.param == param
     conforms("ErrorResponse", refused.value.response.json())
+
+
+def test_a_deep_grammar_is_followed(api, chat):
+    assert chat(api, extra_body={"guided_grammar": DEEP}).message.content == "x"
 
 
 def test_completions(api, conforms):

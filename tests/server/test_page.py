@@ -72,6 +72,13 @@ def test_chat_stop_and_charts(page):
     expect(page.locator("figcaption output").nth(1)).to_have_text(re.compile(r"[1-9]"))
     page.get_by_role("button", name="New").click()
     expect(page.locator(".message")).to_have_count(0)
+
+    message.fill("Write another function.")
+    page.keyboard.press("Enter")
+    expect(answers.last).to_have_text(re.compile(r"\w"))
+    page.get_by_role("button", name="New").click()  # in the middle of an answer
+    expect(page.get_by_role("button", name="Stop")).to_be_disabled()
+    assert page.evaluate("messages") == []
     assert [problem for problem in page.problems if "400" not in problem] == []
 
 

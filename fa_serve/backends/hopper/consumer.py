@@ -273,9 +273,6 @@ def _write(acc, state, tile, turn, desc, smem, epilogue, dtype: gl.constexpr, gr
     if var.tiles.o_parts == 0:
         buffer = smem.q.index((turn % var.tiles.q_stages) * var.tiles.groups + group)
         _send(acc.to(dtype), tile, row, 0, buffer, desc, var)
-    elif var.tiles.o_parts == 1:
-        _wait_sent()
-        _send(acc.to(dtype), tile, row, 0, smem.o.index(group), desc, var)
     else:
         left, right = gl.split(acc.to(dtype).reshape([64, 2, DV // 2]).permute((0, 2, 1)))
         _wait_sent()

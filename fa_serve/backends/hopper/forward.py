@@ -22,7 +22,7 @@ Left out: explicit masks, float8 caches, the backward pass. `head_dim` 96 runs a
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from fa_serve.backends.hopper.producer import producer
 from fa_serve.backends.hopper.schedule import TileCounters, table_launch, tile_slots, tile_table
 from fa_serve.backends.hopper.shared import RAGGED, Bars, Descs, Epilogue, Smem, Variant, Work
 from fa_serve.backends.hopper.tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group
-from fa_serve.backends.launch import Launch, View, on_device_of
+from fa_serve.backends.launch import Launch, View, multiprocessors, on_device_of
 
 
 @gluon.jit
@@ -237,7 +237,7 @@ def _plan(
         group, tail = head_group(num_heads, heads_per_kv, kv_bytes * min(4, batch) * max_seqlen_k, slots)
     else:
         group, tail = head_group(batch * num_heads, heads_per_kv, kv_bytes * max_seqlen_k, num_m)
-    blocks = total if tiles.schedule == Schedule.GRID else min(total, _multiprocessors(q.device) * tiles.blocks_per_sm)
+    blocks = total if tiles.schedule == Schedule.GRID else min(total, multiprocessors(q.device, 132) * tiles.blocks_per_sm)
     describe = _ragged if packed else _dense
     of_keys: tuple[View | None, ...]
     if paged:
@@ -326,12 +326,6 @@ def _fill_without_keys(out: Tensor, lse: Tensor | None, sinks: Tensor | None) ->
         lse.fill_(float("-inf"))
         if sinks is not None:
             lse.copy_(sinks.to(torch.float32)[:, None].expand_as(lse))
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """132 to compile for Hopper on a machine without one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _counter(x: Tensor) -> Tensor:

@@ -90,23 +90,17 @@ def _tile(index, work, live, layout: gl.constexpr, var: gl.constexpr):
 
 
 @gluon.jit
-def _next_index(turn, work, var: gl.constexpr):
-    """Which tile this block does after its `turn`-th; one past the end when the schedule has no more for it."""
-    blocks = gl.num_programs(0)
+def _next_index(work, var: gl.constexpr):
+    """Which tile this block does next; one past the end when the schedule has no more for it."""
     if var.tiles.schedule == 0:
         index = work.total
-    elif var.tiles.schedule == 1:
-        block = gl.program_id(0)
-        if turn % 2 == 0:
-            block = blocks - 1 - block
-        index = (turn + 1) * blocks + block
     else:
         taken = gl.atomic_add(work.counter, 1, sem="relaxed")
         if not var.varlen:  # noqa: SIM102
             # every tile is followed by one request: the last request of the launch leaves the counter as it was found
             if taken == work.total - 1:
                 gl.store(work.counter, 0)
-        index = taken + blocks
+        index = taken + gl.num_programs(0)
     return index
 
 
@@ -214,7 +208,7 @@ def producer(desc, smem, bars, work, var: gl.constexpr):
         mbarrier.wait(bars.q_empty.index(slot), ((turn // var.tiles.q_stages) & 1) ^ 1)
         smem.record.index(slot).store(_pack(tile, RECORD_LAYOUT))
         _load_queries(tile, slot, desc, smem, bars, var)
-        index = _next_index(turn, work, var)
+        index = _next_index(work, var)
         for j in range(1, blocks + 1):  # from the last block to the first, K one step ahead of V: the consumers' order
             if j < blocks:
                 _load_keys(tile, kv_head, tile.high - 1 - j, count + j, desc, smem, bars, work, var)

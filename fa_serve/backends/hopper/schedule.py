@@ -152,15 +152,16 @@ class TileCounters:
         self._taken = 0
 
     def take(self, device: torch.device, stream: int, capturing: bool) -> Tensor:
-        key = (device, stream)
-        counter = None if capturing else self._by_stream.get(key)
-        if counter is None:
-            if device not in self._buffers:
-                if capturing:  # memory from inside a capture belongs to that graph
-                    return torch.zeros(1, dtype=torch.int32, device=device)
-                self._buffers[device] = torch.zeros(_COUNTERS, 4, dtype=torch.int32, device=device)
-            counter = self._buffers[device][self._taken % _COUNTERS]  # 16 bytes apart, as launches want addresses
+        if capturing:
+            if device not in self._buffers:  # memory from inside a capture belongs to that graph
+                return torch.zeros(1, dtype=torch.int32, device=device)
             self._taken += 1
-            if not capturing:
-                self._by_stream[key] = counter
-        return counter
+            return self._buffers[device][self._taken % _COUNTERS]  # 16 bytes apart, as launches want addresses
+        if device not in self._buffers:
+            self._buffers[device] = torch.zeros(_COUNTERS, 4, dtype=torch.int32, device=device)
+            if device.type == "cuda":  # once: graphs are replayed on streams that do not wait for this one
+                torch.cuda.current_stream(device).synchronize()
+        key = (device, stream)
+        if key not in self._by_stream:  # zeroed on the stream that uses it, and never a graph's as well
+            self._by_stream[key] = torch.zeros(4, dtype=torch.int32, device=device)
+        return self._by_stream[key]

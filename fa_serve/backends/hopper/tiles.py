@@ -16,13 +16,11 @@ class Schedule(IntEnum):
     """How tiles reach the thread blocks.
 
     GRID     one block per tile; the hardware deals blocks in order, longest tiles first
-    STATIC   a resident grid that walks the tiles in a snake, so that a sorted list is balanced without communication
     DYNAMIC  a resident grid; whoever is free takes the next tile from a counter in global memory
     """
 
     GRID = 0
-    STATIC = 1
-    DYNAMIC = 2
+    DYNAMIC = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,8 @@ class TileConfig:
               False waits for each product: an ablation
     rescale_late: O follows a new maximum after a step's QK^T is issued, under it, instead of before
     softmax_first: every exponential of a step comes before the wait for the previous PV; else ptxas chooses
-    o_parts:  0: O leaves through the place of its queries, which is free for the next ones when it has left. Else O has a place
-              of its own for 1 / o_parts of it, and a lone query tile is free after its last QK^T
+    o_parts:  0: O leaves through the place of its queries, which is free for the next ones when it has left. 2: O has a place
+              of its own for half of it, and a lone query tile is free after its last QK^T
     blocks_per_sm: how many blocks share a multiprocessor; more than one needs small tiles
     """
 
@@ -77,7 +75,7 @@ HEAD_DIMS = {
     (256, 256): (128, 128, 256),
 }
 """(head_dim, head_dim_v) -> widths in shared memory (first part of Q and K, second part or 0, V). 96 is padded with zeros by
-the copy engine; 192 is computed as 128 + 64, because tiles are powers of two; half of 256 fits in registers."""
+the copy engine; 192 is computed as 128 + 64, because tiles are powers of two."""
 
 
 @lru_cache(maxsize=4096)

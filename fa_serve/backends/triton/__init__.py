@@ -48,7 +48,7 @@ class TritonBackend:
 
     def forward(self, q, k, v, *, mask, **options):
         over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
-        if q.shape[1] <= FEW_QUERIES < k.shape[1] and over_keys:
+        if 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and over_keys:
             return launch_dense(q, k, v, mask=mask, **options)
         return launch_forward(q, k, v, mask=mask, **options)
 

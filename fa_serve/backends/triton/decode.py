@@ -21,7 +21,7 @@ out: long prompts (forward.py) and writing the cache (kv_cache.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch
+from fa_serve.backends.launch import Launch, multiprocessors
 from fa_serve.backends.triton.pieces import combine_launch, sequence_lengths, share_of_line, store_rows, visible_blocks
 from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, softcap_scores, wait_for_previous_kernel
 from fa_serve.backends.triton.tiles import batch_block, launch_options, padded_dim
@@ -395,13 +395,13 @@ def launch_dense(
 
     mask: None, or a bool one over keys alone, (1 or batch, 1, 1, seqlen_k): keys that it hides are not read
     """
-    batch, seqlen_q, num_heads, _ = q.shape
+    batch, seqlen_q, num_heads, head_dim = q.shape
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     result = q.new_empty(batch, seqlen_q, num_heads, v.shape[-1]) if out is None or not out.is_contiguous() else out
     _, lse = launch_decode(
-        q.reshape(batch * seqlen_q, num_heads, -1), k, v, block_table=None, seqused_k=None, cu_seqlens_q=None,
+        q.reshape(batch * seqlen_q, num_heads, head_dim), k, v, block_table=None, seqused_k=None, cu_seqlens_q=None,
         max_seqlen_q=seqlen_q, max_seqlen_k=k.shape[1], softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
-        sinks=sinks, k_descale=None, v_descale=None, num_splits=0, out=result.view(batch * seqlen_q, num_heads, -1),
+        sinks=sinks, k_descale=None, v_descale=None, num_splits=0, out=result.view(batch * seqlen_q, num_heads, v.shape[-1]),
         return_lse=return_lse, mask=mask, memo=memo,
     )  # fmt: skip
     lse = None if lse is None else lse.view(num_heads, batch, seqlen_q).transpose(0, 1)
@@ -473,8 +473,8 @@ def _plan(
     groups, max_seqlen_q, arch = num_heads // num_kv_heads, max(max_seqlen_q, 1), spec.arch_of(q.device)
     if tiles is None:
         tiles = decode_tiles(
-            arch, _num_sms(q.device), dtype.itemsize, itemsize, dim, dim_v, num_heads, num_kv_heads, batch, max_seqlen_q,
-            max_seqlen_k, num_splits,
+            arch, multiprocessors(q.device, 8), dtype.itemsize, itemsize, dim, dim_v, num_heads, num_kv_heads, batch,
+            max_seqlen_q, max_seqlen_k, num_splits,
         )  # fmt: skip
     tiles_per_head = -(-groups * max_seqlen_q // tiles.block_m)
     units, unit_rows = num_kv_heads * tiles_per_head, min(tiles.block_m, groups * max_seqlen_q)
@@ -507,9 +507,3 @@ def _plan(
     fixed = (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, *cut, pdl)
     places = (2 * pieces if tiles.balanced else pieces) * units * unit_rows
     return _Plan(shape, decode, combine_launch(plan, lse_stride, fixed, out_strides), ((places, dim_v), (places,)))
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors (compute units on ROCm) to fill; a few on the CPU, for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -19,13 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
 from fa_serve.backends.launch import launch, on_device_of
-from fa_serve.backends.triton.primitives import (
-    LOG2E,
-    finish_softmax,
-    online_softmax_update,
-    softcap_scores,
-    window_keep,
-)
+from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, online_softmax_update, softcap_scores, window_keep
 from fa_serve.backends.triton.tiles import TileConfig, batch_block, forward_tiles, padded_dim
 
 

@@ -139,9 +139,10 @@ def _rotary_store_kv(
     y3 = y3.to(stored)
     page = slot // page_size
     position = slot % page_size
-    k_ptrs = k_cache_ptr + page * stride_kcp + position * stride_kct + ((heads - NUM_HEADS) * stride_kch)[:, None]
+    # int64 before any product with a stride
+    k_ptrs = k_cache_ptr + page * stride_kcp + position * stride_kct + ((heads - NUM_HEADS).to(tl.int64) * stride_kch)[:, None]
     v_ptrs = v_cache_ptr + page * stride_vcp + position * stride_vct
-    v_ptrs = v_ptrs + ((heads - NUM_HEADS - NUM_KV_HEADS) * stride_vch)[:, None]
+    v_ptrs = v_ptrs + ((heads - NUM_HEADS - NUM_KV_HEADS).to(tl.int64) * stride_vch)[:, None]
     to_k = is_k[:, None] & (slot >= 0)
     to_v = is_v[:, None] & (slot >= 0)
     tl.store(k_ptrs + r[None, :], y1, mask=in_r & to_k)

@@ -9,15 +9,14 @@ pass of its own: its factor is one number for the row, and comes out of the loop
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import launch
+from fa_serve.backends.launch import launch, multiprocessors
 from fa_serve.backends.triton.layers import ACTIVATIONS, activate
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.backends.triton.tiles import launch_options
@@ -90,7 +89,7 @@ def launch_linear_row(
     """x (1, k), weight (n, k), all contiguous. norm: (weight, eps, offset) of the RMS norm of x; out may be `residual`."""
     n, k = out.shape[1], x.shape[1]
     gated = activation is not None
-    block_n, block_k = row_tiles(_num_sms(x.device), n, k, gated)
+    block_n, block_k = row_tiles(multiprocessors(x.device, 1), n, k, gated)
     norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
     pdl = spec.arch_of(x.device) >= 90
     launch(
@@ -116,8 +115,3 @@ def row_tiles(num_sms: int, n: int, k: int, gated: bool) -> tuple[int, int]:
         waves = triton.cdiv(n, block_n) / (num_sms * resident)
         tiles.append((waves / math.ceil(waves), block_n, min(block_k, triton.next_power_of_2(k))))
     return tiles[1][1:] if k <= 1024 or tiles[1][0] > tiles[0][0] + 0.05 else tiles[0][1:]
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
