@@ -129,9 +129,9 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
         "nobody sees. Chunks, image blocks, prefixes and masks of your own are passed as they are.", "",
         "## What is tested", "",
         "Tiny models with random weights against eager attention: every row, every valid position, to a few roundings of",
-        f"float32 ({versions}). Tests passed of tests there are;",
-        "pages is the engine's cache, or its refusal. What sees or hears has a tower and a text. `make test` runs them all,",
-        "`make test-newest` on the newest release.",
+        f"float32 ({versions}). A cell: tests passed of all. \"pages\": in the",
+        "engine's paged cache, or refused there as it should be. Multimodal models have a vision or audio tower beside the text.",
+        "`make test` runs them all, `make test-newest` on the newest release.",
         "", "| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|",
     ]  # fmt: skip
     for name, row in results["families"].items():
