@@ -130,8 +130,8 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
         "## What is tested", "",
         "Tiny models with random weights against eager attention: every row, every valid position, to a few roundings of",
         f"float32 ({versions}). A cell: tests passed of all. \"pages\": in the",
-        "engine's paged cache, or refused there as it should be. Multimodal models have a vision or audio tower beside the text.",
-        "`make test` runs them all, `make test-newest` on the newest release.",
+        "engine's paged cache, or refused there as it should be. Multimodal models have a vision or audio tower beside the",
+        "text. `make test` runs them all, `make test-newest` on the newest release.",
         "", "| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|",
     ]  # fmt: skip
     for name, row in results["families"].items():
