@@ -269,7 +269,7 @@ def _info_of_model(model: str, device: str, arch: int | None, console: Console) 
 
     try:
         described = describe(model, device, arch_of(torch.device(device)) if arch is None else arch)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         _fail(str(error), code=2)
     table = Table("part", "layers", "what each asks for", "prefill", "decoding", "why not the ones before", show_lines=True)
     for part in described.parts:

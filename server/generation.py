@@ -111,7 +111,8 @@ class Answer(ABC):
                         log.error("%s failed: %s", self._head["id"], output.error)
                         if reason := service.unready():
                             raise Unavailable(f"The request was cut off: {reason}.", retry_after=5)
-                        if self._constraint is not None and "leave no token" in str(output.error):
+                        narrowed = self._body.allowed_token_ids or self._body.logit_bias
+                        if narrowed and self._constraint is not None and "leave no token" in str(output.error):
                             raise BadRequest("The other parameters leave no token for it.", param=self._constraint.field)
                         raise EngineFailed(UNFORESEEN)
                     if output.finish_reason == "abort":

@@ -45,12 +45,8 @@ class Metrics(Collector):
         self.queue = self._histogram("request_queue_time_seconds", "From the engine's door to the first step.", REQUEST_SECONDS)
         self.prompt = self._histogram("request_prompt_tokens", "Tokens of a finished sequence's prompt.", TOKENS)
         self.output = self._histogram("request_generation_tokens", "Tokens of a finished sequence's answer.", TOKENS)
-        self.finished = Counter(
-            f"{PREFIX}request_success",
-            "Sequences that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
-        )
+        labels = ["model_name", "finished_reason"]
+        self.finished = Counter(f"{PREFIX}request_success", "Sequences that ended, by reason.", labels, registry=self._registry)
         self._responses = Counter(
             f"{PREFIX}http_responses", "Responses, by path and status.", ["path", "status"], registry=self._registry
         )

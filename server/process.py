@@ -1,8 +1,8 @@
 """The server as a process: uvicorn, the start-up report, and what signals mean.
 
 The first SIGTERM or SIGINT drains: /ready turns 503, new requests get 503, running ones have `drain_timeout` seconds; then the
-process ends with code 0. A second signal, or one while the model is being loaded, ends it at once, as signals do. uvicorn alone
-would close its port at the first signal and end with the signal's code after a clean stop.
+process ends with code 0. A second signal, or one while the model is being loaded, ends it at once, with 128 and the signal's
+number as its code. uvicorn alone would close its port at the first signal and end with the signal's code after a clean stop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Server(uvicorn.Server):
         address = (self.config.host, self.config.port)
         sockets = sockets or [socket.create_server(address, family=family, backlog=self.config.backlog)]
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # what a client that was cut off has not read is not kept for longer either
-            sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._service.settings.send_timeout * 1000))
+            timeout = min(max(self._service.settings.send_timeout * 1000, 1), 2**31 - 1)
+            sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout))
         super().run(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

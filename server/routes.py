@@ -123,8 +123,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a prompt or of a conversation, as generation would see them."""
     service = await _service(request)
     service.require_ready()
-    if body.model is not None:
-        service.require_model(body.model)
+    service.require_model(body.model)
     if body.prompt is not None:
         [tokens] = await service.encode([body.prompt], special=body.add_special_tokens is not False)
     else:
@@ -138,8 +137,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     service = await _service(request)
     service.require_ready()
-    if body.model is not None:
-        service.require_model(body.model)
+    service.require_model(body.model)
     return JSONResponse({"prompt": await service.decode(body.tokens)})
 
 

@@ -131,8 +131,8 @@ class Service:
     def model_name(self) -> str:
         return self.settings.served_model_name or self.engine.model_name
 
-    def require_model(self, name: str) -> None:
-        if name != self.model_name:
+    def require_model(self, name: str | None) -> None:
+        if name not in (None, self.model_name):
             raise NotFound(
                 f"No model {name!r} here; this server has {self.model_name!r}.", param="model", code="model_not_found"
             )
@@ -161,7 +161,7 @@ class Service:
         given = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if len(given) == len(prompts):
             return given
-        return await self._tokenize(lambda: [self._ids(p, special) if isinstance(p, str) else p for p in prompts])
+        return await self._tokenize(lambda: [self._ids(p, special, "prompt") if isinstance(p, str) else p for p in prompts])
 
     def template(self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> Template:
         """The request's own chat template if that is allowed, else the operator's, else the model's."""
@@ -182,7 +182,7 @@ class Service:
         def work() -> tuple[list[int], str]:
             messages = [message.rendered() for message in body.messages or ()]
             text = template.render(messages, [tool.rendered() for tool in tools] or None, variables)
-            return self._ids(text, special=False), text
+            return self._ids(text, False, "messages"), text
 
         return await self._tokenize(work)
 
@@ -195,12 +195,12 @@ class Service:
             raise BadRequest(f"The tokenizer knows token ids from 0 to {known - 1}, got {max(token_ids)}.", param="tokens")
         return str(self.engine.tokenizer.decode(token_ids))
 
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def _ids(self, text: str, special: bool, param: str) -> list[int]:
         try:
             return self._reader.encode(text, special)
         except ValueError as error:
             code = "invalid_value" if isinstance(error, UnicodeError) else "context_length_exceeded"
-            raise BadRequest(f"{error}.", code=code) from None
+            raise BadRequest(f"{error}.", param=param, code=code) from None
 
     async def _tokenize(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, work)

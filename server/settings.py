@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-    YamlConfigSettingsSource,
-)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, TomlConfigSettingsSource, YamlConfigSettingsSource
 
 if TYPE_CHECKING:
     from fa_serve.engine import EngineConfig
@@ -134,12 +127,8 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
 
     class Sourced(Settings):
         @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource, dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
-            return init_settings, env_settings, kind(settings_cls, file)
+        def settings_customise_sources(cls, settings_cls: type[BaseSettings], **sources: Any) -> tuple[Any, ...]:  # type: ignore[override]
+            return sources["init_settings"], sources["env_settings"], kind(settings_cls, file)
 
     try:
         return Sourced(**flags)

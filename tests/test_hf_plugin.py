@@ -14,7 +14,16 @@ import pytest
 import torch
 from hf_families import BY_NAME, VOCAB, assert_same
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig, StaticCache, masking_utils
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    CompileConfig,
+    Kosmos2ForConditionalGeneration,
+    LlamaConfig,
+    StaticCache,
+    masking_utils,
+)
 from transformers.integrations.executorch import convert_and_export_with_cache
 
 import fa_serve
@@ -147,6 +156,48 @@ def test_attention_weights_are_refused_to_a_model_that_collects_them_without_a_w
     model = fa_serve.patch(BY_NAME[family].build())
     with pytest.raises(UnsupportedModelError, match="never forms the attention weights"):
         model(tokens(1, 5), output_attentions=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shared", [False, True])
+def test_beits_bias_is_added_to_no_mask(shared: bool) -> None:
+    config = AutoConfig.for_model(
+        "beit", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8,
+        use_relative_position_bias=not shared, use_shared_relative_position_bias=shared,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    eager = AutoModel.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in eager.named_parameters():
+        if "relative_position_bias_table" in name:
+            parameter.normal_()
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    pixels = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(pixels).last_hidden_state, eager(pixels).last_hidden_state, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_keys_of_something_else_are_seen_whatever_the_module_says() -> None:
+    """Kosmos 2 reads an image by an attention that calls itself causal."""
+    sizes = {"vocab_size": 96, "embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 2, "max_position_embeddings": 64}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32}
+    config = AutoConfig.for_model("kosmos-2", latent_query_num=4, text_config=sizes, vision_config=vision | {"patch_size": 8})
+    torch.manual_seed(0)
+    eager = Kosmos2ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    for parameter in eager.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=1.2 * parameter[0].numel() ** -0.5)
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    places = torch.zeros(1, 24, dtype=torch.int64)
+    places[:, 4:8] = 1
+    given = {"pixel_values": torch.randn(1, 3, 32, 32), "image_embeds_position_mask": places}
+    given["input_ids"] = torch.randint(3, 90, (1, 24))
+    torch.testing.assert_close(ours(**given).logits, eager(**given).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_informers_other_attention_is_refused() -> None:
+    config = AutoConfig.for_model("informer", prediction_length=4, context_length=8)
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match="works on masks in the form that eager"):
+        AutoModel.from_config(config, attn_implementation="fa_serve")
 
 
 @torch.no_grad()

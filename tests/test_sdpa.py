@@ -157,3 +157,6 @@ def test_a_row_without_keys_is_nothing_whatever_the_sinks() -> None:
     for backend in ("reference", "sdpa"):
         hidden = {"mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool), "sinks": torch.full((2,), -torch.inf)}
         assert not fa_serve.attention(q, k, v, **hidden, backend=backend).any()
+        given = [x.clone().requires_grad_() for x in (q, k, v)]
+        fa_serve.attention(*given, **hidden, backend=backend).sum().backward()
+        assert backend == "reference" or all(x.grad.isfinite().all() for x in given)

@@ -215,12 +215,14 @@ def _one_call(
         return (out if dead is None else out.masked_fill(dead, 0.0)), None
     if dead is not None:
         lse = lse.masked_fill(dead.expand(*lse.shape, 1)[..., 0], NEG_INF)
+        out = out.masked_fill(dead, 0.0)
     if sinks is not None:
         sink = sinks.to(lse.dtype)[None, :, None]
         # softmax with one more logit is the softmax without it, times the share of the rest
-        out = (out * torch.sigmoid(lse - sink)[..., None]).to(out.dtype)
+        share = torch.sigmoid((lse - sink).nan_to_num(0.0, -NEG_INF, NEG_INF))  # -inf - -inf of a row without any key
+        out = (out * share[..., None]).to(out.dtype)
         lse = torch.logaddexp(lse, sink)
-    return out if dead is None else out.masked_fill(dead, 0.0), lse if return_lse else None
+    return out, lse if return_lse else None
 
 
 def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:

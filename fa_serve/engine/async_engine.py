@@ -121,7 +121,6 @@ class AsyncEngine:
     def _mourn(self, reason: str) -> None:
         """The worker has died: its requests end, and if the config says so there will be another."""
         again = not isinstance(self._source, Engine) and self._restarts < self.config.max_restarts and self._restarting is None
-        log.error("the engine has ended: %s", reason)
         self._die(EngineDeadError(f"the engine has ended: {reason}" + ("; it is being restarted" if again else "")))
         if again:
             self._restarts += 1

@@ -352,11 +352,9 @@ class Engine:
         config = self.config
         assert config.num_pages is not None
         return Scheduler(
-            PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            window=self._runner.window,
-        )
+            PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching), window=self._runner.window,
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        )  # fmt: skip
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         if isinstance(error, torch.AcceleratorError):

@@ -9,6 +9,7 @@ state (detokenizer.py) and everything on a device (model_runner.py).
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -153,6 +154,11 @@ class SamplingParams:
         """Whether a token's logit depends on where it has been before."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
+    @property
+    def narrowed(self) -> bool:
+        """Whether it may be by these parameters that no token is left."""
+        return bool(self.structured or self.allowed_token_ids or self.bad_token_ids or self.logit_bias)
+
     def token_ids(self) -> Iterator[int]:
         """Every token id that these parameters name."""
         return chain(self.logit_bias or (), self.allowed_token_ids or (), self.bad_token_ids, self.stop_token_ids)
@@ -174,7 +180,7 @@ def _is_number(value: object) -> bool:
 
 def _require(holds: bool, name: str, rule: str, value: object) -> None:
     if not holds:
-        raise ValueError(f"{name} must be {rule}, got {value!r}")
+        raise ValueError(f"{name} must be {rule}, got {reprlib.repr(value)}")
 
 
 @dataclass(slots=True)

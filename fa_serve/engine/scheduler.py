@@ -88,8 +88,6 @@ class Scheduler:
         self._slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, request: Request) -> None:
-        if request.request_id in self.requests:
-            raise ValueError(f"request_id must be unique among unfinished requests, got {request.request_id!r}")
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=_rank)
 
@@ -133,7 +131,10 @@ class Scheduler:
                 continue
             request.num_pending -= 1
             if token == INVALID_TOKEN:
-                self.pages.unregister(request.pages[request.num_released :])  # what it shared may hold what is not finite too
+                if request.params.narrowed:
+                    self._withdraw(request, 0)
+                else:  # what it shared may hold what is not finite as well
+                    self.pages.unregister(request.pages[request.num_released :])
                 self.finish(request, "error", "the model's logits are not finite, or the parameters leave no token")
                 continue
             request.tokens.append(token)

@@ -20,7 +20,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ WHITESPACE = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
 MAX_COMPILED = 64  # grammars that are kept for requests to come
 MAX_LENGTH = 1 << 18  # characters of a grammar
 STACK = 512 << 20  # bytes for a grammar of that length: llguidance calls itself for each rule that leads to another
+_STARTING = threading.Lock()
 
 
 class Grammars:
@@ -45,8 +46,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._tables: Any = None
         self._executor: Any = None
-        self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()  # the least recently used first
-        self._compilers = ThreadPoolExecutor(2, "fa_serve-grammar")
+        self._compiled: OrderedDict[str, Any] = OrderedDict()  # the least recently used first; those with an error too
 
     def matcher(self, structured: StructuredOutput) -> Any:
         """A new LLMatcher at the start of its answer. Raises ValueError, which names the field, if there can be none."""
@@ -56,26 +56,19 @@ class Grammars:
         if len(grammar) > MAX_LENGTH:
             raise ValueError(f"{field} must have at most {MAX_LENGTH} characters, got {len(grammar)}")
 
-        def compiled(tables: Any) -> Any:
-            matcher = llguidance.LLMatcher(tables, grammar, log_level=0)
-            matcher.compute_bitmask()  # an error if there is no answer at all
-            return matcher
-
         with self._lock:
             tables = self._load(llguidance)
-            if grammar not in self._compiled:
-                before = threading.stack_size(STACK)
-                self._compiled[grammar] = self._compilers.submit(compiled, tables)
-                threading.stack_size(before)
-            compiling = self._compiled[grammar]
+            compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = _compile(llguidance, tables, grammar)
+        with self._lock:
+            self._compiled[grammar] = compiled
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        matcher = compiling.result()
-        if matcher.is_error():
-            raise ValueError(f"{field} must be one that can be followed: {matcher.get_error().strip()}")
-        with self._lock:
-            return matcher.deep_copy()
+            if compiled.is_error():
+                raise ValueError(f"{field} must be one that can be followed: {compiled.get_error().strip()}")
+            return compiled.deep_copy()
 
     def masks(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
         """(n, ceil(vocab_size / 32)): bit t % 32 of word t // 32 is 1 if token t may come next in the n-th answer."""
@@ -96,6 +89,25 @@ class Grammars:
             self._tables = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end_ids)
             self._executor = llguidance.LLExecutor()
         return self._tables
+
+
+def _compile(llguidance: Any, tables: Any, grammar: str) -> Any:
+    """In a thread that has STACK. The size is every thread's that starts meanwhile: memory that nobody touches."""
+
+    def work() -> Any:
+        matcher = llguidance.LLMatcher(tables, grammar, log_level=0)
+        matcher.compute_bitmask()  # an error if there is no answer at all
+        return matcher
+
+    pool = ThreadPoolExecutor(1)
+    with _STARTING:
+        before = threading.stack_size(STACK)
+        try:
+            compiling = pool.submit(work)
+        finally:
+            threading.stack_size(before)
+    with pool:
+        return compiling.result()
 
 
 def _grammar(matcher: Any, structured: StructuredOutput) -> tuple[str, str]:

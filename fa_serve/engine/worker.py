@@ -19,11 +19,13 @@ import gc
 import logging
 import logging.handlers
 import multiprocessing
+import os
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -85,6 +87,7 @@ class Worker(Protocol):
 def serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None]) -> None:
     """Run the engine until the command None comes. A request whose grammar takes time comes again when it is compiled."""
     preparing: set[str] = set()
+    pool = ThreadPoolExecutor(2, thread_name_prefix="fa_serve-grammar")
 
     def prepare(command: Add, since: float) -> None:
         with suppress(Exception):  # which add_request raises again
@@ -101,16 +104,15 @@ def serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None]
                 pass  # a command that comes now waits for one of these at most
             command = commands.get()
             if command is None:
+                pool.shutdown(wait=False, cancel_futures=True)
                 return
             if isinstance(command, Abort):
                 if command.request_id in preparing:
                     preparing.remove(command.request_id)
-                    outputs += [
-                        RequestOutput(command.request_id, [], finished=True, finish_reason="abort", index=index)
-                        for index in range(command.num_answers)
-                    ]
-                    continue
-                outputs += engine.abort(command.request_id)
+                    end = RequestOutput(command.request_id, [], finished=True, finish_reason="abort")
+                    outputs += [replace(end, index=index) for index in range(command.num_answers)]
+                else:
+                    outputs += engine.abort(command.request_id)
                 continue
             if command.prepared:
                 if command.request_id not in preparing:
@@ -119,20 +121,18 @@ def serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None]
             elif command.params is not None and command.params.structured is not None:
                 if len(preparing) < max(engine.config.max_waiting, 1):
                     preparing.add(command.request_id)
-                    threading.Thread(target=prepare, args=(command, time.monotonic()), daemon=True).start()
+                    pool.submit(prepare, command, time.monotonic())
                 else:
-                    rejected.append(
-                        (command.request_id, QueueFullError(f"{len(preparing)} grammars are being compiled already"))
-                    )
+                    full = QueueFullError(f"{len(preparing)} grammars are being compiled already")
+                    rejected.append((command.request_id, full))
                 continue
             try:
                 engine.add_request(
                     command.request_id, command.prompt, command.params, priority=command.priority, timeout=command.timeout
                 )
-            except (ValueError, QueueFullError) as error:
-                rejected.append((command.request_id, error))
-            except Exception as error:  # perhaps one that cannot be pickled
-                rejected.append((command.request_id, RuntimeError(f"{type(error).__name__}: {error}")))
+            except Exception as error:
+                known = isinstance(error, (ValueError, QueueFullError))  # another may pickle and not unpickle
+                rejected.append((command.request_id, error if known else RuntimeError(f"{type(error).__name__}: {error}")))
         outputs += engine.step()
         deliver(Message(engine.stats(), outputs, rejected))
 
@@ -240,6 +240,7 @@ class ProcessWorker:
         if error is not None:
             self._on_death(f"{type(error).__name__}: {error}")
         elif not self._stopping:
+            log.error("the engine has ended: its process ended with exit code %s", self._process.exitcode)
             self._on_death(f"its process ended with exit code {self._process.exitcode}")
 
 
@@ -259,11 +260,13 @@ def _main(config: EngineConfig, connection: Connection) -> None:
         messages.put(message)
 
     try:
+        ready = threading.Event()
+        threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
         engine = Engine(config)
+        ready.set()
         gc.collect()
         gc.freeze()  # a collection that goes through all that has been loaded takes a quarter of a second
         messages.put(Ready(engine.config, engine.vocab_size, engine.stats(), None))
-        threading.Thread(target=_listen, args=(connection, commands), daemon=True).start()
         try:
             serve(engine, commands, deliver)
         except Exception:
@@ -276,9 +279,11 @@ def _main(config: EngineConfig, connection: Connection) -> None:
         writer.join()
 
 
-def _listen(connection: Connection, commands: Commands) -> None:
+def _listen(connection: Connection, commands: Commands, ready: threading.Event) -> None:
     for command in _arrivals(connection):
         commands.put(command)
+    if not ready.is_set():
+        os._exit(1)  # nobody waits for what is being loaded
     commands.put(None)  # the parent wants us to end, or is no more
 
 
@@ -295,9 +300,13 @@ def _forward(source: queue.SimpleQueue[Any], connection: Connection) -> None:
 
 def _arrivals(connection: Connection) -> Iterator[Any]:
     """What the other end forwards, one by one, until it says or shows that this was all, or sends what cannot be read."""
-    with suppress(Exception):
+    try:
         while True:
             for item in connection.recv():
                 if item is None:
                     return
                 yield item
+    except (EOFError, OSError):
+        return
+    except Exception:  # somebody's that pickles and does not unpickle
+        log.exception("a message between the engine's process and this one could not be read")

@@ -51,7 +51,9 @@ def attention_forward(
         kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k, "position_bias": position_bias}
         kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return cast("tuple[Tensor, None]", paged_attention(module, query, key, value, attention_mask, **kwargs))
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    # the module's word is about a sequence that attends to itself; the engine's are all causal
+    own = getattr(module, "is_causal", fa_serve_batch is not None) and query.shape[2] == key.shape[2]
+    causal = bool(own if is_causal is None else is_causal)
     left = -1 if sliding_window is None else sliding_window - 1
     window_size = (left, 0 if causal else left)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}

@@ -76,7 +76,7 @@ def describe(model_or_config: str | PreTrainedConfig, device: str = "cpu", arch:
     auto: Any = transformers.AutoModel
     with torch.device("meta"):
         whole: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=config.dtype or torch.bfloat16)
-    parts = {part.name: part for part in (_examine(model, whole, device, arch) for model in _models(whole))}
+    parts = {part.name: part for part in (_examine(*each, device, arch) for each in _models(whole))}
     try:
         check_model(loaded)
         engine = None
@@ -93,22 +93,19 @@ def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return found
 
 
-def _models(whole: PreTrainedModel) -> list[PreTrainedModel]:
-    """The models within a model that have a config of another class, or one that a name of its own tells apart, outermost
-    first; else the model alone."""
-    names, first = _names(whole), dict[object, PreTrainedModel]()
+def _models(whole: PreTrainedModel) -> list[tuple[str, PreTrainedModel]]:
+    """By their names, the models within a model whose configs have names of their own or another class, outermost first."""
+    names = {id(getattr(whole.config, name, None)): name for name in whole.config.sub_configs}
+    first: dict[object, tuple[str, PreTrainedModel]] = {}
     for model in whole.modules():
         if isinstance(model, PreTrainedModel):
-            first.setdefault(names.get(id(model.config), type(model.config)), model)
+            name = names.get(id(model.config))
+            first.setdefault(name or type(model.config), (name or "model", model))
     return list(first.values())
 
 
-def _names(whole: PreTrainedModel) -> dict[int, str]:
-    return {id(getattr(whole.config, name, None)): name for name in whole.config.sub_configs}
-
-
-def _examine(model: PreTrainedModel, whole: PreTrainedModel, device: str, arch: int) -> Part:
-    part = Part(_names(whole).get(id(model.config), "model"), type(model).__name__)
+def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
+    part = Part(name, type(model).__name__)
     within = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     try:
         for each in within:
@@ -150,9 +147,9 @@ class _Recorder:
         is_causal: bool | None = None, sliding_window: int | None = None, softcap: float | None = None,
         s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        own = getattr(module, "is_causal", False) and query.shape[2] == key.shape[2]
         left = -1 if sliding_window is None else sliding_window - 1
-        window = (left, 0 if causal else left)
+        window = (left, 0 if (own if is_causal is None else is_causal) else left)
         if isinstance(attention_mask, Implicit):
             window = attention_mask.window_size
         explicit: Literal["bool", "float"] | None = None if position_bias is None else "float"

@@ -79,6 +79,12 @@ class Implicit:
     def contiguous(self) -> Implicit:
         return self
 
+    def __radd__(self, bias: Tensor) -> Tensor:
+        """A bias that a model adds to its mask (BEiT's of relative positions), where nothing is masked."""
+        if (self.window_size, self.padding, self.starts) != ((-1, -1), None, None):
+            raise UnsupportedModelError("a bias is added to a mask that is not spelled out")
+        return bias
+
     def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Implicit:
         """mask[:, :, -n:, :]. Layers that share the keys of others compute the queries whose logits are kept, and no others
         (Gemma 4, later than 5.17). The last queries stand where they stood: at the last of the keys."""

@@ -7,6 +7,8 @@ import torch
 from tiny_models import VOCAB, greedy, make_model
 
 from fa_serve.engine import SamplingParams
+from fa_serve.engine.request import Request
+from fa_serve.engine.sampler import sampling_arrays
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6]
 
@@ -91,6 +93,8 @@ def test_stop_strings_wait_for_min_tokens(make_engine, tokenizer) -> None:
 def test_next_to_no_temperature_is_none(make_engine, temperature) -> None:
     both = [SamplingParams(max_tokens=16, temperature=value, seed=1) for value in (temperature, 1.0)]
     assert make_engine().generate([PROMPT, [3]], both)[0].token_ids == PLAIN
+    requests = [Request("a", [1], values, 4) for values in both]
+    assert sampling_arrays(requests, [1, 1], VOCAB)["temperature"].tolist() == [0.0, 1.0]
 
 
 def test_a_slot_forgets_the_tokens_of_its_last_request(make_engine) -> None:

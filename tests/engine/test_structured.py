@@ -6,13 +6,14 @@ import asyncio
 import json
 import pickle
 import re
+import threading
 import time
 
 import jsonschema
 import pytest
 from tiny_models import VOCAB, greedy, make_model
 
-from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams, StructuredOutput
+from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams, StructuredOutput, structured
 
 pytest.importorskip("llguidance")
 
@@ -164,6 +165,43 @@ def test_a_deadline_counts_while_the_grammar_is_compiled(make_engine, monkeypatc
 
     end = asyncio.run(main())[-1]
     assert (end.finish_reason, end.error) == ("error", "the request was not finished within its timeout")
+
+
+def test_no_grammar_is_compiled_by_the_engines_own_thread(make_engine, monkeypatch) -> None:
+    """Also when more are being compiled than are kept."""
+    real, names = structured._compile, []
+
+    def slow(*given):
+        names.append(threading.current_thread().name)
+        time.sleep(0.05)
+        return real(*given)
+
+    async def main() -> list:
+        running = AsyncEngine(make_engine())
+        await running.start()
+
+        async def ask(index: int) -> str:
+            held = SamplingParams(max_tokens=9, structured=StructuredOutput(choice=(f"{index:08d}",)))
+            return "".join([output.text async for output in running.generate([5], held, str(index))])
+
+        try:
+            return await asyncio.gather(*map(ask, range(8)))
+        finally:
+            await running.shutdown()
+
+    monkeypatch.setattr(structured, "_compile", slow)
+    monkeypatch.setattr(structured, "MAX_COMPILED", 3)
+    assert [text[:1] for text in asyncio.run(main())] == ["0"] * 8
+    assert len(names) == 8
+    assert {name.rpartition("_")[0] for name in names} == {"fa_serve-grammar"}
+
+
+def test_a_stack_that_cannot_be_had_is_not_every_threads(make_engine, monkeypatch) -> None:
+    before = threading.stack_size()
+    monkeypatch.setattr(structured.ThreadPoolExecutor, "submit", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make_engine().add_request("a", [1], params("regex"))
+    assert threading.stack_size() == before
 
 
 def test_parameters_cross_processes() -> None:
