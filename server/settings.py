@@ -86,7 +86,7 @@ class Settings(BaseSettings):
     max_n: int = _option(128, "Sequences that one request may ask for.", "Limits", ge=1)
     max_body_bytes: int = _option(16 * 2**20, "Size of a request body.", "Limits", ge=1)
     request_timeout: float | None = _option(None, "Seconds that a request may take in all.", "Limits", gt=0)
-    send_timeout: float = _option(30.0, "Seconds that a client may leave its stream unread.", "Limits", gt=0)
+    send_timeout: float = _option(30.0, "Seconds that a client may leave what it is sent unread.", "Limits", gt=0)
     drain_timeout: float = _option(60.0, "Seconds that running requests have after SIGTERM.", "Limits", ge=0)
 
     @field_validator("cors_origins", "api_keys", mode="before")

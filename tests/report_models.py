@@ -149,7 +149,8 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
     counts = Counter(results["census"].values())
     lines += ["", "## Every model of transformers", "",
               f"Of {len(results['census'])} model types {counts.pop('')} are taken: their attention reaches us and tells us",
-              "nothing that we do not know. Only the families above are computed in tests. The others are refused at load:",
+              "nothing that we do not know. Only the families above are computed in tests. The others are refused at load,",
+              "and so is a model with a part that is refused, unless it is told to leave that part to another implementation:",
               "", "| why | model types |", "|---|---|"]  # fmt: skip
     for reason, _ in counts.most_common():
         types = [name for name, why in results["census"].items() if why == reason]

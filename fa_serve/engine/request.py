@@ -59,15 +59,15 @@ class SamplingParams:
     """How to choose tokens and when to end. A bad value is a ValueError that names the field.
 
     max_tokens:     tokens to generate at most; None, or more than the model's length leaves room for, means up to that length
-    temperature:    0 is greedy; 1 samples from the model's own distribution
+    temperature:    below 1e-6 is greedy; 1 samples from the model's own distribution
     top_p:          keep the most likely tokens whose probabilities first sum to at least top_p, in (0, 1]
     top_k:          keep the k most likely tokens; 0 keeps all
     min_p:          keep tokens at least min_p times as likely as the most likely one
     presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once or for each time
     repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the answer; 1 is off
-    logit_bias:     token id -> what is added to its logit
+    logit_bias:     token id -> what is added to its logit; it and each list of ids have MAX_IDS at most
     allowed_token_ids: nothing but these is generated; bad_token_ids: none of these is
-    min_tokens:     tokens before which no end token is generated
+    min_tokens:     tokens before which no end token is generated and no stop string is looked for
     seed:           the same seed gives the same random numbers, alone or in any batch; None draws one
     stop:           strings that end the text; they may span tokens and are not part of it
     stop_token_ids: tokens that end the text, on top of the model's own end-of-sequence tokens
