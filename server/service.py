@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fa_serve.engine.prompts import PromptReader
-
 from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
 from .logprobs import TokenTexts
 from .metrics import Metrics
@@ -149,10 +147,6 @@ class Service:
         return {token.content: i for i, token in self.engine.tokenizer.added_tokens_decoder.items() if token.special}
 
     @cached_property
-    def _reader(self) -> PromptReader:
-        return PromptReader(self.engine.tokenizer, len(self.engine.tokenizer), self.engine.max_model_len)
-
-    @cached_property
     def token_texts(self) -> TokenTexts:
         return TokenTexts(self.engine.tokenizer)
 
@@ -196,8 +190,9 @@ class Service:
         return str(self.engine.tokenizer.decode(token_ids))
 
     def _ids(self, text: str, special: bool, param: str) -> list[int]:
+        assert self.engine.reader is not None
         try:
-            return self._reader.encode(text, special)
+            return self.engine.reader.encode(text, special)
         except ValueError as error:
             code = "invalid_value" if isinstance(error, UnicodeError) else "context_length_exceeded"
             raise BadRequest(f"{error}.", param=param, code=code) from None

@@ -85,7 +85,7 @@ class AsyncEngine:
         self._source = engine
         self._worker: Worker | None = None
         self._ready: Ready | None = None
-        self._reader: PromptReader | None = None
+        self.reader: PromptReader | None = None  # of texts, from any thread, once the engine is loaded
         self._mailboxes: dict[str, _Mailbox] = {}  # by the name that the worker knows a request by
         self._names: dict[str, str] = {}  # by request id; no two requests have one name, even if an id is used again
         self._serial = count()
@@ -115,7 +115,7 @@ class AsyncEngine:
             self._worker = ThreadWorker(source, on_message, on_death)
         ready = await asyncio.to_thread(self._worker.start)
         assert ready.config.max_model_len is not None
-        self._reader = PromptReader(ready.tokenizer, ready.vocab_size, ready.config.max_model_len)
+        self.reader = PromptReader(ready.tokenizer, ready.vocab_size, ready.config.max_model_len)
         self._ready, self._stats = ready, None
 
     def _mourn(self, reason: str) -> None:
@@ -187,11 +187,11 @@ class AsyncEngine:
         Raises ValueError for a bad prompt or id and QueueFullError before anything is yielded, EngineDeadError when the engine
         has ended.
         """
-        if not self.is_alive or self._worker is None or self._reader is None:
+        if not self.is_alive or self._worker is None or self.reader is None:
             raise self._error or EngineDeadError("the engine has not been started")
         if request_id in self._names:
             raise ValueError(f"request_id must be unique among unfinished requests, got {request_id!r}")
-        worker, read = self._worker, self._reader.read
+        worker, read = self._worker, self.reader.read
         name = self._names[request_id] = f"{request_id}-{next(self._serial)}"
         mailbox = self._mailboxes[name] = _Mailbox(1 if params is None else params.n)
         try:

@@ -285,7 +285,7 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
             assert end.error.endswith("; it is being restarted") == (death == 0)
             with pytest.raises(EngineDeadError, match="exit code -9"):
                 await collect(engine, [1])
-            assert [thread.name for thread in threading.enumerate()].count("fa_serve-engine-write") == 0
+            await until(lambda: "fa_serve-engine-write" not in [thread.name for thread in threading.enumerate()])
             if death == 0:
                 await until(lambda: engine.is_alive, 120)
                 tokens = [t for output in await collect(engine, [7, 5]) for t in output.token_ids]
@@ -321,8 +321,8 @@ def test_a_message_that_cannot_be_read_is_a_death(monkeypatch) -> None:
 def test_an_abort_while_the_prompt_is_tokenized(make_engine, monkeypatch) -> None:
     async def main() -> None:
         async with started(make_engine()) as engine:
-            gate, read = threading.Event(), engine._reader.read
-            monkeypatch.setattr(engine._reader, "read", lambda prompt: gate.wait(20) and read(prompt))
+            gate, read = threading.Event(), engine.reader.read
+            monkeypatch.setattr(engine.reader, "read", lambda prompt: gate.wait(20) and read(prompt))
             task = asyncio.create_task(collect(engine, "the fox", SamplingParams(max_tokens=200), "slow"))
             await until(lambda: "slow" in engine._names)
             await engine.abort("slow")

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fa_serve.engine import RequestOutput, TokenLogprob
+from fa_serve.engine.prompts import PromptReader
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
@@ -51,6 +52,7 @@ class FakeEngine:
 
     def __init__(self, words: tuple[str, ...] = ("Hello", ",", " wörld")):
         self.words, self.tokenizer = words, byte_tokenizer()
+        self.reader = PromptReader(self.tokenizer, len(self.tokenizer), self.max_model_len)
         self.gate, self.aborted, self.seen, self.error = asyncio.Event(), [], [], None
         self.gate.set()
 

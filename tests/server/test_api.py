@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -464,7 +465,7 @@ async def test_what_the_engine_refuses_is_named(serving, engine, message, param)
 
 
 async def test_unforeseen_failure_tells_no_internals(serving, engine, conforms, caplog):
-    engine.tokenizer = None
+    engine.reader = SimpleNamespace(encode=None)
     async with serving() as client:
         response = await client.post("/v1/completions", json=TEXT)
     assert response.status_code == 500
