@@ -9,7 +9,7 @@ MODEL  ?=
 ARGS   ?=
 JOBS   ?= 2
 EVERY  ?= 17
-BENCH  ?= prefill varlen decode mixed
+BENCH  ?= prefill varlen window decode mixed
 
 SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c

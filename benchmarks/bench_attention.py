@@ -3,6 +3,7 @@
     python benchmarks/bench_attention.py prefill                      # what `auto` chooses, against SDPA-flash, cuDNN, FA3
     python benchmarks/bench_attention.py prefill --backend triton --peers flash,cudnn
     python benchmarks/bench_attention.py varlen                       # unequal lengths, and many short ones
+    python benchmarks/bench_attention.py window                       # sliding windows over 16k tokens
     python benchmarks/bench_attention.py decode                       # paged: 45 cells, uneven lengths, float8; dense caches
     python benchmarks/bench_attention.py mixed                        # 32 sequences decoding and one mid-prompt, in one call
     python benchmarks/bench_attention.py tune --head-dims 128         # the portable kernel's tiles; decode has tune_decode.py
@@ -10,8 +11,8 @@
 The prefill grid is the FlashAttention papers': 16k tokens in all, hidden size 2048, bfloat16; TFLOPS count 4 * batch * heads *
 seqlen^2 * head_dim, half of it when causal. Decode and mixed: page_size 16, pages in random order; microseconds of one call
 inside a CUDA graph, since that is how a step runs; FA3's is its own paged call, whose scheduling metadata is made on the way. A
-float8 cell's peer is our own bfloat16, timed once before it. Ours and the other peers take three turns, of which the median
-counts. A cell whose result is wrong reports no speed. A run replaces the results of the last.
+float8 cell's peer is our own bfloat16, timed once before it. Ours and the other peers take three turns, each after a pause, of
+which the median counts. A cell whose result is wrong reports no speed. A run replaces the results of the last.
 """
 
 from __future__ import annotations
@@ -33,22 +34,21 @@ from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attenti
 
 TOKENS, HIDDEN = 16384, 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+WINDOWS = (128, 512, 1024, 4096)
 PAGED_HEADS = ((32, 8, 128), (32, 32, 128), (64, 8, 128), (16, 8, 128), (64, 8, 64))
 DECODE_CELLS = (
     (1, 1024), (1, 16384), (1, 131072), (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 512), (256, 4096),
 )  # fmt: skip
 
 
-def gate(head_dim: int, causal: bool, **options: object) -> None:
+def gate(head_dim: int, window: tuple[int, int], **options: object) -> None:
     """The float64 oracle at a length that leaves a tail in every tile; raises AssertionError."""
     for seqlen_q, seqlen_k, heads, kv_heads in ((333, 333, 4, 1), (129, 717, 4, 4)):
         q, k, v = make_qkv(2, seqlen_q, seqlen_k, heads, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
-        case = {"softmax_scale": head_dim**-0.5, "window_size": (-1, 0 if causal else -1)}
+        case = {"softmax_scale": head_dim**-0.5, "window_size": window}
         exact, _ = attention_reference(q.double(), k.double(), v.double(), **case)
-        out = fa_serve.attention(q, k, v, causal=causal, **options)
-        assert_matches_reference(
-            out, exact, eager_attention(q, k, v, **case), f"D{head_dim} causal={causal} {seqlen_q}x{seqlen_k}"
-        )
+        out = fa_serve.attention(q, k, v, **case, **options)
+        assert_matches_reference(out, exact, eager_attention(q, k, v, **case), f"D{head_dim} {window} {seqlen_q}x{seqlen_k}")
 
 
 def tflops(seqlen: int, causal: bool, ms: float) -> float:
@@ -62,7 +62,7 @@ def prefill(args: argparse.Namespace) -> None:
     print("case                 " + "".join(f"{name:>8}" for name in ["ours", *peers]) + "   ratio   host us")
     for head_dim in args.head_dims:
         for causal in (False, True):
-            gate(head_dim, causal, backend=args.backend)
+            gate(head_dim, (-1, 0 if causal else -1), backend=args.backend)
             for seqlen in args.seqlens:
                 batch, heads = TOKENS // seqlen, HIDDEN // head_dim
                 q, k, v = (torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -99,6 +99,31 @@ def prefill(args: argparse.Namespace) -> None:
                 ratio = results.add(case, "TFLOPS", mine, rates)
                 cells = "".join(f"{x:8.0f}" for x in [mine, *(rates.get(name, float("nan")) for name in peers)])
                 print(f"{case:<21}{cells}{ratio:8.2f}{host_microseconds(ours, 50):10.1f}", flush=True)
+    results.write()
+
+
+def window(args: argparse.Namespace) -> None:
+    """Sliding windows over one sequence of 16k tokens against FA3; TFLOPS count the keys that a row sees."""
+    results = Results("window", args.out)
+    flash3 = fa3()
+    for head_dim in args.head_dims:
+        for width in WINDOWS:
+            seen = (width - 1, 0)
+            gate(head_dim, seen, backend=args.backend)
+            q, k, v = (torch.randn(TOKENS, HIDDEN // head_dim, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+            calls = {"ours": partial(fa_serve.attention, q[None], k[None], v[None], window_size=seen, backend=args.backend)}
+            if flash3 is not None:
+                cu = cu_seqlens([TOKENS], "cuda")
+                calls["fa3"] = partial(flash3, q, k, v, TOKENS, cu, TOKENS, cu_seqlens_k=cu, causal=True,
+                                       window_size=list(seen), fa_version=3)  # fmt: skip
+                worst = (calls["ours"]()[0].float() - calls["fa3"]().float()).abs().max().item()
+                assert worst < 0.05, f"fa3 and ours differ by {worst}"
+            operations = 4 * HIDDEN * (TOKENS * width - width * (width - 1) // 2)
+            rates = {name: operations / ms * 1e-9 for name, ms in in_turns(calls).items()}
+            mine = rates.pop("ours")
+            ratio = results.add(f"d{head_dim}_{width}", "TFLOPS", mine, rates)
+            shown = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+            print(f"d{head_dim:<4}window {width:<5} ours {mine:.0f}  {shown}  ratio {ratio:.2f}", flush=True)
     results.write()
 
 
@@ -241,7 +266,7 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bench", choices=["prefill", "varlen", "decode", "mixed", "tune"])
+    parser.add_argument("bench", choices=["prefill", "varlen", "window", "decode", "mixed", "tune"])
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="flash,cudnn,fa3")
     parser.add_argument("--head-dims", type=lambda s: [int(x) for x in s.split(",")], default=[64, 128, 256])
@@ -249,7 +274,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     torch.manual_seed(0)
-    {"prefill": prefill, "varlen": varlen, "decode": decode, "mixed": mixed, "tune": tune}[args.bench](args)
+    {"prefill": prefill, "varlen": varlen, "window": window, "decode": decode, "mixed": mixed, "tune": tune}[args.bench](args)
 
 
 if __name__ == "__main__":

@@ -43,20 +43,21 @@ JOBS = {
     "engine_llama8b": Job(310, f"{ENGINE} --shapes llama8b --budget 305", "path"),
     "engine_qwen06": Job(255, f"{ENGINE} --shapes qwen06 --budget 250", "path"),
     "engine_of_16": Job(
-        240, "bench_engine.py --workloads A,C --shapes qwen06 --requests 16 --peers vllm,generate_batch --budget 235", "path"
+        130, "bench_engine.py --workloads A,C --shapes qwen06 --requests 16 --peers generate_batch --budget 180", "path"
     ),
     "serving_qwen06": Job(195, "bench_serving.py --shapes qwen06 --waves 2 --clients 4 --budget 240", "path"),
-    "prefill": Job(85, "bench_attention.py prefill", "import"),
-    "decode": Job(62, "bench_attention.py decode", "import"),
+    "prefill": Job(130, "bench_attention.py prefill", "import"),
+    "decode": Job(105, "bench_attention.py decode", "import"),
     "long_run": Job(60, "long_run.py"),
     "generate_batch": Job(60, f"{GENERATE} --cases batch"),
     "generate_gemma_qwen": Job(55, f"{GENERATE} --models gemma-3-4b,qwen3-0.6b --cases ttft,padded,growing"),
     "generate_llama_gpt": Job(50, f"{GENERATE} --models llama-3.1-8b,gpt-oss-20b --cases ttft,padded,growing"),
-    "prefill_triton": Job(47, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
+    "prefill_triton": Job(80, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
     "generate_static": Job(45, f"{GENERATE} --models llama-3.1-8b,qwen3-0.6b --cases static"),
     "profile": Job(38, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
-    "mixed": Job(30, "bench_attention.py mixed", "import"),
-    "varlen": Job(25, "bench_attention.py varlen", "import"),
+    "mixed": Job(36, "bench_attention.py mixed", "import"),
+    "varlen": Job(28, "bench_attention.py varlen", "import"),
+    "window": Job(28, "bench_attention.py window", "import"),
 }
 
 

@@ -54,6 +54,7 @@ FULL: dict[tuple[int, int], list[TileConfig]] = {
 }
 CAUSAL: dict[tuple[int, int], list[TileConfig]] = {
     (64, 64): [
+        TileConfig(1, 64, 3, 2, D, softmax_first=False, blocks_per_sm=3),
         TileConfig(3, 128, 2, 2, D, pingpong=True),
         TileConfig(2, 128, 3, 2, D, softmax_first=False),
         TileConfig(2, 128, 3, 2, D, softmax_first=False, rescale_late=True),
@@ -162,7 +163,7 @@ def _in_turn(calls: list[Any], flops: float, rounds: int = 3) -> list[float | st
     of each."""
     from statistics import median
 
-    from measure import milliseconds
+    from measure import PAUSE, milliseconds
 
     times: list[list[float]] = [[] for _ in calls]
     errors: dict[int, str] = {}
@@ -170,6 +171,7 @@ def _in_turn(calls: list[Any], flops: float, rounds: int = 3) -> list[float | st
         for i, call in enumerate(calls):
             if call is None or i in errors:
                 continue
+            time.sleep(PAUSE)
             try:
                 times[i].append(milliseconds(call, warmup=4, rep=16))
             except Exception as error:

@@ -147,8 +147,7 @@ def attention_paged(
     block_table = block_table if block_table.stride()[-1:] == (1,) else block_table.contiguous()
     seqused_k, cu_seqlens_q, sinks, k_descale, v_descale = _side_by_side(seqused_k, cu_seqlens_q, sinks, k_descale, v_descale)
     tensors = _facts(q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sinks, k_descale, v_descale, out)
-    aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) & 15
-    lengths = (max_seqlen_q, max_seqlen_k, num_splits, aligned)
+    lengths = (max_seqlen_q, max_seqlen_k, num_splits, not (k_cache.data_ptr() | v_cache.data_ptr()) & 15)
     key = ("paged", tensors, return_lse, lengths, causal, scale, window, float(softcap), backend)
     plan = _PLANS.get(key)
     if plan is None:

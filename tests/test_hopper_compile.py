@@ -50,6 +50,10 @@ def compile_forward(
     [
         pytest.param({"head_dim": 64, "head_dim_v": 64, "window": FULL}, id="d64-full"),
         pytest.param({"head_dim": 64, "head_dim_v": 64, "window": CAUSAL, "seqlen": 512}, id="d64-causal-short"),
+        pytest.param({"head_dim": 64, "head_dim_v": 64, "window": CAUSAL, "seqlen": 4096}, id="d64-causal"),
+        pytest.param(
+            {"head_dim": 64, "head_dim_v": 64, "window": (127, 0), "page_size": 16, "sinks": True}, id="d64-window-pages"
+        ),
         pytest.param({"head_dim": 128, "head_dim_v": 128, "window": CAUSAL, "packed": True}, id="d128-causal-packed"),
         pytest.param(
             {"head_dim": 128, "head_dim_v": 128, "window": (500, 0), "softcap": 30.0, "sinks": True, "dtype": torch.float16},
@@ -64,7 +68,7 @@ def compile_forward(
 )
 def test_compiles_to_what_it_is_written_for(options: dict) -> None:
     tiles = forward_tiles(
-        options["head_dim"], options["head_dim_v"], options["window"] != FULL, options.get("seqlen", 2048),
+        options["head_dim"], options["head_dim_v"], options["window"], options.get("seqlen", 2048),
         options.get("seqlen", 2048), "packed" in options or "page_size" in options,
         "page_size" in options,
     )  # fmt: skip
@@ -125,7 +129,7 @@ def under_a_product(sass: str) -> list[int]:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_products_run_under_the_softmax(head_dim: int, window: tuple[int, int]) -> None:
     """With `softmax_first`, in each warpgroup's loop all of a step's exponentials are between the issue of P V and the wait."""
-    tiles = replace(forward_tiles(head_dim, head_dim, window == CAUSAL, 2048, 2048, False), softmax_first=True)
+    tiles = replace(forward_tiles(head_dim, head_dim, window, 2048, 2048, False), softmax_first=True)
     counts = under_a_product(compile_forward(head_dim, head_dim, window, tiles=tiles).sass)
     scores = 64 * tiles.block_n // 128  # of a thread; what rescales its two rows may come later
     assert sum(count >= scores for count in counts) == tiles.groups, counts

@@ -29,9 +29,7 @@ class SdpaBackend:
     name = "sdpa"
 
     def supports(self, spec: AttentionSpec) -> str | None:
-        if spec.layout == "paged" and spec.needs_grad:
-            return "a paged cache has no gradient"
-        return None
+        return "a paged cache has no gradient" if spec.layout == "paged" and spec.needs_grad else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
         result, lse = _attend(q, k, v, **options)

@@ -72,8 +72,7 @@ class FusedLayer:
             return self.original(hidden_states, *args, **kwargs)
         attend = partial(batch.attention, self.index, **self.options)
         cos, sin = kwargs["position_embeddings"]
-        caches = batch.kv_caches[self.index]
-        given = hidden_states[0], cos[0], sin[0], *caches, batch.slot_mapping, attend
+        given = hidden_states[0], cos[0], sin[0], *batch.kv_caches[self.index], batch.slot_mapping, attend
         return self.compute(*given, **batch.descale(self.index))[None]
 
     def compute(

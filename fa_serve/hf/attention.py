@@ -131,6 +131,4 @@ def _combine(first: Tensor | None, second: Tensor | None) -> Tensor | None:
         return first & second
     if first.dtype == torch.bool:
         first, second = second, first
-    if second.dtype == torch.bool:
-        return torch.where(second, first, float("-inf"))
-    return first + second
+    return torch.where(second, first, float("-inf")) if second.dtype == torch.bool else first + second

@@ -98,8 +98,7 @@ class Implicit:
         packing = self.packing
         if packing is not None:
             numbers = torch.arange(len(packing.cu_seqlens_q), dtype=torch.int32, device=packing.cu_seqlens_q.device)
-            fewer = torch.minimum(packing.cu_seqlens_q, numbers * -queries.start)
-            packing = replace(packing, cu_seqlens_q=fewer)
+            packing = replace(packing, cu_seqlens_q=torch.minimum(packing.cu_seqlens_q, numbers * -queries.start))
         return replace(self, packing=packing, tail=True)
 
 
@@ -260,8 +259,7 @@ def _decoding(
     seen = (behind >= 0)[None]
     if window_size[0] >= 0:
         seen = seen & (behind <= window_size[0])
-    seen = seen if padding is None else seen & padding
-    return Implicit((-1, -1), padding=seen)
+    return Implicit((-1, -1), padding=seen if padding is None else seen & padding)
 
 
 def _starts(sequences: Tensor) -> Tensor:

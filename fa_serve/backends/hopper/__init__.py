@@ -47,9 +47,7 @@ class HopperBackend:
             return f"has head_dim {known}, got {got}"
         if spec.mask is not None:
             return "takes causality and windows, not an explicit mask"
-        if spec.needs_grad:
-            return "has no backward pass, and an input requires gradients"
-        return None
+        return "has no backward pass, and an input requires gradients" if spec.needs_grad else None
 
     @property
     def forward(self) -> Callable[..., tuple[Tensor, Tensor | None]]:

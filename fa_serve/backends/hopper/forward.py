@@ -219,7 +219,7 @@ def _plan(
     left, right = window
     (num_heads, head_dim), (num_kv_heads, head_dim_v) = q_shape[-2:], v_shape[-2:]
     if tiles is None:
-        tiles = forward_tiles(head_dim, head_dim_v, left >= 0 or right >= 0, max_seqlen_q, max_seqlen_k, packed, paged)
+        tiles = forward_tiles(head_dim, head_dim_v, window, max_seqlen_q, max_seqlen_k, packed, paged)
     out_stride = tuple(math.prod(out_shape[i:]) for i in range(1, len(out_shape) + 1)) if out is None else out.stride()
     every = ((q_shape, q_stride), (k_shape, k_stride), (v_shape, v_stride), (out_shape, out_stride))
     if None in [_addressable_strides(shape, stride) for shape, stride in every]:
@@ -236,7 +236,7 @@ def _plan(
         # tiles of some sequences run side by side; those of one length are a few sequences' as a rule
         group, tail = head_group(num_heads, heads_per_kv, kv_bytes * min(4, batch) * max_seqlen_k, slots)
     else:
-        group, tail = head_group(batch * num_heads, heads_per_kv, kv_bytes * max_seqlen_k, num_m)
+        group, tail = head_group(batch * num_heads, heads_per_kv, kv_bytes * max_seqlen_k, num_m, left < 0 and right < 0)
     blocks = total if tiles.schedule == Schedule.GRID else min(total, multiprocessors(q.device, 132) * tiles.blocks_per_sm)
     describe = _ragged if packed else _dense
     of_keys: tuple[View | None, ...]

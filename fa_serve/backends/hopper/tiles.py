@@ -80,18 +80,27 @@ the copy engine; 192 is computed as 128 + 64, because tiles are powers of two.""
 
 @lru_cache(maxsize=4096)
 def forward_tiles(
-    head_dim: int, head_dim_v: int, masked: bool, max_seqlen_q: int, max_seqlen_k: int, varlen: bool, paged: bool = False
-) -> TileConfig:
-    """The tile of one call; `masked` is any causal or window limit. A paged call is a varlen one as well.
+    head_dim: int, head_dim_v: int, window: tuple[int, int], max_seqlen_q: int, max_seqlen_k: int, varlen: bool,
+    paged: bool = False,
+) -> TileConfig:  # fmt: skip
+    """The tile of one call. A paged call is a varlen one as well.
 
     The figures are TFLOPS on one H200, bf16, 16k tokens of hidden size 2048, from `benchmarks/tune_hopper.py`.
     """
     first, second, _ = HEAD_DIMS[head_dim, head_dim_v]
+    left, right = window
+    masked = left >= 0 or right >= 0
+    seen = max_seqlen_k  # by a row, on average
+    if right >= 0:
+        seen = min(seen - max_seqlen_q // 2, left + right + 1 if left >= 0 else seen)
+    if first + second <= 128 and (max_seqlen_q <= 64 or (masked and seen <= (1024 if first == 64 else 256))):
+        # one warpgroup has all the rows there are, or works on few keys that its rows do not see; two or three blocks share
+        # a multiprocessor and hide each other's start and end. D64 causal: 302 at 512 keys, 378 at 1k and 430 at 2k, with the
+        # tile below 246, 339 and 409, but 475 and 526 at 8k; a window of 128 at 16k keys in 0.44 of the time. D128: as fast at
+        # 512 keys (344), 440 and 474 at 1k; 512 packed sequences of 64 with one block per tile 68, so 88
+        blocks = 3 if first == 64 else 2
+        return TileConfig(1, 64, blocks, 2, Schedule.DYNAMIC, softmax_first=first > 64, blocks_per_sm=blocks)
     if max_seqlen_q <= 64:
-        # one warpgroup has all the rows there are; two blocks share a multiprocessor and hide each other's start and end.
-        # 512 packed sequences of 64: 88 so, 86 with a static schedule, 68 one block per tile
-        if first <= 128 and not second:
-            return TileConfig(1, 64, 2, 2, Schedule.DYNAMIC, blocks_per_sm=2)
         return TileConfig(1, 64, 2, 1, Schedule.GRID, o_parts=2)
     if head_dim == 256:
         # shared memory has room for one query tile only; with a place for half of O its successor arrives under the last PV:
@@ -100,7 +109,7 @@ def forward_tiles(
     if second:
         return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2, rescale_late=True)  # causal 4k 525, 495 before the step
     if first == 64 and (paged or (masked and max_seqlen_k <= 4096)):
-        # two warpgroups waste less of the diagonal: 253 at 512 keys and 402 at 2k; three with ping-pong 203 and 368.
+        # two warpgroups waste less of the diagonal: 402 at 2k; three with ping-pong 368.
         # Three leave a producer that looks pages up few registers: 2k queries over 6k keys in pages take 561 us, 401 with two
         return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
     if first == 64:
@@ -111,9 +120,8 @@ def forward_tiles(
             3, 128, 2, 1 if masked and not varlen else 2, Schedule.DYNAMIC, pingpong=True, softmax_first=False,
             rescale_late=not masked and max_seqlen_k > 1024,
         )  # fmt: skip
-    # ping-pong helps where tiles are short (1k keys 584 and 554, causal 512 338 and 322, 2k 526 and 482), not at 16k (653 and
-    # 655, causal 653 and 655). O under the products helps without it (16k 655 and 642, causal 655 and 639) and over pages
-    # (617 and 602), not with it (causal 512 335 and 338). Dynamic and static: 511 and 474 at 512 keys, causal 16k 595 and 552
+    # ping-pong helps where tiles are short (1k keys 625 and 604, causal 2k 526 and 482), not at 16k (755 and 757, causal 745
+    # and 747). O under the products helps without it (16k 757 and 745, causal 747 and 733) and over pages (617 and 602)
     pingpong = varlen or max_seqlen_k <= (4096 if masked else 1024)
     return TileConfig(
         2, 128, 2, 2, Schedule.DYNAMIC, pingpong=pingpong, softmax_first=masked or max_seqlen_k > 512,
@@ -122,13 +130,21 @@ def forward_tiles(
 
 
 @lru_cache(maxsize=4096)
-def head_group(batch_heads: int, heads_per_kv: int, kv_bytes_per_head: int, tiles_per_head: int) -> tuple[int, int]:
+def head_group(
+    batch_heads: int, heads_per_kv: int, kv_bytes_per_head: int, tiles_per_head: int, equal: bool = False
+) -> tuple[int, int]:
     """(query heads worked on together, longest tiles first; at least so many in the last such group).
 
     Together go as many heads as keep their keys and values within a third of the L2 cache (of 50 MiB, whose halves may both
     hold a line): D128, 16k keys, reads 645 MB of memory with 4 heads and 207 MB is the least. The last group has enough for
-    about three tiles per multiprocessor, so that the end is even: D256, 4k causal, loses 19% with 1 head and 13% with 4.
+    about three tiles per multiprocessor, so that the end is even: D256, 4k causal, loses 19% with 1 head and 13% with 4; where
+    that is half of all heads, they all go together (D256, 16k causal, 805 TFLOPS, 786 with the last 4 of 8). `equal` tiles end
+    as evenly in any order, and KV heads go one by one (D256 4k 806 and 789, 1k 696 and 678; at 16k no faster: D64 600 and 610).
     """
+    if equal and tiles_per_head <= 64:
+        return heads_per_kv, heads_per_kv
     cached = max((16 << 20) // max(kv_bytes_per_head, 1), 1) * heads_per_kv
     even = min(-(-3 * 132 // max(tiles_per_head, 1)), 32)
+    if batch_heads <= 2 * even and not equal:
+        return batch_heads, batch_heads
     return min(cached, batch_heads), min(-(-even // heads_per_kv) * heads_per_kv, batch_heads)

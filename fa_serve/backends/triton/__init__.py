@@ -42,9 +42,7 @@ class TritonBackend:
             return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
         if max(spec.head_dim, spec.head_dim_v) > 256:
             return f"head_dim up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
-        if spec.needs_grad:
-            return "has no backward pass, and an input requires gradients"
-        return None
+        return "has no backward pass, and an input requires gradients" if spec.needs_grad else None
 
     def forward(self, q, k, v, *, mask, **options):
         over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))

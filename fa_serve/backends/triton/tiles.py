@@ -69,9 +69,7 @@ def forward_tiles(
     # compiled, not measured: the largest tiles without spills on sm80 to sm120
     if width <= 64:
         return TileConfig(64 if paged or masked or max_seqlen_q <= 64 else 128, 64, 4, 2 if paged else 3)
-    if width <= 128:
-        return TileConfig(64, 64, 4, 2)
-    return TileConfig(64, 32, 8 if paged else 4, 2)
+    return TileConfig(64, 64, 4, 2) if width <= 128 else TileConfig(64, 32, 8 if paged else 4, 2)
 
 
 def launch_options(pdl: bool, num_warps: int) -> dict[str, Any]:
