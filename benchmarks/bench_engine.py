@@ -38,7 +38,7 @@ from engine_runs import PARTS
 from engine_workloads import SHAPES, WORKLOADS, say
 from profile_engine import profile
 
-SHARES = {"fa_serve": 3, "vllm": 5, "generate_batch": 4}  # of the time
+SHARES = {"fa_serve": 4, "vllm": 5, "generate_batch": 4}  # of the time
 PEERS = ("vllm", "generate_batch")
 NOT_ASKED = {
     "vllm": ["sampled"],

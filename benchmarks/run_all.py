@@ -7,7 +7,7 @@
 The longest go first. What would not end within --seconds is not begun, and is named at the end with what failed. A bench writes
 into a folder of its own, and its lines take the place of those of the same case in --out as soon as it has ended, or is stopped
 because it takes too long. What each printed is in --logs. Without --peer-path the peers are torch's own. Benches side by side
-share the host: give each GPU eight cores or more.
+share the host: give each GPU eight cores or more. Those that time the host's own work come last, one after the other.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Job:
-    """A bench: seconds on one H200; whether its peers are imported beside ours, or named as a path, or not asked for."""
+    """A bench: seconds on one H200; whether its peers are imported beside ours, or named as a path, or not asked for; whether
+    it waits until no other runs, because what it times is the host's work."""
 
     seconds: int
     command: str
     peers: str = ""
+    alone: bool = False
 
 
 GENERATE = "bench_generate.py --layers 2"
 ENGINE = "bench_engine.py --workloads A,D,C,shared,B,sampled"
 JOBS = {
     "serving_llama8b": Job(320, "bench_serving.py --shapes llama8b --waves 2 --clients 4 --budget 305", "path"),
-    "engine_llama8b": Job(310, f"{ENGINE} --shapes llama8b --budget 305", "path"),
-    "engine_qwen06": Job(255, f"{ENGINE} --shapes qwen06 --budget 250", "path"),
+    "engine_llama8b": Job(325, f"{ENGINE} --shapes llama8b --budget 320", "path"),
+    "engine_qwen06": Job(165, f"{ENGINE} --shapes qwen06 --budget 250", "path"),
     "engine_of_16": Job(
         130, "bench_engine.py --workloads A,C --shapes qwen06 --requests 16 --peers generate_batch --budget 180", "path"
     ),
@@ -49,11 +51,11 @@ JOBS = {
     "prefill": Job(130, "bench_attention.py prefill", "import"),
     "decode": Job(105, "bench_attention.py decode", "import"),
     "long_run": Job(60, "long_run.py"),
-    "generate_batch": Job(60, f"{GENERATE} --cases batch"),
-    "generate_gemma_qwen": Job(55, f"{GENERATE} --models gemma-3-4b,qwen3-0.6b --cases ttft,padded,growing"),
-    "generate_llama_gpt": Job(50, f"{GENERATE} --models llama-3.1-8b,gpt-oss-20b --cases ttft,padded,growing"),
+    "generate_batch": Job(60, f"{GENERATE} --cases batch", alone=True),
+    "generate_gemma_qwen": Job(55, f"{GENERATE} --models gemma-3-4b,qwen3-0.6b --cases ttft,padded,growing", alone=True),
+    "generate_llama_gpt": Job(50, f"{GENERATE} --models llama-3.1-8b,gpt-oss-20b --cases ttft,padded,growing", alone=True),
     "prefill_triton": Job(80, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
-    "generate_static": Job(45, f"{GENERATE} --models llama-3.1-8b,qwen3-0.6b --cases static"),
+    "generate_static": Job(45, f"{GENERATE} --models llama-3.1-8b,qwen3-0.6b --cases static", alone=True),
     "profile": Job(38, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
     "mixed": Job(36, "bench_attention.py mixed", "import"),
     "varlen": Job(28, "bench_attention.py varlen", "import"),
@@ -66,6 +68,7 @@ class Run:
 
     def __init__(self, names: list[str], args: argparse.Namespace) -> None:
         self.waiting = sorted(names, key=lambda name: -JOBS[name].seconds)
+        self.alone = False
         self.args, self.deadline, self.lock = args, time.monotonic() + args.seconds, threading.Lock()
         self.failed: list[str] = []
 
@@ -83,7 +86,7 @@ class Run:
         """The longest of those that end in time."""
         with self.lock:
             left = self.deadline - time.monotonic()
-            name = next((name for name in self.waiting if JOBS[name].seconds <= left), None)
+            name = next((name for name in self.waiting if JOBS[name].seconds <= left and JOBS[name].alone == self.alone), None)
             if name:
                 self.waiting.remove(name)
             return name
@@ -149,11 +152,12 @@ def main() -> None:
         return
     args.logs.mkdir(parents=True, exist_ok=True)
     run = Run(args.only.split(","), args)
-    workers = [threading.Thread(target=run.work, args=(gpu,)) for gpu in range(args.gpus)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    for run.alone, gpus in ((False, args.gpus), (True, 1)):
+        workers = [threading.Thread(target=run.work, args=(gpu,)) for gpu in range(gpus)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     for what, names in (("failed", run.failed), ("not begun, no time left", run.waiting)):
         if names:
             print(f"{what}: {','.join(names)}")

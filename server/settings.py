@@ -52,7 +52,8 @@ class Settings(BaseSettings):
     trust_remote_code: bool = _option(False, "Run code that comes with a model.", "Model")
 
     max_num_seqs: int = _option(256, "Sequences that run at once.", "Engine", ge=1)
-    max_num_batched_tokens: int = _option(8192, "Tokens in one step.", "Engine", ge=1)
+    # half of what the engine has offline: of prompts that come together, the first are answered after half a step
+    max_num_batched_tokens: int = _option(4096, "Tokens in one step.", "Engine", ge=1)
     page_size: int = _option(16, "Tokens in a page of the KV cache.", "Engine", ge=1)
     num_pages: int | None = _option(None, "Pages of the KV cache; none sizes it by memory.", "Engine", ge=1)
     kv_cache_dtype: Literal["auto", "fp8"] = _option("auto", "fp8 halves the KV cache's memory; tokens may differ.", "Engine")
