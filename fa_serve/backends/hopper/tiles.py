@@ -93,13 +93,13 @@ def forward_tiles(
     seen = max_seqlen_k  # by a row, on average
     if right >= 0:
         seen = min(seen - max_seqlen_q // 2, left + right + 1 if left >= 0 else seen)
-    if first + second <= 128 and (max_seqlen_q <= 64 or (masked and seen <= (1024 if first == 64 else 255))):
+    if first + second <= 128 and (max_seqlen_q <= 64 or (masked and seen <= (1024 if first == 64 else 256))):
         # one warpgroup has all the rows there are, or works on few keys that its rows do not see; two or three blocks share
         # a multiprocessor and hide each other's start and end. D64 causal: 302 at 512 keys, 378 at 1k and 430 at 2k, with the
-        # tile below 246, 339 and 409, but 475 and 526 at 8k; a window of 128 at 16k keys in 0.44 of the time. D128: no
-        # faster at 512 keys (344 both), 440 and 474 at 1k; 512 packed sequences of 64 with one block per tile 68, so 88
+        # tile below 246, 339 and 409, but 475 and 526 at 8k; a window of 128 at 16k keys in 0.44 of the time. D128: as fast at
+        # 512 keys (344), 440 and 474 at 1k; 512 packed sequences of 64 with one block per tile 68, so 88
         blocks = 3 if first == 64 else 2
-        return TileConfig(1, 64, blocks, 2, Schedule.DYNAMIC, softmax_first=max_seqlen_q <= 64, blocks_per_sm=blocks)
+        return TileConfig(1, 64, blocks, 2, Schedule.DYNAMIC, softmax_first=first > 64, blocks_per_sm=blocks)
     if max_seqlen_q <= 64:
         return TileConfig(1, 64, 2, 1, Schedule.GRID, o_parts=2)
     if head_dim == 256:
