@@ -57,6 +57,7 @@ CASES = [
     Case("one-key", seqlen_q=70, seqlen_k=1, window=FULL),
     Case("rows-without-keys", seqlen_q=300, seqlen_k=100),
     Case("window-both", window=(30, 10), seqlen_q=150, seqlen_k=310),
+    Case("d256-window", head_dim=(256, 256), window=(200, 0), seqlen_q=500, seqlen_k=500, heads=(4, 2)),
     Case("window-left", window=(70, -1), seqlen_q=150, seqlen_k=310),
     Case("softcap", softcap=5.0, scale=1.0),
     Case("sinks", sinks=True),
