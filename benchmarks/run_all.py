@@ -38,7 +38,7 @@ class Job:
     alone: bool = False
 
 
-GENERATE = "bench_generate.py --layers 2"
+GENERATE = "bench_generate.py"
 ENGINE = "bench_engine.py --workloads A,D,C,shared,B,sampled"
 JOBS = {
     "serving_llama8b": Job(320, "bench_serving.py --shapes llama8b --waves 2 --clients 4 --budget 305", "path"),
@@ -51,11 +51,11 @@ JOBS = {
     "prefill": Job(130, "bench_attention.py prefill", "import"),
     "decode": Job(105, "bench_attention.py decode", "import"),
     "long_run": Job(60, "long_run.py"),
-    "generate_batch": Job(60, f"{GENERATE} --cases batch", alone=True),
-    "generate_gemma_qwen": Job(55, f"{GENERATE} --models gemma-3-4b,qwen3-0.6b --cases ttft,padded,growing", alone=True),
-    "generate_llama_gpt": Job(50, f"{GENERATE} --models llama-3.1-8b,gpt-oss-20b --cases ttft,padded,growing", alone=True),
+    "generate_batch": Job(75, f"{GENERATE} --cases batch", alone=True),
+    "generate_gemma_qwen": Job(130, f"{GENERATE} --models gemma-3-4b,qwen3-0.6b --cases ttft,padded,growing", alone=True),
+    "generate_llama_gpt": Job(110, f"{GENERATE} --models llama-3.1-8b,gpt-oss-20b --cases ttft,padded,growing", alone=True),
     "prefill_triton": Job(80, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
-    "generate_static": Job(45, f"{GENERATE} --models llama-3.1-8b,qwen3-0.6b --cases static", alone=True),
+    "generate_static": Job(110, f"{GENERATE} --models llama-3.1-8b,qwen3-0.6b --cases static", alone=True),
     "profile": Job(38, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
     "mixed": Job(36, "bench_attention.py mixed", "import"),
     "varlen": Job(28, "bench_attention.py varlen", "import"),
