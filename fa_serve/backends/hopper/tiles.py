@@ -97,7 +97,7 @@ def forward_tiles(
         # one warpgroup has all the rows there are, or works on few keys that its rows do not see; two or three blocks share
         # a multiprocessor and hide each other's start and end. D64 causal: 302 at 512 keys, 378 at 1k and 430 at 2k, with the
         # tile below 246, 339 and 409, but 475 and 526 at 8k; a window of 128 at 16k keys in 0.44 of the time. D128: 334
-        # and 344 at 512 keys, 440 and 474 at 1k, windows not compared; 512 packed sequences of 64 with one block a tile 68, so 88
+        # and 344 at 512 keys, 440 and 474 at 1k, windows not compared. 512 packed sequences of 64: 88, one block a tile 68
         blocks = 3 if first == 64 else 2
         return TileConfig(1, 64, blocks, 2, Schedule.DYNAMIC, softmax_first=first > 64, blocks_per_sm=blocks)
     if max_seqlen_q <= 64:
