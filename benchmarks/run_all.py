@@ -1,6 +1,6 @@
 """Every bench, each in a process of its own, on one GPU or side by side on several; their lines are merged into the results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # half an hour on one H200; vLLM and FA3 lie in DIR
+    python benchmarks/run_all.py --peer-path DIR                         # 40 minutes on one H200; vLLM and FA3 lie in DIR
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
 
@@ -45,7 +45,7 @@ JOBS = {
     "engine_llama8b": Job(325, f"{ENGINE} --shapes llama8b --budget 320", "path"),
     "engine_qwen06": Job(165, f"{ENGINE} --shapes qwen06 --budget 250", "path"),
     "engine_of_16": Job(
-        130, "bench_engine.py --workloads A,C --shapes qwen06 --requests 16 --peers generate_batch --budget 180", "path"
+        240, "bench_engine.py --workloads A,C --shapes qwen06 --requests 16 --peers vllm,generate_batch --budget 235", "path"
     ),
     "serving_qwen06": Job(195, "bench_serving.py --shapes qwen06 --waves 2 --clients 4 --budget 240", "path"),
     "prefill": Job(130, "bench_attention.py prefill", "import"),

@@ -65,6 +65,7 @@ CAUSAL: dict[tuple[int, int], list[TileConfig]] = {
         TileConfig(2, 128, 2, 2, D, pingpong=True),
         TileConfig(2, 128, 2, 2, D, pingpong=True, rescale_late=True),
         TileConfig(2, 128, 2, 1, G),
+        TileConfig(1, 64, 2, 2, D, softmax_first=False, blocks_per_sm=2),
     ],
     (256, 256): FULL[256, 256],
     (192, 128): FULL[192, 128],
