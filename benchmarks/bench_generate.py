@@ -1,6 +1,6 @@
 """`model.generate` and `model.generate_batch` with fa_serve, sdpa and eager, at real shapes with random weights, on one GPU.
 
-    python benchmarks/bench_generate.py                      # everything, 170 seconds at most
+    python benchmarks/bench_generate.py                      # everything, 15 minutes
     python benchmarks/bench_generate.py --cases growing,static --models llama-3.1-8b --budget 90
 
 ttft:    the time until the first token of one prompt of 1k, 8k, 32k and 128k tokens; eager up to 8k, where its scores fit
@@ -11,14 +11,13 @@ static:  32k in, 128 out, from one end to the other in a static cache with trans
 batch:   generate_batch, 256 requests of 512 tokens in and 256 out, end tokens ignored, after a warm-up; sdpa is stopped after
          20 seconds, and what it has written by then counts
 
-The implementations take turns, five times (three where a call takes half a second, two above two), and the first turn does not
-count: the clock of a GPU and the company on its host change, and cuDNN, which is behind sdpa on Hopper, takes tens of
-milliseconds for a length that it has not met. The best of the others counts; in each, a token is the median of 24.
+The implementations take turns, for five seconds or fifteen times, after one that does not count: the clock of a GPU and the
+company on its host change, and cuDNN, which is behind sdpa on Hopper, takes tens of milliseconds for a length that it has not
+met. The best turn counts; in each, a token is the median of 24.
 
-A case's name says how many of the model's layers it ran: few, so that minutes are enough; every layer costs the same. gpt-oss
-has two of its 32 experts, which change nothing for attention, and eager alone beside us. Before a model is timed, its logits
-are held to float32 by the rule of two (mean error). A line is written and printed as soon as it is measured, and what does not
-fit in the budget is left out.
+The models are whole, but for gpt-oss, which has two of its 32 experts, as they change nothing for attention, and eager alone
+beside us. Before a model is timed, its logits are held to float32 by the rule of two (mean error). A line is written and
+printed as soon as it is measured, and what does not fit in the budget is left out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,33 +45,33 @@ from transformers.utils import logging
 import fa_serve  # noqa: F401  (makes the name known to transformers)
 
 OURS = "fa_serve"
+ENOUGH = 5.0  # seconds of turns
 EAGER_LIMIT = 8192  # tokens of one prompt beyond which eager's scores outgrow the card
 PROMPTS = (1024, 8192, 32768, 131072)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model's sizes; `layers` of `of` are run."""
+    """A published model's sizes."""
 
     model_class: str
-    of: int
     layers: int
     config: dict[str, Any] = field(default_factory=dict)
     sdpa: bool = True
 
 
 SHAPES = {
-    "llama-3.1-8b": Shape("LlamaForCausalLM", 32, 8, {
+    "llama-3.1-8b": Shape("LlamaForCausalLM", 32, {
         "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
         "vocab_size": 128256, "tie_word_embeddings": False}),
-    "qwen3-0.6b": Shape("Qwen3ForCausalLM", 28, 8, {
+    "qwen3-0.6b": Shape("Qwen3ForCausalLM", 28, {
         "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
         "vocab_size": 151936, "tie_word_embeddings": True}),
-    "gemma-3-4b": Shape("Gemma3ForCausalLM", 34, 6, {
+    "gemma-3-4b": Shape("Gemma3ForCausalLM", 34, {
         "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         "vocab_size": 262208, "sliding_window": 1024, "query_pre_attn_scalar": 256,
-        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 6}),
-    "gpt-oss-20b": Shape("GptOssForCausalLM", 24, 2, {
+        "layer_types": ([*["sliding_attention"] * 5, "full_attention"] * 6)[:34]}),
+    "gpt-oss-20b": Shape("GptOssForCausalLM", 24, {
         "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
         "vocab_size": 201088, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 128}, sdpa=False),
 }  # fmt: skip
@@ -87,22 +86,24 @@ class Bench:
     def left(self) -> float:
         return self.deadline - time.perf_counter()
 
-    def compare(self, case: str, unit: str, measure: dict[str, Callable[[], float]], seconds: float, turns: int = 5) -> None:
-        """Times each implementation in each of the turns and writes the line; `seconds` is what a call is expected to take.
+    def compare(self, case: str, unit: str, measure: dict[str, Callable[[], float]], seconds: float, turns: int = 16) -> None:
+        """Times each implementation in each of the turns and writes the line; `seconds` is what a turn is expected to take.
 
-        With one turn, the call warms up by itself. A call of seconds takes two, one of them a warm-up.
+        The first turn warms up; with one turn, the call does so by itself.
         """
         values: dict[str, list[float]] = {name: [] for name in measure}
+        begin = time.perf_counter()
         for turn in range(turns):
+            started = time.perf_counter()
+            if self.left() < seconds or (turn > 1 and started - begin > ENOUGH):
+                break
             for name in sorted(measure, reverse=turn % 2 == 1):
-                if self.left() < seconds or (turn > 1 and seconds > 2) or (turn > 2 and seconds > 0.5):
-                    continue
-                started = time.perf_counter()
                 try:
                     values[name].append(measure[name]())
                 except torch.OutOfMemoryError:
                     print(f"{case}: {name} is out of memory", flush=True)
-                seconds = max(seconds, 0.7 * (time.perf_counter() - started))
+            seconds = time.perf_counter() - started
+            begin = begin if turn else time.perf_counter()
         best = max if "/" in unit else min
         measured = {name: best(times[turns > 1 :]) for name, times in values.items() if len(times) > (turns > 1)}
         if len(measured) < len(measure):
@@ -122,7 +123,7 @@ def build(shape: Shape) -> PreTrainedModel:
     model_class: Any = getattr(transformers, shape.model_class)
     changes = {"num_hidden_layers": shape.layers, "max_position_embeddings": 262144, "pad_token_id": 0, "eos_token_id": None}
     if "layer_types" in shape.config:
-        changes["layer_types"] = shape.config["layer_types"][-shape.layers :]  # the last one sees everything
+        changes["layer_types"] = shape.config["layer_types"][: shape.layers]
     config = model_class.config_class(**(shape.config | changes))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -293,8 +294,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--models", default=",".join(SHAPES))
-    parser.add_argument("--layers", type=int, default=0, help="instead of each shape's own choice")
-    parser.add_argument("--budget", type=float, default=170, help="seconds")
+    parser.add_argument("--layers", type=int, default=0, help="so many of each model's, for a quick look")
+    parser.add_argument("--budget", type=float, default=1200, help="seconds")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -303,12 +304,12 @@ def main() -> None:
     for name in arguments.models.split(","):
         shape = SHAPES[name]
         if arguments.layers:
-            shape = Shape(shape.model_class, shape.of, arguments.layers, shape.config, shape.sdpa)
+            shape = replace(shape, layers=arguments.layers)
         model = build(shape)
         if gate(model, shape):
             for case in arguments.cases.split(","):
                 if (case, name) not in SKIP:
-                    CASES[case](bench, model, shape, f"{name}_{shape.layers}of{shape.of}")
+                    CASES[case](bench, model, shape, name + f"_{arguments.layers}_layers" * bool(arguments.layers))
         del model
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,13 +1,13 @@
 """Every bench, each in a process of its own, on one GPU or side by side on several; their lines are merged into the results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # 40 minutes on one H200; vLLM and FA3 lie in DIR
+    python benchmarks/run_all.py --peer-path DIR                         # 45 minutes on one H200; vLLM and FA3 lie in DIR
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
 
 The longest go first. What would not end within --seconds is not begun, and is named at the end with what failed. A bench writes
 into a folder of its own, and its lines take the place of those of the same case in --out as soon as it has ended, or is stopped
 because it takes too long. What each printed is in --logs. Without --peer-path the peers are torch's own. Benches side by side
-share the host: give each GPU eight cores or more. Those that time the host's own work come last, one after the other.
+share the host: give each GPU eight cores or more. Those that time the host's own work, a thread each, come last.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ HERE = Path(__file__).parent
 @dataclass(frozen=True)
 class Job:
     """A bench: seconds on one H200; whether its peers are imported beside ours, or named as a path, or not asked for; whether
-    it waits until no other runs, because what it times is the host's work."""
+    it waits until all but its like have ended, because what it times is the host's work."""
 
     seconds: int
     command: str
     peers: str = ""
-    alone: bool = False
+    quiet: bool = False
 
 
 GENERATE = "bench_generate.py"
@@ -51,11 +51,13 @@ JOBS = {
     "prefill": Job(130, "bench_attention.py prefill", "import"),
     "decode": Job(105, "bench_attention.py decode", "import"),
     "long_run": Job(60, "long_run.py"),
-    "generate_batch": Job(75, f"{GENERATE} --cases batch", alone=True),
-    "generate_gemma_qwen": Job(130, f"{GENERATE} --models gemma-3-4b,qwen3-0.6b --cases ttft,padded,growing", alone=True),
-    "generate_llama_gpt": Job(110, f"{GENERATE} --models llama-3.1-8b,gpt-oss-20b --cases ttft,padded,growing", alone=True),
+    "generate_llama": Job(130, f"{GENERATE} --models llama-3.1-8b --cases ttft,padded,growing", quiet=True),
+    "generate_gemma": Job(130, f"{GENERATE} --models gemma-3-4b --cases ttft,padded,growing", quiet=True),
+    "generate_qwen_gpt": Job(130, f"{GENERATE} --models qwen3-0.6b,gpt-oss-20b --cases ttft,padded,growing", quiet=True),
+    "generate_static_llama": Job(200, f"{GENERATE} --models llama-3.1-8b --cases static", quiet=True),
+    "generate_static_qwen": Job(170, f"{GENERATE} --models qwen3-0.6b --cases static", quiet=True),
+    "generate_batch": Job(75, f"{GENERATE} --cases batch", quiet=True),
     "prefill_triton": Job(80, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
-    "generate_static": Job(110, f"{GENERATE} --models llama-3.1-8b,qwen3-0.6b --cases static", alone=True),
     "profile": Job(38, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
     "mixed": Job(36, "bench_attention.py mixed", "import"),
     "varlen": Job(28, "bench_attention.py varlen", "import"),
@@ -68,7 +70,7 @@ class Run:
 
     def __init__(self, names: list[str], args: argparse.Namespace) -> None:
         self.waiting = sorted(names, key=lambda name: -JOBS[name].seconds)
-        self.alone = False
+        self.quiet = False
         self.args, self.deadline, self.lock = args, time.monotonic() + args.seconds, threading.Lock()
         self.failed: list[str] = []
 
@@ -86,7 +88,7 @@ class Run:
         """The longest of those that end in time."""
         with self.lock:
             left = self.deadline - time.monotonic()
-            name = next((name for name in self.waiting if JOBS[name].seconds <= left and JOBS[name].alone == self.alone), None)
+            name = next((name for name in self.waiting if JOBS[name].seconds <= left and JOBS[name].quiet == self.quiet), None)
             if name:
                 self.waiting.remove(name)
             return name
@@ -152,8 +154,8 @@ def main() -> None:
         return
     args.logs.mkdir(parents=True, exist_ok=True)
     run = Run(args.only.split(","), args)
-    for run.alone, gpus in ((False, args.gpus), (True, 1)):
-        workers = [threading.Thread(target=run.work, args=(gpu,)) for gpu in range(gpus)]
+    for run.quiet in (False, True):
+        workers = [threading.Thread(target=run.work, args=(gpu,)) for gpu in range(args.gpus)]
         for worker in workers:
             worker.start()
         for worker in workers:

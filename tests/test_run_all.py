@@ -30,7 +30,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
             "fast": run_all.Job(1, "bench.py fast", "path"),
             "broken": run_all.Job(2, "bench.py broken", "import"),
             "endless": run_all.Job(1000, "bench.py endless"),
-            "host": run_all.Job(50, "bench.py host", alone=True),
+            "host": run_all.Job(50, "bench.py host", quiet=True),
         },
     )
     (tmp_path / "logs").mkdir()
@@ -43,7 +43,7 @@ def test_lines_take_their_places_and_what_failed_or_had_no_time_is_named(argumen
     kept.write_text("".join(json.dumps({"case": case, "ours": 1}) + "\n" for case in ("fast", "other")))
     run = run_all.Run(list(run_all.JOBS), arguments)
     run.work(gpu=3)
-    assert (run.failed, run.waiting) == (["broken"], ["endless", "host"]), "what is to run alone waits for its time"
+    assert (run.failed, run.waiting) == (["broken"], ["endless", "host"]), "what times the host waits for its time"
     assert [json.loads(line) for line in kept.read_text().splitlines()] == [
         {"case": "fast", "ours": 2, "gpu": "3"}, {"case": "other", "ours": 1}, {"case": "broken", "ours": 2, "gpu": "3"}
     ]  # fmt: skip
@@ -52,7 +52,7 @@ def test_lines_take_their_places_and_what_failed_or_had_no_time_is_named(argumen
     assert (fast[0], "/peers" in fast[1].split(":")) == ("True", False)
     assert (broken[0], broken[1].split(":")[-1]) == ("False", "/peers")
 
-    run.alone = True
+    run.quiet = True
     run.work(gpu=0)
     assert run.waiting == ["endless"]
 
