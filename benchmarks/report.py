@@ -29,6 +29,7 @@ TABLE = [
     ("decode", "paged decode", False, ("fa3",), "`... decode`"),
     ("decode", "the same, lengths unequal within a batch", True, ("fa3",), ""),
     ("mixed", "decoding mixed with a 2k chunk", False, ("fa3",), "`... mixed`"),
+    ("window", "windows of 128 to 4096 keys over 16k", False, ("fa3",), "`... window`"),
 ]
 # bench, case without its shape, what it is
 ENGINE = [

@@ -1,6 +1,6 @@
 """Every bench, each in a process of its own, on one GPU or side by side on several; their lines are merged into the results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # 45 minutes on one H200; vLLM and FA3 lie in DIR
+    python benchmarks/run_all.py --peer-path DIR                         # 40 minutes on one H200; vLLM and FA3 lie in DIR
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
 
@@ -41,27 +41,27 @@ class Job:
 GENERATE = "bench_generate.py"
 ENGINE = "bench_engine.py --workloads A,D,C,shared,B,sampled"
 JOBS = {
-    "serving_llama8b": Job(320, "bench_serving.py --shapes llama8b --waves 2 --clients 4 --budget 305", "path"),
-    "engine_llama8b": Job(325, f"{ENGINE} --shapes llama8b --budget 320", "path"),
-    "engine_qwen06": Job(165, f"{ENGINE} --shapes qwen06 --budget 250", "path"),
+    "serving_llama8b": Job(295, "bench_serving.py --shapes llama8b --waves 2 --clients 4 --budget 305", "path"),
+    "engine_llama8b": Job(310, f"{ENGINE} --shapes llama8b --budget 320", "path"),
+    "engine_qwen06": Job(175, f"{ENGINE} --shapes qwen06 --budget 250", "path"),
     "engine_of_16": Job(
-        240, "bench_engine.py --workloads A,C --shapes qwen06 --requests 16 --peers vllm,generate_batch --budget 235", "path"
+        195, "bench_engine.py --workloads A,C --shapes qwen06 --requests 16 --peers vllm,generate_batch --budget 235", "path"
     ),
-    "serving_qwen06": Job(195, "bench_serving.py --shapes qwen06 --waves 2 --clients 4 --budget 240", "path"),
+    "serving_qwen06": Job(145, "bench_serving.py --shapes qwen06 --waves 2 --clients 4 --budget 240", "path"),
     "prefill": Job(130, "bench_attention.py prefill", "import"),
     "decode": Job(105, "bench_attention.py decode", "import"),
     "long_run": Job(60, "long_run.py"),
-    "generate_llama": Job(130, f"{GENERATE} --models llama-3.1-8b --cases ttft,padded,growing", quiet=True),
-    "generate_gemma": Job(130, f"{GENERATE} --models gemma-3-4b --cases ttft,padded,growing", quiet=True),
+    "generate_llama": Job(135, f"{GENERATE} --models llama-3.1-8b --cases ttft,padded,growing", quiet=True),
+    "generate_gemma": Job(145, f"{GENERATE} --models gemma-3-4b --cases ttft,padded,growing", quiet=True),
     "generate_qwen_gpt": Job(130, f"{GENERATE} --models qwen3-0.6b,gpt-oss-20b --cases ttft,padded,growing", quiet=True),
-    "generate_static_llama": Job(200, f"{GENERATE} --models llama-3.1-8b --cases static", quiet=True),
-    "generate_static_qwen": Job(170, f"{GENERATE} --models qwen3-0.6b --cases static", quiet=True),
-    "generate_batch": Job(75, f"{GENERATE} --cases batch", quiet=True),
+    "generate_static_llama": Job(85, f"{GENERATE} --models llama-3.1-8b --cases static", quiet=True),
+    "generate_static_qwen": Job(80, f"{GENERATE} --models qwen3-0.6b --cases static", quiet=True),
+    "generate_batch": Job(55, f"{GENERATE} --cases batch", quiet=True),
     "prefill_triton": Job(80, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
-    "profile": Job(38, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
+    "profile": Job(40, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
     "mixed": Job(36, "bench_attention.py mixed", "import"),
     "varlen": Job(28, "bench_attention.py varlen", "import"),
-    "window": Job(28, "bench_attention.py window", "import"),
+    "window": Job(40, "bench_attention.py window", "import"),
 }
 
 

@@ -12,7 +12,9 @@ from fa_serve import api
 from fa_serve.backends.launch import Launch
 from fa_serve.backends.triton import steps
 from fa_serve.backends.triton.decode import launch_dense
-from fa_serve.hf import ops
+from fa_serve.hf import attention, ops
+from fa_serve.hf.masks import Implicit
+from fa_serve.spec import UnsupportedModelError
 
 OPTIONS: dict[str, Any] = {"softmax_scale": 0.25, "window_size": (-1, 0), "softcap": 0.0}
 
@@ -38,6 +40,10 @@ def inputs(batch: int, keys: int, dim_v: int = 64, masked: bool = True) -> tuple
     return q, k, v, torch.ones(batch, 1, 1, keys, dtype=torch.bool) if masked else None
 
 
+def as_layers_hold_them(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask
+
+
 CASES = {
     "one sequence": ({"batch": 1}, {}),
     "a batch": ({"batch": 3}, {}),
@@ -59,7 +65,7 @@ def test_a_step_sends_what_a_launch_sends(sent: list[tuple[Any, ...]], shape: di
     launch_dense(q, k, v, mask=mask, sinks=None, out=None, return_lse=False, **options)
     expected = sent.copy()
     sent.clear()
-    out = step(q, k, v, mask)
+    out = step(*as_layers_hold_them(q, k, v, mask))
     assert out is not None
     assert out.shape == (q.shape[0], 1, 8, v.shape[3])
     assert len(expected) == len(sent) == (1 if first == 40 else 2)
@@ -80,42 +86,85 @@ def test_what_is_not_alike_goes_the_long_way(sent: list[tuple[Any, ...]], monkey
     assert mask is not None
     sent.clear()
     unaligned = torch.ones(2 * 600 + 1, dtype=torch.bool)[1:].view(2, 1, 1, 600)
-    assert step(q, k, v, unaligned) is None
-    assert step(q, k, torch.zeros(2, 600, 2, 64, dtype=torch.bfloat16), mask) is None, "strides of v unlike k's"
+    assert step(*as_layers_hold_them(q, k, v, unaligned)) is None
+    other = torch.zeros(2, 600, 2, 64, dtype=torch.bfloat16)
+    assert step(*as_layers_hold_them(q, k, other, mask)) is None, "strides of v unlike k's"
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert step(q, k, v, mask) is None
+    assert step(*as_layers_hold_them(q, k, v, mask)) is None
     assert not sent
     odd = torch.zeros(2, 2, 600, 68, dtype=torch.bfloat16).transpose(1, 2)
     assert steps.make_step(q, odd[..., :64], odd[..., :64], mask, **OPTIONS) is None
 
 
-def test_the_adapter_keeps_one_step_for_what_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thing that the long way looks at is a part of the key; its checks come first."""
-    made: list[str] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which way each call has gone, on what passes for a GPU whose backend has a short one."""
+    ways: list[str] = []
 
     class Backend:
         @staticmethod
         def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
-            made.append("made")
-            return lambda *args: made.append("used") or q.new_full((1,), 5.0)
+            ways.append("made")
+            return lambda *args: ways.append("used") or q.new_full((1,), 5.0)
 
     monkeypatch.setattr(ops, "_STEPS", {})
     monkeypatch.setattr(api, "_backend", lambda *args: Backend())
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
-    monkeypatch.setattr(api, "attention", lambda q, *args, **options: made.append("long") or q.new_full((1,), 7.0))
+    monkeypatch.setattr(api, "attention", lambda q, *args, **options: ways.append("long") or q.new_full((1,), 7.0))
+    return ways
 
-    def call(batch: int, keys: int, sinks: Tensor | None = None, **changes: Any) -> list[str]:
+
+def test_the_adapter_keeps_one_step_for_what_is_alike(made: list[str]) -> None:
+    """Each thing that the long way looks at is a part of the key; its checks come first."""
+
+    def call(batch: int, keys: int, **changes: Any) -> list[str]:
         made.clear()
         q, k, v, mask = inputs(batch, keys, **{name: changes.pop(name) for name in ("dim_v", "masked") if name in changes})
-        ops.attention(q, k, v, mask=mask, sinks=sinks, **(OPTIONS | changes))
+        ops.decode(*as_layers_hold_them(q, k, v, mask), sinks=None, **(OPTIONS | changes))
         return made.copy()
 
+    assert call(2, 600) == ["long", "made"]
+    assert call(2, 601) == call(2, 1000) == ["used"]
+    for other in ({"masked": False}, {"dim_v": 32}, {"softmax_scale": None}, {"window_size": (9, 0)}, {"softcap": 3.0}):
+        assert call(2, 600, **other) == ["long", "made"]
+        assert call(2, 600, **other) == ["used"]
+    assert call(2, 1024) == call(3, 600) == ["long", "made"]
+    assert call(2, 16) == call(2, 16) == ["long"]
+
+
+def test_layers_of_a_forward_that_are_alike_are_checked_once(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their mask, which is new in each forward; whatever makes a layer another call sends it through the checks."""
+    asked: list[Tensor | None] = []
+    decode = ops.decode
+    monkeypatch.setattr(attention, "decode", lambda q, k, v, mask, **o: asked.append(mask) or decode(q, k, v, mask, **o))
+    q, k, v, padding = as_layers_hold_them(*inputs(2, 600))
+    assert padding is not None
+    mask = Implicit((-1, 0), padding=padding[:, 0, 0])
+
+    def layer(mask: Any = mask, q: Tensor = q, k: Tensor = k, v: Tensor = v, **options: Any) -> str:
+        made.clear()
+        asked.clear()
+        attention.attention_forward(torch.nn.Module(), q, k, v, mask, **({"scaling": 0.25} | options))
+        return f"{made[0]}, {'checked' if asked else 'at once'}"
+
     with torch.no_grad():
-        assert call(2, 600) == ["long", "made"]
-        assert call(2, 601) == call(2, 1000) == ["used"]
-        for other in ({"masked": False}, {"dim_v": 32}, {"softmax_scale": None}, {"window_size": (9, 0)}, {"softcap": 3.0}):
-            assert call(2, 600, **other) == ["long", "made"]
-            assert call(2, 600, **other) == ["used"]
-        assert call(2, 1024) == call(3, 600) == ["long", "made"]
-        assert call(2, 600, sinks=torch.zeros(8)) == call(2, 16) == ["long"]
-    assert call(2, 600) == ["long"], "gradients are asked for"
+        assert [layer() for _ in range(3)] == ["long, checked", "used, at once", "used, at once"]
+        later = Implicit((-1, 0), padding=mask.padding)
+        assert [layer(later) for _ in range(2)] == ["used, checked", "used, at once"]
+        others: list[dict[str, Any]] = [
+            {"scaling": 0.5}, {"softcap": 5.0}, {"v": v[..., :32]}, {"q": q[:1], "k": k[:1], "v": v[:1]},
+            {"k": k[:, :, :599], "v": v[:, :, :599], "mask": None}, {"q": q.double(), "k": k.double(), "v": v.double()},
+            {"q": q.repeat(1, 1, 1, 2)[..., ::2]},
+        ]  # fmt: skip
+        for other in others:
+            assert layer(**other).endswith(", checked"), other.keys()
+        assert layer(is_causal=True, sliding_window=9, dropout=0.0) == "used, at once", "the mask says more than the module"
+        for extra in ({"s_aux": torch.zeros(8)}, {"position_bias": torch.zeros(1, 8, 1, 600)}):
+            assert layer(**extra) == "long, at once", "what a step has no place for goes the long way, past all that is kept"
+        cut = Implicit((-1, 0), keys=520, padding=padding[:, 0, 0, :520])
+        assert [layer(cut) for _ in range(2)] == ["used, checked"] * 2, "what is cut off is not asked for again"
+    assert layer() == "long, at once", "with gradients"
+    made.clear()
+    with pytest.raises(UnsupportedModelError):
+        attention.attention_forward(torch.nn.Module(), q, k, v, mask, scaling=0.25, dropout=0.1)
+    assert not made

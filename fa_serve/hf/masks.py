@@ -7,7 +7,7 @@ tells the plain patterns (causal or not, a window, packed sequences) from everyt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import torch
@@ -61,6 +61,7 @@ class Implicit:
     starts:      int32 (n + 1,): a batch of one is n sequences packed end to end, each on its own; or None
     packing:     the same as `padding`, where the keys that it leaves can be packed
     tail:        only the last queries are asked for; `starts` and a caller's cu_seq_lens_q still count all of them
+    steps:       short ways that earlier layers of this forward have found (ops.py)
     """
 
     window_size: tuple[int, int]
@@ -69,6 +70,7 @@ class Implicit:
     starts: Tensor | None = None
     packing: Packing | None = None
     tail: bool = False
+    steps: dict[Any, Any] = field(default_factory=dict)
 
     ndim = 4  # transformers asks it of a mask that was made ahead of the forward
 
@@ -103,7 +105,7 @@ class Implicit:
 
 
 def _moved(x: Any, *args: Any, **kwargs: Any) -> Any:
-    parts = {field.name: getattr(x, field.name) for field in fields(x)}
+    parts = {part.name: getattr(x, part.name) for part in fields(x)}
     return replace(x, **{n: part.to(*args, **kwargs) for n, part in parts.items() if isinstance(part, Tensor | Packing)})
 
 
@@ -175,12 +177,8 @@ def mask_forward(
         pattern = plain if tracing else classify(mask_function)
     if pattern is not None:
         window_size, sequences = pattern
-        if (
-            q_length == 1
-            and window_size[1] == 0
-            and sequences is None
-            and (decoding := _decoding(window_size, kv_length, q_offset, kv_offset, attention_mask, tracing))
-        ):
+        alone = q_length == 1 and window_size[1] == 0 and sequences is None
+        if alone and (decoding := _decoding(window_size, kv_length, q_offset, kv_offset, attention_mask, tracing)):
             return decoding
     # nor look at the padding
     if pattern is not None and not tracing:

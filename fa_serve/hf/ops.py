@@ -6,6 +6,7 @@ forward, which PyTorch then refuses by name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -14,55 +15,56 @@ from torch import Tensor
 from fa_serve import api
 from fa_serve.spec import FEW_QUERIES
 
-# by what is alike in layers and in steps: the short way of a backend that has one, else None
-_STEPS: dict[tuple[Any, ...], Any] = {}
+# query, key, value, heads before tokens, and the mask over keys -> what `fa_serve.attention` returns, or None: not this way
+Step = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], "Tensor | None"]
+# by what is alike in layers and in forwards: the short way of a backend that has one, else None
+_STEPS: dict[tuple[Any, ...], Step | None] = {}
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, sinks: Tensor | None, softmax_scale: float | None,
     window_size: tuple[int, int], softcap: float,
 ) -> Tensor:  # fmt: skip
-    """`fa_serve.attention`."""
-    if torch.compiler.is_compiling():
-        return cast(Tensor, _attention(q, k, v, mask, sinks, softmax_scale, *window_size, softcap))
-    options: dict[str, Any] = {"softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if q_shape[1] != 1 or sinks is not None or not q.is_cuda or torch.is_grad_enabled() or k_shape[1] <= FEW_QUERIES:
-        return cast(Tensor, api.attention(q, k, v, mask=mask, sinks=sinks, **options))
-    hidden = mask if mask is None else (mask.dtype, mask.device, mask.shape[:3], mask.shape[3] == k_shape[1], mask.stride(3))
+    """`fa_serve.attention`, contiguous."""
+    call = _attention if torch.compiler.is_compiling() else _call
+    return cast(Tensor, call(q, k, v, mask, sinks, softmax_scale, *window_size, softcap))
+
+
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: None, **options: Any
+) -> tuple[Tensor, Step | None]:
+    """The same of one query per sequence, for a layer's own tensors, heads before tokens, on a GPU, where no gradient is asked
+    for and nothing is traced; and the short way for calls that are like this one, if there is one."""
+    keys, few = key.shape[2], key.shape[2] <= FEW_QUERIES
+    hidden = mask if mask is None else (mask.dtype, mask.device, mask.shape[:3], mask.shape[3] == keys, mask.stride(3))
+    kept = [(x.shape[:2], x.shape[2] == keys, x.shape[3], x.stride(3), x.dtype, x.device) for x in (key, value)]
     # tiles differ for twice the keys, and hardly for fewer
-    key = (
-        q_shape, q.stride(), q.dtype, q.device, k_shape[0], k_shape[1].bit_length(), k_shape[2:], k.stride(3), k.dtype,
-        k.device, v_shape[0], v_shape[1] == k_shape[1], v_shape[2:], v.stride(3), v.dtype, v.device, hidden, *options.values(),
-    )  # fmt: skip
-    step = _STEPS.get(key)
-    out: Tensor | None = None if step is None else step(q, k, v, mask)
+    alike = (query.shape, query.stride(), query.dtype, query.device, few, keys.bit_length(), *kept, hidden, *options.values())
+    step = _STEPS.get(alike)
+    out: Tensor | None = None if step is None else step(query, key, value, mask)
     if out is None:
-        out = api.attention(q, k, v, mask=mask, **options)
-        if key not in _STEPS:
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        out = attention(q, k, v, mask=mask, sinks=None, **options)
+        if alike not in _STEPS:
             if len(_STEPS) >= 1024:
                 _STEPS.clear()
-            options["softmax_scale"] = q_shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
+            options["softmax_scale"] = float(options["softmax_scale"] or q.shape[3] ** -0.5)
             make = getattr(api._backend("dense", q, k, v, dict(options), None, mask, 0, True, "auto", True), "step", None)
-            over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
-            _STEPS[key] = make(q, k, v, mask, **options) if make is not None and over_keys else None
-    return out
+            over_keys = not few and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+            step = _STEPS[alike] = make(q, k, v, mask, **options) if make is not None and over_keys else None
+    return out, step
 
 
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, sinks: Tensor | None,
     softmax_scale: float | None, window_size: tuple[int, int], softcap: float,
 ) -> Tensor:  # fmt: skip
-    """`fa_serve.attention_varlen`."""
-    if torch.compiler.is_compiling():
-        return cast(Tensor, _attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, sinks, softmax_scale, *window_size, softcap))
-    lengths: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    options: dict[str, Any] = {"softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap, "sinks": sinks}
-    return cast(Tensor, api.attention_varlen(q, k, v, **lengths, **options))
+    """`fa_serve.attention_varlen`, contiguous."""
+    call = _attention_varlen if torch.compiler.is_compiling() else _call_varlen
+    return cast(Tensor, call(q, k, v, cu_q, cu_k, max_q, max_k, sinks, softmax_scale, *window_size, softcap))
 
 
-@torch.library.custom_op("fa_serve::attention", mutates_args=())
-def _attention(
+def _call(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, softmax_scale: float | None, left: int,
     right: int, softcap: float,
 ) -> Tensor:  # fmt: skip
@@ -70,13 +72,17 @@ def _attention(
     return cast(Tensor, api.attention(q, k, v, mask=mask, sinks=sinks, **options)).contiguous()
 
 
-@torch.library.custom_op("fa_serve::attention_varlen", mutates_args=())
-def _attention_varlen(
+def _call_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, sinks: Tensor | None,
     softmax_scale: float | None, left: int, right: int, softcap: float,
 ) -> Tensor:  # fmt: skip
+    lengths: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "window_size": (left, right), "softcap": softcap}
-    return attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, sinks=sinks, **options).contiguous()
+    return cast(Tensor, api.attention_varlen(q, k, v, sinks=sinks, **lengths, **options)).contiguous()
+
+
+_attention = torch.library.custom_op("fa_serve::attention", _call, mutates_args=())
+_attention_varlen = torch.library.custom_op("fa_serve::attention_varlen", _call_varlen, mutates_args=())
 
 
 @_attention.register_fake

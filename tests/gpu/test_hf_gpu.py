@@ -301,7 +301,8 @@ def test_later_steps_go_the_short_way(
         q, k, v = (x.contiguous().transpose(1, 2) for x in (q, k, v))  # as transformers' cache lays them out
         mask = torch.rand(batch, 1, 1, keys, device="cuda") < 0.7 if masked else None
         options: dict[str, Any] = {"softmax_scale": 0.1, "softcap": 20.0, "mask": mask}
-        actual = ops.attention(q, k, v, sinks=None, window_size=(-1, 0), **options)
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        actual, _ = ops.decode(*heads_first, sinks=None, window_size=(-1, 0), **options)
         exact, eager = (eager_attention(*(x.to(t) for x in (q, k, v)), **options) for t in (torch.float64, dtype))
         if dtype == torch.float32:  # eager sums a product of one query in another order: no less exact than the long way, then
             eager = attention(q, k, v, window_size=(-1, 0), **options)

@@ -32,7 +32,8 @@ def make_step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: A
 
     Alike: the same q (batch, 1, heads, dim) in shape, strides, dtype and device; of k (batch, keys, kv_heads, dim), v and the
     mask (1 or batch, 1, 1, keys) the same but for the strides and the number of keys, whose tiles are those of this call; the
-    same options, no sinks. -> out (batch, 1, heads, head_dim_v), or None, and nothing done, if a call has to go the long way.
+    same options, no sinks. What is made takes all of them heads first, as models hold them: views cost time, too.
+    -> out (batch, 1, heads, head_dim_v), or None, and nothing done, if a call has to go the long way.
     """
     memo: dict[str, Any] = {}
     for _ in range(2):  # the first launch of its kind compiles
@@ -52,12 +53,12 @@ def make_step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: A
 
     def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor | None:
         query, key, value, hidden = q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()
-        (page_k, token_k, head_k, _), (page_v, token_v, head_v, _) = k_strides, v_strides = k.stride(), v.stride()
+        (page_k, head_k, token_k, _), (page_v, head_v, token_v, _) = k_strides, v_strides = k.stride(), v.stride()
         odd = (query | key | value | hidden | page_k | token_k | head_k | page_v | token_v | head_v) & 15
         wide = (page_k | head_k | page_v | head_v) >> 31
         if odd or wide or (k_strides == v_strides) != alike or torch.cuda.current_device() != device or is_watched():
             return None
-        out, keys, stream, part_out, part_lse = q.new_empty(shape), k.shape[1], stream_of(device), 0, 0
+        out, keys, stream, part_out, part_lse = q.new_empty(shape), k.shape[2], stream_of(device), 0, 0
         if places:
             pieces = q.new_empty(places * (shape[3] + 1), dtype=torch.float32)
             part_out = pieces.data_ptr()
