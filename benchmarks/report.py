@@ -49,6 +49,20 @@ OWN = {
     "HTTP keeps of the engine's own rate:": ("serving", "throughput, 256 at once, against the engine offline"),
 }
 SHAPES = {"llama8b": "Llama-3.1-8B", "qwen06": "Qwen3-0.6B"}
+# a model's case in generate.jsonl, what it is
+GENERATE = {
+    "ttft_{}_1024": "first token of 1k",
+    "ttft_{}_8192": "of 8k",
+    "ttft_{}_32768": "of 32k",
+    "ttft_{}_131072": "of 128k",
+    "padded_{}_16x2048_first": "16 padded prompts of up to 2k, first token",
+    "padded_{}_16x2048_token": "a later one",
+    "decode_{}_32768_growing": "a token behind 32k in a growing cache",
+    "decode_{}_32768_static": "in a static cache, compiled",
+    "generate_{}_32768_128_static": "32k in and 128 out so, from end to end",
+    "batch_{}_256x512+256": "`generate_batch`, 256 requests, tokens/s",
+}
+GENERATE_MODELS = {"llama-3.1-8b": "sdpa", "qwen3-0.6b": "sdpa", "gemma-3-4b": "sdpa", "gpt-oss-20b": "eager"}
 Line = dict[str, Any]
 
 
@@ -143,10 +157,25 @@ def engine_table() -> str:
     return "\n".join(rows) + "\n\n" + "\n".join(f"{what} {', '.join(each)}." for what, each in shares.items()) + "\n"
 
 
+def generate_table() -> str:
+    """The third: milliseconds unless said otherwise, and our speed over that of what transformers takes by itself."""
+    lines = {line["case"]: line for line in read("generate")}
+    heads = " | ".join(f"{model}: fa_serve, of {peer}" for model, peer in GENERATE_MODELS.items())
+    rows = [f"| what | {heads} |", "|---" * (1 + len(GENERATE_MODELS)) + "|"]
+    for case, what in GENERATE.items():
+        cells = []
+        for model, peer in GENERATE_MODELS.items():
+            line = lines.get(case.format(model))
+            faster = line and (line["ours"] / line["peers"][peer]) ** (1 if "/" in line["unit"] else -1)
+            cells.append(f"{line['ours']:,.{0 if line['ours'] >= 100 else 1}f}, **{faster:.2f}**" if line and faster else "-")
+        rows.append(f"| {what} | " + " | ".join(cells) + " |")
+    return "\n".join(rows) + f"\n\nAt {', '.join(sorted({line['commit'] for line in lines.values()}))}.\n"
+
+
 def blocks() -> dict[str, str]:
     """What stands between the README's markers, by their names."""
     return {f"<!-- {name} -->\n": f"{text}<!-- end of {name} -->\n" for name, text in
-            (("results", table()), ("engine", engine_table()))}  # fmt: skip
+            (("results", table()), ("engine", engine_table()), ("generate", generate_table()))}  # fmt: skip
 
 
 def write_tables() -> None:
