@@ -101,8 +101,8 @@ class Bench:
                     values[name].append(measure[name]())
                 except torch.OutOfMemoryError:
                     print(f"{case}: {name} is out of memory", flush=True)
-            seconds = time.perf_counter() - started
-            begin = begin if turn else time.perf_counter()
+            ended = time.perf_counter()
+            seconds, begin = (ended - started, begin) if turn else (seconds, ended)
         best = max if "/" in unit else min
         measured = {name: best(times[turns > 1 :]) for name, times in values.items() if len(times) > (turns > 1)}
         if len(measured) < len(measure):
@@ -300,13 +300,16 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     bench = Bench(arguments.budget, Results("generate", arguments.out))
+    cases = arguments.cases.split(",")
     for name in arguments.models.split(","):
+        if all((case, name) in SKIP for case in cases):
+            continue
         shape = SHAPES[name]
         if arguments.layers:
             shape = replace(shape, layers=arguments.layers)
         model = build(shape)
         if gate(model, shape):
-            for case in arguments.cases.split(","):
+            for case in cases:
                 if (case, name) not in SKIP:
                     CASES[case](bench, model, shape, name + f"_{arguments.layers}_layers" * bool(arguments.layers))
         del model

@@ -166,8 +166,11 @@ def generate_table() -> str:
         cells = []
         for model, peer in GENERATE_MODELS.items():
             line = lines.get(case.format(model))
-            faster = line and (line["ours"] / line["peers"][peer]) ** (1 if "/" in line["unit"] else -1)
-            cells.append(f"{line['ours']:,.{0 if line['ours'] >= 100 else 1}f}, **{faster:.2f}**" if line and faster else "-")
+            if line is None or peer not in line["peers"]:
+                cells.append("-")
+                continue
+            faster = (line["ours"] / line["peers"][peer]) ** (1 if "/" in line["unit"] else -1)
+            cells.append(f"{line['ours']:,.{0 if line['ours'] >= 100 else 1}f}, **{faster:.2f}**")
         rows.append(f"| {what} | " + " | ".join(cells) + " |")
     return "\n".join(rows) + f"\n\nAt {', '.join(sorted({line['commit'] for line in lines.values()}))}.\n"
 

@@ -701,6 +701,23 @@ def test_exports_with_a_static_cache(kernels: bool) -> None:
     torch.testing.assert_close(torch.cat(steps, 1), eager(ids).logits, atol=3e-5, rtol=0)
 
 
+def test_an_export_asks_nothing_of_the_number_of_queries() -> None:
+    """That may be one or many, and not known."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, n: Tensor) -> Tensor:
+            queries = n.item()
+            torch._check(queries >= 0)
+            torch._check(queries <= q.shape[2])
+            return attention.attention_forward(self, q[:, :, :queries], k, k, None, is_causal=False)[0]
+
+    q, k, _ = (x.transpose(1, 2) for x in make_qkv(2, 8, 40, 4, 2, 32))
+    with torch.no_grad():
+        program = torch.export.export(Layer(), (q, k, torch.tensor(5)), strict=False).module()
+        for n in (1, 5, 8):
+            torch.testing.assert_close(program(q, k, torch.tensor(n)), Layer()(q, k, torch.tensor(n)))
+
+
 def test_a_step_that_needs_gradients_has_them(kernels: bool) -> None:
     results = []
     for model in (BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())):

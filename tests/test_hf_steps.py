@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,9 @@ def test_what_is_not_alike_goes_the_long_way(sent: list[tuple[Any, ...]], monkey
     assert step(*as_layers_hold_them(q, k, v, unaligned)) is None
     other = torch.zeros(2, 600, 2, 64, dtype=torch.bfloat16)
     assert step(*as_layers_hold_them(q, k, other, mask)) is None, "strides of v unlike k's"
+    with monkeypatch.context() as watched:
+        watched.setattr(steps, "is_watched", lambda: True)
+        assert step(*as_layers_hold_them(q, k, v, mask)) is None
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert step(*as_layers_hold_them(q, k, v, mask)) is None
     assert not sent
@@ -115,21 +119,38 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_adapter_keeps_one_step_for_what_is_alike(made: list[str]) -> None:
-    """Each thing that the long way looks at is a part of the key; its checks come first."""
+    """The long way goes first, with its checks, and again for whatever it looks at."""
 
-    def call(batch: int, keys: int, **changes: Any) -> list[str]:
+    def call(batch: int, keys: int, change: Any = lambda q, k, v, mask: (q, k, v, mask), **changes: Any) -> list[str]:
         made.clear()
         q, k, v, mask = inputs(batch, keys, **{name: changes.pop(name) for name in ("dim_v", "masked") if name in changes})
-        ops.decode(*as_layers_hold_them(q, k, v, mask), sinks=None, **(OPTIONS | changes))
+        ops.decode(*change(*as_layers_hold_them(q, k, v, mask)), sinks=None, **(OPTIONS | changes))
         return made.copy()
 
     assert call(2, 600) == ["long", "made"]
     assert call(2, 601) == call(2, 1000) == ["used"]
-    for other in ({"masked": False}, {"dim_v": 32}, {"softmax_scale": None}, {"window_size": (9, 0)}, {"softcap": 3.0}):
-        assert call(2, 600, **other) == ["long", "made"]
-        assert call(2, 600, **other) == ["used"]
+    others: list[dict[str, Any]] = [
+        {"masked": False}, {"dim_v": 32}, {"softmax_scale": None}, {"window_size": (9, 0)}, {"softcap": 3.0},
+        {"change": lambda q, k, v, mask: (q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), mask)},
+        {"change": lambda q, k, v, mask: (q, k.repeat(1, 1, 1, 2)[..., ::2], v, mask)},
+        {"change": lambda q, k, v, mask: (q.repeat(1, 1, 1, 2)[..., ::2], k, v, mask)},
+        {"change": lambda q, k, v, mask: (q, k, v.half(), mask)},
+        {"change": lambda q, k, v, mask: (q.to("meta"), k, v, mask)},
+        {"change": lambda q, k, v, mask: (q, k, v, mask[:1])},
+        {"change": lambda q, k, v, mask: (q, k, v, mask[..., :1])},
+        {"change": lambda q, k, v, mask: (q, k, v, mask.repeat(1, 1, 1, 2)[..., ::2])},
+    ]  # fmt: skip
+    for other in others:
+        assert call(2, 600, **other) == ["long", "made"], other
+        assert call(2, 600, **other) == ["used"], other
     assert call(2, 1024) == call(3, 600) == ["long", "made"]
-    assert call(2, 16) == call(2, 16) == ["long"]
+    for without in (
+        lambda q, k, v, mask: (q, k, v, mask.float()),
+        lambda q, k, v, mask: (q, k, v, mask.expand(2, 8, 1, 600)),
+        lambda q, k, v, mask: (q, k[:, :, :16], v[:, :, :16], mask[..., :16]),
+    ):
+        assert call(2, 600, without) == call(2, 600, without) == ["long"], "no step reads such a call"
+    assert call(2, 17) == ["long", "made"]
 
 
 def test_layers_of_a_forward_that_are_alike_are_checked_once(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,24 +168,64 @@ def test_layers_of_a_forward_that_are_alike_are_checked_once(made: list[str], mo
         attention.attention_forward(torch.nn.Module(), q, k, v, mask, **({"scaling": 0.25} | options))
         return f"{made[0]}, {'checked' if asked else 'at once'}"
 
+    class Batch:
+        def attend(self, module: object, q: Tensor, *args: object, **options: object) -> Tensor:
+            made.append("pages")
+            return q
+
     with torch.no_grad():
         assert [layer() for _ in range(3)] == ["long, checked", "used, at once", "used, at once"]
         later = Implicit((-1, 0), padding=mask.padding)
         assert [layer(later) for _ in range(2)] == ["used, checked", "used, at once"]
+        spread = torch.zeros(2, 600, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
         others: list[dict[str, Any]] = [
-            {"scaling": 0.5}, {"softcap": 5.0}, {"v": v[..., :32]}, {"q": q[:1], "k": k[:1], "v": v[:1]},
-            {"k": k[:, :, :599], "v": v[:, :, :599], "mask": None}, {"q": q.double(), "k": k.double(), "v": v.double()},
-            {"q": q.repeat(1, 1, 1, 2)[..., ::2]},
+            {"scaling": 0.5}, {"softcap": 5.0}, {"v": v[..., :32]}, {"q": q[:1], "k": k[:1], "v": v[:1]}, {"k": spread},
+            {"q": q.double(), "k": k.double(), "v": v.double()}, {"q": q.repeat(1, 1, 1, 2)[..., ::2]}, {"q": q.to("meta")},
         ]  # fmt: skip
         for other in others:
             assert layer(**other).endswith(", checked"), other.keys()
+        bare = Implicit((-1, 0))
+        shorter = {"k": k[:, :, :599], "v": v[:, :, :599]}
+        ways = [layer(bare), layer(bare), layer(bare, **shorter), layer(bare, **shorter)]
+        assert ways == ["long, checked", "used, at once", "used, checked", "used, at once"], "a length of its own"
         assert layer(is_causal=True, sliding_window=9, dropout=0.0) == "used, at once", "the mask says more than the module"
         for extra in ({"s_aux": torch.zeros(8)}, {"position_bias": torch.zeros(1, 8, 1, 600)}):
             assert layer(**extra) == "long, at once", "what a step has no place for goes the long way, past all that is kept"
-        cut = Implicit((-1, 0), keys=520, padding=padding[:, 0, 0, :520])
-        assert [layer(cut) for _ in range(2)] == ["used, checked"] * 2, "what is cut off is not asked for again"
-    assert layer() == "long, at once", "with gradients"
+        assert layer(fa_serve_batch=Batch()) == "pages, at once"
+        one: dict[str, Any] = {"q": q[:1], "k": k[:1], "v": v[:1]}
+        starts = torch.tensor([0, 1], dtype=torch.int32)
+        alone = Implicit((-1, 0), padding=padding[:1, 0, 0])
+        assert [layer(alone, **one) for _ in range(2)] == ["long, checked", "used, at once"]
+        assert layer(alone, **one, cu_seq_lens_q=starts) == "long, at once"
+        for other_mask in (
+            Implicit((-1, 0), keys=520, padding=padding[:1, 0, 0, :520]),
+            replace(alone, starts=starts, steps={}),
+        ):
+            assert [layer(other_mask, **one)[-7:] for _ in range(2)] == ["checked"] * 2, "what is cut is not asked for again"
+        monkeypatch.setattr(attention, "_same_sequence", lambda *args: padding[:1])
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert layer() == "long, at once", "a tracer sees one node"
+        monkeypatch.undo()
     made.clear()
     with pytest.raises(UnsupportedModelError):
         attention.attention_forward(torch.nn.Module(), q, k, v, mask, scaling=0.25, dropout=0.1)
     assert not made
+
+
+def test_a_step_that_is_not_the_way_leaves_the_call_to_the_checks(made: list[str]) -> None:
+    """A layer on another device, an odd address, a profiler; and gradients."""
+    q, k, v, _ = as_layers_hold_them(*inputs(2, 600))
+    mask = Implicit((-1, 0))
+
+    def layer() -> list[str]:
+        made.clear()
+        attention.attention_forward(torch.nn.Module(), q, k, v, mask, scaling=0.25)
+        return made.copy()
+
+    with torch.no_grad():
+        assert [layer(), layer()] == [["long", "made"], ["used"]]
+        ((alike, step),) = mask.steps.items()
+        mask.steps[alike] = lambda *args: made.append("refused")
+        assert layer() == ["refused", "long"]
+        mask.steps[alike] = step
+    assert layer() == ["long"], "a step has no gradients"

@@ -51,14 +51,17 @@ def attention_forward(
         kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k, "position_bias": position_bias}
         kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return cast("tuple[Tensor, None]", paged_attention(module, query, key, value, attention_mask, **kwargs))
-    alike: tuple[Any, ...] | None = None
     extra = s_aux is not None or position_bias is not None or cu_seq_lens_q is not None or fa_serve_batch is not None
-    if query.shape[2] == 1 and query.is_cuda and not (extra or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+    # the length last: a tracer that looks at it holds the graph to it
+    decoding = query.is_cuda and not (extra or torch.is_grad_enabled() or torch.compiler.is_compiling()) and query.shape[2] == 1
+    if decoding and isinstance(attention_mask, Implicit):
         # layers of a forward that are alike in all but addresses are checked once
         alike = (*[(x.shape, x.stride(), x.dtype, x.device) for x in (query, key, value)], scaling, softcap)
-        step = attention_mask.steps.get(alike) if isinstance(attention_mask, Implicit) else None
-        if step is not None and (done := step(query, key, value, cast("Implicit", attention_mask).padding)) is not None:
-            return done, None
+        if alike in attention_mask.steps:
+            step = attention_mask.steps[alike]
+            if step is not None and (done := step(query, key, value, attention_mask.padding)) is not None:
+                return done, None
+            decoding = False
     # the module's word is about a sequence that attends to itself; the engine's are all causal
     own = getattr(module, "is_causal", fa_serve_batch is not None) and query.shape[2] == key.shape[2]
     causal = bool(own if is_causal is None else is_causal)
@@ -111,7 +114,7 @@ def attention_forward(
         mask = _combine(mask, _same_sequence(cu_q, cu_k, q.shape[1], k.shape[1]))
     if position_bias is not None:
         mask = _combine(position_bias, mask)
-    if alike is None:
+    if not decoding:
         return attention(q, k, v, mask=mask, **options), None
     out, step = decode(query, key, value, mask, **options)
     if isinstance(attention_mask, Implicit) and attention_mask.keys is None and attention_mask.starts is None:

@@ -35,23 +35,24 @@ def decode(
 ) -> tuple[Tensor, Step | None]:
     """The same of one query per sequence, for a layer's own tensors, heads before tokens, on a GPU, where no gradient is asked
     for and nothing is traced; and the short way for calls that are like this one, if there is one."""
-    keys, few = key.shape[2], key.shape[2] <= FEW_QUERIES
-    hidden = mask if mask is None else (mask.dtype, mask.device, mask.shape[:3], mask.shape[3] == keys, mask.stride(3))
+    keys = key.shape[2]
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if keys <= FEW_QUERIES or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1)):
+        return attention(q, k, v, mask=mask, sinks=None, **options), None
+    hidden = mask if mask is None else (mask.device, mask.shape[0], mask.shape[3] == keys, mask.stride(3))
     kept = [(x.shape[:2], x.shape[2] == keys, x.shape[3], x.stride(3), x.dtype, x.device) for x in (key, value)]
     # tiles differ for twice the keys, and hardly for fewer
-    alike = (query.shape, query.stride(), query.dtype, query.device, few, keys.bit_length(), *kept, hidden, *options.values())
+    alike = (query.shape, query.stride(), query.dtype, query.device, keys.bit_length(), *kept, hidden, *options.values())
     step = _STEPS.get(alike)
     out: Tensor | None = None if step is None else step(query, key, value, mask)
     if out is None:
-        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         out = attention(q, k, v, mask=mask, sinks=None, **options)
         if alike not in _STEPS:
             if len(_STEPS) >= 1024:
                 _STEPS.clear()
             options["softmax_scale"] = float(options["softmax_scale"] or q.shape[3] ** -0.5)
             make = getattr(api._backend("dense", q, k, v, dict(options), None, mask, 0, True, "auto", True), "step", None)
-            over_keys = not few and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
-            step = _STEPS[alike] = make(q, k, v, mask, **options) if make is not None and over_keys else None
+            step = _STEPS[alike] = None if make is None else make(q, k, v, mask, **options)
     return out, step
 
 

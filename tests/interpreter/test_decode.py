@@ -246,6 +246,17 @@ def test_dense_cache(shape: tuple[int, int, int], window_size: tuple[int, int], 
     assert torch.equal(out, actual)
 
 
+def test_a_mask_of_one_key_is_that_of_all():
+    """(batch, 1, 1, 1): broadcast over the keys, as the API says."""
+    q, k, v = torch.randn(2, 1, 8, 32), torch.randn(2, 40, 2, 32), torch.randn(2, 40, 2, 32)
+    every = torch.tensor([True, False, True, False])
+    mask = every[:2].view(2, 1, 1, 1)  # in memory, what follows it differs
+    options = {"softmax_scale": 0.2, "window_size": (-1, -1), "softcap": 0.0, "sinks": None, "mask": mask}
+    actual, _ = TritonBackend().forward(q, k, v, **options, out=None, return_lse=False)
+    exact, _ = attention_reference(q.double(), k.double(), v.double(), **options)
+    assert_matches_reference(actual, exact, eager_attention(q, k, v, **options))
+
+
 def test_a_captured_graph_would_serve_shorter_lengths():
     """The plan comes from max_seqlen_k on the host; the cut, from the lengths on the device."""
     for splits in (0, 4):

@@ -482,7 +482,7 @@ def _plan(
     (left, right), pdl = window, arch >= 90
     k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
     out_strides = (num_heads * dim_v, dim_v) if out is None else out.stride()[:2]
-    mask_strides = (0, 0) if mask is None else (0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(3))
+    mask_strides = (0, 0) if mask is None else tuple(0 if mask.shape[i] == 1 else mask.stride(i) for i in (0, 3))
     lse_stride = 0 if lse is None else lse.stride(0)
     # whole 16-bit pairs, for the widening of float8 values
     pairs = arch >= 89 and itemsize == 1 and dim_v % 2 == 0 and dtype.itemsize == 2 and not any(
