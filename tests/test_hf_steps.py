@@ -108,6 +108,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     class Backend:
         @staticmethod
         def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
+            assert options["softmax_scale"] in (0.25, 0.5, 64**-0.5)
             ways.append("made")
             return lambda *args: ways.append("used") or q.new_full((1,), 5.0)
 
@@ -229,3 +230,14 @@ def test_a_step_that_is_not_the_way_leaves_the_call_to_the_checks(made: list[str
         assert layer() == ["refused", "long"]
         mask.steps[alike] = step
     assert layer() == ["long"], "a step has no gradients"
+
+
+def test_what_the_adapter_gives_back_is_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models view it as they like."""
+    spread = torch.zeros(2, 5, 4, 8).transpose(1, 2)
+    monkeypatch.setattr(api, "attention", lambda *args, **options: spread)
+    monkeypatch.setattr(api, "attention_varlen", lambda *args, **options: spread)
+    options: dict[str, Any] = {"softmax_scale": None, "window_size": (-1, -1), "softcap": 0.0, "sinks": None}
+    x = torch.zeros(2)
+    assert ops.attention(x, x, x, mask=None, **options).is_contiguous()
+    assert ops.attention_varlen(x, x, x, x, x, 1, 1, **options).is_contiguous()
