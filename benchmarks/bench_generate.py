@@ -1,7 +1,7 @@
 """`model.generate` and `model.generate_batch` with fa_serve, sdpa and eager, at real shapes with random weights, on one GPU.
 
-    python benchmarks/bench_generate.py                      # everything, 15 minutes
-    python benchmarks/bench_generate.py --cases growing,static --models llama-3.1-8b --budget 90
+    python benchmarks/bench_generate.py                      # everything, some ten minutes
+    python benchmarks/bench_generate.py --cases growing,static --models llama-3.1-8b --budget 150
 
 ttft:    the time until the first token of one prompt of 1k, 8k, 32k and 128k tokens; eager up to 8k, where its scores fit
 padded:  the same for 16 prompts of 256 to 2,048 tokens, padded on the left, and the time of a token after them
