@@ -149,7 +149,6 @@ def chat(
 
     options = {"temperature": temperature, "max_completion_tokens": max_tokens}
     with Conversation(url, key=key, model=model, system=system, **options) as conversation:
-        asked = question
         while True:
             try:
                 asked = input("> ") if question is None else question

@@ -29,11 +29,8 @@ def make_qkv(
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu").to(device=device, dtype=dtype)
 
-    return (
-        draw(batch, seqlen_q, num_heads, head_dim),
-        draw(batch, seqlen_k, num_kv_heads, head_dim),
-        draw(batch, seqlen_k, num_kv_heads, head_dim_v or head_dim),
-    )
+    keys = (batch, seqlen_k, num_kv_heads)
+    return draw(batch, seqlen_q, num_heads, head_dim), draw(*keys, head_dim), draw(*keys, head_dim_v or head_dim)
 
 
 def cu_seqlens(lengths: Sequence[int], device: str | torch.device = "cpu") -> Tensor:

@@ -718,6 +718,26 @@ def test_an_export_asks_nothing_of_the_number_of_queries() -> None:
             torch.testing.assert_close(program(q, k, torch.tensor(n)), Layer()(q, k, torch.tensor(n)))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@torch.no_grad()
+def test_a_trace_holds_the_attention(kernels: bool) -> None:
+    """A kernel that is launched past PyTorch leaves no trace, and its output would be whatever the memory held."""
+    eager, ours = BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = ours
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(ids, use_cache=False).logits
+
+    ids = tokens(2, 9)
+    traced: Any = torch.jit.trace(Logits(), (ids.flip(1),))
+    assert str(traced.inlined_graph).count("fa_serve::attention(") == ours.config.num_hidden_layers
+    torch.testing.assert_close(traced(ids), eager(ids).logits, atol=3e-5, rtol=0)
+
+
 def test_a_step_that_needs_gradients_has_them(kernels: bool) -> None:
     results = []
     for model in (BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())):

@@ -1,4 +1,4 @@
-"""The short way of a decoding step sends the driver what the long way sends it, or leaves the call alone."""
+"""The short way of a layer sends the driver what the long way sends it, or leaves the call alone."""
 
 from __future__ import annotations
 
@@ -98,6 +98,9 @@ def test_what_is_not_alike_goes_the_long_way(sent: list[tuple[Any, ...]], monkey
     assert not sent
     odd = torch.zeros(2, 2, 600, 68, dtype=torch.bfloat16).transpose(1, 2)
     assert steps.make_step(q, odd[..., :64], odd[..., :64], mask, **OPTIONS) is None
+    sent.clear()
+    assert steps.make_step(q.expand(2, 5, 8, 64), k, v, None, **OPTIONS) is None, "several queries"
+    assert not sent
 
 
 @pytest.fixture
@@ -125,7 +128,7 @@ def test_the_adapter_keeps_one_step_for_what_is_alike(made: list[str]) -> None:
     def call(batch: int, keys: int, change: Any = lambda q, k, v, mask: (q, k, v, mask), **changes: Any) -> list[str]:
         made.clear()
         q, k, v, mask = inputs(batch, keys, **{name: changes.pop(name) for name in ("dim_v", "masked") if name in changes})
-        ops.decode(*change(*as_layers_hold_them(q, k, v, mask)), sinks=None, **(OPTIONS | changes))
+        ops.attend(*change(*as_layers_hold_them(q, k, v, mask)), sinks=None, **(OPTIONS | changes))
         return made.copy()
 
     assert call(2, 600) == ["long", "made"]
@@ -154,11 +157,43 @@ def test_the_adapter_keeps_one_step_for_what_is_alike(made: list[str]) -> None:
     assert call(2, 17) == ["long", "made"]
 
 
+def test_prompts_that_are_alike_are_of_the_same_length(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tiles and bounds are a length's own, strides those of one memory; a mask sends them the long way."""
+    few: list[bool] = []
+    backend = api._backend
+    monkeypatch.setattr(api, "_backend", lambda *args: few.append(args[-1]) or backend(*args))
+
+    def call(queries: int, keys: int, change: Any = lambda q, k, v: (q, k, v), mask: Tensor | None = None) -> list[str]:
+        made.clear()
+        q = torch.zeros(2, queries, 8, 64, dtype=torch.bfloat16).transpose(1, 2)
+        k, v = (torch.zeros(2, 2, keys, 64, dtype=torch.bfloat16) for _ in range(2))
+        ops.attend(*change(q, k, v), mask, sinks=None, **OPTIONS)
+        return made.copy()
+
+    assert call(600, 600) == ["long", "made"]
+    assert call(600, 600) == ["used"]
+    for change in (
+        lambda q, k, v: (q, k[:, :, :599], v[:, :, :599]),
+        lambda q, k, v: (q.contiguous(), k, v),
+        lambda q, k, v: (q, k.transpose(1, 2).contiguous().transpose(1, 2), v),
+        lambda q, k, v: (q, k, v.transpose(1, 2).contiguous().transpose(1, 2)),
+    ):
+        assert call(600, 600, change) == ["long", "made"]
+        assert call(600, 600, change) == ["used"]
+    assert call(600, 601) == call(599, 600) == call(17, 600) == ["long", "made"]
+    assert few == [False] * 8
+    assert call(16, 600) == call(2, 600) == ["long", "made"]
+    assert few[8:] == [True, True]
+    for mask in (torch.ones(2, 1, 1, 600, dtype=torch.bool), torch.ones(2, 1, 600, 600, dtype=torch.bool)):
+        assert call(600, 600, mask=mask) == ["long"]
+    assert call(16, 16) == ["long"]
+
+
 def test_layers_of_a_forward_that_are_alike_are_checked_once(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By their mask, which is new in each forward; whatever makes a layer another call sends it through the checks."""
     asked: list[Tensor | None] = []
-    decode = ops.decode
-    monkeypatch.setattr(attention, "decode", lambda q, k, v, mask, **o: asked.append(mask) or decode(q, k, v, mask, **o))
+    attend = ops.attend
+    monkeypatch.setattr(attention, "attend", lambda q, k, v, mask, **o: asked.append(mask) or attend(q, k, v, mask, **o))
     q, k, v, padding = as_layers_hold_them(*inputs(2, 600))
     assert padding is not None
     mask = Implicit((-1, 0), padding=padding[:, 0, 0])
@@ -189,6 +224,10 @@ def test_layers_of_a_forward_that_are_alike_are_checked_once(made: list[str], mo
         shorter = {"k": k[:, :, :599], "v": v[:, :, :599]}
         ways = [layer(bare), layer(bare), layer(bare, **shorter), layer(bare, **shorter)]
         assert ways == ["long, checked", "used, at once", "used, checked", "used, at once"], "a length of its own"
+        prompt = {"q": q.repeat(1, 1, 600, 1)}
+        ways = [layer(bare, **prompt), layer(bare, **prompt), layer(Implicit((-1, 0)), **prompt), layer(later, **prompt)]
+        assert ways == ["long, checked", "used, at once", "used, checked", "long, checked"], "many queries, without padding"
+        assert layer(later, **prompt) == "long, at once"
         assert layer(is_causal=True, sliding_window=9, dropout=0.0) == "used, at once", "the mask says more than the module"
         for extra in ({"s_aux": torch.zeros(8)}, {"position_bias": torch.zeros(1, 8, 1, 600)}):
             assert layer(**extra) == "long, at once", "what a step has no place for goes the long way, past all that is kept"

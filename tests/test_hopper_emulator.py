@@ -257,6 +257,27 @@ def test_strides() -> None:
     check(result, lse, q, same_keys, same_values, options)
 
 
+@pytest.mark.parametrize("changes", [{"batch": 2}, {"seqlen_q": 70, "window": (30, 0), "softcap": 5.0, "scale": 1.0}], ids=str)
+def test_a_step_computes_what_a_launch_computes(changes: dict) -> None:
+    """Of other tensors that are laid out alike, and only of such as the copy engine can address."""
+    q, k, v, options = inputs(Case("", **({"heads": (4, 2), "head_dim": (192, 128)} | changes)))
+    make_step = HopperBackend().step
+    options.pop("sinks")
+    later = [torch.roll(x, 1, dims=1).transpose(1, 2).contiguous() for x in (q, k, v)]
+    q, k, v = (x.transpose(1, 2) for x in later)
+    first = [x.flip(1) for x in later]
+    unaligned = torch.cat([later[0].flatten(), later[0].flatten()[:1]])[1:].view(later[0].shape)
+    with emulated():
+        step = make_step(*(x.transpose(1, 2) for x in first), None, **options)
+        out = step(*later, None)
+        assert step(unaligned, *later[1:], None) is None
+        assert make_step(q, k, v.repeat(1, 1, 1, 2)[..., ::2], None, **options)(*later, None) is None
+        assert make_step(q, k[:, :0], v[:, :0], None, **options)(*later, None) is None
+        expected, lse = launch_forward(q, k, v, out=None, return_lse=True, sinks=None, **options)
+    assert torch.equal(out, expected)
+    check(out, lse, q, k, v, options | {"sinks": None})
+
+
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])], ids=["plain", "sinks"])
 def test_nothing_to_attend_to(sinks: torch.Tensor | None) -> None:
     q, k, v, options = inputs(Case(""))

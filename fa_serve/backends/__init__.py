@@ -33,8 +33,9 @@ class Backend(Protocol):
     `window_size` already holds causality (right == 0). `out` may be None: then the backend allocates. Each forward returns
     (out, lse); lse is None unless `return_lse`. A backend with a true attribute `plans` gets `memo`, a dictionary, empty at
     first, for what it works out from shapes, strides, dtypes and options: calls that share it differ in addresses and contents
-    alone. Two backends may share a mixed paged batch, see `mixed`: the one that serves few queries then takes `lse` too, and
-    leaves sequences with more than `max_seqlen_q` queries alone; the other takes `lse` and `skip_q`.
+    alone. One with `step` makes short ways for such calls, of dense tensors (see `hf.ops`). Two backends may share a mixed
+    paged batch, see `mixed`: the one that serves few queries then takes `lse` too, and leaves sequences with more than
+    `max_seqlen_q` queries alone; the other takes `lse` and `skip_q`.
     """
 
     name: str

@@ -12,7 +12,7 @@ from transformers.utils.output_capturing import _active_collector  # of what mod
 
 from fa_serve.hf.continuous import paged_attention
 from fa_serve.hf.masks import Implicit
-from fa_serve.hf.ops import attention, attention_varlen, decode
+from fa_serve.hf.ops import attend, attention, attention_varlen, traced
 from fa_serve.spec import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -52,16 +52,15 @@ def attention_forward(
         kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return cast("tuple[Tensor, None]", paged_attention(module, query, key, value, attention_mask, **kwargs))
     extra = s_aux is not None or position_bias is not None or cu_seq_lens_q is not None or fa_serve_batch is not None
-    # the length last: a tracer that looks at it holds the graph to it
-    decoding = query.is_cuda and not (extra or torch.is_grad_enabled() or torch.compiler.is_compiling()) and query.shape[2] == 1
-    if decoding and isinstance(attention_mask, Implicit):
+    short = query.is_cuda and not (extra or torch.is_grad_enabled() or traced())
+    if short and isinstance(attention_mask, Implicit):
         # layers of a forward that are alike in all but addresses are checked once
         alike = (*[(x.shape, x.stride(), x.dtype, x.device) for x in (query, key, value)], scaling, softcap)
         if alike in attention_mask.steps:
             step = attention_mask.steps[alike]
             if step is not None and (done := step(query, key, value, attention_mask.padding)) is not None:
                 return done, None
-            decoding = False
+            short = False
     # the module's word is about a sequence that attends to itself; the engine's are all causal
     own = getattr(module, "is_causal", fa_serve_batch is not None) and query.shape[2] == key.shape[2]
     causal = bool(own if is_causal is None else is_causal)
@@ -75,7 +74,7 @@ def attention_forward(
 
     mask: Tensor | None = None
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if needs_grad and query.is_cuda and not torch.compiler.is_compiling():
+    if needs_grad and query.is_cuda and not traced():
         _say_who_has_gradients()
     if isinstance(attention_mask, Implicit):
         window_size = attention_mask.window_size
@@ -84,8 +83,7 @@ def attention_forward(
             position_bias = None if position_bias is None else position_bias[..., : attention_mask.keys]
         if (padding := attention_mask.padding) is not None:
             mask = padding.view(padding.shape[0], 1, 1, padding.shape[1])
-        if cu_seq_lens_q is None:
-            cu_seq_lens_q = attention_mask.starts
+        cu_seq_lens_q = attention_mask.starts if cu_seq_lens_q is None else cu_seq_lens_q
     elif attention_mask is not None:
         if attention_mask.dim() != 4:
             raise UnsupportedModelError(f"{name} passes a mask of shape {tuple(attention_mask.shape)}, not of 4 dimensions")
@@ -114,9 +112,9 @@ def attention_forward(
         mask = _combine(mask, _same_sequence(cu_q, cu_k, q.shape[1], k.shape[1]))
     if position_bias is not None:
         mask = _combine(position_bias, mask)
-    if not decoding:
+    if not short:
         return attention(q, k, v, mask=mask, **options), None
-    out, step = decode(query, key, value, mask, **options)
+    out, step = attend(query, key, value, mask, **options)
     if isinstance(attention_mask, Implicit) and attention_mask.keys is None and attention_mask.starts is None:
         attention_mask.steps[alike] = step
     return out, None

@@ -35,32 +35,25 @@ def paged_attention(
 
     Returns out (1, total, heads, head_dim_v); rows that belong to no request, the padding for CUDA graphs, are 0.
     """
+    name = type(module).__name__
     if position_bias is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} adds a position_bias to its scores, which a paged cache cannot hold"
-        )
+        raise UnsupportedModelError(f"{name} adds a position_bias to its scores, which a paged cache cannot hold")
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]
     if head_dim_v != head_dim:  # the cache has one size for both
         value = F.pad(value, (0, head_dim - head_dim_v))
     step = _Step(module, cache, key, value, kwargs)
     if (sliding_window or None) != step.window:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: the attention's window is {sliding_window}, the cache holds one of {step.window}"
-        )
+        raise UnsupportedModelError(f"{name}: the attention's window is {sliding_window}, the cache holds one of {step.window}")
     q = query[0].transpose(0, 1)
     options: dict[str, Any] = {
         "cu_seqlens_q": kwargs["cu_seq_lens_q"].to(torch.int32), "causal": True, "softmax_scale": scaling,
         "window_size": (-1 if step.window is None else step.window - 1, -1), "softcap": softcap or 0.0, "sinks": s_aux,
         "out": torch.zeros_like(q, memory_format=torch.contiguous_format),
     }  # fmt: skip
-    out: Any
-    if step.block_table is not None:
-        out = step.decode(q, options)
-    else:
-        out = attention_varlen(
-            q, step.key, step.value, cu_seqlens_k=step.cu_seqlens_k,
-            max_seqlen_q=kwargs.get("max_seqlen_q") or kwargs["max_length_q"], max_seqlen_k=step.max_seqlen_k, **options,
-        )  # fmt: skip
+    out: Any = step.decode(q, options) if step.block_table is not None else attention_varlen(
+        q, step.key, step.value, cu_seqlens_k=step.cu_seqlens_k,
+        max_seqlen_q=kwargs.get("max_seqlen_q") or kwargs["max_length_q"], max_seqlen_k=step.max_seqlen_k, **options,
+    )  # fmt: skip
     return out[None, ..., :head_dim_v], None
 
 
@@ -122,10 +115,8 @@ class _Step:
         """One token of each request. A request that only pads the batch has no keys, and its entries in the table are -1."""
         lengths, slots = self._slots(options["cu_seqlens_q"], q.shape[0])
         store_kv(self.key, self.value, self.k_cache, self.v_cache, slots)
-        out = attention_paged(
-            q, self.k_cache, self.v_cache, block_table=self.block_table, seqused_k=lengths, max_seqlen_q=1, **options
-        )
-        return cast(Tensor, out)
+        pages = {"block_table": self.block_table, "seqused_k": lengths}
+        return cast(Tensor, attention_paged(q, self.k_cache, self.v_cache, max_seqlen_q=1, **pages, **options))
 
     def _slots(self, batch: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """int32 (requests,), keys of each request, and int64 (total,), where each new one goes; -1 for what only pads.

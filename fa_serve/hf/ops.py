@@ -1,4 +1,5 @@
-"""The public functions as the adapter calls them: the same, and one opaque node in the graph of a forward that is compiled.
+"""The public functions as the adapter calls them: the same, and one opaque node in the graph of a forward that is compiled,
+exported or traced.
 
 Choosing a backend and launching its kernels is Python that a tracer should not walk through. Left out: gradients of a compiled
 forward, which PyTorch then refuses by name.
@@ -21,28 +22,34 @@ Step = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], "Tensor | None"]
 _STEPS: dict[tuple[Any, ...], Step | None] = {}
 
 
+def traced() -> bool:
+    """Whether the operations of a forward are written down, to be run again: kernels that we launch are not seen."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, sinks: Tensor | None, softmax_scale: float | None,
     window_size: tuple[int, int], softcap: float,
 ) -> Tensor:  # fmt: skip
     """`fa_serve.attention`, contiguous."""
-    call = _attention if torch.compiler.is_compiling() else _call
+    call = _attention if traced() else _call
     return cast(Tensor, call(q, k, v, mask, sinks, softmax_scale, *window_size, softcap))
 
 
-def decode(
+def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: None, **options: Any
 ) -> tuple[Tensor, Step | None]:
-    """The same of one query per sequence, for a layer's own tensors, heads before tokens, on a GPU, where no gradient is asked
-    for and nothing is traced; and the short way for calls that are like this one, if there is one."""
-    keys = key.shape[2]
+    """The same for a layer's own tensors, heads before tokens, on a GPU, where no gradient is asked for and nothing is traced;
+    and the short way for calls that are like this one, if there is one."""
+    keys, prompt = key.shape[2], query.shape[2] != 1
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if keys <= FEW_QUERIES or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1)):
+    if keys <= FEW_QUERIES or (mask is not None and (prompt or mask.dtype != torch.bool or mask.shape[1] != 1)):
         return attention(q, k, v, mask=mask, sinks=None, **options), None
     hidden = mask if mask is None else (mask.device, mask.shape[0], mask.shape[3] == keys, mask.stride(3))
     kept = [(x.shape[:2], x.shape[2] == keys, x.shape[3], x.stride(3), x.dtype, x.device) for x in (key, value)]
-    # tiles differ for twice the keys, and hardly for fewer
-    alike = (query.shape, query.stride(), query.dtype, query.device, keys.bit_length(), *kept, hidden, *options.values())
+    # a token's tiles differ for twice the keys, and hardly for fewer
+    length = (keys, key.stride(), value.stride()) if prompt else keys.bit_length()
+    alike = (query.shape, query.stride(), query.dtype, query.device, length, *kept, hidden, *options.values())
     step = _STEPS.get(alike)
     out: Tensor | None = None if step is None else step(query, key, value, mask)
     if out is None:
@@ -51,7 +58,8 @@ def decode(
             if len(_STEPS) >= 1024:
                 _STEPS.clear()
             options["softmax_scale"] = float(options["softmax_scale"] or q.shape[3] ** -0.5)
-            make = getattr(api._backend("dense", q, k, v, dict(options), None, mask, 0, True, "auto", True), "step", None)
+            few = q.shape[1] <= FEW_QUERIES
+            make = getattr(api._backend("dense", q, k, v, dict(options), None, mask, 0, True, "auto", few), "step", None)
             step = _STEPS[alike] = None if make is None else make(q, k, v, mask, **options)
     return out, step
 
@@ -61,7 +69,7 @@ def attention_varlen(
     softmax_scale: float | None, window_size: tuple[int, int], softcap: float,
 ) -> Tensor:  # fmt: skip
     """`fa_serve.attention_varlen`, contiguous."""
-    call = _attention_varlen if torch.compiler.is_compiling() else _call_varlen
+    call = _attention_varlen if traced() else _call_varlen
     return cast(Tensor, call(q, k, v, cu_q, cu_k, max_q, max_k, sinks, softmax_scale, *window_size, softcap))
 
 

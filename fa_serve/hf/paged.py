@@ -65,18 +65,16 @@ class PagedBatch:
     def attention(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, left: int, **options: Any) -> Tensor:
         """Attend to all there are when this step's keys and values are stored: (total, heads, dim), for each of q, k, v."""
         if self.fresh:
-            out = attention_varlen(
+            return cast(Tensor, attention_varlen(
                 q, k, v, cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_q, max_seqlen_q=self.max_seqlen_q,
                 max_seqlen_k=self.max_seqlen_q, causal=True, window_size=(left, 0), backend=self.backend, **options,
-            )  # fmt: skip
-            return cast(Tensor, out)
+            ))  # fmt: skip
         k_cache, v_cache = self.kv_caches[layer_idx]
-        out = attention_paged(
+        return cast(Tensor, attention_paged(
             q, k_cache, v_cache, block_table=self.block_table, seqused_k=self.seqused_k, cu_seqlens_q=self.cu_seqlens_q,
             max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, window_size=(left, 0), num_splits=self.num_splits,
             backend=self.backend, **self.descale(layer_idx), **options,
-        )  # fmt: skip
-        return cast(Tensor, out)
+        ))  # fmt: skip
 
     def descale(self, layer_idx: int) -> dict[str, Any]:
         """The arguments of `store_kv` and `attention_paged` for a float8 cache, none for another."""

@@ -302,12 +302,33 @@ def test_later_steps_go_the_short_way(
         mask = torch.rand(batch, 1, 1, keys, device="cuda") < 0.7 if masked else None
         options: dict[str, Any] = {"softmax_scale": 0.1, "softcap": 20.0, "mask": mask}
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        actual, _ = ops.decode(*heads_first, sinks=None, window_size=(-1, 0), **options)
+        actual, _ = ops.attend(*heads_first, sinks=None, window_size=(-1, 0), **options)
         exact, eager = (eager_attention(*(x.to(t) for x in (q, k, v)), **options) for t in (torch.float64, dtype))
         if dtype == torch.float32:  # eager sums a product of one query in another order: no less exact than the long way, then
             eager = attention(q, k, v, window_size=(-1, 0), **options)
         assert_matches_reference(actual, exact, eager)
     assert long_way == [1023, 40, 5000, 17]
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (100, 0)], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256), (80, 80)], ids=str)
+def test_prompts_of_a_length_that_was_met_go_the_short_way(
+    dims: tuple[int, int], window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what the public function gives; heads of 80 have no short way on any GPU."""
+    monkeypatch.setattr(ops, "_STEPS", {})
+    long_way: list[int] = []
+    attention = api.attention
+    monkeypatch.setattr(api, "attention", lambda q, k, *args, **kw: long_way.append(q.shape[1]) or attention(q, k, *args, **kw))
+    lengths = [(600, 600), (20, 700), (600, 600), (20, 700), (5, 40), (600, 600)]
+    for seed, (queries, keys) in enumerate(lengths):
+        q, k, v = make_qkv(2, queries, keys, 8, 2, *dims, dtype=torch.bfloat16, device="cuda", seed=seed)
+        q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).contiguous() for x in (k, v))  # as a model and its cache lay them out
+        options: dict[str, Any] = {"softmax_scale": 0.1, "softcap": 20.0, "window_size": window}
+        actual, _ = ops.attend(q, k, v, None, sinks=None, **options)
+        assert torch.equal(actual, attention(*(x.transpose(1, 2) for x in (q, k, v)), **options))
+    hopper = torch.cuda.get_device_capability()[0] == 9 and dims != (80, 80)
+    assert long_way == ([600, 20, 5] if hopper else [queries for queries, _ in lengths])
 
 
 BATCHES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,6 @@ that they are written for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import triton
@@ -49,22 +48,23 @@ class HopperBackend:
             return "takes causality and windows, not an explicit mask"
         return "has no backward pass, and an input requires gradients" if spec.needs_grad else None
 
+    # the kernels' module is imported when it is first asked for: where Gluon differs it cannot be
     @property
     def forward(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        return _kernel()
+        from fa_serve.backends.hopper.forward import launch_forward
+
+        return launch_forward
 
     forward_varlen = forward_paged = forward
 
+    @property
+    def step(self) -> Callable[..., object]:
+        from fa_serve.backends.hopper.forward import make_step
+
+        return make_step
+
     def store_kv(self, *args, **options):
         raise NotImplementedError("the Hopper backend does not write a paged cache; supports() says so")
-
-
-@cache
-def _kernel() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The launcher, imported when it is first called: where Gluon differs it cannot be imported."""
-    from fa_serve.backends.hopper.forward import launch_forward
-
-    return launch_forward
 
 
 def _cannot_page(spec: AttentionSpec) -> str | None:

@@ -22,6 +22,7 @@ Left out: explicit masks, float8 caches, the backward pass. `head_dim` 96 runs a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -185,6 +186,25 @@ def launch_forward(
     elif plan.empty:
         _fill_without_keys(result, lse, sinks)
     return result, lse
+
+
+def make_step(q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> Callable[..., Tensor | None]:
+    """`launch_forward` of dense tensors for calls that differ from this one in addresses alone, without sinks and lse.
+
+    What is made takes tensors and None for the mask as models hold them, heads before tokens, which addresses do not show.
+    -> out (batch, seqlen_q, heads, head_dim_v), or None, and nothing done, if a call has to go the long way.
+    """
+    window, scale, softcap = options["window_size"], options["softmax_scale"], options["softcap"]
+    plan = _plan(q, k, v, None, None, None, 0, 0, window, scale, softcap, 0, None)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor | None:
+        if plan.attention is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return None
+        out = q.new_empty(plan.shape)
+        plan.attention((q, q, k, k, v, out, None, None, None, _counter(q) if plan.counts else None, None))
+        return out
+
+    return step
 
 
 class _Plan(NamedTuple):

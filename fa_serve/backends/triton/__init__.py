@@ -26,6 +26,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class TritonBackend:
     name = "triton"
     plans = True
+    forward_varlen = staticmethod(launch_forward)
     step = staticmethod(make_step)
 
     def supports(self, spec: AttentionSpec) -> str | None:
@@ -49,9 +50,6 @@ class TritonBackend:
         if 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and over_keys:
             return launch_dense(q, k, v, mask=mask, **options)
         return launch_forward(q, k, v, mask=mask, **options)
-
-    def forward_varlen(self, q, k, v, **options):
-        return launch_forward(q, k, v, **options)
 
     def forward_paged(self, q, k_cache, v_cache, **options):
         longest = options["max_seqlen_q"]

@@ -28,13 +28,15 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | None]
 
 def make_step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Step | None:
     """`launch_dense` for calls with one query per sequence that are like this one, whose kernels run; None where launches have
-    no short way.
+    no short way, and for more queries than one.
 
     Alike: the same q (batch, 1, heads, dim) in shape, strides, dtype and device; of k (batch, keys, kv_heads, dim), v and the
     mask (1 or batch, 1, 1, keys) the same but for the strides and the number of keys, whose tiles are those of this call; the
     same options, no sinks. What is made takes all of them heads first, as models hold them: views cost time, too.
     -> out (batch, 1, heads, head_dim_v), or None, and nothing done, if a call has to go the long way.
     """
+    if q.shape[1] != 1:
+        return None
     memo: dict[str, Any] = {}
     for _ in range(2):  # the first launch of its kind compiles
         launch_dense(q, k, v, mask=mask, sinks=None, out=None, return_lse=False, memo=memo, **options)
