@@ -55,6 +55,7 @@ JOBS = {
     "generate_gemma": Job(145, f"{GENERATE} --models gemma-3-4b --cases ttft,padded,growing", quiet=True),
     "generate_qwen_gpt": Job(130, f"{GENERATE} --models qwen3-0.6b,gpt-oss-20b --cases ttft,padded,growing", quiet=True),
     "generate_static_llama": Job(85, f"{GENERATE} --models llama-3.1-8b --cases static", quiet=True),
+    "generate_static_gemma": Job(150, f"{GENERATE} --models gemma-3-4b --cases static", quiet=True),
     "generate_static_qwen": Job(80, f"{GENERATE} --models qwen3-0.6b --cases static", quiet=True),
     "generate_batch": Job(55, f"{GENERATE} --cases batch", quiet=True),
     "prefill_triton": Job(80, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
