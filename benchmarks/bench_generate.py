@@ -11,9 +11,11 @@ static:  32k in, 128 out, from one end to the other in a static cache with trans
 batch:   generate_batch, 256 requests of 512 tokens in and 256 out, end tokens ignored, after a warm-up; sdpa is stopped after
          20 seconds, and what it has written by then counts
 
-The implementations take turns, for five seconds (twelve for later tokens) or fifteen times, after one that does not count:
-the clock of a GPU and the company on its host change, and cuDNN, which is behind sdpa on Hopper, takes tens of milliseconds
-for a length that it has not met. The best turn counts; in each, a token is the median of 24.
+The implementations take turns, for five seconds (fifteen for what the host alone decides: later tokens, and prompts of 1k)
+and at least once, after one that does not count: the clock of a GPU and the company on its host change, and cuDNN, which is
+behind sdpa on Hopper, takes tens of milliseconds for a length that it has not met. The turn counts that a tenth of them beat:
+ratios of best turns, of which one may be lucky, scatter by 2% from process to process, these by less (docs/log.md). In each
+turn a token is the median of 24.
 
 The models are whole, but for gpt-oss, which has two of its 32 experts, as they change nothing for attention, and eager alone
 beside us. Before a model is timed, its logits are held to float32 by the rule of two (mean error). A line is written and
@@ -85,13 +87,13 @@ class Bench:
     def left(self) -> float:
         return self.deadline - time.perf_counter()
 
-    def compare(self, case: str, unit: str, measure: dict[str, Callable[[], float]], seconds: float, turns: int = 16) -> None:
+    def compare(self, case: str, unit: str, measure: dict[str, Callable[[], float]], seconds: float, turns: int = 1000) -> None:
         """Times each implementation in each of the turns and writes the line; `seconds` is what a turn is expected to take.
 
-        The first turn warms up; with one turn, the call does so by itself. Later tokens are host time: more turns.
+        The first turn warms up; with one turn, the call does so by itself.
         """
         values: dict[str, list[float]] = {name: [] for name in measure}
-        begin, enough = time.perf_counter(), 12.0 if case.endswith(("token", "growing")) else 5.0
+        begin, enough = time.perf_counter(), 15.0 if case.endswith(("token", "growing", "1024")) else 5.0
         for turn in range(turns):
             started = time.perf_counter()
             if self.left() < seconds or (turn > 1 and started - begin > enough):
@@ -103,8 +105,8 @@ class Bench:
                     print(f"{case}: {name} is out of memory", flush=True)
             ended = time.perf_counter()
             seconds, begin = (ended - started, begin) if turn else (seconds, ended)
-        best = max if "/" in unit else min
-        measured = {name: best(times[turns > 1 :]) for name, times in values.items() if len(times) > (turns > 1)}
+        counted = {name: sorted(times[turns > 1 :], reverse="/" in unit) for name, times in values.items()}
+        measured = {name: times[len(times) // 10] for name, times in counted.items() if times}
         if len(measured) < len(measure):
             print(f"{case}: left out {sorted(measure.keys() - measured.keys())}, {self.left():.0f} s are left", flush=True)
         if OURS in measured and len(measured) > 1:

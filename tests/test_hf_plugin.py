@@ -657,6 +657,31 @@ def test_compiled_decoding_does_not_recompile(family: str, graphs: int, kernels:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_compiled_decoding_has_no_sizes_that_grow(family: str, batch: int, kernels: bool) -> None:
+    """Beyond transformers' own count of tokens: CUDA graphs are recorded anew for each number that a graph is given."""
+    numbers: dict[str, list[int]] = {}
+    ids = tokens(batch, 12)
+    for name in ("sdpa", "fa_serve"):
+        model = BY_NAME[family].build()
+        model.set_attn_implementation(name)
+        seen = numbers[name] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any], seen: list[int] = seen, **options: Any) -> Any:
+            seen.append(sum(not isinstance(x, Tensor) for x in inputs))
+            return graph.forward
+
+        compile_config = CompileConfig(backend=backend, fullgraph=True, mode=None)  # type: ignore[arg-type]
+        compile_config._compile_all_devices = True
+        torch.compiler.reset()
+        options: dict[str, Any] = {"do_sample": False, "min_new_tokens": 4, "max_new_tokens": 4}
+        given = {"attention_mask": torch.ones_like(ids), "cache_implementation": "static", "compile_config": compile_config}
+        model.generate(ids, **given, **options)
+    assert numbers["fa_serve"] == numbers["sdpa"]
+    assert numbers["sdpa"][0] == 0 < numbers["sdpa"][1]
+
+
 @torch.no_grad()
 def test_a_step_compiled_by_the_user_is_one_graph(kernels: bool) -> None:
     """model(...) with a static cache, without a mask and with one of the room's length: no break, no graph for each token."""
@@ -718,7 +743,7 @@ def test_an_export_asks_nothing_of_the_number_of_queries() -> None:
             torch.testing.assert_close(program(q, k, torch.tensor(n)), Layer()(q, k, torch.tensor(n)))
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @torch.no_grad()
 def test_a_trace_holds_the_attention(kernels: bool) -> None:
     """A kernel that is launched past PyTorch leaves no trace, and its output would be whatever the memory held."""

@@ -249,8 +249,9 @@ def _decoding(
         return None
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None and padding.shape[1] != kv_length:
-        # a copy, because kernels that get an address other than a multiple of 16 are launched the long way, in every layer
-        padding = padding[:, kv_offset : kv_offset + kv_length].clone()
+        # a copy, because kernels that get an address other than a multiple of 16 are launched the long way, in every layer;
+        # contiguous, because CUDA graphs of a compiled step are recorded anew for each stride
+        padding = padding[:, kv_offset : kv_offset + kv_length].clone(memory_format=torch.contiguous_format)
     if not static and q_offset + 1 - kv_offset == kv_length:
         return Implicit(window_size, padding=padding)
     behind = q_offset - kv_offset - torch.arange(kv_length, device=known.device)
