@@ -73,8 +73,8 @@ class AttentionSpec:
         parts.append(f"heads {self.num_heads}/{self.num_kv_heads}")
         parts.append(f"head_dim {self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else ""))
         parts += [f"kv {str(self.kv_dtype)[6:]}"] if self.kv_dtype != self.dtype else []
-        kind = "causal" if self.window_size == (-1, 0) else f"window {self.window_size}"
-        parts += [kind] if self.window_size != (-1, -1) else []
+        seen = "causal" if self.window_size == (-1, 0) else f"window {self.window_size}"
+        parts += [seen] if self.window_size != (-1, -1) else []
         parts += [name for name in ("softcap", "sinks", "needs_grad") if getattr(self, name)]
         parts += [f"{self.mask} mask"] if self.mask else []
         parts += [f"page_size {self.page_size}"] if self.page_size else []

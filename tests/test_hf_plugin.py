@@ -29,7 +29,7 @@ from transformers.integrations.executorch import convert_and_export_with_cache
 import fa_serve
 from fa_serve import hf
 from fa_serve.backends.reference import attention_reference, visible_keys
-from fa_serve.hf import attention, masks, models
+from fa_serve.hf import attention, masks, models, ops
 from fa_serve.hf.masks import Implicit, classify
 from fa_serve.spec import UnsupportedModelError
 from fa_serve.testing import make_qkv
@@ -744,23 +744,33 @@ def test_an_export_asks_nothing_of_the_number_of_queries() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-@torch.no_grad()
-def test_a_trace_holds_the_attention(kernels: bool) -> None:
-    """A kernel that is launched past PyTorch leaves no trace, and its output would be whatever the memory held."""
-    eager, ours = BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_holds_the_attention(packed: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of ours, which is launched past PyTorch, would leave no trace, and its output be whatever the memory held. What
+    PyTorch's own operators compute, on a CPU and with gradients, is traced as they are."""
 
-    class Logits(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = ours
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            starts = torch.tensor([0, 3, 8], dtype=torch.int32) if packed else None
+            return attention.attention_forward(self, q, k, k, None, is_causal=False, cu_seq_lens_q=starts)[0]
 
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.model(ids, use_cache=False).logits
+    q, k, other = (x.transpose(1, 2) for x in make_qkv(1, 8, 8, 4, 4, 32))
+    for needs_grad in (False, True):
+        with monkeypatch.context() as patch:
+            if gpu:
+                patch.setattr(ops, "traced", lambda *inputs, traced=ops.traced: traced(*(_on_a_gpu(x) for x in inputs)))
+            traced: Any = torch.jit.trace(Layer(), (q.clone().requires_grad_(needs_grad), k), check_trace=False)
+        held = str(traced.inlined_graph).count("fa_serve::attention")
+        assert held == (1 if gpu and not needs_grad else 0)
+        torch.testing.assert_close(traced(other, k), Layer()(other, k))
+        other = other.detach().requires_grad_()
+    traced(other, k).sum().backward()
+    assert other.grad is not None
 
-    ids = tokens(2, 9)
-    traced: Any = torch.jit.trace(Logits(), (ids.flip(1),))
-    assert str(traced.inlined_graph).count("fa_serve::attention(") == ours.config.num_hidden_layers
-    torch.testing.assert_close(traced(ids), eager(ids).logits, atol=3e-5, rtol=0)
+
+def _on_a_gpu(x: Tensor) -> Any:
+    return types.SimpleNamespace(is_cuda=True, requires_grad=x.requires_grad)
 
 
 def test_a_step_that_needs_gradients_has_them(kernels: bool) -> None:

@@ -111,7 +111,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     class Backend:
         @staticmethod
         def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
-            assert options["softmax_scale"] in (0.25, 0.5, 64**-0.5)
+            assert type(options["softmax_scale"]) is float
+            assert options["softmax_scale"] in (0.25, 0.5, 0.625, 0.75, 64**-0.5)
             ways.append("made")
             return lambda *args: ways.append("used") or q.new_full((1,), 5.0)
 
@@ -147,6 +148,9 @@ def test_the_adapter_keeps_one_step_for_what_is_alike(made: list[str]) -> None:
     for other in others:
         assert call(2, 600, **other) == ["long", "made"], other
         assert call(2, 600, **other) == ["used"], other
+    scale = torch.tensor(0.75)
+    assert call(2, 600, softmax_scale=scale) == call(2, 600, softmax_scale=scale.fill_(0.625)) == ["long", "made"]
+    assert call(2, 600, softmax_scale=scale.clone()) == call(2, 600, softmax_scale=None) == ["used"]
     assert call(2, 1024) == call(3, 600) == ["long", "made"]
     for without in (
         lambda q, k, v, mask: (q, k, v, mask.float()),
@@ -243,8 +247,10 @@ def test_layers_of_a_forward_that_are_alike_are_checked_once(made: list[str], mo
         ):
             assert [layer(other_mask, **one)[-7:] for _ in range(2)] == ["checked"] * 2, "what is cut is not asked for again"
         monkeypatch.setattr(attention, "_same_sequence", lambda *args: padding[:1])
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert layer() == "long, at once", "a tracer sees one node"
+        for place, name in ((torch.compiler, "is_compiling"), (torch._C, "_is_tracing")):
+            with monkeypatch.context() as tracing:
+                tracing.setattr(place, name, lambda: True)
+                assert layer() == "long, at once", "a tracer sees one node"
         monkeypatch.undo()
     made.clear()
     with pytest.raises(UnsupportedModelError):

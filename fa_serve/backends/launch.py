@@ -116,16 +116,17 @@ class Launch:
         kinds = tuple([None if x is None else x.dtype for x in tensors])
         widths = tuple([1 if stride == 1 else (stride % 16 == 0, stride >= 1 << 31) for stride in self._strides])
         key = (id(self._kernel), device, kinds, widths, tuple(self._fixed), tuple(self._options.values()))
-        compiled, self._sender = _COMPILED.get(key, (None, None))
+        compiled, sender = _COMPILED.get(key, (None, None))
         if compiled is None:
             compiled = self._jit(tensors)
             _COMPILED[key] = compiled, _sender(compiled, device)
-        elif self._sender is None or is_watched():
+        elif sender is None or is_watched():
             compiled[self._grid](*self._arguments(tensors))
         else:
-            for view, metadata in zip((view for view in self._views if view is not None), self._sender[2], strict=True):
+            for view, metadata in zip((view for view in self._views if view is not None), sender[2], strict=True):
                 view.metadata = metadata
-            self._send(self._sender, addresses)
+            self._sender = sender  # another thread may go by it from here on
+            self._send(sender, addresses)
 
     def _jit(self, tensors: Sequence[Tensor | None]) -> Any:
         return self._kernel[self._grid](*self._arguments(tensors), **self._options)

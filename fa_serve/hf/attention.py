@@ -52,10 +52,10 @@ def attention_forward(
         kwargs |= {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return cast("tuple[Tensor, None]", paged_attention(module, query, key, value, attention_mask, **kwargs))
     extra = s_aux is not None or position_bias is not None or cu_seq_lens_q is not None or fa_serve_batch is not None
-    short = query.is_cuda and not (extra or torch.is_grad_enabled() or traced())
+    short = query.is_cuda and not (extra or torch.is_grad_enabled() or traced(query))
     if short and isinstance(attention_mask, Implicit):
         # layers of a forward that are alike in all but addresses are checked once
-        alike = (*[(x.shape, x.stride(), x.dtype, x.device) for x in (query, key, value)], scaling, softcap)
+        alike = (*[(x.shape, x.stride(), x.dtype, x.device) for x in (query, key, value)], scaling and float(scaling), softcap)
         if alike in attention_mask.steps:
             step = attention_mask.steps[alike]
             if step is not None and (done := step(query, key, value, attention_mask.padding)) is not None:
@@ -74,15 +74,14 @@ def attention_forward(
 
     mask: Tensor | None = None
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if needs_grad and query.is_cuda and not traced():
+    if needs_grad and query.is_cuda and not torch.compiler.is_compiling():
         _say_who_has_gradients()
     if isinstance(attention_mask, Implicit):
         window_size = attention_mask.window_size
         if attention_mask.keys is not None:
             key, value = key[:, :, : attention_mask.keys], value[:, :, : attention_mask.keys]
             position_bias = None if position_bias is None else position_bias[..., : attention_mask.keys]
-        if (padding := attention_mask.padding) is not None:
-            mask = padding.view(padding.shape[0], 1, 1, padding.shape[1])
+        mask = None if attention_mask.padding is None else attention_mask.padding[:, None, None]
         cu_seq_lens_q = attention_mask.starts if cu_seq_lens_q is None else cu_seq_lens_q
     elif attention_mask is not None:
         if attention_mask.dim() != 4:

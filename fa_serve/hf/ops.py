@@ -22,9 +22,13 @@ Step = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], "Tensor | None"]
 _STEPS: dict[tuple[Any, ...], Step | None] = {}
 
 
-def traced() -> bool:
-    """Whether the operations of a forward are written down, to be run again: kernels that we launch are not seen."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+def traced(*inputs: Tensor) -> bool:
+    """Whether the operations of a forward are written down, to be run again, without ours, which go to the driver unseen.
+
+    On a CPU and with gradients they are PyTorch's own: a trace of these by torch.jit needs nothing of fa_serve to be loaded.
+    """
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return torch.compiler.is_compiling() or (torch._C._is_tracing() and inputs[0].is_cuda and not grad)
 
 
 def attention(
@@ -32,7 +36,7 @@ def attention(
     window_size: tuple[int, int], softcap: float,
 ) -> Tensor:  # fmt: skip
     """`fa_serve.attention`, contiguous."""
-    call = _attention if traced() else _call
+    call = _attention if traced(q, k, v) else _call
     return cast(Tensor, call(q, k, v, mask, sinks, softmax_scale, *window_size, softcap))
 
 
@@ -45,6 +49,7 @@ def attend(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if keys <= FEW_QUERIES or (mask is not None and (prompt or mask.dtype != torch.bool or mask.shape[1] != 1)):
         return attention(q, k, v, mask=mask, sinks=None, **options), None
+    options["softmax_scale"] = float(q.shape[3] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"])
     hidden = mask if mask is None else (mask.device, mask.shape[0], mask.shape[3] == keys, mask.stride(3))
     kept = [(x.shape[:2], x.shape[2] == keys, x.shape[3], x.stride(3), x.dtype, x.device) for x in (key, value)]
     # a token's tiles differ for twice the keys, and hardly for fewer
@@ -57,7 +62,6 @@ def attend(
         if alike not in _STEPS:
             if len(_STEPS) >= 1024:
                 _STEPS.clear()
-            options["softmax_scale"] = float(options["softmax_scale"] or q.shape[3] ** -0.5)
             few = q.shape[1] <= FEW_QUERIES
             make = getattr(api._backend("dense", q, k, v, dict(options), None, mask, 0, True, "auto", few), "step", None)
             step = _STEPS[alike] = None if make is None else make(q, k, v, mask, **options)
@@ -69,7 +73,7 @@ def attention_varlen(
     softmax_scale: float | None, window_size: tuple[int, int], softcap: float,
 ) -> Tensor:  # fmt: skip
     """`fa_serve.attention_varlen`, contiguous."""
-    call = _attention_varlen if traced() else _call_varlen
+    call = _attention_varlen if traced(q, k, v) else _call_varlen
     return cast(Tensor, call(q, k, v, cu_q, cu_k, max_q, max_k, sinks, softmax_scale, *window_size, softcap))
 
 

@@ -31,7 +31,8 @@ from transformers import __version__ as transformers_version
 
 import fa_serve
 from fa_serve import api, hf
-from fa_serve.hf import ops
+from fa_serve.hf import attention_forward, ops
+from fa_serve.hf.masks import Implicit
 from fa_serve.testing import assert_matches_reference, eager_attention, make_qkv
 
 # one of each trait: plain, windows, softcap, sinks, head_dim_v of its own, chunks in the mask, a window in the mask alone
@@ -308,6 +309,20 @@ def test_later_steps_go_the_short_way(
             eager = attention(q, k, v, window_size=(-1, 0), **options)
         assert_matches_reference(actual, exact, eager)
     assert long_way == [1023, 40, 5000, 17]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_trace_holds_the_attention(queries: int) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return attention_forward(self, q, k, k, Implicit((-1, 0)), scaling=0.1)[0]
+
+    q, k, _ = (x.transpose(1, 2) for x in make_qkv(2, queries, 40, 4, 4, 64, dtype=torch.bfloat16, device="cuda"))
+    other = q.flip(0)
+    traced: Any = torch.jit.trace(Layer(), (q, k))
+    assert torch.equal(traced(other, k), Layer()(other, k))
+    assert not torch.equal(traced(other, k), traced(q, k))
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (100, 0)], ids=str)
