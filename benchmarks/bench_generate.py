@@ -1,6 +1,6 @@
 """`model.generate` and `model.generate_batch` with fa_serve, sdpa and eager, at real shapes with random weights, on one GPU.
 
-    python benchmarks/bench_generate.py                      # everything, some ten minutes
+    python benchmarks/bench_generate.py                      # everything, a quarter of an hour
     python benchmarks/bench_generate.py --cases growing,static --models llama-3.1-8b --budget 150
 
 ttft:    the time until the first token of one prompt of 1k, 8k, 32k and 128k tokens; eager up to 8k, where its scores fit

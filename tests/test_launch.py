@@ -262,6 +262,23 @@ def test_descriptors_are_encoded_once_for_an_address(kernel: Kernel, encoded: li
     assert encoded[0][1:] == (3, 2, host_type, [1, 64, 1, 64], VIEW[0], VIEW[1], 0)
 
 
+def test_a_sender_is_shared_when_its_views_can_be_encoded(kernel: Kernel, encoded: list[tuple[Any, ...]]) -> None:
+    """Another thread that finds it goes by it at once."""
+    shared: list[bool] = []
+
+    class Watched(View):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "metadata" and value:
+                shared.append(kept._sender is not None)
+            super().__setattr__(name, value)
+
+    kept = with_views(kernel, (Watched(*VIEW), Watched(*VIEW)))
+    for _ in range(3):
+        kept((Pointer(), Pointer()))
+    assert shared == [False, False]
+    assert len(kernel.launched) == 2
+
+
 def test_views_of_other_shapes_share_what_is_compiled(kernel: Kernel, encoded: list[tuple[Any, ...]]) -> None:
     for shape in ((4, 200, 2, 64), (4, 100, 2, 64)):
         kept = with_views(kernel, (View(shape, *VIEW[1:]),))
