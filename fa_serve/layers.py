@@ -91,10 +91,9 @@ def rotary_store_kv(
         )
         return
     num_kv_heads, dim = k_cache.shape[2:]
-    heads = qkv.view(len(qkv), -1, dim)
-    k, v = heads[:, num_heads : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
-    turned = [(heads[:, : num_heads + num_kv_heads], None)] if q_norm is None else [(heads[:, :num_heads], q_norm), (k, k_norm)]
-    for x, norm in turned:
+    turning, v = torch.split_with_sizes(qkv.view(len(qkv), -1, dim), [num_heads + num_kv_heads, num_kv_heads], dim=1)
+    k = turning[:, num_heads:]
+    for x, norm in [(turning, None)] if q_norm is None else [(turning[:, :num_heads], q_norm), (k, k_norm)]:
         y = _wide(x) if norm is None else _normed(x, norm)
         if cos is None or sin is None:
             x.copy_(y)
@@ -103,7 +102,7 @@ def rotary_store_kv(
             x[..., width:] = y[..., width:]
             x, y = x[..., :width], y[..., :width]
         first, second = y.chunk(2, dim=2)
-        torch.addcmul(y * _wide(cos)[:, None], torch.cat([-second, first], dim=2), _wide(sin)[:, None], out=x)
+        torch.addcmul(y * _wide(cos).unsqueeze(1), torch.cat([-second, first], dim=2), _wide(sin).unsqueeze(1), out=x)
     SdpaBackend().store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale=k_descale, v_descale=v_descale)
 
 

@@ -104,11 +104,9 @@ class SdpaBackend:
 
 def _keys(caches: Sequence[tuple[Tensor, Tensor | None]], pages: Tensor, length: int, dtype: torch.dtype) -> list[Tensor]:
     """The first `length` keys, and values, of the sequence in these pages: (1, length, heads, dim). A view if they allow it."""
-    pages = pages[: -(-length // caches[0][0].shape[1])]
-    numbers = pages.tolist()
-    index: Any = pages
-    if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-        index = slice(numbers[0], numbers[-1] + 1)
+    numbers = pages.tolist()[: -(-length // caches[0][0].shape[1])]
+    in_a_row = numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    index: Any = slice(numbers[0], numbers[-1] + 1) if in_a_row else pages[: len(numbers)]
     return [_read(cache, (index,), descale, dtype).flatten(0, 1)[None, :length] for cache, descale in caches]
 
 
@@ -231,9 +229,9 @@ def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias
         q, k, v = (F.pad(x, (0, max(dim, dim_v) - x.shape[-1])) for x in (q, k, v))
     if bias is not None:
         bias = bias.expand(-1, -1, q.shape[2], k.shape[2])
-    operator: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    operator: Any = torch._scaled_dot_product_flash_attention_for_cpu
     out, lse = operator(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    return out[..., :dim_v], lse
+    return out if out.shape[-1] == dim_v else out[..., :dim_v], lse
 
 
 def _open(

@@ -82,17 +82,18 @@ class FusedLayer:
         """x (total, hidden) is overwritten; options: of `rotary_store_kv`."""
         total, num_kv_heads = x.shape[0], k_cache.shape[2]
         qkv = layers.linear(x, *self.qkv, norm=self.before_attention)
-        widths = [n * self.head_dim for n in (self.num_heads, num_kv_heads, num_kv_heads)]
+        parts = [self.num_heads, num_kv_heads, num_kv_heads]
         if self.rotary:
             options |= {"cos": cos, "sin": sin}
         if self.q_norm is not None and self.k_norm is not None:
             if self.q_norm.weight.shape[0] == self.head_dim:
                 options |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
             else:  # of all heads together
+                widths = [n * self.head_dim for n in parts]
                 for norm, part in zip((self.q_norm, self.k_norm), torch.split(qkv, widths, dim=1)[:2], strict=True):
                     layers.rms_norm(part, norm, out=part)
         layers.rotary_store_kv(qkv, k_cache, v_cache, slot_mapping, num_heads=self.num_heads, **options)
-        heads = [part.view(total, -1, self.head_dim) for part in torch.split(qkv, widths, dim=1)]
+        heads = torch.split_with_sizes(qkv.view(total, -1, self.head_dim), parts, dim=1)
         x = self._add(x, attend(*heads).flatten(1), self.o, self.after_attention)
         if self.gate_up is not None and self.down is not None:
             h = layers.linear(x, *self.gate_up, norm=self.before_mlp, activation=self.activation)
