@@ -3,7 +3,7 @@
 python benchmarks/bench_cpu.py --dtype float32
 
 All are timed in turn, by the time of their thread, and medians over the rounds count, of ratios those within a round: what
-other programs do to the caches changes from second to second. Between processes these ratios still differ by 4%, ratios of least
+other programs do to the caches changes from second to second. Between processes these ratios still differ by 4%, those of least
 times by 10%.
 Prints one JSON line.
 """
