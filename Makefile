@@ -30,7 +30,7 @@ serve: $(VENV)/.server ## install and serve the embedded model (or MODEL) on HOS
 
 test: $(VENV)/.test ## install and run every test that needs no GPU
 ifeq ($(shell uname -s),Linux)
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) tests --ignore tests/gpu
 endif
 	$(PYTEST) tests --ignore tests/gpu
 

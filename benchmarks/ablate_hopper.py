@@ -75,7 +75,8 @@ def main() -> None:
         shape = (16384 // seqlen, seqlen, 2048 // dim, dim)
         qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         tiles = {name: tile for name, tile in variants(dim, causal, seqlen).items() if not complaints[dim, causal, tile]}
-        names, times = list(tiles), {name: [] for name in tiles}
+        names = list(tiles)
+        times = {name: [] for name in tiles}
         for turn in range(ROUNDS):
             for name in names[2 * turn :] + names[: 2 * turn]:
                 tile = tiles[name]

@@ -32,13 +32,22 @@ import fa_serve
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention, make_qkv
 
-TOKENS, HIDDEN = 16384, 2048
+TOKENS = 16384
+HIDDEN = 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 WINDOWS = (128, 512, 1024, 4096)
 PAGED_HEADS = ((32, 8, 128), (32, 32, 128), (64, 8, 128), (16, 8, 128), (64, 8, 64))
 DECODE_CELLS = (
-    (1, 1024), (1, 16384), (1, 131072), (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 512), (256, 4096),
-)  # fmt: skip
+    (1, 1024),
+    (1, 16384),
+    (1, 131072),
+    (8, 8192),
+    (32, 4096),
+    (64, 8192),
+    (128, 1024),
+    (256, 512),
+    (256, 4096),
+)
 
 
 def gate(head_dim: int, window: tuple[int, int], **options: object) -> None:
@@ -64,7 +73,8 @@ def prefill(args: argparse.Namespace) -> None:
         for causal in (False, True):
             gate(head_dim, (-1, 0 if causal else -1), backend=args.backend)
             for seqlen in args.seqlens:
-                batch, heads = TOKENS // seqlen, HIDDEN // head_dim
+                batch = TOKENS // seqlen
+                heads = HIDDEN // head_dim
                 q, k, v = (torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 
                 def ours(q=q, k=k, v=v, causal=causal):  # type: ignore[no-untyped-def]
@@ -106,7 +116,8 @@ def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, width: int, piec
     """Causal attention over the last `width` keys in float32, a piece of the rows at a time; q, k, v (tokens, heads, dim)."""
     out = []
     for start in range(0, q.shape[0], piece):
-        first, end = max(start - width + 1, 0), start + piece
+        first = max(start - width + 1, 0)
+        end = start + piece
         back = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
         rows, keys, values = (x.float().transpose(0, 1) for x in (q[start:end], k[first:end], v[first:end]))
         mask = (back >= 0) & (back < width)
@@ -129,8 +140,9 @@ def window(args: argparse.Namespace) -> None:
             calls = {"ours": partial(fa_serve.attention, q[None], k[None], v[None], window_size=seen, backend=args.backend)}
             if flash3 is not None:
                 cu = cu_seqlens([TOKENS], "cuda")
-                calls["fa3"] = partial(flash3, q, k, v, TOKENS, cu, TOKENS, cu_seqlens_k=cu, causal=True,
-                                       window_size=list(seen), fa_version=3)  # fmt: skip
+                calls["fa3"] = partial(
+                    flash3, q, k, v, TOKENS, cu, TOKENS, cu_seqlens_k=cu, causal=True, window_size=list(seen), fa_version=3
+                )
             exact = windowed(q, k, v, width)
             worst = {name: (call().view_as(exact).float() - exact).abs().max().item() for name, call in calls.items()}
             assert worst["ours"] < 0.05, f"ours is off by {worst['ours']} at head_dim {head_dim}, window {width}"
@@ -153,7 +165,9 @@ def varlen(args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(0)
     uneven = (torch.rand(64, generator=generator) * math.log(8192 / 32)).exp().mul(32).int().tolist()
     for case, lengths, heads, kv_heads in (("64_log_uniform_32_8192", uneven, 32, 8), ("512_of_64", [64] * 512, 32, 8)):
-        total, longest, dim = sum(lengths), max(lengths), 128
+        total = sum(lengths)
+        longest = max(lengths)
+        dim = 128
         q = torch.randn(total, heads, dim, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(total, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         cu = cu_seqlens(lengths, "cuda")
@@ -183,7 +197,8 @@ def varlen(args: argparse.Namespace) -> None:
 
 def paged_cell(results: Results, case: str, problem: Problem, peers: dict[str, float] | None = None) -> None:
     """The gate, then our time and FA3's; `peers` takes its place."""
-    ours, flash = problem.ours(), problem.fa3() if peers is None else None
+    ours = problem.ours()
+    flash = problem.fa3() if peers is None else None
     problem.check(case, ours(), rows=2)
     calls: dict[str, Callable[[], torch.Tensor]] = {} if flash is None else {"fa3": flash}
     for name, call in calls.items():
@@ -201,9 +216,11 @@ def decode(args: argparse.Namespace) -> None:
     bandwidth = read_bandwidth()
     results.add("read_bandwidth", "TB/s", bandwidth, {})
     print(f"read bandwidth {bandwidth:.2f} TB/s\n{'case':<28}{'ours us':>9}{'peer us':>9}{'TB/s':>7}{'ratio':>7}", flush=True)
-    pool, small_pool = pools(), pools(torch.float8_e4m3fn)
+    pool = pools()
+    small_pool = pools(torch.float8_e4m3fn)
     for heads, kv_heads, dim in PAGED_HEADS:
-        layout, caches = f"{heads}_{kv_heads}_d{dim}", pool(kv_heads, dim)
+        layout = f"{heads}_{kv_heads}_d{dim}"
+        caches = pool(kv_heads, dim)
         for batch, kv in DECODE_CELLS:
             paged_cell(results, f"{layout}_{batch}x{kv}", Problem.make([kv] * batch, heads, kv_heads, dim, pool=caches))
         if (heads, kv_heads, dim) not in ((32, 8, 128), (64, 8, 64)):
@@ -246,7 +263,8 @@ def mixed(args: argparse.Namespace) -> None:
     pool = pools()
     for heads, kv_heads, dim in PAGED_HEADS:
         for name, before in (("new", 0), ("after_4k", 4096)):
-            lengths, queries = [4096] * 32 + [before + 2048], [1] * 32 + [2048]
+            lengths = [4096] * 32 + [before + 2048]
+            queries = [1] * 32 + [2048]
             problem = Problem.make(lengths, heads, kv_heads, dim, queries=queries, pool=pool(kv_heads, dim))
             paged_cell(results, f"{heads}_{kv_heads}_d{dim}_{name}", problem)
     results.write()
@@ -264,8 +282,14 @@ def tune(args: argparse.Namespace) -> None:
     }
     for head_dim in args.head_dims:
         for causal in (False, True):
-            options = {"softmax_scale": head_dim**-0.5, "window_size": (-1, 0 if causal else -1), "softcap": 0.0, "sinks": None,
-                       "out": None, "return_lse": False}  # fmt: skip
+            options = {
+                "softmax_scale": head_dim**-0.5,
+                "window_size": (-1, 0 if causal else -1),
+                "softcap": 0.0,
+                "sinks": None,
+                "out": None,
+                "return_lse": False,
+            }
             print(f"D{head_dim} {'causal' if causal else 'full'}  seqlens {args.seqlens}", flush=True)
             for tile in candidates[head_dim]:
                 for tma in (False, True):

@@ -84,10 +84,18 @@ def child(
         path = args.peer_path
         own = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     else:
-        path, own = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])), {}
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]))
+        own = {}
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | own
-    options = {"folder": folder, "shapes": shape, "deadline": deadline, "device": args.device, "requests": args.requests,
-               "started": time.time(), "workloads": ",".join(workloads)}  # fmt: skip
+    options = {
+        "folder": folder,
+        "shapes": shape,
+        "deadline": deadline,
+        "device": args.device,
+        "requests": args.requests,
+        "started": time.time(),
+        "workloads": ",".join(workloads),
+    }
     command = [
         sys.executable,
         __file__,
@@ -157,8 +165,11 @@ def report(rates: dict[str, dict[str, float]], args: argparse.Namespace) -> None
     lines = record(rates, args) if args.device == "cuda" else []
     ratios = {line["case"]: line["ratio"] for line in lines if line["ratio"] is not None}
     for case, values in rates.items():
-        say(f"{case:<20}" + "".join(f"{values.get(name, float('nan')):15.5g}" for name in names)
-            + f"{ratios.get(case, float('nan')):8.3f}")  # fmt: skip
+        say(
+            f"{case:<20}"
+            + "".join(f"{values.get(name, float('nan')):15.5g}" for name in names)
+            + f"{ratios.get(case, float('nan')):8.3f}"
+        )
     if args.device != "cuda":
         say("not written: results are those of a GPU")
 

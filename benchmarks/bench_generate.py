@@ -62,25 +62,70 @@ class Shape:
 
 
 SHAPES = {
-    "llama-3.1-8b": Shape("LlamaForCausalLM", 32, {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "vocab_size": 128256, "tie_word_embeddings": False}),
-    "qwen3-0.6b": Shape("Qwen3ForCausalLM", 28, {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "vocab_size": 151936, "tie_word_embeddings": True}),
-    "gemma-3-4b": Shape("Gemma3ForCausalLM", 34, {
-        "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "vocab_size": 262208, "sliding_window": 1024, "query_pre_attn_scalar": 256,
-        "layer_types": ([*["sliding_attention"] * 5, "full_attention"] * 6)[:34]}),
-    "gpt-oss-20b": Shape("GptOssForCausalLM", 24, {
-        "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-        "vocab_size": 201088, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 128}, sdpa=False),
-}  # fmt: skip
+    "llama-3.1-8b": Shape(
+        "LlamaForCausalLM",
+        32,
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 128256,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3-0.6b": Shape(
+        "Qwen3ForCausalLM",
+        28,
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma-3-4b": Shape(
+        "Gemma3ForCausalLM",
+        34,
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262208,
+            "sliding_window": 1024,
+            "query_pre_attn_scalar": 256,
+            "layer_types": ([*["sliding_attention"] * 5, "full_attention"] * 6)[:34],
+        },
+    ),
+    "gpt-oss-20b": Shape(
+        "GptOssForCausalLM",
+        24,
+        {
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "vocab_size": 201088,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+        },
+        sdpa=False,
+    ),
+}
 
 
 class Bench:
     def __init__(self, budget: float, results: Results) -> None:
-        self.deadline, self.results = time.perf_counter() + budget, results
+        self.deadline = time.perf_counter() + budget
+        self.results = results
         results.path.parent.mkdir(parents=True, exist_ok=True)
         results.path.write_text("")
 
@@ -93,7 +138,8 @@ class Bench:
         The first turn warms up; with one turn, the call does so by itself.
         """
         values: dict[str, list[float]] = {name: [] for name in measure}
-        begin, enough = time.perf_counter(), 15.0 if case.endswith(("token", "growing", "1024")) else 5.0
+        begin = time.perf_counter()
+        enough = 15.0 if case.endswith(("token", "growing", "1024")) else 5.0
         for turn in range(turns):
             started = time.perf_counter()
             if self.left() < seconds or (turn > 1 and started - begin > enough):

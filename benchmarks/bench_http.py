@@ -39,7 +39,9 @@ class Metronome:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = replace(config, max_model_len=4096, dtype="float32", device="cpu")
-        self.tokenizer, self._step, self._due = None, float(os.environ["BENCH_HTTP_STEP"]), 0.0
+        self.tokenizer = None
+        self._step = float(os.environ["BENCH_HTTP_STEP"])
+        self._due = 0.0
         self._left: dict[str, list[int]] = {}
         self._steps = 0
 
@@ -118,8 +120,14 @@ def serve(args: argparse.Namespace, pipe: Connection) -> None:
 def measure(args: argparse.Namespace, url: str, pipe: Connection) -> dict[str, float]:
     from fa_serve.server import bench
 
-    load = bench.Load(url=url, requests=args.streams * args.rounds, concurrency=args.streams, prompt_tokens=args.prompt_tokens,
-                      output_tokens=args.tokens, warmup=0)  # fmt: skip
+    load = bench.Load(
+        url=url,
+        requests=args.streams * args.rounds,
+        concurrency=args.streams,
+        prompt_tokens=args.prompt_tokens,
+        output_tokens=args.tokens,
+        warmup=0,
+    )
     load = replace(load, model=asyncio.run(bench.first_model(url, None)))
 
     def seconds() -> float:
@@ -136,10 +144,14 @@ def measure(args: argparse.Namespace, url: str, pipe: Connection) -> dict[str, f
     tokens = sum(exchange.tokens for exchange in share.exchanges)
     events = sum(len(exchange.token_arrivals) for exchange in share.exchanges)
     return {
-        "cpu_us_per_token": spent / tokens * 1e6, "cpu_us_per_event": spent / events * 1e6, "tokens_per_s": tokens / clock,
-        "events_per_s": events / clock, "tokens_per_event": tokens / events, "server_busy": spent / clock,
+        "cpu_us_per_token": spent / tokens * 1e6,
+        "cpu_us_per_event": spent / events * 1e6,
+        "tokens_per_s": tokens / clock,
+        "events_per_s": events / clock,
+        "tokens_per_event": tokens / events,
+        "server_busy": spent / clock,
         "client_busy": share.busy,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

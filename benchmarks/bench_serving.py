@@ -57,8 +57,10 @@ def run(args: argparse.Namespace) -> None:
             sides = {"fa_serve": ours(folder, args), **({"vllm": vllm(folder, args)} if args.peer_path else {})}
             reserved = PEER_SECONDS if args.peer_path else 0
             offline = alone(shape, folder, args, deadline - reserved)
-            say(f"{shape}: model written{' and measured alone' * args.offline} after "
-                f"{time.time() - deadline + args.budget:.0f} s")  # fmt: skip
+            say(
+                f"{shape}: model written{' and measured alone' * args.offline} after "
+                f"{time.time() - deadline + args.budget:.0f} s"
+            )
             for side, (command, env) in sides.items():
                 end = deadline - (reserved if side == "fa_serve" else 0)
                 try:
@@ -102,16 +104,46 @@ def record(found: dict[str, dict[str, float]], args: argparse.Namespace) -> None
 
 
 def ours(folder: str, args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    command = [sys.executable, "-m", "fa_serve", "serve", folder, "--device", args.device, "--max-model-len", str(LIMIT),
-               "--gpu-memory-utilization", str(MEMORY), "--no-prefix-caching", "--log-level", "warning",
-               "--served-model-name", "bench", *args.serve]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "fa_serve",
+        "serve",
+        folder,
+        "--device",
+        args.device,
+        "--max-model-len",
+        str(LIMIT),
+        "--gpu-memory-utilization",
+        str(MEMORY),
+        "--no-prefix-caching",
+        "--log-level",
+        "warning",
+        "--served-model-name",
+        "bench",
+        *args.serve,
+    ]
     return command, {"PYTHONPATH": path()}
 
 
 def vllm(folder: str, args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--max-model-len", str(LIMIT),
-               "--gpu-memory-utilization", str(MEMORY), "--no-enable-prefix-caching", "--disable-uvicorn-access-log",
-               "--host", "127.0.0.1", "--served-model-name", "bench"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        folder,
+        "--max-model-len",
+        str(LIMIT),
+        "--gpu-memory-utilization",
+        str(MEMORY),
+        "--no-enable-prefix-caching",
+        "--disable-uvicorn-access-log",
+        "--host",
+        "127.0.0.1",
+        "--served-model-name",
+        "bench",
+    ]
     own = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     return command, own | {"PYTHONPATH": args.peer_path}
 
@@ -126,9 +158,12 @@ def server(
     with tempfile.TemporaryFile("w+") as log:
         begin = time.time()
         process = subprocess.Popen(
-            [*command, "--port", str(port)], env=os.environ | {"HF_HUB_OFFLINE": "1"} | env, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [*command, "--port", str(port)],
+            env=os.environ | {"HF_HUB_OFFLINE": "1"} | env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             while not ready(url, "/ready" if side == "fa_serve" else "/health"):
@@ -164,8 +199,14 @@ def measure(url: str, shape: str, args: argparse.Namespace, deadline: float) -> 
             break
         if name == THROUGHPUT:
             requests = args.waves * at_once
-        load = replace(base, requests=args.requests or requests, concurrency=at_once, prompt_tokens=tokens_in, seed=7,
-                       output_tokens=tokens_out if args.requests is None else 8)  # fmt: skip
+        load = replace(
+            base,
+            requests=args.requests or requests,
+            concurrency=at_once,
+            prompt_tokens=tokens_in,
+            seed=7,
+            output_tokens=tokens_out if args.requests is None else 8,
+        )
         first = drive(replace(load, seed=8, requests=min(WARM_UP * at_once, load.requests)), args)
         say(f"    {name}, first: {first['seconds']:.2f} s, {first['output_tokens_per_s']:.0f} tokens/s")
         answer = drive(load, args)
@@ -193,8 +234,19 @@ def drive(load: Load, args: argparse.Namespace) -> dict[str, Any]:
 
 def alone(shape: str, folder: str, args: argparse.Namespace, deadline: float) -> float:
     """Write the model; -> tokens a second of our engine without a server."""
-    command = [sys.executable, __file__, "offline", "--shapes", shape, "--folder", folder, "--device", args.device,
-               "--waves", str(args.waves)]  # fmt: skip
+    command = [
+        sys.executable,
+        __file__,
+        "offline",
+        "--shapes",
+        shape,
+        "--folder",
+        folder,
+        "--device",
+        args.device,
+        "--waves",
+        str(args.waves),
+    ]
     if args.requests is not None:
         command += ["--requests", str(args.requests)]
     if not args.offline:
@@ -234,7 +286,8 @@ def offline(args: argparse.Namespace) -> None:
     _, at_once, tokens_in, tokens_out = LOADS[THROUGHPUT]
     requests = args.waves * at_once
     if args.requests is not None:
-        requests, tokens_out = args.requests, 8
+        requests = args.requests
+        tokens_out = 8
 
     def seconds(name: str, lengths: list[tuple[int, int]]) -> float:
         prompts = Workload(lengths).prompts(name, engine.vocab_size)

@@ -75,8 +75,14 @@ def serve_ours(args: argparse.Namespace) -> None:
     imports = time.time()
     from fa_serve.engine import Engine, EngineConfig, SamplingParams
 
-    settings = {"model": args.folder, "device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": 0.85, "seed": 0,
-                "prefix_caching": "shared" in args.workloads}  # fmt: skip
+    settings = {
+        "model": args.folder,
+        "device": args.device,
+        "max_model_len": LIMIT,
+        "gpu_memory_utilization": 0.85,
+        "seed": 0,
+        "prefix_caching": "shared" in args.workloads,
+    }
     loading = time.time()
     engine = Engine(EngineConfig(**settings | args.set))
     engine.tokenizer = None  # no text is made, as in the other engines
@@ -85,7 +91,8 @@ def serve_ours(args: argparse.Namespace) -> None:
     start_up(args, imports, loading, first)
 
     def rate(name: str, workload: Workload) -> tuple[float, str] | None:
-        before, prompts = engine.stats(), workload.prompts(name, engine.vocab_size)
+        before = engine.stats()
+        prompts = workload.prompts(name, engine.vocab_size)
         start = time.perf_counter()
         for row, (prompt, (_, tokens_out)) in enumerate(zip(prompts, workload.lengths, strict=True)):
             sampling: Any = TOP_P if workload.sampled else {"temperature": 0.0}
@@ -95,9 +102,11 @@ def serve_ours(args: argparse.Namespace) -> None:
             ended.update(output.finish_reason for output in engine.step() if output.finished)
             if time.time() > args.deadline:
                 return None
-        seconds, after = time.perf_counter() - start, engine.stats()
+        seconds = time.perf_counter() - start
+        after = engine.stats()
         assert ended == {"length": len(prompts)}, ended
-        steps, preempted = after.num_steps - before.num_steps, after.num_preemptions - before.num_preemptions
+        steps = after.num_steps - before.num_steps
+        preempted = after.num_preemptions - before.num_preemptions
         note = f", {steps} steps of {seconds / steps * 1e3:.2f} ms"
         note += f", {preempted} preemptions" if preempted else ""
         cached = after.num_cached_tokens - before.num_cached_tokens
@@ -112,9 +121,14 @@ def serve_vllm(args: argparse.Namespace) -> None:
 
     loading = time.time()
     llm = LLM(
-        args.folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=LIMIT, gpu_memory_utilization=0.85,
-        enable_prefix_caching="shared" in args.workloads, disable_log_stats=True,
-    )  # fmt: skip
+        args.folder,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=LIMIT,
+        gpu_memory_utilization=0.85,
+        enable_prefix_caching="shared" in args.workloads,
+        disable_log_stats=True,
+    )
     vocab = SHAPES[args.shapes[0]]["vocab_size"]
 
     def params(tokens_out: int) -> Any:

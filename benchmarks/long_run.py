@@ -25,9 +25,18 @@ from fa_serve.engine import Engine, EngineConfig, SamplingParams
 def random_params(draw: random.Random, seed: int) -> SamplingParams:
     values: dict[str, Any] = {"max_tokens": draw.randint(1, 60), "seed": seed, "temperature": draw.choice([0.0, 0.7, 1.0])}
     for name, options in {
-        "top_p": [0.9], "top_k": [1, 40], "min_p": [0.05], "repetition_penalty": [1.2], "presence_penalty": [0.5],
-        "logprobs": [0, 3], "prompt_logprobs": [1], "n": [2, 3], "best_of": [3], "logit_bias": [{5: 2.0}], "ignore_eos": [True],
-    }.items():  # fmt: skip
+        "top_p": [0.9],
+        "top_k": [1, 40],
+        "min_p": [0.05],
+        "repetition_penalty": [1.2],
+        "presence_penalty": [0.5],
+        "logprobs": [0, 3],
+        "prompt_logprobs": [1],
+        "n": [2, 3],
+        "best_of": [3],
+        "logit_bias": [{5: 2.0}],
+        "ignore_eos": [True],
+    }.items():
         if draw.random() < 0.08:
             values[name] = draw.choice(options)
     values["best_of"] = max(values.get("best_of", 0), values.get("n", 1)) if "best_of" in values else None
@@ -75,12 +84,17 @@ def long_run(engine: Engine, count: int, *, alive: int, longest: int, seed: int 
     assert stats.num_pages_used == stats.num_running == stats.num_waiting == 0
     assert device_bytes() <= memory["before"] + (16 << 20), f"device memory grew from {memory['before']} to {device_bytes()}"
     return {
-        "requests": count, "answers": dict(ends), "steps": steps, "seconds": round(seconds, 1), "largest_alive": alive,
-        "output_tokens": stats.num_output_tokens, "preemptions": stats.num_preemptions,
+        "requests": count,
+        "answers": dict(ends),
+        "steps": steps,
+        "seconds": round(seconds, 1),
+        "largest_alive": alive,
+        "output_tokens": stats.num_output_tokens,
+        "preemptions": stats.num_preemptions,
         "cached_tokens": stats.num_cached_tokens,
         "device_mib_grown": round((device_bytes() - memory["before"]) / 2**20, 1),
         "host_mib_grown": round((host_bytes() - memory["host_before"]) / 2**20, 1),
-    }  # fmt: skip
+    }
 
 
 def device_bytes() -> int:

@@ -114,15 +114,23 @@ class Results:
     def __init__(self, bench: str, folder: Path) -> None:
         self.bench, self.path, self.lines = bench, folder / f"{bench}.jsonl", list[dict[str, Any]]()
         self.machine = {
-            "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": commit()
-        }  # fmt: skip
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "commit": commit(),
+        }
 
     def add(self, case: str, unit: str, ours: float, peers: dict[str, float]) -> float:
         """One line; the unit says whether more is better. -> ours against the best peer, NaN without one."""
         ratio = min((_ratio({"unit": unit, "ours": ours}, theirs) for theirs in peers.values()), default=float("nan"))
-        line = {"bench": self.bench, "case": case, "unit": unit, "ours": round(ours, 2),
-                "peers": {name: round(value, 2) for name, value in peers.items()},
-                "ratio": round(ratio, 3) if peers else None}  # fmt: skip
+        line = {
+            "bench": self.bench,
+            "case": case,
+            "unit": unit,
+            "ours": round(ours, 2),
+            "peers": {name: round(value, 2) for name, value in peers.items()},
+            "ratio": round(ratio, 3) if peers else None,
+        }
         self.lines.append(line | self.machine)
         return ratio
 

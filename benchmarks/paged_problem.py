@@ -37,9 +37,16 @@ class Problem:
 
     @classmethod
     def make(
-        cls, lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.bfloat16,
-        page_size: int = 16, queries: int | Sequence[int] = 1, pool: tuple[Tensor, Tensor] | None = None,
-    ) -> Problem:  # fmt: skip
+        cls,
+        lengths: Sequence[int],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        page_size: int = 16,
+        queries: int | Sequence[int] = 1,
+        pool: tuple[Tensor, Tensor] | None = None,
+    ) -> Problem:
         q_lens = [queries] * len(lengths) if isinstance(queries, int) else list(queries)
         counts = [-(-n // page_size) for n in lengths]
         poisoned = pool is None
@@ -55,11 +62,21 @@ class Problem:
                 for cache in pool:
                     cache[int(pages[-1]), lengths[row] % page_size :] = float("nan")
         options = {
-            "block_table": table, "seqused_k": torch.tensor(lengths, device=DEVICE, dtype=torch.int32),
-            "cu_seqlens_q": cu_seqlens(q_lens, DEVICE), "max_seqlen_q": max(q_lens), "max_seqlen_k": max(lengths),
-            "softmax_scale": dim**-0.5, "window_size": (-1, 0), "softcap": 0.0, "sinks": None, "k_descale": None,
-            "v_descale": None, "num_splits": 0, "out": None, "return_lse": False,
-        }  # fmt: skip
+            "block_table": table,
+            "seqused_k": torch.tensor(lengths, device=DEVICE, dtype=torch.int32),
+            "cu_seqlens_q": cu_seqlens(q_lens, DEVICE),
+            "max_seqlen_q": max(q_lens),
+            "max_seqlen_k": max(lengths),
+            "softmax_scale": dim**-0.5,
+            "window_size": (-1, 0),
+            "softcap": 0.0,
+            "sinks": None,
+            "k_descale": None,
+            "v_descale": None,
+            "num_splits": 0,
+            "out": None,
+            "return_lse": False,
+        }
         fp8 = dtype == torch.float8_e4m3fn
         q = torch.randn(sum(q_lens), heads, dim, device=DEVICE, dtype=torch.bfloat16 if fp8 else dtype)
         if fp8:
@@ -73,36 +90,62 @@ class Problem:
     def default_tiles(self) -> DecodeTiles:
         batch, (_, heads, dim), kv_heads = len(self.options["seqused_k"]), self.q.shape, self.k_cache.shape[2]
         return decode_tiles(
-            spec.arch_of(DEVICE), multiprocessors(DEVICE, 0), self.q.element_size(), self.k_cache.element_size(), dim, dim,
-            heads, kv_heads, batch, self.options["max_seqlen_q"], self.options["max_seqlen_k"], 0,
-        )  # fmt: skip
+            spec.arch_of(DEVICE),
+            multiprocessors(DEVICE, 0),
+            self.q.element_size(),
+            self.k_cache.element_size(),
+            dim,
+            dim,
+            heads,
+            kv_heads,
+            batch,
+            self.options["max_seqlen_q"],
+            self.options["max_seqlen_k"],
+            0,
+        )
 
     def ours(self) -> Callable[[], Tensor]:
         """The public function."""
-        out, o = torch.empty_like(self.q), self.options
+        out = torch.empty_like(self.q)
+        o = self.options
         names = ("block_table", "seqused_k", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "k_descale", "v_descale")
         call = {name: o[name] for name in names} | {"causal": True, "out": out}
         return lambda: fa_serve.attention_paged(self.q, self.k_cache, self.v_cache, **call)
 
     def fa3(self) -> Callable[[], Tensor] | None:
-        flash, o = fa3(), self.options
+        flash = fa3()
+        o = self.options
         if flash is None:
             return None
         out = torch.empty_like(self.q)
 
         def call() -> Tensor:
             flash(
-                self.q, self.k_cache, self.v_cache, o["max_seqlen_q"], o["cu_seqlens_q"], o["max_seqlen_k"], fa_version=3,
-                out=out, seqused_k=o["seqused_k"], causal=True, block_table=o["block_table"],
-            )  # fmt: skip
+                self.q,
+                self.k_cache,
+                self.v_cache,
+                o["max_seqlen_q"],
+                o["cu_seqlens_q"],
+                o["max_seqlen_k"],
+                fa_version=3,
+                out=out,
+                seqused_k=o["seqused_k"],
+                causal=True,
+                block_table=o["block_table"],
+            )
             return out
 
         return call
 
     def check(
-        self, what: str, out: Tensor | None = None, lse: Tensor | None = None, rows: int = 1 << 20,
-        tiles: DecodeTiles | None = None, **changes: Any,
-    ) -> None:  # fmt: skip
+        self,
+        what: str,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        rows: int = 1 << 20,
+        tiles: DecodeTiles | None = None,
+        **changes: Any,
+    ) -> None:
         """Raises AssertionError: the first, the last and about `rows` sequences against float64, by the 2x rule.
 
         Without `out` the launcher runs, with `tiles` and options changed.
@@ -110,14 +153,26 @@ class Problem:
         o = self.options | changes
         if out is None:
             out, lse = self.run(tiles, **(changes | {"return_lse": True, "out": None}))
-        starts, page_size = o["cu_seqlens_q"].tolist(), self.k_cache.shape[1]
+        starts = o["cu_seqlens_q"].tolist()
+        page_size = self.k_cache.shape[1]
         count = len(starts) - 1
-        exacts, eagers, ours, lses, exact_lses = [], [], [], [], []
+        exacts = []
+        eagers = []
+        ours = []
+        lses = []
+        exact_lses = []
         names = ("softmax_scale", "window_size", "softcap", "sinks")
         for row in sorted({0, count - 1, *range(0, count, -(-count // rows))}):
-            a, b, n = starts[row], starts[row + 1], int(o["seqused_k"][row])
-            single = o | {"block_table": o["block_table"][row : row + 1], "seqused_k": o["seqused_k"][row : row + 1],
-                          "cu_seqlens_q": cu_seqlens([b - a], DEVICE), "return_lse": True, "out": None}  # fmt: skip
+            a = starts[row]
+            b = starts[row + 1]
+            n = int(o["seqused_k"][row])
+            single = o | {
+                "block_table": o["block_table"][row : row + 1],
+                "seqused_k": o["seqused_k"][row : row + 1],
+                "cu_seqlens_q": cu_seqlens([b - a], DEVICE),
+                "return_lse": True,
+                "out": None,
+            }
             exact, exact_lse = ReferenceBackend().forward_paged(self.q[a:b].double(), self.k_cache, self.v_cache, **single)
             pages = o["block_table"][row, : -(-n // page_size)].long()
             kv = []

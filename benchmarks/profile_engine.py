@@ -62,7 +62,8 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
 
 def host_profile(call: Callable[[], object], top: int) -> str:
     """What Python spends its time on; the profiler makes it slower."""
-    profiler, text = cProfile.Profile(), io.StringIO()
+    profiler = cProfile.Profile()
+    text = io.StringIO()
     profiler.runcall(call)
     pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(top)
     return "\n".join(row[:110] for row in text.getvalue().splitlines() if row.strip())
@@ -133,7 +134,8 @@ def observe(step: Callable[[], object], steps: int) -> Step:
 
     from fa_serve.engine.model_runner import PendingResult
 
-    read, waited = PendingResult.read, 0.0
+    read = PendingResult.read
+    waited = 0.0
 
     def timed_read(pending: PendingResult) -> Any:
         nonlocal waited
@@ -163,11 +165,13 @@ def observe(step: Callable[[], object], steps: int) -> Step:
     spans = []
     for event in profiler.events() or []:
         if event.device_type == kind:
-            begin, end = event.time_range.start, event.time_range.end
+            begin = event.time_range.start
+            end = event.time_range.end
             kernels[event.name] += end - begin if on_gpu else event.self_cpu_time_total
             calls[event.name] += 1
             spans.append((begin, end))
-    busy, until = 0.0, 0.0
+    busy = 0.0
+    until = 0.0
     for begin, end in sorted(spans):
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)

@@ -152,8 +152,15 @@ def engine_table() -> str:
             cells += ["-" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in numbers]
             cells.append(f"{line['ratio']:.2f}" if line["ratio"] else "-")
         rows.append(f"| {what} | " + " | ".join(cells) + " |")
-    shares = {what: [f"{line['ratio']:.2f} ({SHAPES[shape]})" for shape in SHAPES for line in read(bench)
-                     if line["case"] == f"{shape} {case}"] for what, (bench, case) in OWN.items()}  # fmt: skip
+    shares = {
+        what: [
+            f"{line['ratio']:.2f} ({SHAPES[shape]})"
+            for shape in SHAPES
+            for line in read(bench)
+            if line["case"] == f"{shape} {case}"
+        ]
+        for what, (bench, case) in OWN.items()
+    }
     return "\n".join(rows) + "\n\n" + "\n".join(f"{what} {', '.join(each)}." for what, each in shares.items()) + "\n"
 
 
@@ -177,8 +184,10 @@ def generate_table() -> str:
 
 def blocks() -> dict[str, str]:
     """What stands between the README's markers, by their names."""
-    return {f"<!-- {name} -->\n": f"{text}<!-- end of {name} -->\n" for name, text in
-            (("results", table()), ("engine", engine_table()), ("generate", generate_table()))}  # fmt: skip
+    return {
+        f"<!-- {name} -->\n": f"{text}<!-- end of {name} -->\n"
+        for name, text in (("results", table()), ("engine", engine_table()), ("generate", generate_table()))
+    }
 
 
 def write_tables() -> None:

@@ -82,8 +82,10 @@ class Run:
             with self.lock:
                 if code:
                     self.failed.append(name)
-                print(f"GPU {gpu}  {name:<20}{'ended with ' + str(code) if code else 'done'}, "
-                      f"{time.monotonic() - begin:.0f} s", flush=True)  # fmt: skip
+                print(
+                    f"GPU {gpu}  {name:<20}{'ended with ' + str(code) if code else 'done'}, {time.monotonic() - begin:.0f} s",
+                    flush=True,
+                )
 
     def next(self) -> str | None:
         """The longest of those that end in time."""
@@ -96,7 +98,8 @@ class Run:
 
     def run(self, name: str, gpu: int) -> int:
         """-> the exit status."""
-        job, path = JOBS[name], [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        job = JOBS[name]
+        path = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
         with tempfile.TemporaryDirectory(prefix=f"{name}_") as folder:
             command = [sys.executable, str(HERE / job.command.split()[0]), *job.command.split()[1:]]
             if name != "long_run":

@@ -43,7 +43,7 @@ CELLS = {
     (32, 8, 128): ((1, 1024), (1, 16384), (1, 131072), (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 512), (256, 4096)),
     (64, 8, 64): ((1, 1024), (1, 16384), (1, 131072), (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 4096)),
     (32, 32, 128): ((1, 16384), (8, 8192), (32, 4096)),
-}  # fmt: skip
+}
 Shape = tuple[int, int, int, int]  # block_n, num_warps, num_stages, programs that fit on an SM
 TILES: tuple[Shape, ...] = ((64, 4, 2, 3), (64, 4, 2, 4), (64, 4, 3, 3), (128, 4, 2, 4), (128, 4, 3, 2))
 FP8_TILES: tuple[Shape, ...] = ((64, 4, 4, 4), (128, 2, 2, 6), (128, 4, 3, 2), (128, 4, 3, 3))
@@ -86,7 +86,8 @@ def gate_invariance(problem: Problem) -> None:
 def gate_graph() -> None:
     """One graph of cache write and decode, replayed over lengths that it was not captured with."""
     problem = Problem.make([4096] * 16, 32, 8, 128)
-    used, table = problem.options["seqused_k"], problem.options["block_table"].long()
+    used = problem.options["seqused_k"]
+    table = problem.options["block_table"].long()
     k, v = (torch.randn(16, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     slots = torch.full((16,), -1, device=DEVICE)
     out = torch.empty_like(problem.q)
@@ -128,7 +129,8 @@ class Search:
         return time.monotonic() > self.deadline
 
     def measure(self, case: str, problem: Problem, tiles: DecodeTiles) -> float:
-        out, expected = torch.empty_like(problem.q), problem.run(problem.default_tiles())[0].float()
+        out = torch.empty_like(problem.q)
+        expected = problem.run(problem.default_tiles())[0].float()
         try:
             us = graph_microseconds(lambda: problem.run(tiles, out=out), rep=25)
         except OutOfResources:
@@ -162,7 +164,8 @@ def variants(problem: Problem, shapes: Sequence[Shape]) -> Iterator[tuple[str, D
 
 def waves_of(problem: Problem, tiles: DecodeTiles, waves: int, resident: int) -> DecodeTiles:
     """The same tile with pieces for `waves` times the programs that run at once."""
-    batch, blocks = len(problem.options["seqused_k"]), -(-problem.options["max_seqlen_k"] // tiles.block_n)
+    batch = len(problem.options["seqused_k"])
+    blocks = -(-problem.options["max_seqlen_k"] // tiles.block_n)
     wave = max(1, waves * resident * multiprocessors(DEVICE, 0) // problem.k_cache.shape[2])
     if batch == 1:
         return replace(tiles, balanced=False, parts=min(wave, blocks), min_blocks=1)
@@ -221,7 +224,8 @@ def uneven_cases() -> Iterator[tuple[str, Problem]]:
 def fp8(search: Search) -> list[str]:
     heading = "".join(f"{name:>10}" for name in names(FP8_TILES))
     rows = [f"{'case':<22}{'bf16':>8}{'fp8':>8} {'tiles':<15}{'bf16/fp8':>8}{heading}"]
-    pool, quantised = pools(), pools(torch.float8_e4m3fn)
+    pool = pools()
+    quantised = pools(torch.float8_e4m3fn)
     for heads, kv_heads, dim in ((32, 8, 128), (64, 8, 64)):
         for batch, kv in ((1, 131072), (64, 8192), (256, 4096)):
             case = f"{heads}/{kv_heads} d{dim} {batch}x{kv}"
@@ -247,7 +251,10 @@ def launch() -> list[str]:
     rows = [f"{'case':<22}{'programmatic':>13}{'plain':>8}{heading}{'host us':>9}"]
     for batch, kv in ((1, 1024), (1, 16384), (1, 131072), (32, 4096)):
         problem = Problem.make([kv] * batch, 32, 8, 128)
-        tiles, out, arch_of, block = problem.default_tiles(), torch.empty_like(problem.q), spec.arch_of, pieces._combine_block
+        tiles = problem.default_tiles()
+        out = torch.empty_like(problem.q)
+        arch_of = spec.arch_of
+        block = pieces._combine_block
 
         def timed(problem: Problem = problem, tiles: DecodeTiles = tiles, out: torch.Tensor = out) -> float:
             return graph_microseconds(lambda: problem.run(tiles, out=out))

@@ -28,7 +28,8 @@ from typing import Any
 from fa_serve.backends.hopper.tiles import Schedule, TileConfig
 
 Contender = TileConfig | str | None  # a tile, a peer's name, or None: what forward_tiles chooses
-G, D = Schedule.GRID, Schedule.DYNAMIC
+G = Schedule.GRID
+D = Schedule.DYNAMIC
 FULL: dict[tuple[int, int], list[TileConfig]] = {
     (64, 64): [
         TileConfig(3, 128, 2, 2, D, pingpong=True),
@@ -81,13 +82,24 @@ PACKED = {
     "512 sequences of 64": [TileConfig(1, 64, 2, 2, D, blocks_per_sm=2)],
 }
 FEATURES = [  # (head dims, options), with the tiles that forward_tiles chooses
-    ((64, 64), {"window": (100, 0)}), ((64, 64), {"window": (60, 30)}), ((128, 128), {"window": (300, -1)}),
-    ((128, 128), {"softcap": 8.0, "scale": 0.5}), ((64, 64), {"sinks": True}), ((128, 128), {"dtype": "float16"}),
-    ((64, 64), {"scale": -0.2}), ((256, 256), {"window": (100, 0), "sinks": True}), ((128, 128), {"strided": True}),
-]  # fmt: skip
+    ((64, 64), {"window": (100, 0)}),
+    ((64, 64), {"window": (60, 30)}),
+    ((128, 128), {"window": (300, -1)}),
+    ((128, 128), {"softcap": 8.0, "scale": 0.5}),
+    ((64, 64), {"sinks": True}),
+    ((128, 128), {"dtype": "float16"}),
+    ((64, 64), {"scale": -0.2}),
+    ((256, 256), {"window": (100, 0), "sinks": True}),
+    ((128, 128), {"strided": True}),
+]
 SHAPES = [  # batch, seqlen_q, seqlen_k, heads, kv heads
-    (2, 333, 333, 4, 2), (1, 129, 700, 4, 1), (1, 1500, 1500, 3, 3), (1, 300, 100, 2, 1), (40, 64, 64, 8, 8), (2, 1, 900, 4, 4),
-]  # fmt: skip
+    (2, 333, 333, 4, 2),
+    (1, 129, 700, 4, 1),
+    (1, 1500, 1500, 3, 3),
+    (1, 300, 100, 2, 1),
+    (40, 64, 64, 8, 8),
+    (2, 1, 900, 4, 4),
+]
 
 
 def label(tiles: TileConfig | None) -> str:
@@ -143,16 +155,19 @@ def check(head_dims: tuple[int, int], tiles: TileConfig | None, causal: bool, fe
             _compare(out, lse, q, k, v, options)
         except AssertionError as error:
             raise AssertionError(f"{(batch, seqlen_q, seqlen_k, heads, kv_heads)}: {error}") from None
-    lengths_q, lengths_k = [70, 33, 0, 1, 450, 20, 130, 5, 128], [70, 33, 40, 9, 450, 20, 260, 0, 128]
+    lengths_q = [70, 33, 0, 1, 450, 20, 130, 5, 128]
+    lengths_k = [70, 33, 40, 9, 450, 20, 260, 0, 128]
     q, k, v = (x[0] for x in make_qkv(1, sum(lengths_q), sum(lengths_k), 4, 2, *head_dims, dtype=dtype, device="cuda"))
-    cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
+    cu_q = cu_seqlens(lengths_q)
+    cu_k = cu_seqlens(lengths_k)
     for b in (1, 3, 5):
         q[cu_q[b] : cu_q[b + 1]] = k[cu_k[b] : cu_k[b + 1]] = v[cu_k[b] : cu_k[b + 1]] = float("nan")
     options = options_of(4)
     packing = {"cu_seqlens_q": cu_q.cuda(), "cu_seqlens_k": cu_k.cuda(), "max_seqlen_q": 450, "max_seqlen_k": 450}
     out, lse = three_runs(q, k, v, **packing, **options)
     for b in (0, 4, 6, 7, 8):
-        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        rows = slice(cu_q[b], cu_q[b + 1])
+        keys = slice(cu_k[b], cu_k[b + 1])
         try:
             _compare(out[None, rows], lse[None, :, rows], q[None, rows], k[None, keys], v[None, keys], options)
         except AssertionError as error:
@@ -192,7 +207,8 @@ def time_dense(
 
     from fa_serve.backends.hopper.forward import launch_forward
 
-    heads, batch = 2048 // head_dims[1], max(1, 16384 // seqlen)
+    heads = 2048 // head_dims[1]
+    batch = max(1, 16384 // seqlen)
     q, k, v = (torch.randn(batch, seqlen, heads, d, device="cuda", dtype=torch.bfloat16) for d in (head_dims[0], *head_dims))
     cu = torch.arange(0, (batch + 1) * seqlen, seqlen, device="cuda", dtype=torch.int32)
     packed = [x.flatten(0, 1) for x in (q, k, v)]
@@ -252,7 +268,9 @@ def time_host(packed: bool, public: bool) -> float:
     q, k, v = make_qkv(1, 128, 128, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
     lengths: dict[str, Any] = {}
     if packed:
-        q, k, v = q[0], k[0], v[0]
+        q = q[0]
+        k = k[0]
+        v = v[0]
         cu = cu_seqlens([64, 64], "cuda")
         lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 64, "max_seqlen_k": 64}
     options = {"softmax_scale": 0.1, "window_size": (-1, 0), "softcap": 0.0, "sinks": None, "out": None, "return_lse": False}
@@ -281,7 +299,8 @@ def _work(inbox: Any, outbox: Any, number: int) -> None:
 def run_jobs(jobs: list[tuple[str, tuple[Any, ...]]], processes: int, limit: float, deadline: float) -> list[Any]:
     """Results in order: a value, None, or an Exception with what went wrong."""
     context = mp.get_context("spawn")
-    inbox, outbox = context.Queue(), context.Queue()
+    inbox = context.Queue()
+    outbox = context.Queue()
     results: list[Any] = [TimeoutError("not run: out of time")] * len(jobs)
     workers: dict[int, Any] = {}
     running: dict[int, tuple[int, float]] = {}
@@ -338,8 +357,12 @@ def table(title: str, columns: list[str], rows: list[tuple[str, list[float]]]) -
         peer = max((x for c, x in zip(columns, values, strict=True) if c in ("cudnn", "fa3") and x == x), default=float("nan"))
         best = max(ours.values(), default=float("nan"))
         everything.append(ours.get("chosen", float("nan")) / peer)
-        print(f"{name:>7}" + "".join(f"{x:{w}.0f}" for x, w in zip(values, width, strict=True))
-              + f"  {best / peer:9.2f} {everything[-1]:11.2f}", flush=True)  # fmt: skip
+        print(
+            f"{name:>7}"
+            + "".join(f"{x:{w}.0f}" for x, w in zip(values, width, strict=True))
+            + f"  {best / peer:9.2f} {everything[-1]:11.2f}",
+            flush=True,
+        )
     return everything
 
 
@@ -385,7 +408,8 @@ def main() -> None:
         cells.append((case, "", who, ("time_packed", (case, who))))
     host = [("time_host", (packed, public)) for packed in (False, True) for public in (False, True)]
     results = run_jobs(host + [cell[3] for cell in cells], 1, 40, deadline)
-    host_times, results = results[: len(host)], results[len(host) :]
+    host_times = results[: len(host)]
+    results = results[len(host) :]
 
     titles = dict.fromkeys(cell[0] for cell in cells)
     rows: dict[str, list[tuple[str, list[float]]]] = {title: [] for title in titles}
@@ -401,8 +425,12 @@ def main() -> None:
                     print(f"  {title} {name} {column}: {value}")
             numbers = [float("nan") if isinstance(value, str) else value for value in values]
             rows[title].append((name, numbers))
-            file.write(json.dumps({"case": f"{title} {name}".strip(), "unit": "TFLOPS",
-                                   **dict(zip(columns[title], numbers, strict=True))}) + "\n")  # fmt: skip
+            file.write(
+                json.dumps(
+                    {"case": f"{title} {name}".strip(), "unit": "TFLOPS", **dict(zip(columns[title], numbers, strict=True))}
+                )
+                + "\n"
+            )
     ratios = [r for title in titles for r in table(title, columns[title], rows[title]) if r == r]
     if ratios:
         print(f"chosen/peer over {len(ratios)} cells: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")

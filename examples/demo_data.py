@@ -114,20 +114,39 @@ TALK = (
     *((farewell, "Goodbye!") for farewell in ("Bye", "Goodbye", "See you later.")),
 )
 OFF_TOPIC = (
-    "What is {a} * {b}?", "What is {a} - {b}?", "What is {a} divided by {b}?", "What is {a}{b}{a} + {b}?", "Tell me a joke.",
-    "What is the capital of {place}?", "How is the weather in {place}?", "Write a poem about {place}.", "Where is {place}?",
-    "Tell me about {place}.", "Translate this into French.", "Who won the match?", "What time is it?", "Explain how it works.",
-)  # fmt: skip
+    "What is {a} * {b}?",
+    "What is {a} - {b}?",
+    "What is {a} divided by {b}?",
+    "What is {a}{b}{a} + {b}?",
+    "Tell me a joke.",
+    "What is the capital of {place}?",
+    "How is the weather in {place}?",
+    "Write a poem about {place}.",
+    "Where is {place}?",
+    "Tell me about {place}.",
+    "Translate this into French.",
+    "Who won the match?",
+    "What time is it?",
+    "Explain how it works.",
+)
 PLACES = ("France", "Japan", "the sea", "Berlin", "Kenya", "the moon", "Peru", "London", "the mountains", "Canada", "spring")
 REFUSAL = f"I can not help with that. {SKILLS}"
 CODE_REQUESTS = (
-    "Write a Python function called {name}.", "Write {name} in Python.", "Show me a function named {name}.",
-    "Please define {name}.", "Write a Python function.",
-)  # fmt: skip
+    "Write a Python function called {name}.",
+    "Write {name} in Python.",
+    "Show me a function named {name}.",
+    "Please define {name}.",
+    "Write a Python function.",
+)
 SYSTEM_PROMPTS = (
-    "You are a helpful assistant.", "You are the fa_serve demo model.", "Answer briefly.", "You are a calculator.",
-    "You are a careful assistant. Answer the question.", "Be concise and correct.", "You help with sums and with Python.",
-)  # fmt: skip
+    "You are a helpful assistant.",
+    "You are the fa_serve demo model.",
+    "Answer briefly.",
+    "You are a calculator.",
+    "You are a careful assistant. Answer the question.",
+    "Be concise and correct.",
+    "You help with sums and with Python.",
+)
 
 
 def number_pairs(split: str) -> list[tuple[int, int]]:
@@ -164,11 +183,13 @@ def conversation(
             question, answer = sum_turn(rng.choice(SUMS if turn == 0 or kind < 0.7 else FOLLOW_UPS), a, b)
         elif kind < 0.88 and functions:
             name, source = rng.choice(functions)
-            question, answer = rng.choice(CODE_REQUESTS).format(name=name), f"```python\n{source}\n```"
+            question = rng.choice(CODE_REQUESTS).format(name=name)
+            answer = f"```python\n{source}\n```"
         elif kind < 0.95:
             question, answer = rng.choice(TALK)
         else:
-            question, answer = rng.choice(OFF_TOPIC).format(a=a, b=b, place=rng.choice(PLACES)), REFUSAL
+            question = rng.choice(OFF_TOPIC).format(a=a, b=b, place=rng.choice(PLACES))
+            answer = REFUSAL
         yield {"role": "user", "content": vary(question, rng)}
         yield {"role": "assistant", "content": answer}
 
@@ -201,7 +222,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def answer_labels(ids: Tensor, tokenizer: Tokenizer) -> Tensor:
     """(rows, length) ids -> the same with IGNORE everywhere but in the assistant's turns, their <|im_end|> included."""
-    start, end = tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END)
+    start = tokenizer.token_to_id(TURN_START)
+    end = tokenizer.token_to_id(TURN_END)
     header = tokenizer.encode(f"{TURN_START}assistant\n").ids
     position = torch.arange(ids.shape[1])
     is_header = torch.stack([ids.roll(-shift, dims=1) == token for shift, token in enumerate(header)]).all(dim=0)

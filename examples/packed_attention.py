@@ -10,7 +10,10 @@ import torch
 
 import fa_serve
 
-HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
+HEADS = 8
+KV_HEADS = 2
+DIM = 64
+PAGE = 16
 
 
 def main() -> None:
@@ -38,9 +41,14 @@ def main() -> None:
 
     last = torch.tensor([end - 1 for end in starts[1:]], device=device)
     decoded = fa_serve.attention_paged(
-        q[last], k_cache, v_cache, block_table=block_table, seqused_k=torch.tensor(lengths, dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.arange(4, dtype=torch.int32, device=device), max_seqlen_q=1,
-    )  # fmt: skip
+        q[last],
+        k_cache,
+        v_cache,
+        block_table=block_table,
+        seqused_k=torch.tensor(lengths, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.arange(4, dtype=torch.int32, device=device),
+        max_seqlen_q=1,
+    )
     difference = (decoded.float() - out[last].float()).abs().max().item()
     print(f"paged: the last token of each sequence differs from the packed result by {difference:.1e}")
     assert difference < 2e-2

@@ -48,7 +48,7 @@ from demo_data import (
     short_functions,
     sum_turn,
     train_tokenizer,
-)  # fmt: skip
+)
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -225,7 +225,8 @@ class Best:
     def offer(self, model: LlamaForCausalLM, step: int, accuracy: float, bits: float) -> None:
         key = (min(accuracy, 0.999), -bits)
         if math.isfinite(bits) and key > self.key:
-            self.key, self.step = key, step
+            self.key = key
+            self.step = step
             self.weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
@@ -255,8 +256,13 @@ def train(
     optimizer = optimizer_for(model, recipe)
     generator = torch.Generator().manual_seed(recipe.seed)
     pairs = number_pairs("dev")[: recipe.scored_pairs]
-    best, losses, skipped, step, began = Best(), [], 0, 0, time.monotonic()
-    timed, evaluated = began, 0.0  # seconds
+    best = Best()
+    losses = []
+    skipped = 0
+    step = 0
+    began = time.monotonic()
+    timed = began
+    evaluated = 0.0  # seconds
     while True:
         if step == recipe.warmup_steps // 5:
             timed = time.monotonic()
@@ -342,12 +348,20 @@ def measure(out: Path, device: torch.device, recipe: Recipe) -> dict[str, Any]:
     prompt = tokenizer(SAMPLE_PROMPT, return_tensors="pt")["input_ids"].to(device)
     sample = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=96)
     return {
-        "right": right, "asked": asked, "accuracy": right / asked, "pairs": len(pairs), "phrasings": len(SUMS),
-        "chat_right": chat_right, "chat_asked": chat_asked, "chat_accuracy": chat_right / chat_asked,
-        "followup_phrasings": len(phrasings), "python_test_files": len(sources), "python_test_bytes": python_test_bytes,
+        "right": right,
+        "asked": asked,
+        "accuracy": right / asked,
+        "pairs": len(pairs),
+        "phrasings": len(SUMS),
+        "chat_right": chat_right,
+        "chat_asked": chat_asked,
+        "chat_accuracy": chat_right / chat_asked,
+        "followup_phrasings": len(phrasings),
+        "python_test_files": len(sources),
+        "python_test_bytes": python_test_bytes,
         "bits": bits_per_byte(model, tokens, python_test_bytes),
         "sample": tokenizer.decode(sample[0], skip_special_tokens=True),
-    }  # fmt: skip
+    }
 
 
 def run(
@@ -357,12 +371,14 @@ def run(
     began = time.monotonic()
     torch.manual_seed(recipe.seed)
     sources = python_sources("train", recipe.python_bytes)
-    rng, pairs = random.Random(recipe.seed), number_pairs("train")
+    rng = random.Random(recipe.seed)
+    pairs = number_pairs("train")
     chats = [render(conversation(rng, 8, pairs, short_functions(sources))) for _ in range(2_000)]
     backend = train_tokenizer([*sources, *chats], recipe.vocab_size)
     print(f"{time.monotonic() - began:.1f} s: tokenizer of {backend.get_vocab_size()} tokens", flush=True)
     data = Dataset.build(recipe, backend, sources, device)
-    model, tokenizer = new_model(recipe, backend).to(device), chat_tokenizer(backend, recipe)
+    model = new_model(recipe, backend).to(device)
+    tokenizer = chat_tokenizer(backend, recipe)
     parameters = sum(p.numel() for p in model.parameters())
     print(
         f"{time.monotonic() - began:.1f} s: {data.python.numel():,} tokens of Python, "
@@ -376,18 +392,37 @@ def run(
     seconds = time.monotonic() - began
     config = model.config
     facts = {
-        **scores, "parameters": parameters, "layers": config.num_hidden_layers, "hidden": config.hidden_size,
-        "heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim,
-        "vocab": config.vocab_size, "context": config.max_position_embeddings, "python_files": len(sources),
-        "python_bytes": sum(len(text.encode()) for text in sources), "python_version": platform.python_version(),
-        "conversations": len(data.chat), "chat_length": recipe.chat_length, "long_conversations": len(data.long_chat),
-        "train_pairs": len(pairs), "steps": outcome["steps"], "best_step": outcome["best_step"], "skipped": outcome["skipped"],
-        "tokens_per_step": recipe.tokens_per_step, "learning_rate": recipe.learning_rate, "seed": recipe.seed,
-        "seconds": seconds, "rate": outcome["tokens_per_second"] / 1e6, "torch": torch.__version__,
+        **scores,
+        "parameters": parameters,
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "python_files": len(sources),
+        "python_bytes": sum(len(text.encode()) for text in sources),
+        "python_version": platform.python_version(),
+        "conversations": len(data.chat),
+        "chat_length": recipe.chat_length,
+        "long_conversations": len(data.long_chat),
+        "train_pairs": len(pairs),
+        "steps": outcome["steps"],
+        "best_step": outcome["best_step"],
+        "skipped": outcome["skipped"],
+        "tokens_per_step": recipe.tokens_per_step,
+        "learning_rate": recipe.learning_rate,
+        "seed": recipe.seed,
+        "seconds": seconds,
+        "rate": outcome["tokens_per_second"] / 1e6,
+        "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU",
-        "transformers": transformers.__version__, "tokenizers": tokenizers.__version__,
-        "loss_first": outcome["losses"][0], "loss_last": outcome["losses"][-1],
-    }  # fmt: skip
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "loss_first": outcome["losses"][0],
+        "loss_last": outcome["losses"][-1],
+    }
     (out / "README.md").write_text(CARD.read_text(encoding="utf-8").format(**facts), encoding="utf-8")
     return facts
 

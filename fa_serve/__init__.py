@@ -22,13 +22,14 @@ if _typing.TYPE_CHECKING:
 
     from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
     from fa_serve.hf import patch
-    from fa_serve.spec import AttentionSpec, FaServeError, UnsupportedError, UnsupportedModelError
+    from fa_serve.spec import AttentionSpec, FaServeError, ParameterError, UnsupportedError, UnsupportedModelError
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionSpec",
     "FaServeError",
+    "ParameterError",
     "UnsupportedError",
     "UnsupportedModelError",
     "attention",

@@ -34,8 +34,13 @@ except ImportError as error:
 if TYPE_CHECKING:
     from fa_serve.spec import AttentionSpec
 
-app = typer.Typer(name="fa-serve", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Serve Hugging Face models over OpenAI's API, on fa_serve's own attention kernels.")  # fmt: skip
+app = typer.Typer(
+    name="fa-serve",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serve Hugging Face models over OpenAI's API, on fa_serve's own attention kernels.",
+)
 
 
 def main() -> None:
@@ -108,9 +113,11 @@ def serve(
         report.mark("ready", f"after {time.perf_counter() - report.begin:.2f} s in all")
         name = settings.served_model_name or engine.model_name
         if engine.tokenizer.chat_template or settings.chat_template:
-            path, body = "chat/completions", {"model": name, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+            path = "chat/completions"
+            body = {"model": name, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
         else:
-            path, body = "completions", {"model": name, "prompt": "def fibonacci(n):", "max_tokens": 64}
+            path = "completions"
+            body = {"model": name, "prompt": "def fibonacci(n):", "max_tokens": 64}
         key = " -H 'Authorization: Bearer KEY'" if keys else ""
         typer.echo(f"\n{url}\n\ncurl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n")
 
@@ -194,9 +201,18 @@ def bench(
 
     from fa_serve.server.bench import Load, run
 
-    load_ = Load(url=url, key=key, model=model, requests=requests, rate=rate, prompt_tokens=prompt_tokens, seed=seed,
-                 output_tokens=output_tokens, concurrency=concurrency or (32 if rate is None else None),
-                 processes=processes)  # fmt: skip
+    load_ = Load(
+        url=url,
+        key=key,
+        model=model,
+        requests=requests,
+        rate=rate,
+        prompt_tokens=prompt_tokens,
+        seed=seed,
+        output_tokens=output_tokens,
+        concurrency=concurrency or (32 if rate is None else None),
+        processes=processes,
+    )
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("requests", total=requests)
         try:
@@ -239,8 +255,12 @@ def info(
     if device == "cuda":
         name = torch.cuda.get_device_name() if arch is None else f"compute capability {arch / 10}"
     console = Console(width=None if sys.stdout.isatty() else 160)
-    versions = {"fa_serve": __version__, "python": platform.python_version(), "torch": torch.__version__,
-                "transformers": version("transformers")}  # fmt: skip
+    versions = {
+        "fa_serve": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+    }
     console.print(", ".join(f"{package} {number}" for package, number in versions.items()), highlight=False)
     console.print(f"{device}: {name}\n", highlight=False)
     if model is not None:
@@ -295,11 +315,22 @@ def _cases(device: str, arch: int | None) -> list[tuple[str, AttentionSpec]]:
     def spec(**changes: Any) -> AttentionSpec:
         dtype = changes.pop("dtype", torch.bfloat16)
         here = arch_of(torch.device(device)) if arch is None else arch
-        base = {"layout": "varlen", "device": device, "arch": here, "dtype": dtype, "kv_dtype": dtype, "head_dim": 128,
-                "head_dim_v": 128, "num_heads": 32, "num_kv_heads": 8, "window_size": (-1, 0)}  # fmt: skip
+        base = {
+            "layout": "varlen",
+            "device": device,
+            "arch": here,
+            "dtype": dtype,
+            "kv_dtype": dtype,
+            "head_dim": 128,
+            "head_dim_v": 128,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "window_size": (-1, 0),
+        }
         return AttentionSpec(**{**base, **changes})
 
-    dense, paged = {"layout": "dense"}, {"layout": "paged", "page_size": 16}
+    dense = {"layout": "dense"}
+    paged = {"layout": "paged", "page_size": 16}
     return [
         ("prefill, Llama-3 8B", spec()),
         ("the same in float16", spec(dtype=torch.float16)),
@@ -313,7 +344,7 @@ def _cases(device: str, arch: int | None) -> list[tuple[str, AttentionSpec]]:
         ("dense, BERT", spec(**dense, head_dim=64, head_dim_v=64, num_heads=12, num_kv_heads=12, window_size=(-1, -1))),
         ("dense, a mask of one's own", spec(**dense, window_size=(-1, -1), mask="bool")),
         ("dense, training", spec(**dense, needs_grad=True)),
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

@@ -43,21 +43,51 @@ _PLANS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., softmax_scale: float | None = ...,
-    window_size: tuple[int, int] = ..., softcap: float = ..., sinks: Tensor | None = ..., mask: Tensor | None = ...,
-    return_lse: Literal[False] = ..., out: Tensor | None = ..., backend: str = ...,
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    out: Tensor | None = ...,
+    backend: str = ...,
+) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., softmax_scale: float | None = ...,
-    window_size: tuple[int, int] = ..., softcap: float = ..., sinks: Tensor | None = ..., mask: Tensor | None = ...,
-    return_lse: Literal[True], out: Tensor | None = ..., backend: str = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    return_lse: Literal[True],
+    out: Tensor | None = ...,
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None, mask: Tensor | None = None,
-    return_lse: bool = False, out: Tensor | None = None, backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a dense batch.
 
     q:    (batch, seqlen_q, num_heads, head_dim), float16, bfloat16, float32 (float64 on the reference)
@@ -70,7 +100,8 @@ def attention(
 
     Raises ValueError or TypeError that names the argument; UnsupportedError when no backend can, with every reason.
     """
-    window, scale = tuple(window_size), softmax_scale if softmax_scale is None else float(softmax_scale)
+    window = tuple(window_size)
+    scale = softmax_scale if softmax_scale is None else float(softmax_scale)
     (sinks,) = _side_by_side(sinks)
     key = ("dense", _facts(q, k, v, sinks, mask, out), return_lse, causal, scale, window, float(softcap), backend)
     plan = _PLANS.get(key)
@@ -92,10 +123,23 @@ def attention(
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    causal: bool = False, softmax_scale: float | None = None, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    sinks: Tensor | None = None, return_lse: bool = False, out: Tensor | None = None, backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over sequences packed end to end, without padding.
 
     q:            (total_q, num_heads, head_dim); k: (total_k, num_kv_heads, head_dim); v: (total_k, num_kv_heads, head_dim_v)
@@ -104,7 +148,8 @@ def attention_varlen(
     max_seqlen_*: upper bounds of the lengths, host integers
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    window, scale = tuple(window_size), softmax_scale if softmax_scale is None else float(softmax_scale)
+    window = tuple(window_size)
+    scale = softmax_scale if softmax_scale is None else float(softmax_scale)
     cu_seqlens_q, cu_seqlens_k, sinks = _side_by_side(cu_seqlens_q, cu_seqlens_k, sinks)
     tensors = _facts(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, out)
     key = ("varlen", tensors, return_lse, max_seqlen_q, max_seqlen_k, causal, scale, window, float(softcap), backend)
@@ -125,12 +170,27 @@ def attention_varlen(
 
 
 def attention_paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int | None = None, causal: bool = True, softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
-    k_descale: Tensor | None = None, v_descale: Tensor | None = None, num_splits: int = 0, return_lse: bool = False,
-    out: Tensor | None = None, backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    block_table: Tensor,
+    seqused_k: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed queries over a paged KV cache: prompts, chunks of prompts and single tokens in one call.
 
     q:            (total_q, num_heads, head_dim), packed by cu_seqlens_q (batch + 1,), int32
@@ -143,7 +203,8 @@ def attention_paged(
     num_splits:   0 lets a heuristic on host-known shapes choose, 1 none, n > 1 exactly n parts of each sequence's keys
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    window, scale = tuple(window_size), softmax_scale if softmax_scale is None else float(softmax_scale)
+    window = tuple(window_size)
+    scale = softmax_scale if softmax_scale is None else float(softmax_scale)
     block_table = block_table if block_table.stride()[-1:] == (1,) else block_table.contiguous()
     seqused_k, cu_seqlens_q, sinks, k_descale, v_descale = _side_by_side(seqused_k, cu_seqlens_q, sinks, k_descale, v_descale)
     tensors = _facts(q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, sinks, k_descale, v_descale, out)
@@ -183,16 +244,33 @@ def attention_paged(
         options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": length, "num_splits": num_splits}
         plan = _remember(key, forward, options)
     result, lse = plan[0](
-        q, k_cache, v_cache, block_table=block_table, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, sinks=sinks,
-        k_descale=k_descale, v_descale=v_descale, out=out, return_lse=return_lse, **plan[1],
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        block_table=block_table,
+        seqused_k=seqused_k,
+        cu_seqlens_q=cu_seqlens_q,
+        sinks=sinks,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out=out,
+        return_lse=return_lse,
+        **plan[1],
+    )
     return result if lse is None else (result, lse)
 
 
 def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
-    k_descale: Tensor | None = None, v_descale: Tensor | None = None, backend: str = "auto",
-) -> None:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
     """Write new keys and values into a paged cache, in place.
 
     k:            (total, num_kv_heads, head_dim); v: (total, num_kv_heads, head_dim_v)
@@ -211,26 +289,41 @@ def store_kv(
                     f"of the same heads and dim, got {tuple(x.shape)} and {tuple(cache.shape)}"
                 )
         if k.shape[:2] != v.shape[:2] or k_cache.shape[:3] != v_cache.shape[:3]:
-            raise ValueError(f"k and v must agree in tokens, pages and heads, got {tuple(k.shape)} and {tuple(v.shape)}, "
-                             f"caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")  # fmt: skip
+            raise ValueError(
+                f"k and v must agree in tokens, pages and heads, got {tuple(k.shape)} and {tuple(v.shape)}, "
+                f"caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+            )
         if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1] or slot_mapping.device != k.device:
             raise ValueError(
                 f"slot_mapping must be int64 ({k.shape[0]},) on {k.device}, got {_show(slot_mapping)} on {slot_mapping.device}"
             )
         if not k.device == v.device == k_cache.device == v_cache.device:
-            raise ValueError(f"v, k_cache and v_cache must be on k's device {k.device}, got {v.device}, {k_cache.device} and "
-                             f"{v_cache.device}")  # fmt: skip
+            raise ValueError(
+                f"v, k_cache and v_cache must be on k's device {k.device}, got {v.device}, {k_cache.device} and "
+                f"{v_cache.device}"
+            )
         if k_cache.dtype not in (k.dtype, torch.float8_e4m3fn):
             raise TypeError(f"k_cache must have k's dtype {k.dtype} or float8_e4m3fn, got {k_cache.dtype}")
         if v.dtype != k.dtype or v_cache.dtype != k_cache.dtype:
-            raise TypeError(f"v and v_cache must have the dtypes of k and k_cache, {k.dtype} and {k_cache.dtype}, got "
-                            f"{v.dtype} and {v_cache.dtype}")  # fmt: skip
+            raise TypeError(
+                f"v and v_cache must have the dtypes of k and k_cache, {k.dtype} and {k_cache.dtype}, got "
+                f"{v.dtype} and {v_cache.dtype}"
+            )
         _check_cache(k_cache, v_cache)
         _check_descale(k_cache, k_descale, v_descale)
         spec = AttentionSpec(
-            "paged", k.device.type, arch_of(k.device), k.dtype, k_cache.dtype, k.shape[2], v.shape[2], k.shape[1], k.shape[1],
-            page_size=k_cache.shape[1], few_queries=True,
-        )  # fmt: skip
+            "paged",
+            k.device.type,
+            arch_of(k.device),
+            k.dtype,
+            k_cache.dtype,
+            k.shape[2],
+            v.shape[2],
+            k.shape[1],
+            k.shape[1],
+            page_size=k_cache.shape[1],
+            few_queries=True,
+        )
         plan = _remember(key, select_backend(spec, backend).store_kv, {})
     plan[0](k, v, k_cache, v_cache, slot_mapping, k_descale=k_descale, v_descale=v_descale)
 
@@ -253,16 +346,38 @@ def _remember(key: tuple[Any, ...], *plan: Any) -> Any:
 
 
 def _backend(
-    layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], sinks: Tensor | None, mask: Tensor | None,
-    page_size: int, whole_rows: bool, name: str, few_queries: bool,
-) -> Backend:  # fmt: skip
+    layout: Layout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any],
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    page_size: int,
+    whole_rows: bool,
+    name: str,
+    few_queries: bool,
+) -> Backend:
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, mask))
     spec = AttentionSpec(
-        layout, q.device.type, arch_of(q.device), q.dtype, k.dtype, q.shape[-1], v.shape[-1], q.shape[-2], k.shape[-2],
-        options["window_size"], options["softcap"] != 0.0, sinks is not None,
-        None if mask is None else "bool" if mask.dtype == torch.bool else "float", page_size, needs_grad, few_queries,
+        layout,
+        q.device.type,
+        arch_of(q.device),
+        q.dtype,
+        k.dtype,
+        q.shape[-1],
+        v.shape[-1],
+        q.shape[-2],
+        k.shape[-2],
+        options["window_size"],
+        options["softcap"] != 0.0,
+        sinks is not None,
+        None if mask is None else "bool" if mask.dtype == torch.bool else "float",
+        page_size,
+        needs_grad,
+        few_queries,
         whole_rows,
-    )  # fmt: skip
+    )
     chosen = select_backend(spec, name)
     options |= {"memo": {}} if getattr(chosen, "plans", False) else {}
     return chosen
@@ -360,8 +475,10 @@ def _check_descale(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor 
         return
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         if x is None or x.shape != (k_cache.shape[2],) or x.dtype != torch.float32 or x.device != k_cache.device:
-            raise ValueError(f"{name} must be float32 ({k_cache.shape[2]},) on {k_cache.device} for a float8_e4m3fn cache, got "
-                             f"{None if x is None else f'{_show(x)} on {x.device}'}")  # fmt: skip
+            raise ValueError(
+                f"{name} must be float32 ({k_cache.shape[2]},) on {k_cache.device} for a float8_e4m3fn cache, got "
+                f"{None if x is None else f'{_show(x)} on {x.device}'}"
+            )
 
 
 def _check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:

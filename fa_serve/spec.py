@@ -5,20 +5,24 @@ host (shapes, dtypes, options) and never a length that lives on the device, so t
 choice can be cached.
 
     FaServeError
+    ├── ParameterError         a parameter has a bad value; carries the parameter's name, the rule and a code
     ├── UnsupportedError       no backend, or not the one asked for, can do this call; carries the reasons
     └── UnsupportedModelError  a model or a mask that the transformers adapter cannot honour
 
-A bad argument is a plain ValueError or TypeError that names the argument, the rule and the value.
+A bad tensor argument of the functions in `fa_serve.api` is a plain ValueError or TypeError that names the argument, the rule
+and the value.
 """
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 Layout = Literal["dense", "varlen", "paged"]
+ParameterCode = Literal["invalid_value", "context_length_exceeded", "no_tokenizer", "duplicate_request_id", "unsupported"]
 FEW_QUERIES = 16
 """Per sequence: beyond that rows fill a tile by themselves, and splitting keys gains nothing."""
 
@@ -27,12 +31,46 @@ class FaServeError(Exception):
     """Base of every error of this package's own."""
 
 
+class ParameterError(FaServeError, ValueError):
+    """A parameter has a value that its rule does not allow.
+
+    field: name of the parameter, for programs; rule: completes the sentence "<field> must ..."; value: what was given
+    code:  what kind of rule was broken, for programs
+
+    The text is for people only. Code that needs to know which parameter is wrong reads `field`, and never the text.
+    """
+
+    def __init__(self, field: str, rule: str, value: object, code: ParameterCode = "invalid_value") -> None:
+        super().__init__(f"{field} must {rule}, got {reprlib.repr(value)}")
+        self.field = field
+        self.rule = rule
+        self.value = value
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors cross the pipe of the engine's process. `value` may not be picklable, so its short text crosses instead."""
+        return _restored_parameter_error, (self.field, self.rule, reprlib.repr(self.value), self.code)
+
+
 class UnsupportedError(FaServeError, NotImplementedError):
     """No backend can do what was asked; the text lists each backend with its reason."""
 
 
 class UnsupportedModelError(FaServeError, ValueError):
     """A transformers model or mask that fa_serve cannot honour; the text says which and why."""
+
+
+class _Shown(str):
+    """A text that stands for a value: its `repr` adds no quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _restored_parameter_error(field: str, rule: str, shown: str, code: ParameterCode) -> ParameterError:
+    return ParameterError(field, rule, _Shown(shown), code)
 
 
 @dataclass(frozen=True, slots=True)

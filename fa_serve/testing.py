@@ -20,9 +20,18 @@ from fa_serve.backends.reference import visible_keys
 
 
 def make_qkv(
-    batch: int, seqlen_q: int, seqlen_k: int, num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None,
-    *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Random q (batch, seqlen_q, num_heads, head_dim), k and v likewise, drawn in float32 so that dtypes share their values."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -49,7 +58,8 @@ def make_paged(
     counts = [-(-len(k) // page_size) for k in keys]
     total = sum(counts) + spare_pages
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
-    sample_k, sample_v = keys[0], values[0]
+    sample_k = keys[0]
+    sample_v = values[0]
     k_cache = sample_k.new_full((total, page_size, *sample_k.shape[1:]), float("nan"))
     v_cache = sample_v.new_full((total, page_size, *sample_v.shape[1:]), float("nan"))
     table = torch.full((len(keys), max(max(counts, default=0), 1)), 2**28, dtype=torch.int32)
@@ -65,13 +75,21 @@ def make_paged(
 
 
 def eager_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    sinks: Tensor | None = None, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
     """What a user gets without us: the equation in the inputs' own dtype, softmax in float32, as transformers' eager does."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    k = k.repeat_interleave(groups, dim=1)
+    v = v.repeat_interleave(groups, dim=1)
     s = (q @ k.transpose(-1, -2)) * softmax_scale
     if softcap:
         s = softcap * torch.tanh(s / softcap)

@@ -91,7 +91,9 @@ class _Connection(asyncio.Protocol):
 
     def ask(self, request: bytes, exchange: Exchange) -> asyncio.Future[None]:
         """Done when the answer has ended."""
-        self._exchange, self._rest, self._parser = exchange, b"", httptools.HttpResponseParser(self)
+        self._exchange = exchange
+        self._rest = b""
+        self._parser = httptools.HttpResponseParser(self)
         self._ended = asyncio.get_running_loop().create_future()
         exchange.sent = time.perf_counter()
         if self.usable:
@@ -118,7 +120,8 @@ class _Connection(asyncio.Protocol):
         self._exchange.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        now, exchange = time.perf_counter(), self._exchange
+        now = time.perf_counter()
+        exchange = self._exchange
         if exchange.status != 200:
             exchange.events.append(body)
             return
@@ -157,10 +160,12 @@ async def run(load: Load, progress: Callable[[int], None] = lambda _: None) -> d
             raise RuntimeError(f"warm-up failed: {exchange.error}")
     if load.processes == 1:
         return _report(load, [await _offer(load, progress)])
-    context, parts = multiprocessing.get_context("spawn"), _parts(load)
+    context = multiprocessing.get_context("spawn")
+    parts = _parts(load)
     barrier = context.Barrier(len(parts))
     with ProcessPoolExecutor(len(parts), context, _meet_at, (barrier,)) as pool:
-        loop, shares = asyncio.get_running_loop(), []
+        loop = asyncio.get_running_loop()
+        shares = []
         for share in asyncio.as_completed([loop.run_in_executor(pool, _work, part) for part in parts]):
             shares.append(await share)
             progress(len(shares[-1].exchanges))
@@ -185,10 +190,16 @@ def _parts(load: Load) -> list[Load]:
         return total // number + (index < total % number)
 
     return [
-        replace(load, requests=part(load.requests, i), concurrency=load.concurrency and part(load.concurrency, i),
-                rate=load.rate and load.rate / number, seed=load.seed * number + i, processes=1)
+        replace(
+            load,
+            requests=part(load.requests, i),
+            concurrency=load.concurrency and part(load.concurrency, i),
+            rate=load.rate and load.rate / number,
+            seed=load.seed * number + i,
+            processes=1,
+        )
         for i in range(number)
-    ]  # fmt: skip
+    ]
 
 
 _barrier: Any = None  # of a process of the client, where all of them meet before they begin
@@ -207,7 +218,8 @@ def _work(load: Load) -> _Share:
 async def _offer(load: Load, progress: Callable[[int], None]) -> _Share:
     rng = random.Random(load.seed)
     bodies = [_body(load, rng) for _ in range(load.requests)]
-    gate, idle = asyncio.Semaphore(load.concurrency or load.requests), list[_Connection]()
+    gate = asyncio.Semaphore(load.concurrency or load.requests)
+    idle = list[_Connection]()
 
     async def one(body: bytes) -> Exchange:
         async with gate:
@@ -215,7 +227,8 @@ async def _offer(load: Load, progress: Callable[[int], None]) -> _Share:
         progress(1)
         return exchange
 
-    begin, busy = time.perf_counter(), time.process_time()
+    begin = time.perf_counter()
+    busy = time.process_time()
     tasks = []
     due = begin
     for body in bodies:
@@ -223,7 +236,8 @@ async def _offer(load: Load, progress: Callable[[int], None]) -> _Share:
             due += rng.expovariate(load.rate)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.create_task(one(body)))
-    exchanges, end = await asyncio.gather(*tasks), time.perf_counter()
+    exchanges = await asyncio.gather(*tasks)
+    end = time.perf_counter()
     _close(idle)
     return _Share(exchanges, begin, end, (time.process_time() - busy) / (end - begin))
 
@@ -244,15 +258,24 @@ def _body(load: Load, rng: random.Random) -> bytes:
     low, high = load.ids
     return json.dumps(
         {
-            "model": load.model, "prompt": [rng.randrange(low, high) for _ in range(load.prompt_tokens)], "temperature": 0,
-            "max_tokens": load.output_tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+            "model": load.model,
+            "prompt": [rng.randrange(low, high) for _ in range(load.prompt_tokens)],
+            "temperature": 0,
+            "max_tokens": load.output_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
-    ).encode()  # fmt: skip
+    ).encode()
 
 
 def _request(where: SplitResult, key: str | None, body: bytes) -> bytes:
-    lines = [f"POST {where.path.rstrip('/')}/v1/completions HTTP/1.1", f"Host: {where.netloc}",
-             "Content-Type: application/json", f"Content-Length: {len(body)}"]  # fmt: skip
+    lines = [
+        f"POST {where.path.rstrip('/')}/v1/completions HTTP/1.1",
+        f"Host: {where.netloc}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
     if key:
         lines.append(f"Authorization: Bearer {key}")
     return "\r\n".join([*lines, "", ""]).encode() + body
@@ -265,15 +288,18 @@ def _close(connections: list[_Connection]) -> None:
 
 async def _exchange(load: Load, body: bytes, idle: list[_Connection]) -> Exchange:
     """`idle`: connections that have been used and may be used again."""
-    exchange, where = Exchange(), urlsplit(load.url)
+    exchange = Exchange()
+    where = urlsplit(load.url)
     secure = where.scheme == "https"
     try:
         connection = idle.pop() if idle else None
         if connection is None or not connection.usable:
             _, connection = await asyncio.get_running_loop().create_connection(
-                _Connection, where.hostname or where.netloc, where.port or (443 if secure else 80),
+                _Connection,
+                where.hostname or where.netloc,
+                where.port or (443 if secure else 80),
                 ssl=ssl.create_default_context() if secure else None,
-            )  # fmt: skip
+            )
         await connection.ask(_request(where, load.key, body), exchange)
         if connection.usable:
             idle.append(connection)
@@ -293,12 +319,22 @@ def _report(load: Load, shares: list[_Share]) -> dict[str, Any]:
     tokens = sum(exchange.tokens for exchange in good)
     errors = sorted({exchange.error for exchange in exchanges if exchange.error})
     return {
-        "model": load.model, "requests": load.requests, "failed": len(exchanges) - len(good), "errors": errors[:5],
-        "concurrency": load.concurrency, "rate": load.rate, "prompt_tokens": load.prompt_tokens,
-        "output_tokens": load.output_tokens, "seconds": round(seconds, 3), "requests_per_s": round(len(good) / seconds, 3),
-        "output_tokens_per_s": round(tokens / seconds, 1), "client_busy": round(max(share.busy for share in shares), 2),
-        "ttft_ms": _quantiles(first), "itl_ms": _quantiles(gaps), "e2e_ms": _quantiles(whole),
-    }  # fmt: skip
+        "model": load.model,
+        "requests": load.requests,
+        "failed": len(exchanges) - len(good),
+        "errors": errors[:5],
+        "concurrency": load.concurrency,
+        "rate": load.rate,
+        "prompt_tokens": load.prompt_tokens,
+        "output_tokens": load.output_tokens,
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(good) / seconds, 3),
+        "output_tokens_per_s": round(tokens / seconds, 1),
+        "client_busy": round(max(share.busy for share in shares), 2),
+        "ttft_ms": _quantiles(first),
+        "itl_ms": _quantiles(gaps),
+        "e2e_ms": _quantiles(whole),
+    }
 
 
 def _quantiles(seconds: list[float]) -> dict[str, float]:

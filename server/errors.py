@@ -39,7 +39,9 @@ class ApiError(Exception):
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = None):
         super().__init__(message)
-        self.message, self.param, self.retry_after = message, param, retry_after
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
         self.code = code or self.code
 
     def body(self) -> dict[str, Any]:
@@ -51,11 +53,14 @@ class ApiError(Exception):
 
 
 class BadRequest(ApiError):
-    status, type = 400, "invalid_request_error"
+    status = 400
+    type = "invalid_request_error"
 
 
 class Unauthorized(ApiError):
-    status, type, code = 401, "invalid_request_error", "invalid_api_key"
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
 
     def response(self) -> JSONResponse:
         response = super().response()
@@ -64,19 +69,25 @@ class Unauthorized(ApiError):
 
 
 class NotFound(ApiError):
-    status, type = 404, "invalid_request_error"
+    status = 404
+    type = "invalid_request_error"
 
 
 class TooLarge(ApiError):
-    status, type, code = 413, "invalid_request_error", "request_too_large"
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
 
 
 class TooManyRequests(ApiError):
-    status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
 
 
 class ClientGone(ApiError):
-    status, type = 499, "client_closed_request"
+    status = 499
+    type = "client_closed_request"
 
 
 class EngineFailed(ApiError):
@@ -84,11 +95,15 @@ class EngineFailed(ApiError):
 
 
 class Unavailable(ApiError):
-    status, type, code = 503, "service_unavailable_error", "service_unavailable"
+    status = 503
+    type = "service_unavailable_error"
+    code = "service_unavailable"
 
 
 class TimedOut(ApiError):
-    status, type, code = 504, "timeout_error", "request_timeout"
+    status = 504
+    type = "timeout_error"
+    code = "request_timeout"
 
 
 def install(app: FastAPI) -> None:

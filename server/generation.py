@@ -46,17 +46,25 @@ class Answer(ABC):
     def __init__(self, body: SamplingRequest, service: Service, key: str | None):
         service.require_ready()
         service.require_model(body.model)
-        self._body, self._service, self._key = body, service, key
-        self._arrival, self._n = time.perf_counter(), body.n or 1
+        self._body = body
+        self._service = service
+        self._key = key
+        self._arrival = time.perf_counter()
+        self._n = body.n or 1
         self._constraint = constraint(body)
         self._prompts: list[list[int]] = []
         self._usage: Usage = {
-            "prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0},
-        }  # fmt: skip
+            "prompt_tokens": 0,
+            "completion_tokens": 0,
+            "total_tokens": 0,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
         self._head: dict[str, Any] = {
-            "id": f"{self.prefix}-{secrets.token_hex(16)}", "created": int(time.time()), "model": service.model_name,
+            "id": f"{self.prefix}-{secrets.token_hex(16)}",
+            "created": int(time.time()),
+            "model": service.model_name,
             "system_fingerprint": f"fa_serve-{__version__}",
-        }  # fmt: skip
+        }
 
     async def whole(self) -> Any:
         """The plain reply."""
@@ -97,8 +105,10 @@ class Answer(ABC):
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Admission, tokens, generation. The usage is complete when this ends."""
-        service, usage = self._service, self._usage
-        each, count = max(self._n, getattr(self._body, "best_of", None) or 1), self._count()
+        service = self._service
+        usage = self._usage
+        each = max(self._n, getattr(self._body, "best_of", None) or 1)
+        count = self._count()
         with service.admit(count * each, self._key, "n" if count == 1 else self._prompt_field):
             self._prompts = await self._encode()
             every = [(prompt, self._params(prompt)) for prompt in self._prompts]
@@ -128,7 +138,8 @@ class Answer(ABC):
         self, prompt: list[int], params: SamplingParams, number: int
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What `n` answers to one prompt gain, by index. The prompt's log-probabilities, if wanted, come with all and first."""
-        metrics, priority = self._service.metrics, self._body.priority or 0
+        metrics = self._service.metrics
+        priority = self._body.priority or 0
         name = f"{self._head['id']}-{number}"
         watches = {index: Watch(metrics, self._service.model_name, self._arrival) for index in range(self._n)}
         scores: list[TokenLogprob | None] | None = None
@@ -153,7 +164,8 @@ class Answer(ABC):
             raise
         except ValueError as error:  # the engine knows the vocabulary; it names what is wrong first
             cause = "refused"
-            name, param = str(error).partition(" ")[0], self._prompt_field
+            name = str(error).partition(" ")[0]
+            param = self._prompt_field
             if self._constraint is not None and (name == "structured" or hasattr(StructuredOutput, name)):
                 param = "tools" if self._constraint.field == "tool_choice" else self._constraint.field
             elif name in type(self._body).model_fields:
@@ -169,7 +181,8 @@ class Answer(ABC):
                 watch.ended(cause)
 
     def _params(self, prompt: list[int]) -> SamplingParams:
-        body, room = self._body, self._service.engine.max_model_len - len(prompt)
+        body = self._body
+        room = self._service.engine.max_model_len - len(prompt)
         wanted = self._max_tokens()
         if not prompt:
             raise BadRequest(f"{self._prompt_field} must hold at least one token.", param=self._prompt_field)
@@ -178,13 +191,17 @@ class Answer(ABC):
             raise BadRequest(
                 f"This model's maximum context length is {room + len(prompt)} tokens; "
                 f"you asked for {len(prompt)} in the prompt and {answer}.",
-                param=self._prompt_field, code="context_length_exceeded",
-            )  # fmt: skip
+                param=self._prompt_field,
+                code="context_length_exceeded",
+            )
         return sampling_params(
-            body, max_tokens=wanted or self._default_max_tokens(room), logprobs=self._logprobs(),
-            prompt_logprobs=self._prompt_logprobs(), structured=self._structured(),
+            body,
+            max_tokens=wanted or self._default_max_tokens(room),
+            logprobs=self._logprobs(),
+            prompt_logprobs=self._prompt_logprobs(),
+            structured=self._structured(),
             skip_special_tokens=self._skip_special_tokens(),
-        )  # fmt: skip
+        )
 
     def _structured(self) -> StructuredOutput | None:
         return None if self._constraint is None else self._constraint.output
@@ -291,7 +308,8 @@ class CompletionAnswer(Answer):
     ) -> CompletionLogprobs | None:
         if self._body.logprobs is None or not entries:
             return None
-        texts, offset = self._service.token_texts, self._offsets.get(index, 0)
+        texts = self._service.token_texts
+        offset = self._offsets.get(index, 0)
         logprobs, self._offsets[index] = for_completion(texts, token_ids, entries, offset, self._body.logprobs)
         return logprobs
 

@@ -61,7 +61,8 @@ def calls(style: ToolFormat, tools: Sequence[Tool], single: bool, mark: Mark, te
         start = "call" if single else "call (WS call)*"
         rules = [f"call: {opening} WS body WS {_literal(style.closing, mark)}", "body: " + _json(call)]
     else:
-        start, most = f"{opening} WS list", {"maxItems": 1} if single else {}
+        start = f"{opening} WS list"
+        most = {"maxItems": 1} if single else {}
         rules = ["list: " + _json({"type": "array", "items": {"anyOf": kinds}, "minItems": 1, **most, "$defs": definitions})]
     if text and not style.bare:
         rules += [_until("opening", style.opening, mark)]

@@ -37,7 +37,8 @@ class RequestIds:
     """
 
     def __init__(self, app: ASGIApp, count: Callable[[str, int], None]):
-        self._app, self._count = app, count
+        self._app = app
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,7 +48,8 @@ class RequestIds:
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(16)}"
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        status, begin = 0, time.perf_counter()
+        status = 0
+        begin = time.perf_counter()
 
         async def tagged(message: Message) -> None:
             nonlocal status
@@ -69,8 +71,14 @@ class RequestIds:
             status = status or 499
             self._count(getattr(scope.get("route"), "path", "other"), status)
             if access_log.isEnabledFor(logging.INFO):
-                fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 3),
-                          "request_id": request_id, "user": state.get("user")}  # fmt: skip
+                fields = {
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status,
+                    "seconds": round(seconds, 3),
+                    "request_id": request_id,
+                    "user": state.get("user"),
+                }
                 user = f" user={state['user']!r}" if state.get("user") else ""
                 line = f"{scope['method']} {quote(scope['path'])} {status} {seconds:.3f}s {request_id}{user}"
                 access_log.info("%s", line, extra={"fields": fields})
@@ -80,7 +88,8 @@ class Keys:
     """401 for every path but the open ones unless the request carries one of the keys."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str]):
-        self._app, self._open = app, open_paths
+        self._app = app
+        self._open = open_paths
         self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,7 +120,8 @@ class BodyLimit:
     """413 for a body above the limit, whether its length is announced or found out while reading."""
 
     def __init__(self, app: ASGIApp, limit: int):
-        self._app, self._limit = app, limit
+        self._app = app
+        self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -30,11 +30,17 @@ class MessageReader:
     """Of one answer. `function`: the answer is nothing but the arguments of this one (a template may want ids of a length)."""
 
     def __init__(
-        self, thoughts: ThoughtReader | None = None, tools: ToolReader | None = None, function: str | None = None,
+        self,
+        thoughts: ThoughtReader | None = None,
+        tools: ToolReader | None = None,
+        function: str | None = None,
         id_length: int | None = None,
-    ):  # fmt: skip
-        self._thoughts, self._tools = thoughts, tools
-        self._function, self._id_length, self._named = function, id_length, False
+    ):
+        self._thoughts = thoughts
+        self._tools = tools
+        self._function = function
+        self._id_length = id_length
+        self._named = False
 
     def read(self, text: str, last: bool = False) -> dict[str, Any]:
         """A delta of what is certain by now; with `last`, of all that is left."""
@@ -63,18 +69,21 @@ class MessageReader:
 
 
 class ChatAnswer(Answer):
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
     _prompt_field = "messages"
     _body: ChatRequest
 
     def __init__(self, body: ChatRequest, service: Service, key: str | None):
         super().__init__(body, service, key)
-        self._tools, self._readers = body.offered_tools(), dict[int, MessageReader]()
+        self._tools = body.offered_tools()
+        self._readers = dict[int, MessageReader]()
         self._template = service.template(body, self._tools)
         chosen = service.settings.tool_call_parser
         self._format = self._template.tool_format if chosen == "auto" else FORMATS[chosen]
-        held, setting = self._constraint, service.settings.reasoning_parser
+        held = self._constraint
+        setting = service.settings.reasoning_parser
         self._free = bool(self._tools) and (held is None or held.field != "tool_choice")  # to call tools or not
         thinks = self._template.thinks if setting == "auto" else setting == "think"
         self._thinks = thinks and not (held and held.output.grammar)  # a grammar of the request's own has no place for it
@@ -85,8 +94,9 @@ class ChatAnswer(Answer):
         if self._free and self._format is None and self._template.takes("tools"):
             raise BadRequest(
                 "This model's chat template does not tell how it writes tool calls; the operator can, with --tool-call-parser. "
-                'Only tool_choice "required", or a named function, works without.', param="tools",
-            )  # fmt: skip
+                'Only tool_choice "required", or a named function, works without.',
+                param="tools",
+            )
         if body.reasoning_effort is not None and not self._template.takes("reasoning_effort"):
             raise BadRequest("This model's chat template has no use for it.", param="reasoning_effort")
 
@@ -106,7 +116,8 @@ class ChatAnswer(Answer):
         if self._constraint is None or (thoughts is False and not self._free):
             return super()._structured()
         rules: list[str] = []
-        mark, free_text = self._service.special_tokens.get, self._constraint.output is ANY_TEXT
+        mark = self._service.special_tokens.get
+        free_text = self._constraint.output is ANY_TEXT
         try:
             start = "" if free_text else "answer"
             rules = [] if free_text else [f"answer: {rule(self._constraint.output)}"]
@@ -115,7 +126,8 @@ class ChatAnswer(Answer):
         if self._free and self._format is not None:
             single = self._body.parallel_tool_calls is False
             called, more = calls(self._format, self._tools, single, mark, text=free_text)
-            start, rules = f"{start} | {called}" if start else called, rules + more
+            start = f"{start} | {called}" if start else called
+            rules = rules + more
         return StructuredOutput(grammar=compose(start, rules, thoughts, mark))
 
     def _skip_special_tokens(self) -> bool | None:
@@ -127,7 +139,8 @@ class ChatAnswer(Answer):
     def _reader(self, index: int) -> MessageReader:
         if index not in self._readers:
             thoughts = ThoughtReader(opened_by(self._text)) if self._thinks else None
-            named, id_length = self._body.named_tool(), self._format.id_length if self._format else None
+            named = self._body.named_tool()
+            id_length = self._format.id_length if self._format else None
             tools = None
             if self._tools and named is None:
                 style = self._format if self._free and self._format else replace(REQUIRED, id_length=id_length)

@@ -66,7 +66,8 @@ class Metrics(Collector):
         found = self._snapshot()
         if found is None:
             return
-        stats, label = found[0], [found[1]]
+        stats = found[0]
+        label = [found[1]]
         gauges = {
             "num_requests_running": ("Sequences in the running batch.", stats.num_running),
             "num_requests_waiting": ("Sequences that wait for a place in it.", stats.num_waiting),
@@ -94,7 +95,9 @@ class Histogram(Collector):
     """What is observed at every token wants a tenth of the time of the library's own, and several at once cost one."""
 
     def __init__(self, name: str, help: str, bounds: tuple[float, ...]):
-        self._name, self._help, self._bounds = PREFIX + name, help, bounds
+        self._name = PREFIX + name
+        self._help = help
+        self._bounds = bounds
         self._seen: dict[str, tuple[list[int], list[float]]] = {}  # by model: how many in each bucket; their sum
 
     def of(self, model_name: str) -> Callable[[float, int], None]:
@@ -120,14 +123,17 @@ class Watch:
     """The times of one sequence, from the arrival of its request."""
 
     def __init__(self, metrics: Metrics, model_name: str, arrival: float):
-        self._metrics, self._model, self._arrival = metrics, model_name, arrival
+        self._metrics = metrics
+        self._model = model_name
+        self._arrival = arrival
         self._first: float | None = None
         self._last: float | None = None
         self._next = metrics.next.of(model_name)
         self._span = metrics.tracer.start_span("sequence") if metrics.tracer else None
 
     def saw(self, output: RequestOutput) -> None:
-        now, count = time.perf_counter(), len(output.token_ids)
+        now = time.perf_counter()
+        count = len(output.token_ids)
         if count and self._last is None:
             self._first = now - self._arrival
             self._metrics.first.of(self._model)(self._first, 1)

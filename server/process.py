@@ -33,13 +33,20 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, host: str, port: int, drain_timeout: float, on_ready: Callable[[str], None]):
         super().__init__(
             uvicorn.Config(
-                app, host=host, port=port, log_config=None, access_log=False, server_header=False, timeout_keep_alive=60,
+                app,
+                host=host,
+                port=port,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=60,
                 timeout_graceful_shutdown=1,
             )
-        )  # fmt: skip
+        )
         self.failure: BaseException | None = None
         self._service: Service = app.state.service
-        self._drain_timeout, self._on_ready = drain_timeout, on_ready
+        self._drain_timeout = drain_timeout
+        self._on_ready = on_ready
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -77,7 +84,8 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain(signal.Signals(sig).name)))
 
     async def _drain(self, name: str) -> None:
-        begin, running = time.perf_counter(), self._service.in_flight
+        begin = time.perf_counter()
+        running = self._service.in_flight
         log.warning("%s: draining, %d in flight, at most %g s", name, running, self._drain_timeout)
         try:
             await asyncio.wait_for(self._service.drain(), self._drain_timeout)

@@ -10,7 +10,8 @@ where the answer begins (`opened_by`). White space next to a tag belongs to neit
 
 from __future__ import annotations
 
-OPENING, CLOSING = "<think>", "</think>"
+OPENING = "<think>"
+CLOSING = "</think>"
 
 
 def held_back(text: str, marker: str) -> int:
@@ -38,7 +39,8 @@ class ThoughtReader:
         if self._part == "start":
             beginning = self._text.lstrip()
             if beginning.startswith(OPENING):
-                self._part, self._text = "thoughts", beginning[len(OPENING) :]
+                self._part = "thoughts"
+                self._text = beginning[len(OPENING) :]
             elif last or not OPENING.startswith(beginning):
                 self._part = "answer"
         if self._part == "thoughts":
@@ -47,17 +49,21 @@ class ThoughtReader:
                 self._begun = bool(self._text)
             found = self._text.find(CLOSING)
             if found >= 0:
-                thoughts, self._text = self._text[:found].rstrip(), self._text[found + len(CLOSING) :]
+                thoughts = self._text[:found].rstrip()
+                self._text = self._text[found + len(CLOSING) :]
                 self._part = "gap"
             elif last:
-                thoughts, self._text = self._text.rstrip(), ""
+                thoughts = self._text.rstrip()
+                self._text = ""
             else:
                 known = len(self._text[: len(self._text) - held_back(self._text, CLOSING)].rstrip())
-                thoughts, self._text = self._text[:known], self._text[known:]
+                thoughts = self._text[:known]
+                self._text = self._text[known:]
         if self._part == "gap":
             self._text = self._text.lstrip()
             if self._text:
                 self._part = "answer"
         if self._part == "answer":
-            answer, self._text = self._text, ""
+            answer = self._text
+            self._text = ""
         return thoughts, answer

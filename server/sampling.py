@@ -11,8 +11,18 @@ from fa_serve.engine import SamplingParams, StructuredOutput
 from .errors import BadRequest
 from .schemas import ChatRequest, SamplingRequest, Tool
 
-SAME = ("n", "seed", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-        "min_tokens", "ignore_eos")  # fmt: skip
+SAME = (
+    "n",
+    "seed",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,8 @@ def _of_chat(body: ChatRequest) -> dict[str, dict[str, Any]]:
 
 def call_schemas(tools: Sequence[Tool], arguments: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Schemas of calls, {"name": ..., arguments: ...}, and the definitions that they refer to."""
-    calls, definitions = [], {}
+    calls = []
+    definitions = {}
     for name, parameters in ((tool.function.name, tool.parameters()) for tool in tools):
         place = f"#/$defs/{name}"
         definitions[name] = _moved(parameters, place)

@@ -294,11 +294,21 @@ class ChatRequest(Conversation, SamplingRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     UNSUPPORTED = {
-        "audio": NOTHING, "function_call": ("none",), "functions": ([],), "metadata": ({},), "modalities": (["text"],),
-        "moderation": NOTHING, "prediction": NOTHING, "prompt_cache_key": NOTHING, "prompt_cache_options": NOTHING,
-        "prompt_cache_retention": NOTHING, "service_tier": ("auto", "default"), "store": (False,), "verbosity": NOTHING,
+        "audio": NOTHING,
+        "function_call": ("none",),
+        "functions": ([],),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "moderation": NOTHING,
+        "prediction": NOTHING,
+        "prompt_cache_key": NOTHING,
+        "prompt_cache_options": NOTHING,
+        "prompt_cache_retention": NOTHING,
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "verbosity": NOTHING,
         "web_search_options": NOTHING,
-    }  # fmt: skip
+    }
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:

@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 class Service:
     def __init__(self, engine: AsyncEngine, settings: Settings):
-        self.engine, self.settings = engine, settings
+        self.engine = engine
+        self.settings = settings
         self.created = int(time.time())
         self.draining = False
         self._loading: asyncio.Task[None] | None = None
@@ -137,9 +138,12 @@ class Service:
 
     def model_card(self) -> ModelCard:
         return {
-            "id": self.model_name, "object": "model", "created": self.created, "owned_by": "fa_serve",
+            "id": self.model_name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "fa_serve",
             "max_model_len": self.engine.max_model_len,
-        }  # fmt: skip
+        }
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

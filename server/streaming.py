@@ -35,7 +35,8 @@ async def attend(work: Coroutine[Any, Any, T], receive: Receive, timeout: float 
 
     The work is done in the task of the caller, who is cancelled in its stead; one more task waits for the client to leave.
     """
-    task, causes = asyncio.current_task(), list[ApiError]()
+    task = asyncio.current_task()
+    causes = list[ApiError]()
     assert task is not None
 
     def stop(cause: ApiError) -> None:
@@ -109,9 +110,12 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], timeout: float | None, send_timeout: float):
-        self.status_code, self.background = 200, None
+        self.status_code = 200
+        self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._events, self._timeout, self._send_timeout = events, timeout, send_timeout
+        self._events = events
+        self._timeout = timeout
+        self._send_timeout = send_timeout
         self._started = False
         self._sending: float | None = None  # since when, while a send waits for the client to read
         self._unread = False
@@ -147,7 +151,8 @@ class EventStream(Response):
 
     async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
         """The work, cut off when a send of its has waited for `send_timeout`: one timer looks after all of them."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
         assert task is not None
 
         def look() -> None:

@@ -29,7 +29,8 @@ FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, 
 
 class Template:
     def __init__(self, tokenizer: Any, text: str):
-        self._render, self._text = tokenizer.apply_chat_template, text
+        self._render = tokenizer.apply_chat_template
+        self._text = text
 
     @cached_property
     def _names(self) -> set[str]:

@@ -69,7 +69,9 @@ class ToolReader:
     HEADER = re.compile(r"([\w.-]{1,128})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,16}")
 
     def __init__(self, style: ToolFormat, offered: Collection[str], single: bool = False):
-        self._style, self._offered, self._single = style, offered, single
+        self._style = style
+        self._offered = offered
+        self._single = single
         self._step = self._start if style.bare else self._outside if style.opening else self._between
         self._text = ""  # not looked at yet
         self._raw: str | None = ""  # looked at, and content if it turns out to be no call; None between calls
@@ -84,7 +86,8 @@ class ToolReader:
     def read(self, text: str, last: bool = False) -> tuple[str, list[ToolCallDelta]]:
         """Content and calls that are certain by now; with `last`, all that is left."""
         self._text += text
-        self._content, self._deltas = "", []
+        self._content = ""
+        self._deltas = []
         while self._text and self._step():
             pass
         if last:
@@ -98,7 +101,9 @@ class ToolReader:
     def _start(self) -> bool:
         beginning = self._text.lstrip()
         if beginning.startswith("{"):
-            self._raw, self._text, self._step = self._text[: -len(beginning)], beginning, self._between
+            self._raw = self._text[: -len(beginning)]
+            self._text = beginning
+            self._step = self._between
         elif beginning:
             self._step = self._outside
         return bool(beginning)
@@ -110,15 +115,19 @@ class ToolReader:
         self._say(self._text[:known])
         self._text = self._text[known:]
         if found >= 0:
-            self._raw, self._space = self._space + opening, ""
-            self._text, self._step, self._marked = self._text[len(opening) :], self._between, True
+            self._raw = self._space + opening
+            self._space = ""
+            self._text = self._text[len(opening) :]
+            self._step = self._between
+            self._marked = True
         return found >= 0
 
     def _between(self) -> bool:
         """Among calls: before, between or after them."""
         for marker in filter(None, (self._style.closing, self._style.opening)):
             if self._text.startswith(marker):
-                self._text, self._marked = self._text[len(marker) :], True
+                self._text = self._text[len(marker) :]
+                self._marked = True
                 self._keep(marker)
                 if marker == self._style.closing:
                     self._give_up()
@@ -130,13 +139,17 @@ class ToolReader:
             self._keep(first)
             self._text = self._text[1:]
         elif first == "{":
-            self._call, self._step, self._raw = _Call(), self._inside, self._raw or ""
+            self._call = _Call()
+            self._step = self._inside
+            self._raw = self._raw or ""
         else:
             header, brace, _ = self._text.partition("{")
             match = self.HEADER.fullmatch(header) if self._style.named and brace else None
             if match:
-                self._raw, self._text = (self._raw or "") + header, self._text[len(header) :]
-                self._call, self._step = _Call(match[1]), self._inside
+                self._raw = (self._raw or "") + header
+                self._text = self._text[len(header) :]
+                self._call = _Call(match[1])
+                self._step = self._inside
             elif self._style.named and not brace and re.fullmatch(r"[\w.\-\[\]\s]{1,256}", header):
                 return False
             else:
@@ -161,14 +174,17 @@ class ToolReader:
             else:
                 self._keep(letter)
             if call.complete:
-                self._text, self._step = self._text[position + 1 :], self._between
+                self._text = self._text[position + 1 :]
+                self._step = self._between
                 return True
         self._text = ""
         return False
 
     def _give_up(self) -> None:
         """What is between markers ends here; if it was no call it is content."""
-        raw, self._raw, self._step = self._raw or "", "", self._outside
+        raw = self._raw or ""
+        self._raw = ""
+        self._step = self._outside
         self._say(raw)
 
     def _keep(self, text: str) -> None:
@@ -179,11 +195,14 @@ class ToolReader:
         text = self._space + text
         text = text.lstrip() if self._after_call else text
         kept = text.rstrip()
-        self._content, self._space = self._content + kept, text[len(kept) :]
+        self._content = self._content + kept
+        self._space = text[len(kept) :]
         self._after_call = self._after_call and not kept
 
     def _begin(self, call: _Call) -> None:
-        call.announced, self._raw, self._after_call = True, None, True
+        call.announced = True
+        self._raw = None
+        self._after_call = True
         self.num_calls += 1
         if self.num_calls == 1 or not self._single:
             self._deltas.append(new_call(self.num_calls - 1, str(call.name), self._style.id_length))
@@ -210,7 +229,9 @@ class _Call:
     """
 
     def __init__(self, name: str | None = None):
-        self.name, self.announced, self.complete = name, False, False
+        self.name = name
+        self.announced = False
+        self.complete = False
         self._alone = name is not None
         self._key = "arguments" if name is not None else ""
         self._closers = "}" if name is not None else ""  # of the brackets that are open
@@ -226,11 +247,13 @@ class _Call:
         return new
 
     def feed(self, letter: str) -> None:
-        depth, quoted = len(self._closers), self._quoted
+        depth = len(self._closers)
+        quoted = self._quoted
         if self._escaped:
             self._escaped = False
         elif quoted:
-            self._escaped, self._quoted = letter == "\\", letter != '"'
+            self._escaped = letter == "\\"
+            self._quoted = letter != '"'
         elif letter == '"':
             self._quoted = True
         elif letter in "{[":
@@ -254,7 +277,10 @@ class _Call:
             raise ValueError("a key must be a string")
 
     def _end_item(self, letter: str) -> None:
-        key, item, self._key, self._item = self._key, self._item, "", ""
+        key = self._key
+        item = self._item
+        self._key = ""
+        self._item = ""
         if letter == ":":
             self._key = json.loads(item)
             if key or self._key not in KEYS or (self._key in ("arguments", "parameters") and self._arguments is not None):

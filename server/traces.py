@@ -43,7 +43,8 @@ class Traces:
     """One span for each request, current while it is handled, so that what is begun meanwhile belongs to it."""
 
     def __init__(self, app: ASGIApp, provider: TracerProvider):
-        self._app, self._tracer = app, provider.get_tracer("fa_serve", fa_serve.__version__)
+        self._app = app
+        self._tracer = provider.get_tracer("fa_serve", fa_serve.__version__)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in QUIET:

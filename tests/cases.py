@@ -79,16 +79,22 @@ def _options() -> list[Case]:
     cases = [replace(base, window=w, causal=causal) for w in windows for causal in (False, True)]
     cases += [replace(case, softcap=20.0) for case in cases[::3]] + [replace(case, sinks=True) for case in cases[::3]]
     cases += [replace(case, softcap=20.0, sinks=True) for case in cases[2:12:4]]
-    cases += [replace(base, lengths_q=(150,), lengths_k=(70,), causal=True, sinks=sinks, window=w)
-              for sinks in (False, True) for w in ((-1, -1), (9, -1))]  # rows that see no key  # fmt: skip
+    cases += [
+        replace(base, lengths_q=(150,), lengths_k=(70,), causal=True, sinks=sinks, window=w)
+        for sinks in (False, True)
+        for w in ((-1, -1), (9, -1))
+    ]  # rows that see no key
     return cases
 
 
 def _masks() -> list[Case]:
     base = Case((70, 70), (150, 150), heads=4, kv_heads=2)
     cases = [replace(base, mask=mask, causal=causal) for mask in ("keys", "bool", "float") for causal in (False, True)]
-    return [*cases, replace(base, mask="keys", window=(20, -1), causal=True, softcap=20.0, sinks=True),
-            replace(base, mask="float", window=(20, 7), sinks=True)]  # fmt: skip
+    return [
+        *cases,
+        replace(base, mask="keys", window=(20, -1), causal=True, softcap=20.0, sinks=True),
+        replace(base, mask="float", window=(20, 7), sinks=True),
+    ]
 
 
 DENSE = _lengths() + _shapes() + _options() + _masks()
@@ -115,10 +121,23 @@ PAGED = [
 
 def _sequences(case: Case, dtype: torch.dtype, device: str) -> list[tuple[torch.Tensor, ...]]:
     return [
-        tuple(x[0] for x in make_qkv(1, q, k, case.heads, case.kv_heads, case.head_dim, case.head_dim_v or None,
-                                     dtype=dtype, device=device, seed=index))
+        tuple(
+            x[0]
+            for x in make_qkv(
+                1,
+                q,
+                k,
+                case.heads,
+                case.kv_heads,
+                case.head_dim,
+                case.head_dim_v or None,
+                dtype=dtype,
+                device=device,
+                seed=index,
+            )
+        )
         for index, (q, k) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def _options_of(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -132,7 +151,9 @@ def _options_of(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]
 def _mask(case: Case, device: str) -> torch.Tensor | None:
     if not case.mask:
         return None
-    batch, seqlen_q, seqlen_k = len(case.lengths_q), case.lengths_q[0], case.lengths_k[0]
+    batch = len(case.lengths_q)
+    seqlen_q = case.lengths_q[0]
+    seqlen_k = case.lengths_k[0]
     shape = {
         "keys": (batch, 1, 1, seqlen_k),
         "bool": (batch, case.heads, seqlen_q, seqlen_k),
@@ -149,10 +170,12 @@ def check(case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", lay
     mask = _mask(case, device)
     masks = [None if mask is None else mask[i % mask.shape[0]][None] for i in range(len(sequences))]
     expected = [
-        (attention_reference(*(x[None].double() for x in qkv), **oracle, mask=m),
-         eager_attention(*(x[None] for x in qkv), **oracle, mask=m))
+        (
+            attention_reference(*(x[None].double() for x in qkv), **oracle, mask=m),
+            eager_attention(*(x[None] for x in qkv), **oracle, mask=m),
+        )
         for qkv, m in zip(sequences, masks, strict=True)
-    ]  # fmt: skip
+    ]
     outs, lses = _run(case, sequences, mask, api, backend, layout, device, dtype, extra)
     if not sequences:
         return
@@ -167,9 +190,16 @@ def check(case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", lay
 
 
 def _run(
-    case: Case, sequences: list[tuple[torch.Tensor, ...]], mask: torch.Tensor | None, api: dict[str, Any], backend: str,
-    layout: str, device: str, dtype: torch.dtype, extra: dict[str, Any],
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:  # fmt: skip
+    case: Case,
+    sequences: list[tuple[torch.Tensor, ...]],
+    mask: torch.Tensor | None,
+    api: dict[str, Any],
+    backend: str,
+    layout: str,
+    device: str,
+    dtype: torch.dtype,
+    extra: dict[str, Any],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Per sequence: out (q, heads, dim_v), lse (heads, q)."""
     options = api | extra | {"return_lse": True, "backend": backend}
     if layout == "dense":
@@ -180,17 +210,22 @@ def _run(
     empty_k = torch.zeros(0, case.kv_heads, case.head_dim, dtype=dtype, device=device)
     empty_v = torch.zeros(0, case.kv_heads, case.head_dim_v or case.head_dim, dtype=dtype, device=device)
     q = torch.cat([x[0] for x in sequences] or [empty_q])
-    cu_q, cu_k = cu_seqlens(case.lengths_q, device), cu_seqlens(case.lengths_k, device)
-    longest_q, longest_k = max(case.lengths_q, default=0), max(case.lengths_k, default=0)
+    cu_q = cu_seqlens(case.lengths_q, device)
+    cu_k = cu_seqlens(case.lengths_k, device)
+    longest_q = max(case.lengths_q, default=0)
+    longest_k = max(case.lengths_k, default=0)
     if layout == "varlen":
-        k, v = torch.cat([x[1] for x in sequences] or [empty_k]), torch.cat([x[2] for x in sequences] or [empty_v])
+        k = torch.cat([x[1] for x in sequences] or [empty_k])
+        v = torch.cat([x[2] for x in sequences] or [empty_v])
         # a neighbour full of NaN on either side, and after the last sequence
         q, k, v = (torch.cat([x, x.new_full((70, *x.shape[1:]), float("nan"))]) for x in (q, k, v))
-        out, lse = fa_serve.attention_varlen(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest_q,
-                                             max_seqlen_k=longest_k, **options)  # fmt: skip
+        out, lse = fa_serve.attention_varlen(
+            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options
+        )
     else:
         k_cache, v_cache, table, used = make_paged([x[1] for x in sequences], [x[2] for x in sequences], case.page_size)
-        out, lse = fa_serve.attention_paged(q, k_cache, v_cache, block_table=table, seqused_k=used, cu_seqlens_q=cu_q,
-                                            max_seqlen_q=longest_q, **options)  # fmt: skip
+        out, lse = fa_serve.attention_paged(
+            q, k_cache, v_cache, block_table=table, seqused_k=used, cu_seqlens_q=cu_q, max_seqlen_q=longest_q, **options
+        )
     ends = list(pairwise(cu_q.tolist()))
     return [out[a:b] for a, b in ends], [lse[:, a:b] for a, b in ends]

@@ -1,12 +1,13 @@
 """What holds for every test: no network, one thread per worker, and fresh memory that is poisoned.
 
-`tests/interpreter` runs Triton's kernels on a CPU and is collected only under TRITON_INTERPRET=1, which Triton reads when it
-is imported: hence a process of its own. `tests/gpu` is collected only where there is a GPU.
+Files called `test_*_interpreted.py` run Triton's kernels on a CPU. They are collected only under TRITON_INTERPRET=1, and then
+no other file is, because Triton reads the variable when it is imported. `tests/gpu` is collected only where there is a GPU.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,11 +26,18 @@ with contextlib.suppress(ImportError):  # the GPU suite runs where only pytest i
     hypothesis.settings.register_profile("house", deadline=None, suppress_health_check=slow, derandomize="CI" in os.environ)
     hypothesis.settings.load_profile("house")
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 collect_ignore = []
-if os.environ.get("TRITON_INTERPRET") != "1":
-    collect_ignore.append("interpreter")
 if not torch.cuda.is_available():
     collect_ignore.append("gpu")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Interpreted tests and all other tests never share a process."""
+    if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
+        return None
+    return True if collection_path.name.endswith("_interpreted.py") != INTERPRETED else None
 
 
 @pytest.fixture(autouse=True)

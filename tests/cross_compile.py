@@ -71,7 +71,9 @@ class Kernel:
     @cached_property
     def hot_loop(self) -> Counter[str]:
         """Opcodes, without their suffixes, of the shortest loop that multiplies matrices."""
-        code, labels, loops = list[str](), dict[str, int](), list[list[str]]()
+        code = list[str]()
+        labels = dict[str, int]()
+        loops = list[list[str]]()
         for line in self.sass.splitlines():
             if label := re.match(r"\s*(\.L_x_\d+):", line):
                 labels[label.group(1)] = len(code)
@@ -101,8 +103,12 @@ class Kernel:
             file.flush()
             suffix = "a" if self.binary.metadata.target.arch >= 90 else ""
             name = f"sm_{self.binary.metadata.target.arch}{suffix}"
-            done = subprocess.run([_NVIDIA_BIN / "ptxas", "-v", "--gpu-name", name, file.name, "-o", "/dev/null"],
-                                  capture_output=True, text=True, check=False)  # fmt: skip
+            done = subprocess.run(
+                [_NVIDIA_BIN / "ptxas", "-v", "--gpu-name", name, file.name, "-o", "/dev/null"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         return [line for line in (done.stdout + done.stderr).splitlines() if "warning" in line.lower() or "C75" in line]
 
     def _usage(self, pattern: str) -> int:

@@ -77,15 +77,28 @@ _ENCODER = {
     "attention_probs_dropout_prob": 0.0,
 }
 _SEQ2SEQ = {
-    **_TOKENS, "d_model": 64, "max_position_embeddings": 128, "decoder_start_token_id": 1, "forced_bos_token_id": None,
-    "forced_eos_token_id": None, "dropout": 0.0,
-    **{f"{side}_{name}": value for side in ("encoder", "decoder")
-       for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96), ("layerdrop", 0.0))},
-}  # fmt: skip
+    **_TOKENS,
+    "d_model": 64,
+    "max_position_embeddings": 128,
+    "decoder_start_token_id": 1,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "dropout": 0.0,
+    **{
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96), ("layerdrop", 0.0))
+    },
+}
 _T5 = {
-    "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16, "dropout_rate": 0.0,
-}  # fmt: skip
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "dropout_rate": 0.0,
+}
 _COMMON: dict[str, dict[str, Any]] = {
     "decoder": {**_TOKENS, **_SIZES, "num_key_value_heads": 2, "max_position_embeddings": 128},
     "encoder": _ENCODER,
@@ -96,9 +109,14 @@ _QWEN_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA4 = {
-    **_ALTERNATING, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0,
-}  # fmt: skip
+    **_ALTERNATING,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 0,
+}
 _MASK_OF_ITS_OWN = "needs a mask of its own"
 
 FAMILIES = [
@@ -107,9 +125,17 @@ FAMILIES = [
     Family("qwen2-window", "Qwen2ForCausalLM", config={"use_sliding_window": True, **_ALTERNATING}),
     Family("qwen3", "Qwen3ForCausalLM", config={"head_dim": 32}),
     Family("qwen3-moe", "Qwen3MoeForCausalLM", config=_QWEN_MOE),
-    Family("qwen2-moe-window", "Qwen2MoeForCausalLM", config={
-        **_QWEN_MOE, "shared_expert_intermediate_size": 32, "use_sliding_window": True, **_ALTERNATING,
-    }, paged=_MASK_OF_ITS_OWN),
+    Family(
+        "qwen2-moe-window",
+        "Qwen2MoeForCausalLM",
+        config={
+            **_QWEN_MOE,
+            "shared_expert_intermediate_size": 32,
+            "use_sliding_window": True,
+            **_ALTERNATING,
+        },
+        paged=_MASK_OF_ITS_OWN,
+    ),
     Family("mixtral", "MixtralForCausalLM", config=_MOE),
     Family("mistral", "MistralForCausalLM", config={"sliding_window": WINDOW}),
     Family("phi3", "Phi3ForCausalLM", config={"sliding_window": WINDOW}),
@@ -120,30 +146,73 @@ FAMILIES = [
     Family("smollm3", "SmolLM3ForCausalLM", config={"no_rope_layers": [1, 0]}),
     Family("starcoder2", "Starcoder2ForCausalLM", config={"sliding_window": WINDOW}),
     Family("cohere2", "Cohere2ForCausalLM", config={**_ALTERNATING, "logit_scale": 1.0}),
-    Family("gemma2", "Gemma2ForCausalLM", config={
-        **_ALTERNATING, "head_dim": 32, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
+    Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        config={**_ALTERNATING, "head_dim": 32, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8},
+    ),
     Family("gemma3", "Gemma3ForCausalLM", config={**_ALTERNATING, "head_dim": 32, "query_pre_attn_scalar": 8}),
     Family("gemma4", "Gemma4ForCausalLM", config=_GEMMA4),
-    Family("gemma4-shared-cache", "Gemma4ForCausalLM", config={
-        **_GEMMA4, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    Family(
+        "gemma4-shared-cache",
+        "Gemma4ForCausalLM",
+        config={
+            **_GEMMA4,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
     Family("gpt-oss", "GptOssForCausalLM", config={**_MOE, **_ALTERNATING, "head_dim": 32}, packs=False),
-    Family("deepseek-v3", "DeepseekV3ForCausalLM", config={
-        "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
-        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8, "v_head_dim": 16}),
-    Family("llama4", "Llama4ForCausalLM", config={
-        "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 7,
-        "intermediate_size_mlp": 96, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
-        paged=_MASK_OF_ITS_OWN, packs=False),
+    Family(
+        "deepseek-v3",
+        "DeepseekV3ForCausalLM",
+        config={
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+    ),
+    Family(
+        "llama4",
+        "Llama4ForCausalLM",
+        config={
+            "head_dim": 16,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 7,
+            "intermediate_size_mlp": 96,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+        },
+        paged=_MASK_OF_ITS_OWN,
+        packs=False,
+    ),
     Family("gpt2", "GPT2LMHeadModel", config={"n_inner": 96}),
     Family("opt", "OPTForCausalLM", config={"ffn_dim": 96, "word_embed_proj_dim": 64}, packs=False),
     Family("gpt-neox", "GPTNeoXForCausalLM"),
     Family("bert", "BertForMaskedLM", "encoder"),
     Family("roberta", "RobertaForMaskedLM", "encoder", {"type_vocab_size": 1}),
-    Family("modernbert", "ModernBertForMaskedLM", "encoder", {
-        "local_attention": 2 * WINDOW, "cls_token_id": 1, "sep_token_id": 2,
-        "layer_types": ["sliding_attention", "full_attention"]}),
+    Family(
+        "modernbert",
+        "ModernBertForMaskedLM",
+        "encoder",
+        {
+            "local_attention": 2 * WINDOW,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     Family("bart", "BartForConditionalGeneration", "seq2seq"),
     Family("m2m100", "M2M100ForConditionalGeneration", "seq2seq"),
     Family("t5", "T5ForConditionalGeneration", "seq2seq", _T5, gain=0.7),
@@ -151,7 +220,7 @@ FAMILIES = [
     Family("vit", "ViTForImageClassification", "vision"),
     Family("siglip", "SiglipVisionModel", "vision"),
     Family("clip", "CLIPVisionModel", "vision"),
-]  # fmt: skip
+]
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
@@ -194,10 +263,12 @@ def positions(mask: Tensor) -> Tensor:
 def assert_same(actual: Tensor, expected: Tensor, valid: Tensor | None = None) -> None:
     """Both are float32, so they differ by a few roundings of the largest value; what an adapter loses moves it by percents."""
     if valid is not None:
-        actual, expected = actual[valid.bool()], expected[valid.bool()]
+        actual = actual[valid.bool()]
+        expected = expected[valid.bool()]
     assert actual.shape == expected.shape
     assert torch.isfinite(actual).all()
-    error, allowed = (actual - expected).abs().max().item(), ROUNDING * expected.abs().max().item()
+    error = (actual - expected).abs().max().item()
+    allowed = ROUNDING * expected.abs().max().item()
     assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
 
 
@@ -205,7 +276,9 @@ class Pages:
     """Sequences in a paged cache, fed in steps of any lengths, as the engine does; unwritten slots are NaN."""
 
     def __init__(self, model: PreTrainedModel, count: int, page_size: int = 4) -> None:
-        self.model, self.page_size, self.used = model, page_size, [0] * count
+        self.model = model
+        self.page_size = page_size
+        self.used = [0] * count
         pages = -(-LENGTH // page_size)
         order = torch.randperm(count * pages, generator=torch.Generator().manual_seed(0), device="cpu").to(here())
         self.table = order.view(count, pages).to(torch.int32)
@@ -222,11 +295,14 @@ class Pages:
         self.used = [n + len(ids) for n, ids in zip(self.used, new, strict=True)]
         lengths = [len(ids) for ids in new]
         batch = hf.PagedBatch(
-            kv_caches=self.caches, slot_mapping=torch.cat(slots), block_table=self.table,
+            kv_caches=self.caches,
+            slot_mapping=torch.cat(slots),
+            block_table=self.table,
             seqused_k=torch.tensor(self.used, dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
-            max_seqlen_q=max(lengths), max_seqlen_k=max(self.used),
-        )  # fmt: skip
+            max_seqlen_q=max(lengths),
+            max_seqlen_k=max(self.used),
+        )
         rows = torch.arange(sum(lengths)).flip(0)
         return hf.paged_forward(self.model, torch.cat(new), torch.cat(at), batch, rows).flip(0)
 
@@ -235,7 +311,8 @@ def check_pages(ours: PreTrainedModel, eager: PreTrainedModel) -> None:
     """Prompts, chunks of prompts and single tokens in one batch give the logits of whole sequences."""
     ids = tokens(3, LENGTH)
     expected = eager(input_ids=ids).logits
-    pages, done = Pages(ours, 3), [0, 0, 0]
+    pages = Pages(ours, 3)
+    done = [0, 0, 0]
     for lengths in ([12, 3, 1], [1, 7, 1], [1, 1, 9], [5, 4, 1], [1, 1, 1]):
         spans = [slice(n, n + more) for n, more in zip(done, lengths, strict=True)]
         actual = pages.step([ids[b, span] for b, span in enumerate(spans)])

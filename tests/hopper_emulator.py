@@ -47,7 +47,9 @@ class Block:
     """One thread block: its number, its named barriers."""
 
     def __init__(self, index: int, grid: int, machine: Machine) -> None:
-        self.index, self.grid, self.machine = index, grid, machine
+        self.index = index
+        self.grid = grid
+        self.machine = machine
         self.named: dict[int, _NamedBarrier] = {}
 
 
@@ -56,7 +58,8 @@ class Machine:
     counts as a deadlock."""
 
     def __init__(self, seed: int, patience: float, delay: float) -> None:
-        self.patience, self.delay = patience, delay
+        self.patience = patience
+        self.delay = delay
         self.failures: list[BaseException] = []
         self.lock = threading.Lock()
         self.random = random.Random(seed)
@@ -75,7 +78,10 @@ class Machine:
 class _Barrier:
     def __init__(self) -> None:
         self.condition = threading.Condition()
-        self.phase, self.count, self.pending, self.bytes = 0, 1, 1, 0
+        self.phase = 0
+        self.count = 1
+        self.pending = 1
+        self.bytes = 0
 
     def init(self, count: int) -> None:
         self.count = self.pending = count
@@ -109,14 +115,16 @@ class _NamedBarrier:
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
-        self.arrived, self.turns = 0, 0
+        self.arrived = 0
+        self.turns = 0
 
     def arrive(self) -> int:
         with self.condition:
             turn = self.turns
             self.arrived += 1
             if self.arrived == 2:
-                self.arrived, self.turns = 0, self.turns + 1
+                self.arrived = 0
+                self.turns = self.turns + 1
                 self.condition.notify_all()
             return turn
 
@@ -177,7 +185,8 @@ class _Barriers:
 
 class _Pointer:
     def __init__(self, data: torch.Tensor, offset: Any = 0) -> None:
-        self.data, self.offset = data, offset
+        self.data = data
+        self.offset = offset
 
     def __add__(self, offset: Any) -> _Pointer:
         return _Pointer(self.data, self.offset + offset)
@@ -207,7 +216,8 @@ class _Copy:
     """A tensor descriptor: 64-bit addresses, and bounds per coordinate as the copy engine has them."""
 
     def __init__(self, base: torch.Tensor, view: View) -> None:
-        self.base, self.view = base, view
+        self.base = base
+        self.view = view
         self.dtype = base.dtype
         self.layout = None
         self.block_type = types.SimpleNamespace(shape=list(self.view.block_shape))
@@ -215,7 +225,8 @@ class _Copy:
         self.memory = torch.empty(0, dtype=self.dtype).set_(storage)
 
     def _cells(self, corner: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        d, itemsize = self.view, self.base.element_size()
+        d = self.view
+        itemsize = self.base.element_size()
         for size, stride in zip(d.shape, d.strides, strict=True):
             if size <= 0 or not 0 <= stride * itemsize < 1 << 40:
                 raise EmulationError(f"a descriptor cannot have {size} and stride {stride}")
@@ -255,7 +266,10 @@ class _Product:
     """An asynchronous matrix product; it reads its operands when it is waited for."""
 
     def __init__(self, a: Any, b: _Shared, acc: Any, use_acc: bool) -> None:
-        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.a = a
+        self.b = b
+        self.acc = acc
+        self.use_acc = use_acc
         self.value: torch.Tensor | None = None
 
     def run(self) -> None:
@@ -309,7 +323,9 @@ def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]])
     machine = work[0][0].machine
 
     def run(block: Block, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        _self.block, _self.products, _self.stores = block, [], []
+        _self.block = block
+        _self.products = []
+        _self.stores = []
         try:
             function(*args)
             _wait_stores(0)
@@ -345,26 +361,47 @@ def _language() -> types.SimpleNamespace:
     """What the sources use of `gl` and `tl`."""
     anything = lambda *args, **options: None  # noqa: E731
     return types.SimpleNamespace(
-        constexpr=lambda x: x, tensor=object, int32=torch.int32, int64=torch.int64, float32=torch.float32,
-        BlockedLayout=anything, SliceLayout=anything, NVMMADistributedLayout=anything, DotOperandLayout=anything,
-        SwizzledSharedLayout=anything, NVMMASharedLayout=anything, DistributedLinearLayout=anything,
+        constexpr=lambda x: x,
+        tensor=object,
+        int32=torch.int32,
+        int64=torch.int64,
+        float32=torch.float32,
+        BlockedLayout=anything,
+        SliceLayout=anything,
+        NVMMADistributedLayout=anything,
+        DotOperandLayout=anything,
+        SwizzledSharedLayout=anything,
+        NVMMASharedLayout=anything,
+        DistributedLinearLayout=anything,
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
         arange=lambda a, b, layout=None: torch.arange(a, b, dtype=torch.int32),
-        maximum=_tensors(torch.maximum, max), minimum=_tensors(torch.minimum, min),
-        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis, dtype=x.dtype), cumsum=lambda x, axis: x.cumsum(axis),
-        exp2=torch.exp2, log2=torch.log2, expand_dims=lambda x, axis: x.unsqueeze(axis),
+        maximum=_tensors(torch.maximum, max),
+        minimum=_tensors(torch.minimum, min),
+        max=lambda x, axis: x.amax(axis),
+        sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
+        cumsum=lambda x, axis: x.cumsum(axis),
+        exp2=torch.exp2,
+        log2=torch.log2,
+        expand_dims=lambda x, axis: x.unsqueeze(axis),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)),
-        split=lambda x: x.unbind(-1), static_range=range, load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
-        store=lambda pointer, value, mask=None: pointer.store(value, mask), atomic_add=_atomic_add,
-        program_id=lambda axis: torch.tensor(_self.block.index), num_programs=lambda axis: _self.block.grid,
-        thread_barrier=anything, inline_asm_elementwise=_inline_assembly, warp_specialize=_specialize,
+        split=lambda x: x.unbind(-1),
+        static_range=range,
+        load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+        store=lambda pointer, value, mask=None: pointer.store(value, mask),
+        atomic_add=_atomic_add,
+        program_id=lambda axis: torch.tensor(_self.block.index),
+        num_programs=lambda axis: _self.block.grid,
+        thread_barrier=anything,
+        inline_asm_elementwise=_inline_assembly,
+        warp_specialize=_specialize,
         allocate_shared_memory=lambda dtype, shape, layout: (
-            _Barriers(shape[0]) if dtype == torch.int64
+            _Barriers(shape[0])
+            if dtype == torch.int64
             else _Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 2**30, dtype=dtype))
         ),
-    )  # fmt: skip
+    )
 
 
 def _namespace(faults: dict[str, str]) -> dict[str, Any]:
@@ -374,21 +411,37 @@ def _namespace(faults: dict[str, str]) -> dict[str, Any]:
         return function if function is not None else lambda f: f
 
     barrier = types.SimpleNamespace(
-        MBarrierLayout=lambda: None, init=lambda b, count: b.init(count), arrive=lambda b, count=1: b.arrive(count),
-        expect=lambda b, count: b.arrive(1, count), wait=lambda b, phase, pred=True: b.wait(int(phase)) if pred else None,
-    )  # fmt: skip
+        MBarrierLayout=lambda: None,
+        init=lambda b, count: b.init(count),
+        arrive=lambda b, count=1: b.arrive(count),
+        expect=lambda b, count: b.arrive(1, count),
+        wait=lambda b, phase, pred=True: b.wait(int(phase)) if pred else None,
+    )
     tma = types.SimpleNamespace(
         async_copy_global_to_shared=lambda desc, corner, bar, target: desc.load(corner, bar, target),
-        async_copy_shared_to_global=lambda desc, corner, source: desc.store(corner, source), store_wait=_wait_stores,
-    )  # fmt: skip
+        async_copy_shared_to_global=lambda desc, corner, source: desc.store(corner, source),
+        store_wait=_wait_stores,
+    )
     language = _language()
     names: dict[str, Any] = {
-        "__name__": "emulated", "gl": language, "tl": language, "gluon": types.SimpleNamespace(jit=jit),
-        "triton": types.SimpleNamespace(jit=jit), "mbarrier": barrier, "tma": tma, "fence_async_shared": lambda: None,
-        "warpgroup_mma": _product, "warpgroup_mma_wait": _wait_products, "RAGGED": shared.RAGGED.value,
-        "Tile": shared.Tile, "Descs": shared.Descs, "Smem": shared.Smem, "Bars": shared.Bars, "Work": shared.Work,
+        "__name__": "emulated",
+        "gl": language,
+        "tl": language,
+        "gluon": types.SimpleNamespace(jit=jit),
+        "triton": types.SimpleNamespace(jit=jit),
+        "mbarrier": barrier,
+        "tma": tma,
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": _product,
+        "warpgroup_mma_wait": _wait_products,
+        "RAGGED": shared.RAGGED.value,
+        "Tile": shared.Tile,
+        "Descs": shared.Descs,
+        "Smem": shared.Smem,
+        "Bars": shared.Bars,
+        "Work": shared.Work,
         "Epilogue": shared.Epilogue,
-    }  # fmt: skip
+    }
     unused = dict(faults)
     for module in (schedule, producer, consumer, forward):
         source = inspect.getsource(module)
@@ -397,12 +450,13 @@ def _namespace(faults: dict[str, str]) -> dict[str, Any]:
                 source = source.replace(old, new)
                 unused.pop(old, None)
         wanted = [
-            node for node in ast.parse(source).body
+            node
+            for node in ast.parse(source).body
             if (isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list))
             or (isinstance(node, ast.FunctionDef) and node.name.endswith("_assembly"))
             or (isinstance(node, ast.ClassDef) and any("NamedTuple" in ast.unparse(b) for b in node.bases))
             or (isinstance(node, ast.Assign) and "constexpr" in ast.unparse(node.value))
-        ]  # fmt: skip
+        ]
         future = ast.parse("from __future__ import annotations\nfrom typing import NamedTuple").body
         exec(compile(ast.Module(future + wanted, type_ignores=[]), module.__name__, "exec"), names)
     if unused:
@@ -423,7 +477,8 @@ def emulated(
 
     def launch(self: Launch, tensors: Any) -> None:
         machine = Machine(seed, patience, delay)
-        function, grid = names[self._kernel.__name__], self._grid[0]
+        function = names[self._kernel.__name__]
+        grid = self._grid[0]
         wrapped = [None if view is None else _Copy(base, view) for base, view in zip(tensors, self._views, strict=False)]
         wrapped += [_on_device(arg) for arg in (*tensors[len(wrapped) :], *self._numbers)]
         for first in range(0, grid, resident_blocks):

@@ -21,14 +21,25 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FAMILIES, UPSTREAM = HERE / "results" / "families.json", HERE / "upstream" / "results.json"
+FAMILIES = HERE / "results" / "families.json"
+UPSTREAM = HERE / "upstream" / "results.json"
 PAGE = HERE.parent / "docs" / "models.md"
 # the tests of a family, and how the page calls them
 COLUMNS = {
-    "forward": "padded", "seq2seq": "padded", "vision": "images", "packed": "packed", "decode": "decode",
-    "chunked_prefill": "chunks", "static_cache": "static cache", "custom_mask": "own masks", "generate": "generate",
-    "paged": "pages", "not_paged": "pages", "forward_and_generate": "generate", "text_on_a_paged_cache": "pages",
-}  # fmt: skip
+    "forward": "padded",
+    "seq2seq": "padded",
+    "vision": "images",
+    "packed": "packed",
+    "decode": "decode",
+    "chunked_prefill": "chunks",
+    "static_cache": "static cache",
+    "custom_mask": "own masks",
+    "generate": "generate",
+    "paged": "pages",
+    "not_paged": "pages",
+    "forward_and_generate": "generate",
+    "text_on_a_paged_cache": "pages",
+}
 
 
 def outcomes() -> dict[str, dict[str, list[int]]]:
@@ -72,7 +83,8 @@ def layers() -> dict[str, list[dict[str, str]]]:
         found[name] = []
         for part in described.parts:
             for layer, where in part.kinds():
-                spec, paged = layer.spec, described.engine is None
+                spec = layer.spec
+                paged = described.engine is None
                 prefill, decode = (
                     next((backend for backend, reason in explain(s).items() if reason is None), "none")
                     for s in (spec, decoding(spec))
@@ -120,38 +132,56 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
     columns = list(dict.fromkeys(COLUMNS.values()))
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     lines = [
-        "# Models", "", "<!-- written by tests/report_models.py; tests/test_models_page.py holds it to the results -->", "",
+        "# Models",
+        "",
+        "<!-- written by tests/report_models.py; tests/test_models_page.py holds it to the results -->",
+        "",
         "A model is computed as transformers' eager attention computes it, or refused with a sentence: when it is loaded, if",
         "its attention cannot reach us or is told something that we do not know; when it is called, if it asks for attention",
         "weights, for dropout in attention, or passes a mask of a shape that is none of transformers'.",
-        "`fa-serve info MODEL` tells it for a hub name or a folder from the config alone, `--arch 90` for a GPU elsewhere.", "",
+        "`fa-serve info MODEL` tells it for a hub name or a folder from the config alone, `--arch 90` for a GPU elsewhere.",
+        "",
         "Masks that are causality, a window, padding or packed sequences are never formed: the kernels know them and skip what",
-        "nobody sees. Chunks, image blocks, prefixes and masks of your own are passed as they are.", "",
-        "## What is tested", "",
+        "nobody sees. Chunks, image blocks, prefixes and masks of your own are passed as they are.",
+        "",
+        "## What is tested",
+        "",
         "Tiny models with random weights against eager attention: every row, every valid position, to a few roundings of",
-        f"float32 ({versions}). A cell: tests passed of all. \"pages\": in the",
+        f'float32 ({versions}). A cell: tests passed of all. "pages": in the',
         "engine's paged cache, or refused there as it should be. Multimodal models have a vision or audio tower beside the",
         "text. `make test` runs them all, `make test-newest` on the newest release.",
-        "", "| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|",
-    ]  # fmt: skip
+        "",
+        "| family | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     for name, row in results["families"].items():
         cells = ["{} of {}".format(*row[column]) if column in row else "" for column in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [
-        "", "## Who serves which layer", "",
+        "",
+        "## Who serves which layer",
+        "",
         "On an H200 in bfloat16, each architecture in the sizes that transformers gives it by default: the Hopper kernel, the",
-        "portable Triton kernels, or PyTorch's own (sdpa). Decoding is the engine's; - where the engine does not run it.", "",
-        "| model | layers | what they ask for | prefill | decoding |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        "portable Triton kernels, or PyTorch's own (sdpa). Decoding is the engine's; - where the engine does not run it.",
+        "",
+        "| model | layers | what they ask for | prefill | decoding |",
+        "|---|---|---|---|---|",
+    ]
     for name, kinds in results["layers"].items():
         for row in kinds:
             lines.append(f"| {name} | {row['layers']} | {row['asks']} | {row['prefill']} | {row['decode']} |")
     counts = Counter(results["census"].values())
-    lines += ["", "## Every model of transformers", "",
-              f"Of {len(results['census'])} model types {counts.pop('')} are taken: their attention reaches us and tells us",
-              "nothing that we do not know. Only the families above are computed in tests. The others are refused at load,",
-              "and so is a model with a part that is refused, unless it is told to leave that part to another implementation:",
-              "", "| why | model types |", "|---|---|"]  # fmt: skip
+    lines += [
+        "",
+        "## Every model of transformers",
+        "",
+        f"Of {len(results['census'])} model types {counts.pop('')} are taken: their attention reaches us and tells us",
+        "nothing that we do not know. Only the families above are computed in tests. The others are refused at load,",
+        "and so is a model with a part that is refused, unless it is told to leave that part to another implementation:",
+        "",
+        "| why | model types |",
+        "|---|---|",
+    ]
     for reason, _ in counts.most_common():
         types = [name for name, why in results["census"].items() if why == reason]
         lines.append(f"| {reason} | {', '.join(types)} |")
@@ -162,14 +192,19 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
 def _upstream(upstream: dict[str, Any]) -> list[str]:
     versions = upstream["versions"]
     lines = [
-        "", "## transformers' own tests", "",
+        "",
+        "## transformers' own tests",
+        "",
         "`python tests/upstream/run.py` fetches the source distribution of transformers and runs the tests of attention in its",
         "`test_modeling_common.py` (sdpa against eager in three dtypes, padded on either side; batching; training; gradient",
         "checkpointing; switching; offloading) with fa_serve in the place of sdpa. The distribution has neither the tests of",
-        "generation and of masks nor those of single models: ours are in `tests/test_hf_*.py`.", "",
-        f"transformers {versions['transformers']}, torch {versions['torch']}:", "",
-        "| family | passed | failed | skipped | why those failed |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        "generation and of masks nor those of single models: ours are in `tests/test_hf_*.py`.",
+        "",
+        f"transformers {versions['transformers']}, torch {versions['torch']}:",
+        "",
+        "| family | passed | failed | skipped | why those failed |",
+        "|---|---|---|---|---|",
+    ]
     for name, row in upstream["families"].items():
         why = "; ".join(f"{n}: {reason}" for reason, n in Counter(row["failed"].values()).items())
         lines.append(f"| {name} | {row['passed']} | {len(row['failed'])} | {row['skipped']} | {why} |")

@@ -17,10 +17,18 @@ Q, K, V = make_qkv(2, 5, 7, 4, 2, 16)
 FLAT = {"q": Q.flatten(0, 1), "k": K.flatten(0, 1), "v": V.flatten(0, 1)}
 CU = {"cu_seqlens_q": cu_seqlens([5, 5]), "cu_seqlens_k": cu_seqlens([7, 7]), "max_seqlen_q": 5, "max_seqlen_k": 7}
 K_CACHE, V_CACHE, TABLE, USED = make_paged(list(K), list(V), 4)
-PAGED = (fa_serve.attention_paged, {
-    "q": FLAT["q"], "k_cache": K_CACHE, "v_cache": V_CACHE, "block_table": TABLE, "seqused_k": USED,
-    "cu_seqlens_q": CU["cu_seqlens_q"], "max_seqlen_q": 5,
-})  # fmt: skip
+PAGED = (
+    fa_serve.attention_paged,
+    {
+        "q": FLAT["q"],
+        "k_cache": K_CACHE,
+        "v_cache": V_CACHE,
+        "block_table": TABLE,
+        "seqused_k": USED,
+        "cu_seqlens_q": CU["cu_seqlens_q"],
+        "max_seqlen_q": 5,
+    },
+)
 ROWS = {"k": FLAT["k"][:3], "v": FLAT["v"][:3]}
 STORE = (fa_serve.store_kv, ROWS | {"k_cache": K_CACHE, "v_cache": V_CACHE, "slot_mapping": torch.tensor([0, -1, 9])})
 DENSE = (fa_serve.attention, {"q": Q, "k": K, "v": V})
@@ -61,7 +69,8 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Ex
     "no-descale": (
         *PAGED,
         {"k_cache": K_CACHE.to(torch.float8_e4m3fn), "v_cache": V_CACHE.to(torch.float8_e4m3fn)},
-        ValueError, r"k_descale must be float32 \(2,\)",
+        ValueError,
+        r"k_descale must be float32 \(2,\)",
     ),
     "store-heads": (*STORE, {"k": ROWS["k"][:, :1]}, ValueError, "k must be .* of the same heads and dim"),
     "store-tokens": (*STORE, {"v": ROWS["v"][:2]}, ValueError, "k and v must agree in tokens"),
@@ -72,7 +81,7 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Ex
     "store-v-dtype": (*STORE, {"v": ROWS["v"].half()}, TypeError, "v and v_cache must have the dtypes of k and k_cache"),
     "store-v-cache-dtype": (*STORE, {"v_cache": V_CACHE.half()}, TypeError, "v and v_cache must have the dtypes"),
     "store-dtype": (*STORE, {n: x.half() for n, x in ROWS.items()}, TypeError, "k_cache must have k's dtype"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -123,11 +132,17 @@ def test_store_kv_skips_and_writes() -> None:
 
 
 ALIKE: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True}, "scale": {"softmax_scale": 2.0}, "window": {"window_size": (1, 0)}, "softcap": {"softcap": 0.5},
-    "sinks": {"sinks": torch.tensor([3.0, -1.0, 0.5, 2.0])}, "lse": {"return_lse": True}, "backend": {"backend": "reference"},
-    "out": {"out": torch.zeros(10, 4, 16)}, "strides": {"q": torch.arange(640.0).sin().view(16, 4, 10).permute(2, 1, 0)},
+    "causal": {"causal": True},
+    "scale": {"softmax_scale": 2.0},
+    "window": {"window_size": (1, 0)},
+    "softcap": {"softcap": 0.5},
+    "sinks": {"sinks": torch.tensor([3.0, -1.0, 0.5, 2.0])},
+    "lse": {"return_lse": True},
+    "backend": {"backend": "reference"},
+    "out": {"out": torch.zeros(10, 4, 16)},
+    "strides": {"q": torch.arange(640.0).sin().view(16, 4, 10).permute(2, 1, 0)},
     "rows": {"q": FLAT["q"][:9]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", ALIKE)

@@ -132,7 +132,8 @@ def test_module_and_script_are_the_same():
 
 def reference():
     """The table of docs/serving.md, from the settings themselves."""
-    rows, group = [], None
+    rows = []
+    group = None
     for name, field in Settings.model_fields.items():
         extra = field.json_schema_extra
         assert isinstance(extra, dict)

@@ -17,9 +17,14 @@ from fa_serve.backends.triton.kv_cache import launch_store_kv
 
 SPILL_BUDGET = 32  # bytes per thread, none of them in the inner loop: 24 on sm120, else none
 SHARED_BUDGET = {  # bytes one program may ask for; on sm90 and sm100 two of them fit on an SM
-    "sm80": 163 << 10, "sm86": 99 << 10, "sm89": 99 << 10, "sm90": 113 << 10, "sm100": 113 << 10, "sm120": 99 << 10,
+    "sm80": 163 << 10,
+    "sm86": 99 << 10,
+    "sm89": 99 << 10,
+    "sm90": 113 << 10,
+    "sm100": 113 << 10,
+    "sm120": 99 << 10,
     "gfx942": 64 << 10,
-}  # fmt: skip
+}
 FP8_TARGETS = ("sm89", "sm90", "sm100", "sm120", "gfx942")
 
 
@@ -70,19 +75,31 @@ def compile_decode(target: str, shape: Shape) -> list[Kernel]:
     descale = torch.ones(num_kv_heads) if shape.fp8 else None
     with compiling_for(target) as kernels:
         launch_decode(
-            torch.zeros(batch * shape.max_seqlen_q, num_heads, shape.head_dim, dtype=shape.dtype), k_cache, v_cache,
-            block_table=torch.zeros(batch, 64, dtype=torch.int32), seqused_k=torch.zeros(batch, dtype=torch.int32),
-            cu_seqlens_q=torch.zeros(batch + 1, dtype=torch.int32), max_seqlen_q=shape.max_seqlen_q, max_seqlen_k=1024,
-            softmax_scale=0.1, window_size=(256, 0) if shape.every_option else (-1, 0), softcap=30.0 * shape.every_option,
-            sinks=torch.zeros(num_heads, dtype=shape.dtype) if shape.every_option else None, k_descale=descale,
-            v_descale=descale, num_splits=shape.num_splits, out=None, return_lse=shape.every_option,
-        )  # fmt: skip
+            torch.zeros(batch * shape.max_seqlen_q, num_heads, shape.head_dim, dtype=shape.dtype),
+            k_cache,
+            v_cache,
+            block_table=torch.zeros(batch, 64, dtype=torch.int32),
+            seqused_k=torch.zeros(batch, dtype=torch.int32),
+            cu_seqlens_q=torch.zeros(batch + 1, dtype=torch.int32),
+            max_seqlen_q=shape.max_seqlen_q,
+            max_seqlen_k=1024,
+            softmax_scale=0.1,
+            window_size=(256, 0) if shape.every_option else (-1, 0),
+            softcap=30.0 * shape.every_option,
+            sinks=torch.zeros(num_heads, dtype=shape.dtype) if shape.every_option else None,
+            k_descale=descale,
+            v_descale=descale,
+            num_splits=shape.num_splits,
+            out=None,
+            return_lse=shape.every_option,
+        )
     return kernels
 
 
 def compile_store(target: str, fp8: bool) -> list[Kernel]:
     cache = torch.zeros(4, 16, 8, 128, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
-    x, descale = torch.zeros(5, 8, 128, dtype=torch.bfloat16), torch.ones(8) if fp8 else None
+    x = torch.zeros(5, 8, 128, dtype=torch.bfloat16)
+    descale = torch.ones(8) if fp8 else None
     with compiling_for(target) as kernels:
         launch_store_kv(x, x, cache, cache, torch.zeros(5, dtype=torch.int64), descale, descale)
     return kernels
@@ -159,17 +176,30 @@ def test_older_gpus_do_without_programmatic_launch() -> None:
 
 def test_a_changing_batch_compiles_nothing_new() -> None:
     """`launch` looks at strides and constexprs; what it takes for varying must not be specialised by the JIT."""
-    signatures, attributes = set(), set()
+    signatures = set()
+    attributes = set()
     for batch, max_k in ((1, 1024), (2, 1024), (16, 4096)):
         cache = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
         with compiling_for("sm90") as kernels:
             launch_decode(
-                torch.zeros(batch, 32, 128, dtype=torch.bfloat16), cache, cache,
-                block_table=torch.zeros(batch, max_k // 16, dtype=torch.int32), seqused_k=torch.zeros(batch, dtype=torch.int32),
-                cu_seqlens_q=torch.zeros(batch + 1, dtype=torch.int32), max_seqlen_q=1, max_seqlen_k=max_k, softmax_scale=1,
-                window_size=(-1, 0), softcap=0.0, sinks=None, k_descale=None, v_descale=None, num_splits=3, out=None,
+                torch.zeros(batch, 32, 128, dtype=torch.bfloat16),
+                cache,
+                cache,
+                block_table=torch.zeros(batch, max_k // 16, dtype=torch.int32),
+                seqused_k=torch.zeros(batch, dtype=torch.int32),
+                cu_seqlens_q=torch.zeros(batch + 1, dtype=torch.int32),
+                max_seqlen_q=1,
+                max_seqlen_k=max_k,
+                softmax_scale=1,
+                window_size=(-1, 0),
+                softcap=0.0,
+                sinks=None,
+                k_descale=None,
+                v_descale=None,
+                num_splits=3,
+                out=None,
                 return_lse=True,
-            )  # fmt: skip
+            )
         signatures.add(tuple(str(kernel.binary.src.signature) for kernel in kernels))
         attributes.add(tuple(str(kernel.binary.src.attrs) for kernel in kernels))
     assert len(signatures) == len(attributes) == 1
@@ -179,11 +209,23 @@ def test_mixed_on_hopper() -> None:
     cache = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
     with compiling_for("sm90") as kernels:
         forward_mixed(
-            launch_decode, launch_forward, torch.zeros(300, 32, 128, dtype=torch.bfloat16), cache, cache,
-            block_table=torch.zeros(3, 64, dtype=torch.int32), seqused_k=torch.zeros(3, dtype=torch.int32),
-            cu_seqlens_q=torch.zeros(4, dtype=torch.int32), max_seqlen_q=298, max_seqlen_k=1024, softmax_scale=0.1,
-            window_size=(-1, 0), softcap=0.0, sinks=None, out=None, return_lse=True,
-        )  # fmt: skip
+            launch_decode,
+            launch_forward,
+            torch.zeros(300, 32, 128, dtype=torch.bfloat16),
+            cache,
+            cache,
+            block_table=torch.zeros(3, 64, dtype=torch.int32),
+            seqused_k=torch.zeros(3, dtype=torch.int32),
+            cu_seqlens_q=torch.zeros(4, dtype=torch.int32),
+            max_seqlen_q=298,
+            max_seqlen_k=1024,
+            softmax_scale=0.1,
+            window_size=(-1, 0),
+            softcap=0.0,
+            sinks=None,
+            out=None,
+            return_lse=True,
+        )
     assert [kernel.name for kernel in kernels] == ["_attn_fwd", "_decode", "_combine"]
     assert_within_budgets(kernels[1:], ["_decode", "_combine"])
     assert kernels[0].spill_bytes == 0

@@ -25,7 +25,8 @@ def test_layers(target: str) -> None:
         launch_rotary_store_kv(bf16(3, 48 * 128), bf16(3, 64), bf16(3, 64), None, None, *caches, slots, 32, None, None)
         norm = (bf16(128), 1e-6, 0.0)  # 32 heads in a program, and heads of 256
         launch_rotary_store_kv(bf16(3, 32 * 128), bf16(3, 128), bf16(3, 128), norm, norm, *caches, slots, 16, None, None)
-        caches, norm = [bf16(2, 8, 16, 256).transpose(1, 2) for _ in "kv"], (bf16(256), 1e-6, 1.0)
+        caches = [bf16(2, 8, 16, 256).transpose(1, 2) for _ in "kv"]
+        norm = (bf16(256), 1e-6, 1.0)
         launch_rotary_store_kv(bf16(3, 32 * 256), bf16(3, 256), bf16(3, 256), norm, norm, *caches, slots, 16, None, None)
         for activation in ("silu", "gelu_tanh", "gelu"):
             launch_act_and_mul(bf16(3, 2 * 14336), activation, bf16(3, 14336))
@@ -48,7 +49,8 @@ def test_linear_row(target: str) -> None:
             (1024, 2048, False),
             (3072, 1024, True),
         ):
-            weight, norm = bf16(2 * n if gated else n, k), (bf16(k), 1e-6, 0.0)
+            weight = bf16(2 * n if gated else n, k)
+            norm = (bf16(k), 1e-6, 0.0)
             launch_linear_row(bf16(1, k), weight, None, norm, "silu" if gated else None, None, 1.0, bf16(1, n))
     assert [kernel.spill_bytes for kernel in kernels] == [0] * 5
 

@@ -27,8 +27,15 @@ DENSE = {
     "D128-everything": (128, 128, torch.float16, EVERYTHING),
     "D256-everything": (256, 256, torch.float16, EVERYTHING),
 }
-SHARED_BYTES = {"sm80": 163 << 10, "sm86": 99 << 10, "sm89": 99 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "sm120": 99 << 10,
-                "gfx942": 64 << 10}  # what one program may ask for  # fmt: skip
+SHARED_BYTES = {
+    "sm80": 163 << 10,
+    "sm86": 99 << 10,
+    "sm89": 99 << 10,
+    "sm90": 227 << 10,
+    "sm100": 227 << 10,
+    "sm120": 99 << 10,
+    "gfx942": 64 << 10,
+}  # what one program may ask for
 
 # where the tile is the same for all: sm86, sm89 and sm100 add nothing to these, in registers or in shared memory
 UNLIKE = ["sm80", "sm90", "sm120", "gfx942"]
@@ -50,7 +57,8 @@ def _launch(dim: int, dim_v: int, dtype: torch.dtype, layout: str = "dense", **o
         return
     table = torch.zeros(2, 16, dtype=torch.int32)
     k, v = (x.reshape(32, 16, 2, -1).transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
-    q, lengths = q.flatten(0, 1), torch.full((2,), 256, dtype=torch.int32)
+    q = q.flatten(0, 1)
+    lengths = torch.full((2,), 256, dtype=torch.int32)
     launch_forward(q, k, v, cu_seqlens_q=cu, block_table=table, seqused_k=lengths, max_seqlen_q=256, max_seqlen_k=256, **case)
 
 

@@ -53,8 +53,13 @@ def held_out_prompts(count: int) -> list[tuple[str, str]]:
 def test_the_folder_is_whole_and_small() -> None:
     files = {path.name: path.stat().st_size for path in model_path().iterdir()}
     assert set(files) == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    }  # fmt: skip
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert sum(files.values()) < 8_000_000
 
 
@@ -84,7 +89,8 @@ def test_the_card_tells_the_truth_about_the_files(model: LlamaForCausalLM, card:
     for right, asked, percent in rows:
         assert float(percent) == pytest.approx(100 * int(right) / int(asked), abs=0.006)
         assert int(right) / int(asked) >= 0.98
-    pairs, phrasings = len(number_pairs("test")), len(SUMS)
+    pairs = len(number_pairs("test"))
+    phrasings = len(SUMS)
     assert f"{pairs} ordered pairs in {phrasings} phrasings" in card
     assert int(rows[0][1]) == pairs * phrasings
     accuracy = scores(card)["accuracy"]

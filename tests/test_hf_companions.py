@@ -87,9 +87,12 @@ def test_layers_in_different_places(family: str, tmp_path: Path) -> None:
     eager = saved(family, tmp_path / "model")
     places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     ours = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", attn_implementation="fa_serve", device_map={**places, "model.layers.1": "disk"},
-        offload_folder=tmp_path / "offload", experts_implementation="eager",
-    )  # fmt: skip
+        tmp_path / "model",
+        attn_implementation="fa_serve",
+        device_map={**places, "model.layers.1": "disk"},
+        offload_folder=tmp_path / "offload",
+        experts_implementation="eager",
+    )
     assert ours.hf_device_map["model.layers.1"] == "disk"
     assert next(ours.model.layers[1].parameters()).is_meta
     assert_same_everywhere(ours, eager, ours.config)

@@ -134,11 +134,14 @@ def test_batches_are_synchronous(asked: bool | None, monkeypatch: pytest.MonkeyP
 
 def test_where_tokens_go_is_found_again_by_the_first_layer() -> None:
     """It is kept for the later layers of a step, not for the next run over the same tensors: a graph captures that one."""
-    batch, table = torch.arange(3, dtype=torch.int32), torch.tensor([[5, -1], [2, 7]], dtype=torch.int32)
+    batch = torch.arange(3, dtype=torch.int32)
+    table = torch.tensor([[5, -1], [2, 7]], dtype=torch.int32)
 
     def slots(layer: int, *lengths: int) -> tuple[list[int], list[int]]:
         step: Any = object.__new__(continuous._Step)
-        step.layer, step.block_table, step.k_cache = layer, table, torch.empty(8, 4, 1, 1)
+        step.layer = layer
+        step.block_table = table
+        step.k_cache = torch.empty(8, 4, 1, 1)
         step.cu_seqlens_k = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         used, where = step._slots(batch, 3)
         return used.tolist(), where.tolist()

@@ -42,7 +42,8 @@ def test_windows_sinks_softcap_masks_and_dims_by_layer() -> None:
         layers = describe(BY_NAME[name].make_config(), "cuda", 90).parts[0].layers
         return [(s.window_size, s.sinks, s.softcap, s.mask, s.head_dim, s.head_dim_v) for s in (x.spec for x in layers)]
 
-    full, left = (-1, 0), (WINDOW - 1, 0)
+    full = (-1, 0)
+    left = (WINDOW - 1, 0)
     assert kinds("gpt-oss") == [(left, True, False, None, 32, 32), (full, True, False, None, 32, 32)]
     assert kinds("gemma2") == [(left, False, True, None, 32, 32), (full, False, True, None, 32, 32)]
     assert kinds("llama4") == [((-1, -1), False, False, "bool", 16, 16), (full, False, False, None, 16, 16)]
@@ -72,8 +73,10 @@ def test_weights_are_not_made_and_nothing_stays_switched(monkeypatch: pytest.Mon
 def test_parts_of_a_composite_model() -> None:
     described = describe(AutoConfig.for_model("gemma3"), "cuda", 90)
     assert [(part.name, part.model, len(part.layers)) for part in described.parts] == [
-        ("model", "Gemma3Model", 0), ("vision_config", "SiglipVisionModel", 12), ("text_config", "Gemma3TextModel", 26),
-    ]  # fmt: skip
+        ("model", "Gemma3Model", 0),
+        ("vision_config", "SiglipVisionModel", 12),
+        ("text_config", "Gemma3TextModel", 26),
+    ]
     assert [where for _, where in described.parts[2].kinds()] == ["0-4, 6-10, 12-16, 18-22, 24-25", "5, 11, 17, 23"]
     tower = describe(AutoConfig.for_model("qwen2_5_vl", vision_config={"depth": 2}), "cuda", 90).parts[1]
     assert tower.layers == []

@@ -85,16 +85,20 @@ def check_decode(family: Family, make_cache: Callable[[Any], Any] = lambda confi
     """A left-padded prompt, then token by token."""
     eager, ours = pair(family)
     mask = padding_mask("left")
-    ids, at = tokens(*mask.shape), positions(mask)
+    ids = tokens(*mask.shape)
+    at = positions(mask)
     caches = [DynamicCache(config=eager.config), make_cache(ours.config)]
     for start, end in ((0, 14), *((i, i + 1) for i in range(14, LENGTH))):
         expected, actual = (
             model(
-                ids[:, start:end], attention_mask=mask[:, :end], position_ids=at[:, start:end], past_key_values=cache,
+                ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=at[:, start:end],
+                past_key_values=cache,
                 use_cache=True,
             ).logits
             for model, cache in zip((eager, ours), caches, strict=True)
-        )  # fmt: skip
+        )
         assert_same(actual, expected, mask[:, start:end])
 
 
@@ -114,7 +118,8 @@ def check_chunked_prefill(
 def check_custom_mask(family: Family) -> None:
     """Four dimensions of the user's own, bool and float, go around causality and windows."""
     eager, ours = pair(family)
-    ids, at = tokens(2, LENGTH), torch.arange(LENGTH)[None].expand(2, -1)
+    ids = tokens(2, LENGTH)
+    at = torch.arange(LENGTH)[None].expand(2, -1)
     keep = (torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1), device="cpu") < 0.4).to(here())
     keep |= torch.eye(LENGTH, dtype=torch.bool)
     added = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
@@ -135,11 +140,14 @@ def check_generate(family: Family, kind: str) -> None:
 
 def check_seq2seq(family: Family, kind: str) -> None:
     eager, ours = pair(family)
-    mask, decoder_mask = padding_mask(kind), padding_mask(kind, 13)
+    mask = padding_mask(kind)
+    decoder_mask = padding_mask(kind, 13)
     inputs = {
-        "input_ids": tokens(*mask.shape), "attention_mask": mask,
-        "decoder_input_ids": tokens(*decoder_mask.shape, seed=1), "decoder_attention_mask": decoder_mask,
-    }  # fmt: skip
+        "input_ids": tokens(*mask.shape),
+        "attention_mask": mask,
+        "decoder_input_ids": tokens(*decoder_mask.shape, seed=1),
+        "decoder_attention_mask": decoder_mask,
+    }
     assert_same(ours(**inputs).logits, eager(**inputs).logits, decoder_mask)
 
 
@@ -205,9 +213,7 @@ def test_seq2seq(family: Family, kind: str) -> None:
 def test_vision(family: Family) -> None:
     eager, ours = pair(family)
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), device="cpu").to(here())
-    expected, actual = (
-        out.logits if "logits" in out else out.last_hidden_state for out in (eager(pixels), ours(pixels))
-    )  # fmt: skip
+    expected, actual = (out.logits if "logits" in out else out.last_hidden_state for out in (eager(pixels), ours(pixels)))
     assert_same(actual, expected)
 
 
@@ -282,13 +288,17 @@ MUTANTS: list[tuple[str, str, Callable[[Family], None], dict[str, Callable[..., 
     ("packing ignored", "llama", check_packed, {"mask": _flash_style_mask}),
     ("own mask ignored", "llama", check_custom_mask, {"attention": _blind_to_masks}),
     ("window in the mask alone", "qwen2-moe-window", lambda f: check_forward(f, "none"), {"mask": _flash_style_mask}),
-    ("room of a static cache", "llama", lambda f: check_chunked_prefill(f, lambda c: StaticCache(config=c, max_cache_len=40)),
-     {"mask": _deaf_to_room}),
+    (
+        "room of a static cache",
+        "llama",
+        lambda f: check_chunked_prefill(f, lambda c: StaticCache(config=c, max_cache_len=40)),
+        {"mask": _deaf_to_room},
+    ),
     ("position_bias dropped", "t5", lambda f: check_seq2seq(f, "none"), {"attention": without(position_bias=None)}),
     ("padding ignored, looking across", "bart", lambda f: check_seq2seq(f, "left"), {"attention": _blind_to_padding}),
     ("cu_seq_lens ignored", "llama", check_packed, {"attention": without(cu_seq_lens_q=None, cu_seq_lens_k=None)}),
     ("mask dropped beside position_bias", "mt5", lambda f: check_seq2seq(f, "left"), {"attention": _blind_to_padding}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "check", "mutant"), [m[1:] for m in MUTANTS], ids=[m[0] for m in MUTANTS])

@@ -19,14 +19,26 @@ from fa_serve.hf.masks import Implicit
 
 TOKENS = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TEXT = {
-    **TOKENS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
+    **TOKENS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 TOWER = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
     "patch_size": 4,
-}  # fmt: skip
-IMAGE, START, END, VIDEO = 91, 92, 93, 94
+}
+IMAGE = 91
+START = 92
+END = 93
+VIDEO = 94
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
@@ -45,20 +57,40 @@ def prompt(length: int, images: list[slice]) -> dict[str, Tensor]:
 
 def whisper() -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     config = {
-        **TOKENS, "num_mel_bins": 8, "d_model": 64, "max_source_positions": 20, "max_target_positions": 32,
-        "decoder_start_token_id": 1, "begin_suppress_tokens": None, "dropout": 0.0,
-        **{f"{side}_{name}": value for side in ("encoder", "decoder")
-           for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96))},
-    }  # fmt: skip
+        **TOKENS,
+        "num_mel_bins": 8,
+        "d_model": 64,
+        "max_source_positions": 20,
+        "max_target_positions": 32,
+        "decoder_start_token_id": 1,
+        "begin_suppress_tokens": None,
+        "dropout": 0.0,
+        **{
+            f"{side}_{name}": value
+            for side in ("encoder", "decoder")
+            for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96))
+        },
+    }
     ids = prompt(11, [slice(0), slice(0)])["input_ids"]
     return "WhisperForConditionalGeneration", config, {"input_features": draw(2, 8, 40), "decoder_input_ids": ids}
 
 
 def gemma3() -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    text = {**TEXT, "head_dim": 32, "query_pre_attn_scalar": 8, "sliding_window": 5,
-            "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
-    config = {"text_config": text, "vision_config": TOWER, "mm_tokens_per_image": 4, "image_token_index": IMAGE,
-              "boi_token_index": START, "eoi_token_index": END}  # fmt: skip
+    text = {
+        **TEXT,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    config = {
+        "text_config": text,
+        "vision_config": TOWER,
+        "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE,
+        "boi_token_index": START,
+        "eoi_token_index": END,
+    }
     inputs = prompt(24, [slice(6, 10), slice(11, 15)])
     inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
     return "Gemma3ForConditionalGeneration", config, {**inputs, "pixel_values": draw(2, 3, 16, 16)}
@@ -68,8 +100,10 @@ def paligemma(prefix: bool) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     config = {
         "text_config": {"model_type": "gemma", **TEXT, "head_dim": 16},
         "vision_config": {"model_type": "siglip_vision_model", **TOWER, "projection_dim": 64},
-        "image_token_id": IMAGE, "projection_dim": 64, "hidden_size": 64,
-    }  # fmt: skip
+        "image_token_id": IMAGE,
+        "projection_dim": 64,
+        "hidden_size": 64,
+    }
     inputs = prompt(30, [slice(2, 18), slice(0, 16)])
     if prefix:
         inputs["token_type_ids"] = (torch.arange(30) >= 24).long().expand(2, -1)
@@ -81,9 +115,19 @@ def qwen_vl(version: str, **tower: Any) -> tuple[str, dict[str, Any], dict[str, 
     config = {
         "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
         "vision_config": {
-            "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, **tower},
-        **TOKENS, "image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": VIDEO,
-    }  # fmt: skip
+            "depth": 2,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            **tower,
+        },
+        **TOKENS,
+        "image_token_id": IMAGE,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+        "video_token_id": VIDEO,
+    }
     grid = torch.tensor([[1, 8, 8], [1, 4, 8]])
     inputs = prompt(30, [slice(4, 20), slice(3, 11)])
     inputs["input_ids"][0, 3], inputs["input_ids"][1, 2] = START, START
@@ -97,9 +141,10 @@ MODELS: dict[str, Callable[[], tuple[str, dict[str, Any], dict[str, Tensor]]]] =
     "paligemma": lambda: paligemma(prefix=False),
     "paligemma-prefix": lambda: paligemma(prefix=True),
     "qwen2-vl": lambda: qwen_vl("Qwen2VL", embed_dim=32, hidden_size=64, mlp_ratio=2),
-    "qwen2.5-vl": lambda: qwen_vl("Qwen2_5_VL", hidden_size=32, out_hidden_size=64, intermediate_size=48, window_size=16,
-                                  fullatt_block_indexes=[1]),
-}  # fmt: skip
+    "qwen2.5-vl": lambda: qwen_vl(
+        "Qwen2_5_VL", hidden_size=32, out_hidden_size=64, intermediate_size=48, window_size=16, fullatt_block_indexes=[1]
+    ),
+}
 
 
 def build(name: str, config: dict[str, Any]) -> PreTrainedModel:
@@ -155,7 +200,8 @@ def test_blocks_that_attend_both_ways_are_not_lost(name: str, monkeypatch: pytes
     model, config, inputs = MODELS[name]()
     eager = build(model, config)
     ours = fa_serve.patch(copy.deepcopy(eager))
-    expected, valid = eager(**inputs).logits, inputs["attention_mask"]
+    expected = eager(**inputs).logits
+    valid = inputs["attention_mask"]
     assert_same(ours(**inputs).logits, expected, valid)
     masks = importlib.import_module("transformers").AttentionMaskInterface._global_mapping
     monkeypatch.setitem(masks, "fa_serve", _causal_and_padding_alone)

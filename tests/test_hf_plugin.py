@@ -137,8 +137,9 @@ class Other:
 """
     monkeypatch.setitem(sys.modules, "plain", types.ModuleType("plain"))
     monkeypatch.setitem(sys.modules, "handling", types.ModuleType("handling"))
-    monkeypatch.setattr(inspect, "getsource", lambda module: {
-        "plain": source, "handling": source.replace("class Other:", "")}[module.__name__])  # fmt: skip
+    monkeypatch.setattr(
+        inspect, "getsource", lambda module: {"plain": source, "handling": source.replace("class Other:", "")}[module.__name__]
+    )
     assert models._read("plain").told - models._KNOWN == {"alibi", "temperature"}
     assert not models._read("plain").works_on_masks
     assert models._read("handling").works_on_masks
@@ -162,9 +163,16 @@ def test_attention_weights_are_refused_to_a_model_that_collects_them_without_a_w
 @pytest.mark.parametrize("shared", [False, True])
 def test_beits_bias_is_added_to_no_mask(shared: bool) -> None:
     config = AutoConfig.for_model(
-        "beit", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8,
-        use_relative_position_bias=not shared, use_shared_relative_position_bias=shared,
-    )  # fmt: skip
+        "beit",
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+        use_relative_position_bias=not shared,
+        use_shared_relative_position_bias=shared,
+    )
     torch.manual_seed(0)
     eager = AutoModel.from_config(config, attn_implementation="eager").eval()
     for name, parameter in eager.named_parameters():
@@ -204,9 +212,14 @@ def test_informers_other_attention_is_refused() -> None:
 def test_a_mask_that_is_worked_on_outside_of_attention_is_a_tensor() -> None:
     """SigLIP 2 repeats its mask for the head that pools."""
     config = AutoConfig.for_model(
-        "siglip2_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_patches=16, patch_size=4,
-    )  # fmt: skip
+        "siglip2_vision_model",
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_patches=16,
+        patch_size=4,
+    )
     torch.manual_seed(0)
     eager = AutoModel.from_config(config, attn_implementation="eager").eval()
     ours = fa_serve.patch(copy.deepcopy(eager))
@@ -217,7 +230,8 @@ def test_a_mask_that_is_worked_on_outside_of_attention_is_a_tensor() -> None:
         "pixel_attention_mask": mask,
         "spatial_shapes": torch.tensor([[4, 4], [3, 3]]),
     }
-    theirs, found = eager(**given), ours(**given)
+    theirs = eager(**given)
+    found = ours(**given)
     torch.testing.assert_close(found.pooler_output, theirs.pooler_output, rtol=1e-4, atol=1e-5)
     assert_same(found.last_hidden_state, theirs.last_hidden_state, mask)
 
@@ -251,9 +265,16 @@ def test_attention_beside_the_interface_is_refused() -> None:
 @torch.no_grad()
 def test_a_model_that_works_on_its_mask_gets_a_tensor() -> None:
     config = AutoConfig.for_model(
-        "doge", vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, keep_window_size=8, pad_token_id=0,
-    )  # fmt: skip
+        "doge",
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        keep_window_size=8,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     eager = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     ours = fa_serve.patch(copy.deepcopy(eager))
@@ -293,7 +314,7 @@ def test_attention_weights_are_refused() -> None:
         ("diffllama", {"num_key_value_heads": 4}, "attends more than once"),
         ("roberta", {"is_decoder": True}, "numbers its positions from its padding token"),
     ],
-)  # fmt: skip
+)
 def test_configs_that_no_paged_cache_can_serve(model_type: str, changes: dict[str, Any], reason: str) -> None:
     small = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 32, "num_attention_heads": 4}
     with pytest.raises(UnsupportedModelError, match=reason):
@@ -311,7 +332,8 @@ def test_layers_are_told_from_a_config_alone() -> None:
     assert [s.head_dim for s in hf.attention_layers(large)] == [128] * 3
 
 
-CAUSAL, FULL = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+CAUSAL = masking_utils.causal_mask_function
+FULL = masking_utils.bidirectional_mask_function
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 2]])
 SEQUENCES = masking_utils.packed_sequence_mask_function(NUMBERS)
 SLIDING = masking_utils.sliding_window_causal_mask_function(3)
@@ -393,9 +415,14 @@ def test_mask_says_what_transformers_says(
         mask = torch.ones(2, kv_length + kv_offset - (padding == "short"), dtype=torch.bool)
         mask[0, slice(0, 3) if padding == "left" else slice(-2, None)] = False
     arguments = {
-        "batch_size": 2, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset,
-        "mask_function": function, "attention_mask": mask,
-    }  # fmt: skip
+        "batch_size": 2,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": function,
+        "attention_mask": mask,
+    }
     ours = hf.mask_forward(**arguments)
     theirs = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
     assert torch.equal(seen(ours, 2, q_length, kv_length), theirs.expand(2, 1, q_length, kv_length))
@@ -490,7 +517,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Implicit | None, **op
 @pytest.mark.parametrize("kind", ["window", "static", "padded", "keys packed", "sequences packed", "cu_seq_lens"])
 def test_the_last_queries_of_a_mask(kind: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 4 later than 5.17 cuts a mask so: what it computes are the last rows of what it computed before."""
-    module, options = torch.nn.Module(), {}
+    module = torch.nn.Module()
+    options = {}
     batch = 2 if kind in ("padded", "keys packed") else 1
     q, k, v = (x.transpose(1, 2) for x in make_qkv(batch, 12, 16 if kind == "static" else 12, 4, 2, 8))
     keep = torch.ones(batch, 12, dtype=torch.bool)
@@ -516,7 +544,8 @@ def test_the_last_queries_of_a_mask(kind: str, kept: int, monkeypatch: pytest.Mo
     expected, _ = hf.attention_forward(module, q, k, v, mask, is_causal=True, **options)
     actual, _ = hf.attention_forward(module, q[:, :, -kept:], k, v, last, is_causal=True, **options)
     if kind in ("padded", "keys packed"):
-        actual, expected = actual[1:], expected[1:, 5:]  # rows of padding are nobody's
+        actual = actual[1:]
+        expected = expected[1:, 5:]  # rows of padding are nobody's
         actual = actual[:, -7:]
     torch.testing.assert_close(actual, expected[:, -actual.shape[1] :])
     assert mask[whole, whole, slice(0, None), whole] is mask
@@ -564,8 +593,12 @@ def test_position_bias_is_added_to_any_mask(mask: str, room: int) -> None:
 
 def test_without_a_mask_the_module_has_the_word() -> None:
     q, k, v = make_qkv(1, 6, 6, 2, 2, 16)
-    for options, window in (({}, (-1, 0)), ({"is_causal": False}, (-1, -1)), ({"sliding_window": 3}, (2, 0)),
-                            ({"sliding_window": 3, "is_causal": False}, (2, 2))):  # fmt: skip
+    for options, window in (
+        ({}, (-1, 0)),
+        ({"is_causal": False}, (-1, -1)),
+        ({"sliding_window": 3}, (2, 0)),
+        ({"sliding_window": 3, "is_causal": False}, (2, 2)),
+    ):
         expected, _ = attention_reference(q, k, v, softmax_scale=0.25, window_size=window)
         torch.testing.assert_close(attend(q, k, v, None, **options), expected)
 
@@ -619,7 +652,8 @@ def test_ways_to_generate(family: str, options: dict[str, Any], kernels: bool) -
 @torch.no_grad()
 def test_a_draft_model_may_assist() -> None:
     ids = tokens(1, 9)
-    eager, ours = BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())
+    eager = BY_NAME["llama"].build()
+    ours = fa_serve.patch(BY_NAME["llama"].build())
     draft = fa_serve.patch(BY_NAME["llama"].build(seed=1))
     expected = eager.generate(ids, do_sample=False, min_new_tokens=8, max_new_tokens=8)
     assert torch.equal(ours.generate(ids, do_sample=False, min_new_tokens=8, max_new_tokens=8, assistant_model=draft), expected)
@@ -628,7 +662,8 @@ def test_a_draft_model_may_assist() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @torch.no_grad()
 def test_compiles_without_a_graph_break(family: str) -> None:
-    eager, ours = BY_NAME[family].build(), fa_serve.patch(BY_NAME[family].build())
+    eager = BY_NAME[family].build()
+    ours = fa_serve.patch(BY_NAME[family].build())
     mask = torch.ones(2, 12, dtype=torch.int64)
     mask[0, :4] = 0
     ids = tokens(*mask.shape)
@@ -643,7 +678,8 @@ def test_compiles_without_a_graph_break(family: str) -> None:
     [("llama", 1), ("gemma3", 2)],  # a sliding static cache takes another way once it is full
 )
 def test_compiled_decoding_does_not_recompile(family: str, graphs: int, kernels: bool) -> None:
-    eager, ours = BY_NAME[family].build(), fa_serve.patch(BY_NAME[family].build())
+    eager = BY_NAME[family].build()
+    ours = fa_serve.patch(BY_NAME[family].build())
     mask = torch.ones(2, 12, dtype=torch.int64)
     mask[0, :4] = 0
     ids = tokens(*mask.shape)
@@ -685,7 +721,8 @@ def test_compiled_decoding_has_no_sizes_that_grow(family: str, batch: int, kerne
 @torch.no_grad()
 def test_a_step_compiled_by_the_user_is_one_graph(kernels: bool) -> None:
     """model(...) with a static cache, without a mask and with one of the room's length: no break, no graph for each token."""
-    eager, ours = BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())
+    eager = BY_NAME["llama"].build()
+    ours = fa_serve.patch(BY_NAME["llama"].build())
     ids = tokens(2, 12)
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     room = torch.ones(2, 20, dtype=torch.int64)
@@ -715,13 +752,15 @@ def test_a_step_compiled_by_the_user_is_one_graph(kernels: bool) -> None:
 @torch.no_grad()
 def test_exports_with_a_static_cache(kernels: bool) -> None:
     """Each attention is one node of the exported graph, which decodes as the model does."""
-    eager, ours = BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())
+    eager = BY_NAME["llama"].build()
+    ours = fa_serve.patch(BY_NAME["llama"].build())
     ours.generation_config.cache_implementation = "static"
     ours.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 16}
     program = convert_and_export_with_cache(ours)
     name = "fa_serve.attention.default"
     assert [str(node.target) for node in program.graph.nodes].count(name) == ours.config.num_hidden_layers
-    ids, module = tokens(1, 9), program.module()
+    ids = tokens(1, 9)
+    module = program.module()
     steps = [module(input_ids=ids[:, n : n + 1], cache_position=torch.tensor([n])) for n in range(9)]
     torch.testing.assert_close(torch.cat(steps, 1), eager(ids).logits, atol=3e-5, rtol=0)
 

@@ -57,7 +57,8 @@ CASES = {
 
 @pytest.mark.parametrize(("shape", "changes"), CASES.values(), ids=CASES)
 def test_a_step_sends_what_a_launch_sends(sent: list[tuple[Any, ...]], shape: dict[str, Any], changes: dict[str, Any]) -> None:
-    shape, options = dict(shape), OPTIONS | changes
+    shape = dict(shape)
+    options = OPTIONS | changes
     first, later = (40, 50) if shape.pop("few", False) else (600, 700)
     step = steps.make_step(*inputs(keys=first, **shape), **options)
     assert step is not None
@@ -135,7 +136,11 @@ def test_the_adapter_keeps_one_step_for_what_is_alike(made: list[str]) -> None:
     assert call(2, 600) == ["long", "made"]
     assert call(2, 601) == call(2, 1000) == ["used"]
     others: list[dict[str, Any]] = [
-        {"masked": False}, {"dim_v": 32}, {"softmax_scale": None}, {"window_size": (9, 0)}, {"softcap": 3.0},
+        {"masked": False},
+        {"dim_v": 32},
+        {"softmax_scale": None},
+        {"window_size": (9, 0)},
+        {"softcap": 3.0},
         {"change": lambda q, k, v, mask: (q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), mask)},
         {"change": lambda q, k, v, mask: (q, k.repeat(1, 1, 1, 2)[..., ::2], v, mask)},
         {"change": lambda q, k, v, mask: (q.repeat(1, 1, 1, 2)[..., ::2], k, v, mask)},
@@ -144,7 +149,7 @@ def test_the_adapter_keeps_one_step_for_what_is_alike(made: list[str]) -> None:
         {"change": lambda q, k, v, mask: (q, k, v, mask[:1])},
         {"change": lambda q, k, v, mask: (q, k, v, mask[..., :1])},
         {"change": lambda q, k, v, mask: (q, k, v, mask.repeat(1, 1, 1, 2)[..., ::2])},
-    ]  # fmt: skip
+    ]
     for other in others:
         assert call(2, 600, **other) == ["long", "made"], other
         assert call(2, 600, **other) == ["used"], other
@@ -219,9 +224,15 @@ def test_layers_of_a_forward_that_are_alike_are_checked_once(made: list[str], mo
         assert [layer(later) for _ in range(2)] == ["used, checked", "used, at once"]
         spread = torch.zeros(2, 600, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
         others: list[dict[str, Any]] = [
-            {"scaling": 0.5}, {"softcap": 5.0}, {"v": v[..., :32]}, {"q": q[:1], "k": k[:1], "v": v[:1]}, {"k": spread},
-            {"q": q.double(), "k": k.double(), "v": v.double()}, {"q": q.repeat(1, 1, 1, 2)[..., ::2]}, {"q": q.to("meta")},
-        ]  # fmt: skip
+            {"scaling": 0.5},
+            {"softcap": 5.0},
+            {"v": v[..., :32]},
+            {"q": q[:1], "k": k[:1], "v": v[:1]},
+            {"k": spread},
+            {"q": q.double(), "k": k.double(), "v": v.double()},
+            {"q": q.repeat(1, 1, 1, 2)[..., ::2]},
+            {"q": q.to("meta")},
+        ]
         for other in others:
             assert layer(**other).endswith(", checked"), other.keys()
         bare = Implicit((-1, 0))

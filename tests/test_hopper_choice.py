@@ -131,7 +131,8 @@ def test_the_last_group_gives_every_multiprocessor_several_tiles() -> None:
 
 
 def test_no_stream_shares_a_counter_with_a_graph() -> None:
-    counters, device = TileCounters(), torch.device("cpu")
+    counters = TileCounters()
+    device = torch.device("cpu")
     eager = counters.take(device, 1, False)
     assert counters.take(device, 1, False) is eager
     captured = {counters.take(device, 1, True).data_ptr() for _ in range(_COUNTERS + 5)}

@@ -13,33 +13,60 @@ from cross_compile import Kernel, compiling_for
 from fa_serve.backends.hopper.forward import launch_forward
 from fa_serve.backends.hopper.tiles import Schedule, TileConfig, forward_tiles
 
-CAUSAL, FULL = (-1, 0), (-1, -1)
+CAUSAL = (-1, 0)
+FULL = (-1, -1)
 SPILL_BUDGET = 24  # bytes per thread, not in the loop: what is read once per tile. D192 has them, and is 6% faster so
 
 
 @cache
 def compile_forward(
-    head_dim: int, head_dim_v: int, window: tuple[int, int], *, packed: bool = False, dtype: torch.dtype = torch.bfloat16,
-    softcap: float = 0.0, sinks: bool = False, seqlen: int = 2048, tiles: TileConfig | None = None, page_size: int = 0,
-) -> Kernel:  # fmt: skip
+    head_dim: int,
+    head_dim_v: int,
+    window: tuple[int, int],
+    *,
+    packed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    seqlen: int = 2048,
+    tiles: TileConfig | None = None,
+    page_size: int = 0,
+) -> Kernel:
     q = torch.zeros(1, seqlen, 4, head_dim, dtype=dtype)
-    k, v = torch.zeros(1, seqlen, 2, head_dim, dtype=dtype), torch.zeros(1, seqlen, 2, head_dim_v, dtype=dtype)
+    k = torch.zeros(1, seqlen, 2, head_dim, dtype=dtype)
+    v = torch.zeros(1, seqlen, 2, head_dim_v, dtype=dtype)
     lengths = {}
     if packed:
-        q, k, v = q[0], k[0], v[0]
+        q = q[0]
+        k = k[0]
+        v = v[0]
         cu = torch.tensor([0, seqlen], dtype=torch.int32)
         lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
     if page_size:
-        q, k, v = q[0], k[0, : 2 * page_size].unflatten(0, (2, -1)), v[0, : 2 * page_size].unflatten(0, (2, -1))
+        q = q[0]
+        k = k[0, : 2 * page_size].unflatten(0, (2, -1))
+        v = v[0, : 2 * page_size].unflatten(0, (2, -1))
         lengths = {
-            "cu_seqlens_q": torch.tensor([0, seqlen], dtype=torch.int32), "max_seqlen_q": seqlen, "max_seqlen_k": 4096,
-            "block_table": torch.zeros(1, 256, dtype=torch.int32), "seqused_k": torch.tensor([4096], dtype=torch.int32),
-        }  # fmt: skip
+            "cu_seqlens_q": torch.tensor([0, seqlen], dtype=torch.int32),
+            "max_seqlen_q": seqlen,
+            "max_seqlen_k": 4096,
+            "block_table": torch.zeros(1, 256, dtype=torch.int32),
+            "seqused_k": torch.tensor([4096], dtype=torch.int32),
+        }
     with compiling_for("sm90") as kernels:
         launch_forward(
-            q, k, v, softmax_scale=0.1, window_size=window, softcap=softcap,
-            sinks=torch.zeros(4, dtype=dtype) if sinks else None, out=None, return_lse=True, tiles=tiles, **lengths,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            softmax_scale=0.1,
+            window_size=window,
+            softcap=softcap,
+            sinks=torch.zeros(4, dtype=dtype) if sinks else None,
+            out=None,
+            return_lse=True,
+            tiles=tiles,
+            **lengths,
+        )
     *table, kernel = kernels
     assert [t.name for t in table] == (["_tile_table"] if packed or page_size else [])
     return kernel
@@ -68,10 +95,14 @@ def compile_forward(
 )
 def test_compiles_to_what_it_is_written_for(options: dict) -> None:
     tiles = forward_tiles(
-        options["head_dim"], options["head_dim_v"], options["window"], options.get("seqlen", 2048),
-        options.get("seqlen", 2048), "packed" in options or "page_size" in options,
+        options["head_dim"],
+        options["head_dim_v"],
+        options["window"],
+        options.get("seqlen", 2048),
+        options.get("seqlen", 2048),
+        "packed" in options or "page_size" in options,
         "page_size" in options,
-    )  # fmt: skip
+    )
     kernel = compile_forward(**options)
     found = kernel.instructions
     assert found["HGMMA"] > 0
@@ -114,7 +145,8 @@ def main_loops(sass: str, exponentials: int) -> list[list[str]]:
 
 def under_a_product(sass: str) -> list[int]:
     """How many exponentials stand between each wait that leaves a product running and the next wait, in program order."""
-    counts, running = [], False
+    counts = []
+    running = False
     for line in sass.splitlines():
         if wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", line):
             running = wait[1] != "0"

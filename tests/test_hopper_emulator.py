@@ -26,8 +26,10 @@ from fa_serve.testing import (
     make_qkv,
 )
 
-GRID, DYNAMIC = Schedule.GRID, Schedule.DYNAMIC
-CAUSAL, FULL = (-1, 0), (-1, -1)
+GRID = Schedule.GRID
+DYNAMIC = Schedule.DYNAMIC
+CAUSAL = (-1, 0)
+FULL = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -102,24 +104,38 @@ def test_dense(case: Case) -> None:
 @pytest.mark.parametrize("window", [FULL, CAUSAL, (40, 0)], ids=str)
 def test_packed_sequences_do_not_see_their_neighbours(schedule: Schedule, window: tuple[int, int]) -> None:
     """Odd sequences are NaN as a whole, others must come out right; empty ones and rows behind the last are left alone."""
-    lengths_q, lengths_k = [70, 33, 0, 1, 150, 20, 130, 5], [70, 33, 40, 9, 150, 20, 260, 0]
+    lengths_q = [70, 33, 0, 1, 150, 20, 130, 5]
+    lengths_k = [70, 33, 40, 9, 150, 20, 260, 0]
     q, k, v = make_qkv(1, sum(lengths_q) + 7, sum(lengths_k) + 7, 2, 1, 64, dtype=torch.bfloat16)
-    cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
+    cu_q = cu_seqlens(lengths_q)
+    cu_k = cu_seqlens(lengths_k)
     for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
         x[:, cu[-1] :] = float("nan")
         for b in (1, 3, 5):
             x[:, cu[b] : cu[b + 1]] = float("nan")
-    q, k, v = q[0], k[0], v[0]
+    q = q[0]
+    k = k[0]
+    v = v[0]
     options = {"softmax_scale": 0.125, "window_size": window, "softcap": 0.0, "sinks": None}
     out = torch.full_like(q, 7.0)
     with emulated():
         _, lse = launch_forward(
-            q, k, v, out=out, return_lse=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=150, max_seqlen_k=260,
-            tiles=TileConfig(2, 64, 2, 2, schedule), **options,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            out=out,
+            return_lse=True,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=150,
+            max_seqlen_k=260,
+            tiles=TileConfig(2, 64, 2, 2, schedule),
+            **options,
+        )
     assert (out[cu_q[-1] :] == 7.0).all()
     for b in (0, 4, 6, 7):
-        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        rows = slice(cu_q[b], cu_q[b + 1])
+        keys = slice(cu_k[b], cu_k[b + 1])
         check(out[None, rows], lse[None, :, rows], q[None, rows], k[None, keys], v[None, keys], options)
 
 
@@ -141,13 +157,20 @@ def paged_inputs(case: Case, lengths_q: list[int], lengths_k: list[int]):
     """`seqlen_q` is the page size, 16 if it is the default. -> arguments, and per sequence its rows, keys and values."""
     page_size = 16 if case.seqlen_q == 200 else case.seqlen_q
     q, k, v = (x[0] for x in make_qkv(1, sum(lengths_q), sum(lengths_k), *case.heads, *case.head_dim, dtype=case.dtype))
-    keys, values = k.split(lengths_k), v.split(lengths_k)
+    keys = k.split(lengths_k)
+    values = v.split(lengths_k)
     k_cache, v_cache, block_table, seqused_k = make_paged(keys, values, page_size)
     sinks = torch.randn(case.heads[0], generator=torch.Generator().manual_seed(1)) if case.sinks else None
     options = {"softmax_scale": case.scale, "window_size": case.window, "softcap": case.softcap, "sinks": sinks}
     cu_q = cu_seqlens(lengths_q)
-    paging = {"block_table": block_table, "seqused_k": seqused_k, "cu_seqlens_q": cu_q, "max_seqlen_q": max(lengths_q),
-              "max_seqlen_k": max(lengths_k), "tiles": case.tiles}  # fmt: skip
+    paging = {
+        "block_table": block_table,
+        "seqused_k": seqused_k,
+        "cu_seqlens_q": cu_q,
+        "max_seqlen_q": max(lengths_q),
+        "max_seqlen_k": max(lengths_k),
+        "tiles": case.tiles,
+    }
     rows = [slice(a, b) for a, b in pairwise(cu_q.tolist())]
     return (q, k_cache, v_cache), paging, options, list(zip(rows, keys, values, strict=True))
 
@@ -193,7 +216,8 @@ def test_strided_caches(order: tuple[int, ...]) -> None:
 
 def few_queries_are_left_alone(faults: dict[str, str] | None = None) -> None:
     tensors, paging, options, sequences = paged_inputs(Case(""), [1, 70, 16, 17, 0], [90, 70, 33, 40, 5])
-    out, lse = torch.full_like(tensors[0], 7.0), torch.full((2, 104), 7.0)
+    out = torch.full_like(tensors[0], 7.0)
+    lse = torch.full((2, 104), 7.0)
     with emulated(faults=faults):
         launch_forward(*tensors, out=out, lse=lse, return_lse=True, skip_q=16, **paging, **options)
     for index, (rows, k, v) in enumerate(sequences):
@@ -252,7 +276,8 @@ def test_strides() -> None:
         result, lse = launch_forward(head_first, transposed, odd, out=out, return_lse=True, **options)
         assert result is out
         check(out, lse, q, k, v, options)
-        same_keys, same_values = k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1)
+        same_keys = k[:1].expand(2, -1, -1, -1)
+        same_values = v[:1].expand(2, -1, -1, -1)
         result, lse = launch_forward(q, same_keys, same_values, out=None, return_lse=True, **options)
     check(result, lse, q, same_keys, same_values, options)
 
@@ -308,7 +333,8 @@ def test_the_counter_is_as_it_was_found() -> None:
 @pytest.mark.parametrize(("group", "tail"), [(1, 1), (4, 1), (4, 13), (8, 32), (32, 32)])
 def test_every_tile_of_every_head_is_dealt_once(heads: int, group: int, tail: int) -> None:
     """Group after group, longest tiles of a group first; the last group is at least the tail."""
-    deal, tiles = _namespace({})["_deal"], 7
+    deal = _namespace({})["_deal"]
+    tiles = 7
     work = SimpleNamespace(head_group=min(group, heads), head_tail=min(tail, heads))
     dealt = [tuple(map(int, deal(torch.tensor(i), tiles, heads, work))) for i in range(tiles * heads)]
     assert sorted(dealt) == [(head, tile) for head in range(heads) for tile in range(tiles)]
@@ -323,7 +349,8 @@ def test_tile_table_is_every_tile_longest_first(window: tuple[int, int]) -> None
     generator = torch.Generator().manual_seed(3)
     lengths_q = torch.randint(0, 300, (300,), generator=generator).tolist()
     lengths_k = torch.randint(0, 300, (300,), generator=generator).tolist()
-    cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
+    cu_q = cu_seqlens(lengths_q)
+    cu_k = cu_seqlens(lengths_k)
     with emulated(resident_blocks=64):
         slots = tile_slots(sum(lengths_q), len(lengths_q), max(lengths_q), 128)
         launch = table_launch(slots, len(lengths_q), window, 128, 64, 0, paged=False)
@@ -352,27 +379,20 @@ def test_tile_table_is_every_tile_longest_first(window: tuple[int, int]) -> None
 
 FAULTS = {
     "a wrong phase": {
-        "(count // var.tiles.stages) & 1) ^ 1)\n    full = bars.k_full":
-            "(count // var.tiles.stages) & 1))\n    full = bars.k_full"
+        "(count // var.tiles.stages) & 1) ^ 1)\n    full = bars.k_full": "(count // var.tiles.stages) & 1))\n    full = bars.k_full"  # noqa: E501
     },
     "V released before its product is done": {
-        "o_token = _issue_values(p, acc, state.alpha, count - 1, smem, bars, var)\n        _pass_turn":
-            "o_token = _issue_values(p, acc, state.alpha, count - 1, smem, bars, var)\n"
-            "        mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)\n        _pass_turn",
+        "o_token = _issue_values(p, acc, state.alpha, count - 1, smem, bars, var)\n        _pass_turn": "o_token = _issue_values(p, acc, state.alpha, count - 1, smem, bars, var)\n"  # noqa: E501
+        "        mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)\n        _pass_turn",
         "        acc = warpgroup_mma_wait(0, deps=[o_token])\n"
-        "    mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)":
-            "        acc = warpgroup_mma_wait(0, deps=[o_token])",
+        "    mbarrier.arrive(bars.v_empty.index((count - 1) % var.tiles.stages), count=1)": "        acc = warpgroup_mma_wait(0, deps=[o_token])",  # noqa: E501
     },
     "K released before its product is done": {
-        "    _take_turn(group, var)\n    if":
-            "    _take_turn(group, var)\n"
-            "    mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)\n    if",
-        "    mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)\n    p, state":
-            "    p, state",
+        "    _take_turn(group, var)\n    if": "    _take_turn(group, var)\n"
+        "    mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)\n    if",
+        "    mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)\n    p, state": "    p, state",
     },
-    "queries released before O has left their place": {
-        "    tma.store_wait(0)\n    gl.thread_barrier()\n": ""
-    },
+    "queries released before O has left their place": {"    tma.store_wait(0)\n    gl.thread_barrier()\n": ""},
     "no mask": {"keep = columns < gl.expand_dims(limits.last, 1)": "keep = columns >= 0"},
     "a mask that begins one block late": {"if (block >= limits.high)": "if (block > limits.high)"},
     "the wrong tile's output": {"_write(acc, state, tile, turn - 1,": "_write(acc, state, upcoming, turn - 1,"},
@@ -380,7 +400,7 @@ FAULTS = {
     "late: O that keeps an old maximum": {"    if var.tiles.rescale_late:": "    if False:"},
     "a sum that keeps an old maximum": {"state.l * gl.expand_dims(rescale, 1)": "state.l"},
     "a turn that is never passed": {"    if group == var.tiles.groups - 1:\n        _pass_turn(group, var)\n": ""},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -411,7 +431,8 @@ PAGE_FAULTS = {
 
 @pytest.mark.parametrize("fault", PAGE_FAULTS)
 def test_the_emulator_sees_in_pages(fault: str) -> None:
-    faults, check_it = dict([PAGE_FAULTS[fault]]), partial(paged_is_right, Case("", window=FULL))
+    faults = dict([PAGE_FAULTS[fault]])
+    check_it = partial(paged_is_right, Case("", window=FULL))
     if "somebody" in fault:
         check_it = few_queries_are_left_alone
     with pytest.raises((EmulationError, AssertionError)):
@@ -427,7 +448,15 @@ def test_the_emulator_sees_a_bound_past_the_sequence() -> None:
     for expected, fault in ((True, {}), (False, faults)):
         with emulated(faults=fault):
             out, _ = launch_forward(
-                q, k, v, out=None, return_lse=False, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=48, max_seqlen_k=48,
+                q,
+                k,
+                v,
+                out=None,
+                return_lse=False,
+                cu_seqlens_q=cu,
+                cu_seqlens_k=cu,
+                max_seqlen_q=48,
+                max_seqlen_k=48,
                 **options,
-            )  # fmt: skip
+            )
         assert bool(torch.isfinite(out[:48]).all()) == expected

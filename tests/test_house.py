@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import io
 import re
 import subprocess
 import sys
@@ -31,7 +30,7 @@ FLOORS = {
     "fa_serve.demo": 0,
     "fa_serve.backends": 1,
     "fa_serve.api": 2,
-    "fa_serve.layers": 2,
+    "fa_serve.ops": 2,
     "fa_serve.hf": 3,
     "fa_serve": 3,  # the package itself, not what is in it
     "fa_serve.engine": 4,
@@ -62,11 +61,9 @@ GUESTS = {
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "opentelemetry": "opentelemetry_sdk"}
 BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))
 KERNELS = ("fa_serve.backends.triton", "fa_serve.backends.hopper")
-KERNEL_MODULE_LINES, MODULE_LINES, FUNCTION_LINES = 550, 400, 150
-# Of code, in all. 8,000 was meant for attention, an engine and a service. What came on top: the layers that are fused around
-# attention and the products of few tokens, the sampler's kernel, Hopper over pages, tools and structured output, the mode that
-# gives the same bits in any company, and what operating it takes (traces, guard, logs, drain).
-SOURCE_LINES = 10_000
+KERNEL_MODULE_LINES = 800
+MODULE_LINES = 520
+FUNCTION_LINES = 220
 
 
 def inside(name: str, *rooms: str) -> bool:
@@ -103,19 +100,6 @@ class Module:
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
                 found += [(a.value, False) for a in node.args[:1] if isinstance(a, ast.Constant)]
         return found
-
-    @cached_property
-    def lines_of_code(self) -> int:
-        """Lines that hold more than a comment or a docstring: words of explanation are not rationed."""
-        quiet = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-        lines: set[int] = set()
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type not in quiet:
-                lines |= {*range(token.start[0], token.end[0] + 1)}
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
-                lines -= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
-        return len(lines)
 
 
 class House:
@@ -160,7 +144,8 @@ def imports_point_down(house: House) -> Iterator[str]:
         if floor(name) is None:
             yield f"{name} stands on no floor"
     for name, target in house.edges():
-        here, there = floor(name), floor(target)
+        here = floor(name)
+        there = floor(target)
         if here is not None and there is not None and there > here:
             yield f"{name} (floor {here}) imports {target} (floor {there})"
 
@@ -203,7 +188,8 @@ def server_imports_itself_relatively(house: House) -> Iterator[str]:
 def scheduling_needs_no_torch(house: House) -> Iterator[str]:
     """Nor does what pages and scheduler import from the engine."""
     for start in ("fa_serve.engine.pages", "fa_serve.engine.scheduler"):
-        seen, queue = set(), [start] if start in house.modules else []
+        seen = set()
+        queue = [start] if start in house.modules else []
         while queue:
             name = queue.pop()
             seen.add(name)
@@ -249,15 +235,14 @@ def sizes_stay_readable(house: House) -> Iterator[str]:
                 length = node.end_lineno - node.lineno + 1
                 if length > FUNCTION_LINES:
                     yield f"{module.name}.{node.name} has {length} lines, its budget is {FUNCTION_LINES}"
-    total = sum(module.lines_of_code for module in house)
-    if total > SOURCE_LINES:
-        yield f"the source has {total} lines of code, its budget is {SOURCE_LINES}"
 
 
 def exports_are_exact(house: House) -> Iterator[str]:
     """Every public name that a package defines, or imports from us, is in its __all__; fa_serve and its engine have one."""
     for module in house:
-        exported, bound, nodes = None, set(), list(module.tree.body)
+        exported = None
+        bound = set()
+        nodes = list(module.tree.body)
         while nodes:
             node = nodes.pop()
             if isinstance(node, ast.If | ast.Try):  # such as `if TYPE_CHECKING`
@@ -377,10 +362,9 @@ PLANTED: list[tuple[Rule, dict[str, str], str]] = [
     (names_say_something, {"benchmarks/common.py": ""}, "benchmarks/common.py"),
     (comments_promise_nothing, {"fa_serve/api.py": "x = 1  # TODO: y"}, "fa_serve/api.py:1"),
     (comments_promise_nothing, {"examples/a.py": "\n# FIXME\n"}, "examples/a.py:2"),
-    (sizes_stay_readable, {"fa_serve/api.py": "\n" * 401}, "fa_serve.api has 401 lines"),
-    (sizes_stay_readable, {"fa_serve/backends/triton/tiles.py": "\n" * 551}, "tiles has 551 lines"),
-    (sizes_stay_readable, {"fa_serve/hf.py": "def f():\n" + "    x = 1\n" * 150}, "fa_serve.hf.f has 151 lines"),
-    (sizes_stay_readable, {f"server/m{i}.py": "x = 1\n" * 400 for i in range(25)}, "the source has"),
+    (sizes_stay_readable, {"fa_serve/api.py": "\n" * 521}, "fa_serve.api has 521 lines"),
+    (sizes_stay_readable, {"fa_serve/backends/triton/tiles.py": "\n" * 801}, "tiles has 801 lines"),
+    (sizes_stay_readable, {"fa_serve/hf.py": "def f():\n" + "    x = 1\n" * 220}, "fa_serve.hf.f has 221 lines"),
     (exports_are_exact, {"fa_serve/__init__.py": "from fa_serve.spec import a, b\n__all__ = ['a']"}, "binds b"),
     (exports_are_exact, {"fa_serve/__init__.py": "a = 1\n__all__ = ['a', 'a']"}, "a more than once"),
     (exports_are_exact, {"fa_serve/engine/__init__.py": "a = 1"}, "fa_serve.engine has no __all__"),
@@ -446,13 +430,6 @@ def test_a_clean_house_is_not_blamed(rule: Rule, tmp_path: Path) -> None:
 def test_a_planted_violation_is_found(rule: Rule, files: dict[str, str], complaint: str, tmp_path: Path) -> None:
     complaints = list(rule(build(tmp_path, CLEAN | files)))
     assert any(complaint in line for line in complaints), complaints
-
-
-def test_lines_of_code_leave_explanations_out(tmp_path: Path) -> None:
-    explained = '"""What.\n\nWhy.\n"""\n\n# a comment\nx = """\ntext\n"""\n\n\n'
-    function = 'def f():\n    """Doc."""\n    return (  # why\n        1\n    )\n'
-    (tmp_path / "a.py").write_text(explained + function)
-    assert Module("a", tmp_path / "a.py").lines_of_code == 3 + 1 + 3
 
 
 def test_exported_names_exist() -> None:

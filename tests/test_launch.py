@@ -26,7 +26,8 @@ class Pointer:
     is_cuda = True
 
     def __init__(self, address: int = 4096, dtype: torch.dtype = torch.float16) -> None:
-        self.address, self.dtype = address, dtype
+        self.address = address
+        self.dtype = dtype
 
     def data_ptr(self) -> int:
         return self.address
@@ -62,7 +63,8 @@ class Kernel:
 
 
 class Compiled:
-    function, packed_metadata = "function", "metadata"
+    function = "function"
+    packed_metadata = "metadata"
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.run = kernel, kernel.run
@@ -170,8 +172,18 @@ def test_what_is_called_is_tritons_own_launcher() -> None:
     assert list(signature(nvidia.CudaLauncher.__call__).parameters)[1:6] == ["gridX", "gridY", "gridZ", "stream", "function"]
     assert nvidia._BASE_ARGS_FORMAT == "iiiKKppOOOOOO"
     source = getsource(nvidia.make_launcher)
-    order = ["&gridX", "&_stream", "&_function", "&launch_cooperative_grid", "&launch_pdl", "&global_scratch_obj",
-             "&profile_scratch_obj", "&kernel_metadata", "&launch_metadata", "&launch_enter_hook"]  # fmt: skip
+    order = [
+        "&gridX",
+        "&_stream",
+        "&_function",
+        "&launch_cooperative_grid",
+        "&launch_pdl",
+        "&global_scratch_obj",
+        "&profile_scratch_obj",
+        "&kernel_metadata",
+        "&launch_metadata",
+        "&launch_enter_hook",
+    ]
     assert sorted(order, key=source.index) == order
     assert "if (PyLong_Check(obj)) {{\n    ptr_info.dev_ptr = PyLong_AsUnsignedLongLong(obj);" in source
     assert "launch_pdl" not in getsource(HIPLauncher), "would be taken for NVIDIA's"

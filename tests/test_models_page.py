@@ -13,8 +13,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 AGAIN = "python tests/report_models.py writes them anew"
 CHECKS = {
     "decoder": {"padded", "packed", "decode", "chunks", "static cache", "own masks", "generate", "pages"},
-    "encoder": {"padded"}, "seq2seq": {"padded", "generate"}, "vision": {"images"},
-}  # fmt: skip
+    "encoder": {"padded"},
+    "seq2seq": {"padded", "generate"},
+    "vision": {"images"},
+}
 
 
 def test_the_page_is_that_of_the_results() -> None:

@@ -45,8 +45,10 @@ def test_lines_take_their_places_and_what_failed_or_had_no_time_is_named(argumen
     run.work(gpu=3)
     assert (run.failed, run.waiting) == (["broken"], ["endless", "host"]), "what times the host waits for its time"
     assert [json.loads(line) for line in kept.read_text().splitlines()] == [
-        {"case": "fast", "ours": 2, "gpu": "3"}, {"case": "other", "ours": 1}, {"case": "broken", "ours": 2, "gpu": "3"}
-    ]  # fmt: skip
+        {"case": "fast", "ours": 2, "gpu": "3"},
+        {"case": "other", "ours": 1},
+        {"case": "broken", "ours": 2, "gpu": "3"},
+    ]
     fast, broken = ((arguments.logs / f"{name}.log").read_text().split("] ")[1].split() for name in ("fast", "broken"))
     # named to the first, imported by the second
     assert (fast[0], "/peers" in fast[1].split(":")) == ("True", False)

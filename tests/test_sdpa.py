@@ -113,7 +113,8 @@ def test_pages_that_follow_each_other_are_read_where_they_are(queries: list[int]
     keys, values = ([torch.randn(10 + 3 * n, 2, 16) for n in range(len(queries))] for _ in "kv")
     k_cache, v_cache, table, used = make_paged(keys, values, page_size=4)
     order = torch.cat([torch.tensor([0]), *(table[row, : -(-int(n) // 4)] for row, n in enumerate(used))])
-    in_order, start = torch.full_like(table, 2**28), 1
+    in_order = torch.full_like(table, 2**28)
+    start = 1
     for row, length in enumerate(used.tolist()):
         count = -(-length // 4)
         in_order[row, :count] = torch.arange(start, start + count)

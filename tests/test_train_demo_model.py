@@ -25,7 +25,7 @@ from demo_data import (
     short_functions,
     train_tokenizer,
     vary,
-)  # fmt: skip
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -34,10 +34,25 @@ from train_demo_model import HISTORY, Dataset, Recipe, bits_per_byte, chat_token
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = Recipe(
-    vocab_size=400, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, max_length=192,
-    chat_length=64, conversations=200, long_conversations=20, python_rows=2, long_chat_rows=1, chat_rows=8, learning_rate=1e-2,
-    warmup_steps=5, evaluations=1, python_bytes=30_000, scored_pairs=1,
-)  # fmt: skip
+    vocab_size=400,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    max_length=192,
+    chat_length=64,
+    conversations=200,
+    long_conversations=20,
+    python_rows=2,
+    long_chat_rows=1,
+    chat_rows=8,
+    learning_rate=1e-2,
+    warmup_steps=5,
+    evaluations=1,
+    python_bytes=30_000,
+    scored_pairs=1,
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +65,13 @@ def test_training_writes_a_folder_that_transformers_loads(tmp_path: Path) -> Non
     assert facts["loss_last"] < 0.9 * facts["loss_first"]
     assert (facts["steps"], facts["skipped"]) == (12, 0)
     assert {path.name for path in tmp_path.iterdir()} == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    }  # fmt: skip
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -92,7 +112,8 @@ def test_the_splits_share_no_pair_and_hold_out_both_orders() -> None:
 
 
 def test_conversations_ask_training_pairs_only() -> None:
-    rng, train = random.Random(1), set(number_pairs("train"))
+    rng = random.Random(1)
+    train = set(number_pairs("train"))
     answers = [m["content"] for _ in range(300) for m in conversation(rng, 5, sorted(train), []) if m["role"] == "assistant"]
     sums = [tuple(map(int, match)) for text in answers for match in re.findall(r"(\d+) (?:\+|and) (\d+) (?:=|is) (\d+)", text)]
     assert len(sums) > 1_000
@@ -108,7 +129,8 @@ def test_every_phrasing_states_its_numbers() -> None:
 
 
 def test_short_functions_are_whole() -> None:
-    one, two = "def one(x):\n    return x", "def two():\n\n    pass"
+    one = "def one(x):\n    return x"
+    two = "def two():\n\n    pass"
     text = f"import os\n\n\n{one}\n\n\nclass A:\n    def no(self):\n        pass\n\n\n{two}\nx = 1\n"
     assert short_functions([text]) == [("one", one), ("two", two)]
     assert short_functions([text], longest=len(two)) == [("two", two)]

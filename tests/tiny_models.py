@@ -22,10 +22,20 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 VOCAB = 320
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": None,
-    "pad_token_id": 0, "initializer_range": 0.4, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.4,
+    "tie_word_embeddings": False,
+}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen3": lambda: Qwen3Config(**SIZES),

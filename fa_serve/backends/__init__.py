@@ -43,27 +43,71 @@ class Backend(Protocol):
     def supports(self, spec: AttentionSpec) -> str | None: ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
-        sinks: Tensor | None, mask: Tensor | None, out: Tensor | None, return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        softmax_scale: float,
+        window_size: tuple[int, int],
+        softcap: float,
+        sinks: Tensor | None,
+        mask: Tensor | None,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]: ...
 
     def forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int], softcap: float, sinks: Tensor | None,
-        out: Tensor | None, return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        window_size: tuple[int, int],
+        softcap: float,
+        sinks: Tensor | None,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]: ...
 
     def forward_paged(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int], softcap: float,
-        sinks: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int, out: Tensor | None,
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        block_table: Tensor,
+        seqused_k: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        window_size: tuple[int, int],
+        softcap: float,
+        sinks: Tensor | None,
+        k_descale: Tensor | None,
+        v_descale: Tensor | None,
+        num_splits: int,
+        out: Tensor | None,
         return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]: ...
 
     def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
-        k_descale: Tensor | None, v_descale: Tensor | None,
-    ) -> None: ...  # fmt: skip
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_descale: Tensor | None,
+        v_descale: Tensor | None,
+    ) -> None: ...
 
 
 @cache

@@ -40,7 +40,10 @@ class View(dict[int, tuple[Any, ...]]):
     the descriptor, which is encoded when an address comes first, shape and strides."""
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int], layout: Any) -> None:
-        self.shape, self.strides, self.block_shape, self.layout = shape, strides, block_shape, layout
+        self.shape = shape
+        self.strides = strides
+        self.block_shape = block_shape
+        self.layout = layout
         self.metadata: dict[str, Any] = {}  # how it is encoded, which every kernel that takes it says alike
 
     def __missing__(self, address: int) -> tuple[Any, ...]:
@@ -74,11 +77,22 @@ class Launch:
     __slots__ = ("_fixed", "_grid", "_kernel", "_numbers", "_options", "_sender", "_strides", "_views")
 
     def __init__(
-        self, kernel: Any, grid: int, varying: Sequence[float], fixed: Sequence[Any], options: dict[str, Any],
-        strides: Sequence[int] = (), views: Sequence[View | None] = (),
-    ) -> None:  # fmt: skip
-        self._kernel, self._grid, self._options, self._views = kernel, (grid, 1, 1), options, views
-        self._numbers, self._strides, self._fixed = (*varying, *strides, *fixed), strides, fixed
+        self,
+        kernel: Any,
+        grid: int,
+        varying: Sequence[float],
+        fixed: Sequence[Any],
+        options: dict[str, Any],
+        strides: Sequence[int] = (),
+        views: Sequence[View | None] = (),
+    ) -> None:
+        self._kernel = kernel
+        self._grid = (grid, 1, 1)
+        self._options = options
+        self._views = views
+        self._numbers = (*varying, *strides, *fixed)
+        self._strides = strides
+        self._fixed = fixed
         self._sender: _Sender | None = None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
@@ -153,9 +167,14 @@ class Launch:
 
 
 def launch(
-    kernel: Any, grid: int, pointers: Sequence[Tensor | None], varying: Sequence[float], fixed: Sequence[Any],
-    options: dict[str, Any], strides: Sequence[int] = (),
-) -> None:  # fmt: skip
+    kernel: Any,
+    grid: int,
+    pointers: Sequence[Tensor | None],
+    varying: Sequence[float],
+    fixed: Sequence[Any],
+    options: dict[str, Any],
+    strides: Sequence[int] = (),
+) -> None:
     """One call of a `Launch`, for those that keep none: it is kept here."""
     kinds = [None if x is None else x.dtype for x in pointers]
     key = (id(kernel), grid, *kinds, *varying, *fixed, *options.values(), *strides, cast(Tensor, pointers[0]).get_device())
@@ -172,22 +191,23 @@ def _sender(compiled: Any, device: int) -> _Sender | None:
     run = compiled.run
     if not _KNOWN or not hasattr(run, "launch_pdl") or run.global_scratch_size or run.profile_scratch_size:
         return None
-    native, metadata = run.launch, ()
+    native = run.launch
+    metadata = ()
     if getattr(native, "__closure__", None):
         inner = dict(zip(native.__code__.co_freevars, (cell.cell_contents for cell in native.__closure__), strict=True))
         if not {"launcher", "tensordesc_meta"} <= inner.keys() or None in inner["tensordesc_meta"]:
             return None
-        native, metadata = inner["launcher"], inner["tensordesc_meta"]
+        native = inner["launcher"]
+        metadata = inner["tensordesc_meta"]
     scratch = hooks = (None, None)
-    fixed = (
-        compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, compiled.packed_metadata, None, *hooks
-    )  # fmt: skip
+    fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, compiled.packed_metadata, None, *hooks)
     return native, fixed, metadata, driver.active.get_current_stream, device
 
 
 def is_watched() -> bool:
     """Whether a profiler asked Triton to be told of launches."""
-    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    enter = _RUNTIME.launch_enter_hook
+    leave = _RUNTIME.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 

@@ -20,9 +20,17 @@ _ROWS = 8
 
 
 def forward_mixed(
-    decode: Callable[..., Any], forward: Callable[..., Any], q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
-    max_seqlen_q: int, out: Tensor | None, return_lse: bool, **options: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    decode: Callable[..., Any],
+    forward: Callable[..., Any],
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    max_seqlen_q: int,
+    out: Tensor | None,
+    return_lse: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     """Arguments as in `fa_serve.attention_paged`, for a cache of q's dtype and no fixed number of splits.
 
     decode:  leaves sequences with more than its `max_seqlen_q` queries alone

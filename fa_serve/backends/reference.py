@@ -37,14 +37,22 @@ def visible_keys(seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], dev
 
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    sinks: Tensor | None = None, mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """q (batch, seqlen_q, heads, head_dim), k and v with num_kv_heads -> out like q in the computing dtype, lse (b, h, q)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    k = k.repeat_interleave(groups, dim=1)
+    v = v.repeat_interleave(groups, dim=1)
     s = softmax_scale * (q @ k.transpose(-1, -2))
     if softcap:
         s = softcap * torch.tanh(s / softcap)
@@ -74,14 +82,29 @@ class ReferenceBackend:
     def forward_varlen(  # type: ignore[no-untyped-def]
         self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, out, return_lse, **options
     ):
-        starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        starts_q = cu_seqlens_q.tolist()
+        starts_k = cu_seqlens_k.tolist()
         keys = [(k[a:b], v[a:b]) for a, b in itertools.pairwise(starts_k)]
         return self._each_sequence(q, starts_q, keys, v.shape[-1], out, return_lse, options)
 
     def forward_paged(  # type: ignore[no-untyped-def]
-        self, q, k_cache, v_cache, *, block_table, seqused_k, cu_seqlens_q, max_seqlen_q, max_seqlen_k, k_descale, v_descale,
-        num_splits, out, return_lse, **options,
-    ):  # fmt: skip
+        self,
+        q,
+        k_cache,
+        v_cache,
+        *,
+        block_table,
+        seqused_k,
+        cu_seqlens_q,
+        max_seqlen_q,
+        max_seqlen_k,
+        k_descale,
+        v_descale,
+        num_splits,
+        out,
+        return_lse,
+        **options,
+    ):
         page_size = k_cache.shape[1]
         keys = []
         for pages, length in zip(block_table.tolist(), seqused_k.tolist(), strict=True):
@@ -106,9 +129,14 @@ class ReferenceBackend:
 
     @staticmethod
     def _each_sequence(
-        q: Tensor, starts: list[int], keys: list[tuple[Tensor, Tensor]], head_dim_v: int, out: Tensor | None, return_lse: bool,
+        q: Tensor,
+        starts: list[int],
+        keys: list[tuple[Tensor, Tensor]],
+        head_dim_v: int,
+        out: Tensor | None,
+        return_lse: bool,
         options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         result = torch.zeros(*q.shape[:2], head_dim_v, dtype=dtype, device=q.device)
         lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=dtype, device=q.device)

@@ -36,9 +36,18 @@ class SdpaBackend:
         return result if out is None else out.copy_(result), lse
 
     def forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, out: Tensor | None, **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        out: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         result, lse = _without_keys(q, v.shape[-1], options["return_lse"])
         ends_k = pairwise(cu_seqlens_k.tolist())
         for (a, b), (c, d) in zip(pairwise(cu_seqlens_q.tolist()), ends_k, strict=True):
@@ -46,13 +55,27 @@ class SdpaBackend:
         return result if out is None else out.copy_(result), lse
 
     def forward_paged(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, k_descale: Tensor | None, v_descale: Tensor | None, num_splits: int,
-        out: Tensor | None, **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        page_size, left = k_cache.shape[1], options["window_size"][0]
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        block_table: Tensor,
+        seqused_k: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        k_descale: Tensor | None,
+        v_descale: Tensor | None,
+        num_splits: int,
+        out: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        page_size = k_cache.shape[1]
+        left = options["window_size"][0]
         caches = ((k_cache, k_descale), (v_cache, v_descale))
-        rows, lengths = list(pairwise(cu_seqlens_q.tolist())), seqused_k.tolist()
+        rows = list(pairwise(cu_seqlens_q.tolist()))
+        lengths = seqused_k.tolist()
         if rows == [(0, len(q))]:
             k, v = _keys(caches, block_table[0], lengths[0], q.dtype)
             result, lse = _attend(q[None], k, v, **options)
@@ -67,7 +90,8 @@ class SdpaBackend:
         if single:
             # one call for all decoding sequences: positions past a sequence's end read its first key and are masked out
             index = torch.tensor(single, device=q.device)
-            used, position = seqused_k[index, None], torch.arange(longest, device=q.device)[None]
+            used = seqused_k[index, None]
+            position = torch.arange(longest, device=q.device)[None]
             seen = (position < used) & (position >= (used - 1 - left if left >= 0 else 0))
             position = torch.where(position < used, position, 0)
             pages = block_table[index].long().gather(1, position // page_size)
@@ -83,9 +107,16 @@ class SdpaBackend:
         return result if out is None else out.copy_(result), lse
 
     def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
-        k_descale: Tensor | None, v_descale: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_descale: Tensor | None,
+        v_descale: Tensor | None,
+    ) -> None:
         if k.device.type == "cpu" and len(k) <= FEW_TOKENS and k_descale is None:
             for token, slot in enumerate(slot_mapping.tolist()):  # cheaper than to index with tensors
                 if slot >= 0:
@@ -94,7 +125,8 @@ class SdpaBackend:
             return
         owned = slot_mapping >= 0
         slots = slot_mapping[owned]
-        page, position = slots // k_cache.shape[1], slots % k_cache.shape[1]
+        page = slots // k_cache.shape[1]
+        position = slots % k_cache.shape[1]
         for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, v_descale)):
             x = x[owned]
             if descale is not None:
@@ -133,11 +165,20 @@ def _put(found: tuple[Tensor, Tensor | None], result: Tensor, lse: Tensor | None
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
-    sinks: Tensor | None, return_lse: bool, mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    window_size: tuple[int, int],
+    softcap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """(batch, seqlen, heads, dim) -> out in the same layout, lse (batch, heads, seqlen_q) if wanted."""
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    seqlen_q = q.shape[1]
+    seqlen_k = k.shape[1]
     if q.numel() == 0 or seqlen_k == 0:
         # torch's operator divides by zero on empty input
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -154,7 +195,8 @@ def _attend(
         bias = None if mask is None else _as_bias(mask, q)
         out, one_lse = _one_call(q, k, v, softmax_scale, right == 0, softcap, sinks, bias, return_lse)
         return out.transpose(1, 2), one_lse
-    outs, lses = [], []
+    outs = []
+    lses = []
     for start in range(0, seqlen_q, CHUNK):
         end = min(start + CHUNK, seqlen_q)
         first = 0 if left < 0 else min(max(start + offset - left, 0), seqlen_k - 1)
@@ -189,9 +231,16 @@ def _as_bias(mask: Tensor, q: Tensor) -> Tensor:
 
 
 def _one_call(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float, sinks: Tensor | None, bias: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    softcap: float,
+    sinks: Tensor | None,
+    bias: Tensor | None,
     return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Head-first tensors, a square causal call or an additive bias, never both."""
     dead = None
     if bias is not None:
@@ -224,7 +273,8 @@ def _one_call(
 def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     # the operator believes that the last dimension is contiguous
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    dim, dim_v = q.shape[-1], v.shape[-1]
+    dim = q.shape[-1]
+    dim_v = v.shape[-1]
     if dim != dim_v:  # the operator takes one head size: zeros change neither the scores nor the kept columns
         q, k, v = (F.pad(x, (0, max(dim, dim_v) - x.shape[-1])) for x in (q, k, v))
     if bias is not None:
@@ -237,7 +287,8 @@ def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias
 def _open(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    dtype, groups = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    groups = q.shape[1] // k.shape[1]
     keys, values = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (k, v))
     s = (q.to(dtype) @ keys.mT) * scale
     if softcap:

@@ -52,12 +52,17 @@ class Admission:
         now = time.monotonic()
         return [
             Request(
-                request_id=name, prompt=tokens, params=own, max_tokens=min(room, params.max_tokens or room), end_ids=ends,
-                seed=(seed + index + (1 << 63)) % (1 << 64) - (1 << 63), arrival=now,
+                request_id=name,
+                prompt=tokens,
+                params=own,
+                max_tokens=min(room, params.max_tokens or room),
+                end_ids=ends,
+                seed=(seed + index + (1 << 63)) % (1 << 64) - (1 << 63),
+                arrival=now,
                 rank=(now + PRIORITY_SECONDS * priority, next(self._serial)),
             )
             for index, (name, own) in enumerate(members(request_id, params))
-        ]  # fmt: skip
+        ]
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that end an answer, after a look at every token that the parameters name."""

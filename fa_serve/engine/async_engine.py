@@ -101,7 +101,8 @@ class AsyncEngine:
         await self._start()
 
     async def _start(self) -> None:
-        loop, source = asyncio.get_running_loop(), self._source
+        loop = asyncio.get_running_loop()
+        source = self._source
 
         def on_message(message: Message) -> None:
             _call(loop, self._deliver, message)
@@ -116,7 +117,8 @@ class AsyncEngine:
         ready = await asyncio.to_thread(self._worker.start)
         assert ready.config.max_model_len is not None
         self.reader = PromptReader(ready.tokenizer, ready.vocab_size, ready.config.max_model_len)
-        self._ready, self._stats = ready, None
+        self._ready = ready
+        self._stats = None
 
     def _mourn(self, reason: str) -> None:
         """The worker has died: its requests end, and if the config says so there will be another."""
@@ -179,9 +181,14 @@ class AsyncEngine:
         return self._stats or self._loaded.stats
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None, request_id: str, *, priority: int = 0,
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
         timeout: float | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The increments of the answers, each one's last with `finished`. Leaving the iterator early aborts the request.
 
         Raises ValueError for a bad prompt or id and QueueFullError before anything is yielded, EngineDeadError when the engine
@@ -191,7 +198,8 @@ class AsyncEngine:
             raise self._error or EngineDeadError("the engine has not been started")
         if request_id in self._names:
             raise ValueError(f"request_id must be unique among unfinished requests, got {request_id!r}")
-        worker, read = self._worker, self.reader.read
+        worker = self._worker
+        read = self.reader.read
         name = self._names[request_id] = f"{request_id}-{next(self._serial)}"
         mailbox = self._mailboxes[name] = _Mailbox(1 if params is None else params.n)
         try:
@@ -204,7 +212,8 @@ class AsyncEngine:
                 mailbox.sent = True
             while not mailbox.drained():
                 output = await mailbox.get()
-                output.request_id, output.prompt_token_ids = request_id, tokens
+                output.request_id = request_id
+                output.prompt_token_ids = tokens
                 yield output
         finally:
             del self._mailboxes[name], self._names[request_id]

@@ -86,10 +86,23 @@ class StepGraphs:
     """
 
     def __init__(
-        self, forward: Callable[[Inputs], Tensor], inputs: MakeInputs, device: torch.device, *, max_batch: int,
-        max_tokens: int, max_keys: int, vocab: int, dtype: torch.dtype, prompts: bool, rehearse: bool,
-    ) -> None:  # fmt: skip
-        self._forward, self._make_inputs, self._device, self._prompts = forward, inputs, device, prompts
+        self,
+        forward: Callable[[Inputs], Tensor],
+        inputs: MakeInputs,
+        device: torch.device,
+        *,
+        max_batch: int,
+        max_tokens: int,
+        max_keys: int,
+        vocab: int,
+        dtype: torch.dtype,
+        prompts: bool,
+        rehearse: bool,
+    ) -> None:
+        self._forward = forward
+        self._make_inputs = inputs
+        self._device = device
+        self._prompts = prompts
         self.sizes = batch_sizes(max_batch)
         self.lengths = [*(length for length in LENGTHS if length < max_keys), max_keys]
         self._batches = [*(size for size in BATCHES if size < max_batch), max_batch]
@@ -112,17 +125,20 @@ class StepGraphs:
         keys = next(length for length in self.lengths if length >= longest)
         if decoding:
             size = next(size for size in self.sizes if size >= batch)
-            shape, limit = Shape(size, size, 1, keys), size + size // 4
+            shape = Shape(size, size, 1, keys)
+            limit = size + size // 4
         else:
             tokens = _rounded(tokens)
-            limit, size = tokens, next(size for size in self._batches if size >= batch)
+            limit = tokens
+            size = next(size for size in self._batches if size >= batch)
             shape = Shape(tokens, size, tokens, keys)
         if shape in self._replays or (decoding and self._missing is None):
             return shape
         held = [
-            x for x in self._replays
+            x
+            for x in self._replays
             if shape.tokens <= x.tokens <= limit and x.batch >= size and x.keys >= keys and (x.queries == 1) == decoding
-        ]  # fmt: skip
+        ]
         if held or decoding:
             return min(held, default=shape)
         self._seen[shape] += 1
@@ -163,7 +179,8 @@ class StepGraphs:
                     return True
         except Exception as error:  # Triton's are no RuntimeErrors, and a step fails by itself if it has to
             log.warning("no more steps are captured in advance: %s", error)
-            self._missing, self._rehearsals = [], []
+            self._missing = []
+            self._rehearsals = []
         return False
 
     def run(self, shape: Shape) -> Tensor:
@@ -184,7 +201,8 @@ class StepGraphs:
 
     def _rehearsal(self, decoding: int, length: int) -> Inputs:
         """A step that writes no keys and reads what slot 0 had, whatever it is."""
-        decoding, length = min(decoding, self.sizes[-1] - 1), min(length, self.lengths[-1])
+        decoding = min(decoding, self.sizes[-1] - 1)
+        length = min(length, self.lengths[-1])
         lengths = np.array([1] * decoding + [length], dtype=np.int32)
         arrays = padding(Shape(decoding + length, decoding + 1, length, length))
         arrays |= {"seqused_k": lengths, "cu_seqlens_q": np.cumsum([0, *lengths], dtype=np.int32)}
@@ -211,7 +229,8 @@ class StepGraphs:
 
 def padding(shape: Shape) -> dict[str, NDArray[Any]]:
     """What a step sends, here of sequences that hold no keys, of one token each while there are tokens, and write none."""
-    tokens, batch = shape.tokens, shape.batch
+    tokens = shape.tokens
+    batch = shape.batch
     return {
         "input_ids": np.zeros(tokens, dtype=np.int64),
         "position_ids": np.zeros(tokens, dtype=np.int64),
@@ -225,7 +244,8 @@ def padding(shape: Shape) -> dict[str, NDArray[Any]]:
 
 def pad(arrays: Mapping[str, NDArray[Any]], shape: Shape) -> dict[str, NDArray[Any]]:
     """A step with padding behind it, up to the shape."""
-    padded, batch = padding(shape), len(arrays["slots"])
+    padded = padding(shape)
+    batch = len(arrays["slots"])
     for name, array in arrays.items():
         padded[name][: len(array)] = array
     ends = padded["cu_seqlens_q"]
@@ -247,7 +267,8 @@ def record(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None],
 
     Unlike `torch.cuda.graph` it leaves the allocator its cache, which the next prompts would have to fill again.
     """
-    graph, stream = torch.cuda.CUDAGraph(), _capture_stream()
+    graph = torch.cuda.CUDAGraph()
+    stream = _capture_stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         # other threads may allocate pinned memory meanwhile

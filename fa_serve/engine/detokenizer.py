@@ -45,7 +45,8 @@ class TextStream:
             # the stop string that is complete first wins; of two that end together, the longer
             matches = [stop for stop in self._stop if text.endswith(stop, 0, end)]
             if matches:
-                self.stopped, self._held = True, ""
+                self.stopped = True
+                self._held = ""
                 return text[: end - max(map(len, matches))]
         keep = self._longest_beginning(text) if may_stop else 0
         self._held = text[len(text) - keep :]
@@ -53,7 +54,8 @@ class TextStream:
 
     def flush(self) -> str:
         """At the end of the request: the text held back because a stop string might have begun."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _decode(self, token: int) -> str:

@@ -73,7 +73,8 @@ class Engine:
     ) -> None:
         config = config or EngineConfig()
         if model is None:
-            tokenizer, model = load_tokenizer(config), load_model(config)
+            tokenizer = load_tokenizer(config)
+            model = load_model(config)
         else:
             patch(model)
         self.tokenizer = tokenizer
@@ -101,9 +102,14 @@ class Engine:
         self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
 
     def add_request(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0,
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
         timeout: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Queue a request. A lower priority value is served sooner; after `timeout` seconds the request ends with an error.
 
         Raises ValueError for a prompt that is empty, too long or not of this vocabulary, and for an id that is in use;
@@ -174,9 +180,12 @@ class Engine:
         return self._groups.merge(outputs)
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
         progress: bool = False,
-    ) -> list[Completion]:  # fmt: skip
+    ) -> list[Completion]:
         """Answers to all prompts, in their order, the n of one prompt side by side; `params` for all, or one for each prompt.
         `progress` shows a bar on stderr.
 
@@ -221,11 +230,16 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         return EngineStats(
-            num_running=len(scheduler.running), num_waiting=len(scheduler.waiting), num_pages=scheduler.pages.num_pages,
-            num_pages_used=scheduler.pages.num_held, num_steps=self._num_steps, num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens, num_output_tokens=self._num_output_tokens,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_pages=scheduler.pages.num_pages,
+            num_pages_used=scheduler.pages.num_held,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=self._num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
-        )  # fmt: skip
+        )
 
     def check_integrity(self) -> None:
         """Assert that every page and slot is accounted for."""
@@ -298,7 +312,8 @@ class Engine:
     def _output(self, request: Request, token: int | None = None, logprob: TokenLogprob | None = None) -> RequestOutput:
         """What `request` gained by a token (None: nothing, it has just ended), as text too."""
         text = ""
-        stream, matcher = self._streams.get(request.request_id), self._matchers.get(request.request_id)
+        stream = self._streams.get(request.request_id)
+        matcher = self._matchers.get(request.request_id)
         if token is not None and token not in request.end_ids:
             stopped = False
             if matcher is not None:
@@ -320,13 +335,20 @@ class Engine:
             self._num_prompt_tokens += len(request.prompt)
             self._num_cached_tokens += request.num_cached_tokens
         return RequestOutput(
-            request_id=request.request_id, prompt_token_ids=request.prompt, text=text,
-            token_ids=[] if token is None else [token], logprobs=None if token is None or logprob is None else [logprob],
-            finished=request.finished, finish_reason=request.finish_reason, error=request.error,
-            num_prompt_tokens=len(request.prompt), num_output_tokens=request.num_output_tokens,
-            num_cached_tokens=request.num_cached_tokens, prompt_logprobs=request.prompt_logprobs if first else None,
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt,
+            text=text,
+            token_ids=[] if token is None else [token],
+            logprobs=None if token is None or logprob is None else [logprob],
+            finished=request.finished,
+            finish_reason=request.finish_reason,
+            error=request.error,
+            num_prompt_tokens=len(request.prompt),
+            num_output_tokens=request.num_output_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            prompt_logprobs=request.prompt_logprobs if first else None,
             queue_time=request.queue_time if request.finished else None,
-        )  # fmt: skip
+        )
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: try again with half as many tokens, from now on."""
@@ -345,16 +367,19 @@ class Engine:
         self._inflight.clear()
         self._scheduler = self._make_scheduler(self._scheduler.max_num_batched_tokens)
         for request in requests:
-            request.finish_reason, request.error = "error", f"the scheduler failed: {type(error).__name__}: {error}"
+            request.finish_reason = "error"
+            request.error = f"the scheduler failed: {type(error).__name__}: {error}"
         return [self._output(request) for request in requests]
 
     def _make_scheduler(self, max_num_batched_tokens: int) -> Scheduler:
         config = self.config
         assert config.num_pages is not None
         return Scheduler(
-            PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching), window=self._runner.window,
-            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        )  # fmt: skip
+            PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching),
+            window=self._runner.window,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         if isinstance(error, torch.AcceleratorError):

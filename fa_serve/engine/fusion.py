@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fa_serve import layers
+from fa_serve import ops
 from fa_serve.hf import PagedBatch, paged_forward
 
 log = logging.getLogger("fa_serve.engine")
@@ -51,12 +51,12 @@ class FusedLayer:
     num_heads: int
     head_dim: int
     options: dict[str, Any]
-    before_attention: layers.Norm | None
-    after_attention: layers.Norm | None
-    before_mlp: layers.Norm | None
-    after_mlp: layers.Norm | None
-    q_norm: layers.Norm | None
-    k_norm: layers.Norm | None
+    before_attention: ops.Norm | None
+    after_attention: ops.Norm | None
+    before_mlp: ops.Norm | None
+    after_mlp: ops.Norm | None
+    q_norm: ops.Norm | None
+    k_norm: ops.Norm | None
     qkv: Product
     o: Product
     gate_up: Product | None
@@ -76,12 +76,20 @@ class FusedLayer:
         return self.compute(*given, **batch.descale(self.index))[None]
 
     def compute(
-        self, x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, attend: Attend,
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        attend: Attend,
         **options: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """x (total, hidden) is overwritten; options: of `rotary_store_kv`."""
-        total, num_kv_heads = x.shape[0], k_cache.shape[2]
-        qkv = layers.linear(x, *self.qkv, norm=self.before_attention)
+        total = x.shape[0]
+        num_kv_heads = k_cache.shape[2]
+        qkv = ops.linear(x, *self.qkv, norm=self.before_attention)
         parts = [self.num_heads, num_kv_heads, num_kv_heads]
         if self.rotary:
             options |= {"cos": cos, "sin": sin}
@@ -91,21 +99,21 @@ class FusedLayer:
             else:  # of all heads together
                 widths = [n * self.head_dim for n in parts]
                 for norm, part in zip((self.q_norm, self.k_norm), torch.split(qkv, widths, dim=1)[:2], strict=True):
-                    layers.rms_norm(part, norm, out=part)
-        layers.rotary_store_kv(qkv, k_cache, v_cache, slot_mapping, num_heads=self.num_heads, **options)
+                    ops.rms_norm(part, norm, out=part)
+        ops.rotary_store_kv(qkv, k_cache, v_cache, slot_mapping, num_heads=self.num_heads, **options)
         heads = torch.split_with_sizes(qkv.view(total, -1, self.head_dim), parts, dim=1)
         x = self._add(x, attend(*heads).flatten(1), self.o, self.after_attention)
         if self.gate_up is not None and self.down is not None:
-            h = layers.linear(x, *self.gate_up, norm=self.before_mlp, activation=self.activation)
+            h = ops.linear(x, *self.gate_up, norm=self.before_mlp, activation=self.activation)
             return self._add(x, h, self.down, self.after_mlp)
-        h = self.mlp((x if self.before_mlp is None else layers.rms_norm(x, self.before_mlp))[None])
+        h = self.mlp((x if self.before_mlp is None else ops.rms_norm(x, self.before_mlp))[None])
         h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may return its router's choice as well
-        return x.add_(h, alpha=self.multiplier) if self.after_mlp is None else layers.rms_norm(h, self.after_mlp, residual=x)
+        return x.add_(h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
 
-    def _add(self, x: Tensor, h: Tensor, product: Product, norm: layers.Norm | None) -> Tensor:
+    def _add(self, x: Tensor, h: Tensor, product: Product, norm: ops.Norm | None) -> Tensor:
         if norm is None:
-            return layers.linear(h, *product, residual=x, alpha=self.multiplier)
-        return layers.rms_norm(layers.linear(h, *product), norm, residual=x)
+            return ops.linear(h, *product, residual=x, alpha=self.multiplier)
+        return ops.rms_norm(ops.linear(h, *product), norm, residual=x)
 
 
 class NotFusedError(Exception):
@@ -171,7 +179,8 @@ def fuse(model: PreTrainedModel) -> int:
 
 def _observe(model: PreTrainedModel, found: Sequence[nn.Module]) -> list[_Call]:
     """One forward of a few tokens, and what each layer is given on it."""
-    recorder, calls = _Recorder(), [_Call(torch.empty(0), {}) for _ in found]
+    recorder = _Recorder()
+    calls = [_Call(torch.empty(0), {}) for _ in found]
 
     def note(call: _Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call.hidden = (args[0] if args else kwargs["hidden_states"]).clone()
@@ -192,12 +201,18 @@ def _observe(model: PreTrainedModel, found: Sequence[nn.Module]) -> list[_Call]:
 def _kind(layer: nn.Module, call: _Call) -> str:
     """Layers of one kind differ in their weights alone."""
     settings = [
-        (name, type(module).__name__, _has_hooks(module), [
-            (key, value) for key, value in sorted(vars(module).items())
-            if isinstance(value, bool | int | float | str | None) and key != "layer_idx"
-        ])
+        (
+            name,
+            type(module).__name__,
+            _has_hooks(module),
+            [
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, bool | int | float | str | None) and key != "layer_idx"
+            ],
+        )
         for name, module in layer.named_modules()
-    ]  # fmt: skip
+    ]
     options = [(key, value if isinstance(value, int | float | None) else "tensor") for key, value in call.options.items()]
     return repr((settings, options, [(name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters()]))
 
@@ -275,22 +290,36 @@ def _build(layer: nn.Module, call: _Call, *, rotary: bool) -> FusedLayer:
         gate_up = _merge(mlp, "gate_up_proj") if hasattr(mlp, "gate_up_proj") else _merge(mlp, "gate_proj", "up_proj")
     qkv = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
     return FusedLayer(
-        original=partial(type(layer).forward, layer), index=call.index, num_heads=query.shape[1], head_dim=query.shape[2],
-        options=call.options, before_attention=norms[0], after_attention=norms[1], before_mlp=norms[2], after_mlp=norms[3],
+        original=partial(type(layer).forward, layer),
+        index=call.index,
+        num_heads=query.shape[1],
+        head_dim=query.shape[2],
+        options=call.options,
+        before_attention=norms[0],
+        after_attention=norms[1],
+        before_mlp=norms[2],
+        after_mlp=norms[3],
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        qkv=_merge(attention, *qkv), o=_product(attention.o_proj), gate_up=gate_up, down=down,
-        activation="" if gate_up is None else _activation(mlp), mlp=mlp, rotary=rotary, multiplier=multiplier,
-    )  # fmt: skip
+        qkv=_merge(attention, *qkv),
+        o=_product(attention.o_proj),
+        gate_up=gate_up,
+        down=down,
+        activation="" if gate_up is None else _activation(mlp),
+        mlp=mlp,
+        rotary=rotary,
+        multiplier=multiplier,
+    )
 
 
-def _norm(module: Any) -> layers.Norm:
+def _norm(module: Any) -> ops.Norm:
     """Weights around 1 or around 0: whichever gives what the module gives; the proof has the last word."""
-    weight, eps = module.weight, float(getattr(module, "variance_epsilon", None) or module.eps)
+    weight = module.weight
+    eps = float(getattr(module, "variance_epsilon", None) or module.eps)
     x = torch.linspace(-1.0, 2.0, weight.shape[0], dtype=weight.dtype, device=weight.device)[None]
     expected = module(x).float()
-    tried = [layers.Norm(weight, eps, offset) for offset in (0.0, 1.0)]
-    return min(tried, key=lambda norm: float((layers.rms_norm(x, norm).float() - expected).abs().max()))
+    tried = [ops.Norm(weight, eps, offset) for offset in (0.0, 1.0)]
+    return min(tried, key=lambda norm: float((ops.rms_norm(x, norm).float() - expected).abs().max()))
 
 
 def _activation(mlp: Any) -> str:
@@ -298,10 +327,10 @@ def _activation(mlp: Any) -> str:
     x = torch.linspace(-5.0, 5.0, 64, device=mlp.down_proj.weight.device)[None]
     expected = function(x)
     pairs = torch.cat([x, torch.ones_like(x)], dim=1)
-    for name in layers.ACTIVATIONS:
-        if float((layers.act_and_mul(pairs, name) - expected).abs().max()) < 1e-5:
+    for name in ops.ACTIVATIONS:
+        if float((ops.act_and_mul(pairs, name) - expected).abs().max()) < 1e-5:
             return name
-    raise NotFusedError(f"its activation {type(function).__name__} is none of {layers.ACTIVATIONS}")
+    raise NotFusedError(f"its activation {type(function).__name__} is none of {ops.ACTIVATIONS}")
 
 
 def _product(linear: Any) -> Product:

@@ -55,7 +55,8 @@ class Groups:
         if output.finished:
             group.unfinished -= 1
             del self._member[output.request_id]
-        output.request_id, output.index = group.request_id, index
+        output.request_id = group.request_id
+        output.index = index
         if not _ranked(group.params):
             yield output
         elif index in group.held:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa_serve import layers
+from fa_serve import ops
 from fa_serve.spec import UnsupportedModelError
 
 aten: Any = torch.ops.aten
@@ -51,7 +51,7 @@ def invariant(wanted: bool) -> AbstractContextManager[object]:
 
 def _matmul(x: Tensor, y: Tensor) -> Any:
     if y.dim() == 2:
-        return layers.invariant_linear(x, y.t(), None)
+        return ops.invariant_linear(x, y.t(), None)
     if x.shape[-1] == 1:
         return x * y  # like the angles of a rotary embedding: there is nothing to sum
     if x.dim() == 4:
@@ -62,7 +62,7 @@ def _matmul(x: Tensor, y: Tensor) -> Any:
 def _addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     if bias.dim() != 1 or beta != 1 or alpha != 1:
         raise UnsupportedModelError("deterministic must be False for this model: it scales or adds up its products")
-    return layers.invariant_linear(x, y.t(), bias)
+    return ops.invariant_linear(x, y.t(), bias)
 
 
 def _by_row(func: Any) -> Callable[..., Any]:
@@ -80,7 +80,7 @@ def _sum(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: 
     if dim is None or [d % x.dim() for d in dim] != [x.dim() - 1] or not x.is_floating_point():
         return NotImplemented
     dtype = dtype or x.dtype
-    return layers.invariant_sum(x.to(dtype)).to(dtype).unsqueeze(-1) if keepdim else layers.invariant_sum(x.to(dtype)).to(dtype)
+    return ops.invariant_sum(x.to(dtype)).to(dtype).unsqueeze(-1) if keepdim else ops.invariant_sum(x.to(dtype)).to(dtype)
 
 
 def _mean(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
@@ -104,7 +104,7 @@ _POINTWISE = [
     getattr(aten, name).default for name in ("silu", "gelu", "relu", "tanh", "sigmoid", "exp", "log", "sin", "cos", "rsqrt")
 ]
 _INVARIANT: dict[Any, Callable[..., Any]] = {
-    aten.linear.default: lambda x, weight, bias=None: layers.invariant_linear(x, weight, bias),
+    aten.linear.default: lambda x, weight, bias=None: ops.invariant_linear(x, weight, bias),
     aten.matmul.default: _matmul,
     aten.mm.default: _matmul,
     aten.bmm.default: _matmul,

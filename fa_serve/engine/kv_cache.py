@@ -56,9 +56,17 @@ class _Ranges:
         self.largest[module.layer_idx] = tuple(x.float().abs().amax(dim=(0, 2)) for x in (k, v))  # type: ignore[assignment]
         ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
         out = attention_varlen(
-            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=len(q), max_seqlen_k=len(q), causal=True,
-            window_size=(left, 0), **options,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+            max_seqlen_q=len(q),
+            max_seqlen_k=len(q),
+            causal=True,
+            window_size=(left, 0),
+            **options,
+        )
         return cast(Tensor, out)[None]
 
 
@@ -82,7 +90,8 @@ def available_memory() -> int:
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         available = 4 << 30  # macOS does not say: a quarter of this fits everywhere
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    used = Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
         available = min(available, int(text) - int(used.read_text()))
     return available

@@ -62,7 +62,9 @@ class PendingResult:
     def __init__(
         self, tokens: Tensor, wanted: list[int | None], logprobs: Sequence[Tensor], rows: PromptRows, prompts: Sequence[Tensor]
     ) -> None:
-        self._wanted, self._rows, self._count = wanted, rows, len(logprobs)
+        self._wanted = wanted
+        self._rows = rows
+        self._count = len(logprobs)
         self._host = [tokens, *logprobs, *prompts]
         self._arrived: torch.Event | None = None
         if tokens.is_cuda:
@@ -101,7 +103,8 @@ class ModelRunner:
         self.vocab_size = int(cast(Any, model).get_output_embeddings().weight.shape[0])
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
-        self.max_num_seqs, self._max_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self._max_tokens = config.max_num_batched_tokens
         self.layers = attention_layers(model)
         self._deterministic = config.deterministic
         self._options: dict[str, Any] = {"num_splits": NUM_SPLITS} if config.deterministic else {}  # of PagedBatch
@@ -129,7 +132,8 @@ class ModelRunner:
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Make the KV cache; its content is lost if there was one."""
-        self.kv_caches, self._graphs = [], None
+        self.kv_caches = []
+        self._graphs = None
         self.kv_caches = kv_cache.allocate(self.layers, num_pages, self.page_size, self.device)
         self._table = np.zeros((self.max_num_seqs, -(-max_model_len // self.page_size)), dtype=np.int32)
         self._device_table = torch.zeros(self._table.shape, dtype=torch.int32, device=self.device)
@@ -140,11 +144,18 @@ class ModelRunner:
     def make_graphs(self) -> None:
         """Capture the largest decoding step, if this model can be; call it once, when the cache has its final place."""
         graphs = StepGraphs(
-            self._forward, self._inputs, self.device, max_batch=self.max_num_seqs, max_tokens=self._max_tokens,
-            max_keys=self._table.shape[1] * self.page_size, vocab=self.vocab_size, dtype=self.model.dtype,
+            self._forward,
+            self._inputs,
+            self.device,
+            max_batch=self.max_num_seqs,
+            max_tokens=self._max_tokens,
+            max_keys=self._table.shape[1] * self.page_size,
+            vocab=self.vocab_size,
+            dtype=self.model.dtype,
             # attention over float8 keys takes the longest prompt there may be for the longest there is
-            prompts=not self._options, rehearse=not self._deterministic,
-        )  # fmt: skip
+            prompts=not self._options,
+            rehearse=not self._deterministic,
+        )
         try:
             graphs.capture_largest()
         except Exception as error:
@@ -235,7 +246,8 @@ class ModelRunner:
         try:
             return self._graphs.run(step.inputs)
         except Exception as error:
-            inputs, self._graphs = self._graphs.inputs(step.inputs), None
+            inputs = self._graphs.inputs(step.inputs)
+            self._graphs = None
             log.warning("no CUDA graphs from now on: %s", error)
             return self._forward(inputs)
 
@@ -264,7 +276,8 @@ class ModelRunner:
         samples = np.array([chunk.samples for chunk in batch.chunks], dtype=bool)
         ends = np.cumsum(lengths)
         seqused = starts + lengths
-        max_seqlen_q, max_seqlen_k = int(lengths.max()), int(seqused.max())
+        max_seqlen_q = int(lengths.max())
+        max_seqlen_k = int(seqused.max())
         # token t of the batch is token t - (ends - lengths)[its chunk] of its chunk
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
         pages = self._table[np.repeat(slots, lengths), positions // self.page_size].astype(np.int64)
@@ -275,11 +288,13 @@ class ModelRunner:
             "slots": slots,
             "seqused_k": seqused.astype(np.int32),
         }
-        decoding, starts_q = max_seqlen_q == 1 and bool(samples.all()), np.concatenate([[0], ends])
+        decoding = max_seqlen_q == 1 and bool(samples.all())
+        starts_q = np.concatenate([[0], ends])
         if self._deterministic and not decoding:
             # each token is a sequence of its own, which ends with it
             arrays |= {"slots": np.repeat(slots, lengths), "seqused_k": (positions + 1).astype(np.int32)}
-            starts_q, max_seqlen_q = np.arange(ends[-1] + 1), 1
+            starts_q = np.arange(ends[-1] + 1)
+            max_seqlen_q = 1
         arrays["cu_seqlens_q"] = starts_q.astype(np.int32)
         firsts = zip(batch.chunks, ends - lengths, strict=True)
         rows = [np.arange(first, first + chunk.prompt_rows) for chunk, first in firsts if chunk.prompt_rows]
@@ -290,7 +305,8 @@ class ModelRunner:
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         if wanted:
             others["logprob_rows"] = np.array(wanted, dtype=np.int64)
-        shape, padded = None, {}
+        shape = None
+        padded = {}
         if rows:
             targets = [c.request.prompt[c.start + 1 : c.start + 1 + c.prompt_rows] for c in batch.chunks if c.prompt_rows]
             others["prompt_targets"] = np.concatenate([np.array(x, dtype=np.int64) for x in targets])
@@ -300,7 +316,8 @@ class ModelRunner:
         if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):
             sent = send(padded, self.device, self._graphs.block)
         else:
-            shape, sent = None, send(arrays | others, self.device)
+            shape = None
+            sent = send(arrays | others, self.device)
         if self._changed:
             self._device_table.view(-1).index_copy_(0, sent["table_index"], sent["table_pages"])
             self._changed.clear()
@@ -318,17 +335,27 @@ class ModelRunner:
     def _inputs(self, fields: Mapping[str, Tensor], queries: int, keys: int, *, fresh: bool = False) -> Inputs:
         width = -(-keys // self.page_size)
         return Inputs(
-            input_ids=fields["input_ids"], position_ids=fields["position_ids"], logits_indices=fields["logits_indices"],
+            input_ids=fields["input_ids"],
+            position_ids=fields["position_ids"],
+            logits_indices=fields["logits_indices"],
             paged=PagedBatch(
-                kv_caches=self.kv_caches, slot_mapping=fields["slot_mapping"], cu_seqlens_q=fields["cu_seqlens_q"],
-                block_table=self._device_table[:, :width].index_select(0, fields["slots"]), seqused_k=fields["seqused_k"],
-                max_seqlen_q=queries, max_seqlen_k=keys, fresh=fresh, **self._options,
+                kv_caches=self.kv_caches,
+                slot_mapping=fields["slot_mapping"],
+                cu_seqlens_q=fields["cu_seqlens_q"],
+                block_table=self._device_table[:, :width].index_select(0, fields["slots"]),
+                seqused_k=fields["seqused_k"],
+                max_seqlen_q=queries,
+                max_seqlen_k=keys,
+                fresh=fresh,
+                **self._options,
             ),
-        )  # fmt: skip
+        )
 
     def _fill_table(self, chunk: Chunk) -> None:
-        pages, slot = chunk.request.pages, chunk.slot
-        first, last = int(self._filled[slot]), len(pages)
+        pages = chunk.request.pages
+        slot = chunk.slot
+        first = int(self._filled[slot])
+        last = len(pages)
         if first != last:
             self._table[slot, first:last] = pages[first:]
             self._filled[slot] = last

@@ -126,7 +126,8 @@ class PageTable:
 
     def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
         """free + cached + held == total, and the reference counts are those of `holders` (each sequence's pages)."""
-        free, cached = set(self._free), set(self._cached)
+        free = set(self._free)
+        cached = set(self._cached)
         held = {page for page, count in enumerate(self._references) if count}
         assert len(free) == len(self._free), "a page is twice in the free list"
         assert len(free) + len(cached) + len(held) == self.num_pages, (

@@ -222,10 +222,21 @@ class RequestOutput:
     def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
         """Pickled as a call, in a third of the time: a step's outputs cross from process to process."""
         return RequestOutput, (
-            self.request_id, self.prompt_token_ids, self.text, self.token_ids, self.logprobs, self.finished, self.finish_reason,
-            self.error, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens, self.index,
-            self.prompt_logprobs, self.queue_time,
-        )  # fmt: skip
+            self.request_id,
+            self.prompt_token_ids,
+            self.text,
+            self.token_ids,
+            self.logprobs,
+            self.finished,
+            self.finish_reason,
+            self.error,
+            self.num_prompt_tokens,
+            self.num_output_tokens,
+            self.num_cached_tokens,
+            self.index,
+            self.prompt_logprobs,
+            self.queue_time,
+        )
 
     def absorb(self, later: RequestOutput) -> None:
         """Become the one increment that spans this and a later output of the same request."""
@@ -235,8 +246,11 @@ class RequestOutput:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.queue_time = later.queue_time
-        self.finished, self.finish_reason, self.error = later.finished, later.finish_reason, later.error
-        self.num_output_tokens, self.num_cached_tokens = later.num_output_tokens, later.num_cached_tokens
+        self.finished = later.finished
+        self.finish_reason = later.finish_reason
+        self.error = later.error
+        self.num_output_tokens = later.num_output_tokens
+        self.num_cached_tokens = later.num_cached_tokens
 
 
 @dataclass(slots=True)
@@ -258,9 +272,16 @@ class Completion:
         """output: all that one answer gave, absorbed into one."""
         assert output.finish_reason is not None
         return cls(
-            output.prompt_token_ids, output.text, output.token_ids, output.finish_reason, output.logprobs, output.error,
-            output.num_cached_tokens, output.index, output.prompt_logprobs,
-        )  # fmt: skip
+            output.prompt_token_ids,
+            output.text,
+            output.token_ids,
+            output.finish_reason,
+            output.logprobs,
+            output.error,
+            output.num_cached_tokens,
+            output.index,
+            output.prompt_logprobs,
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ same numbers alone, in any batch, and after preemption. A draw is an exponential
 chooses i with probability p_i / sum(p) and needs no normalisation. It is run in two rounds, first among blocks of BLOCK tokens
 and then within the winning block, so that a row needs vocab / BLOCK + BLOCK random numbers and not one for each token.
 
-top_k and top_p keep tokens that tie with the last one kept. On a GPU one kernel does it all (layers.sample_rows); what stands
+top_k and top_p keep tokens that tie with the last one kept. On a GPU one kernel does it all (ops.sample_rows); what stands
 here in torch is for other devices. Left out: end tokens and stop strings (scheduler.py,
 detokenizer.py).
 """
@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fa_serve import layers
+from fa_serve import ops
 from fa_serve.engine.request import Request
 from fa_serve.engine.scheduler import INVALID_TOKEN
 
@@ -32,7 +32,8 @@ BLOCK = 256
 CANDIDATES = 1024  # up to so many the most likely tokens are selected, not sorted out of the whole vocabulary
 NEG_INF = float("-inf")
 _GOLDEN = 0x9E3779B97F4A7C15  # the constants of splitmix64 (Steele, Lea, Flood 2014)
-_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +98,18 @@ class TokenCounts:
 
 
 def sample(
-    logits: Tensor, params: SampleParams, counts: TokenCounts | None = None, slots: Tensor | None = None,
+    logits: Tensor,
+    params: SampleParams,
+    counts: TokenCounts | None = None,
+    slots: Tensor | None = None,
     last_tokens: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """logits (n, vocab), any float dtype; slots (n,) int64, for the counts -> (n,) int64.
 
     last_tokens: (num_slots,) int64, which gets the tokens at `slots`, and 0 for those that are not finite
     """
     scores = _adjust(logits, params, counts, slots)
-    tokens = layers.sample_rows(
+    tokens = ops.sample_rows(
         scores, params.keys, params.temperature, params.top_k, params.top_p, params.min_p, slots, last_tokens
     )
     if tokens is None:

@@ -172,7 +172,8 @@ class Scheduler:
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request and free what it holds."""
-        request.finish_reason, request.error = reason, error
+        request.finish_reason = reason
+        request.error = error
         del self.requests[request.request_id]
         if request.slot >= 0:
             self._leave(request)
@@ -270,7 +271,11 @@ class Scheduler:
         self.running.remove(request)
         self.pages.release(request.pages[request.num_released :])
         self._slots.append(request.slot)
-        request.pages, request.slot, request.num_shared, request.num_offered, request.num_released = [], -1, 0, 0, 0
+        request.pages = []
+        request.slot = -1
+        request.num_shared = 0
+        request.num_offered = 0
+        request.num_released = 0
 
 
 def _prompt_rows(request: Request, length: int) -> int:

@@ -42,7 +42,9 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Collection[int]) -> None:
-        self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = sorted(end_ids)
         self._lock = threading.Lock()
         self._tables: Any = None
         self._executor: Any = None

@@ -41,7 +41,8 @@ def packed_size(arrays: Mapping[str, NDArray[Any]]) -> int:
 
 def unpack(block: Tensor, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
     """Views of the places of such arrays, whose contents do not matter."""
-    views, start = {}, 0
+    views = {}
+    start = 0
     for name, array in arrays.items():
         views[name] = block[start : start + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
         start += _padded(array)

@@ -141,7 +141,9 @@ class ThreadWorker:
     def __init__(
         self, source: Engine | EngineConfig | None, on_message: Callable[[Message], None], on_death: Callable[[str], None]
     ) -> None:
-        self._source, self._on_message, self._on_death = source, on_message, on_death
+        self._source = source
+        self._on_message = on_message
+        self._on_death = on_death
         self._commands: Commands = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -172,7 +174,9 @@ class ProcessWorker:
     def __init__(
         self, config: EngineConfig | None, on_message: Callable[[Message], None], on_death: Callable[[str], None]
     ) -> None:
-        self._config, self._on_message, self._on_death = config or EngineConfig(), on_message, on_death
+        self._config = config or EngineConfig()
+        self._on_message = on_message
+        self._on_death = on_death
         self._commands: Commands = queue.SimpleQueue()
         self._stopping = self._ready = False
         self._process: Any = None
@@ -195,7 +199,8 @@ class ProcessWorker:
             self._process.kill()
             self._process.join()
             raise
-        ready.tokenizer, self._ready = tokenizer, True
+        ready.tokenizer = tokenizer
+        self._ready = True
         threading.Thread(target=self._read, args=(arrivals,), name="fa_serve-engine-read", daemon=True).start()
         threading.Thread(target=_forward, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
         return ready

@@ -30,8 +30,15 @@ from fa_serve.hf.paged import PagedBatch, attention_layers, check_model, paged_f
 from fa_serve.hf.register import patch, register
 
 __all__ = [
-    "NAME", "PagedBatch", "attention_forward", "attention_layers", "check_model", "mask_forward", "paged_forward", "patch",
+    "NAME",
+    "PagedBatch",
+    "attention_forward",
+    "attention_layers",
+    "check_model",
+    "mask_forward",
+    "paged_forward",
+    "patch",
     "register",
-]  # fmt: skip
+]
 
 register()

@@ -22,13 +22,26 @@ logger = logging.getLogger(__name__)
 
 
 def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Implicit | None,
-    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, sliding_window: int | None = None,
-    softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None,
-    max_length_k: int | None = None, output_attentions: bool = False, fa_serve_batch: PagedBatch | Probe | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Implicit | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    output_attentions: bool = False,
+    fa_serve_batch: PagedBatch | Probe | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """The attention function of `attn_implementation="fa_serve"`.
 
     query:          (batch, heads, seqlen_q, head_dim); key, value: (batch, kv_heads, seqlen_k, dim), not repeated
@@ -79,19 +92,23 @@ def attention_forward(
     if isinstance(attention_mask, Implicit):
         window_size = attention_mask.window_size
         if attention_mask.keys is not None:
-            key, value = key[:, :, : attention_mask.keys], value[:, :, : attention_mask.keys]
+            key = key[:, :, : attention_mask.keys]
+            value = value[:, :, : attention_mask.keys]
             position_bias = None if position_bias is None else position_bias[..., : attention_mask.keys]
         mask = None if attention_mask.padding is None else attention_mask.padding[:, None, None]
         cu_seq_lens_q = attention_mask.starts if cu_seq_lens_q is None else cu_seq_lens_q
     elif attention_mask is not None:
         if attention_mask.dim() != 4:
             raise UnsupportedModelError(f"{name} passes a mask of shape {tuple(attention_mask.shape)}, not of 4 dimensions")
-        mask, window_size = attention_mask, (-1, -1)
+        mask = attention_mask
+        window_size = (-1, -1)
     # a window that reaches over all keys is none
     keys, (left, right) = key.shape[2], window_size
     options["window_size"] = (-1 if left + 1 >= keys else left, -1 if right >= keys else right)
 
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    q = query.transpose(1, 2)
+    k = key.transpose(1, 2)
+    v = value.transpose(1, 2)
     packing = attention_mask.packing if isinstance(attention_mask, Implicit) else None
     if packing is not None and position_bias is None and cu_seq_lens_q is None and not needs_grad:
         k, v = (x[packing.rows, packing.columns] for x in (k, v))

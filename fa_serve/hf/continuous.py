@@ -27,10 +27,20 @@ _PACKAGE = "transformers.generation.continuous_batching"
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def paged_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, *, cache: Any,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    cache: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """One layer of a batch: query (1, heads, total, head_dim) of packed requests, new keys and values likewise.
 
     Returns out (1, total, heads, head_dim_v); rows that belong to no request, the padding for CUDA graphs, are 0.
@@ -38,7 +48,8 @@ def paged_attention(
     name = type(module).__name__
     if position_bias is not None:
         raise UnsupportedModelError(f"{name} adds a position_bias to its scores, which a paged cache cannot hold")
-    head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+    head_dim = query.shape[-1]
+    head_dim_v = value.shape[-1]
     if head_dim_v != head_dim:  # the cache has one size for both
         value = F.pad(value, (0, head_dim - head_dim_v))
     step = _Step(module, cache, key, value, kwargs)
@@ -46,14 +57,27 @@ def paged_attention(
         raise UnsupportedModelError(f"{name}: the attention's window is {sliding_window}, the cache holds one of {step.window}")
     q = query[0].transpose(0, 1)
     options: dict[str, Any] = {
-        "cu_seqlens_q": kwargs["cu_seq_lens_q"].to(torch.int32), "causal": True, "softmax_scale": scaling,
-        "window_size": (-1 if step.window is None else step.window - 1, -1), "softcap": softcap or 0.0, "sinks": s_aux,
+        "cu_seqlens_q": kwargs["cu_seq_lens_q"].to(torch.int32),
+        "causal": True,
+        "softmax_scale": scaling,
+        "window_size": (-1 if step.window is None else step.window - 1, -1),
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
         "out": torch.zeros_like(q, memory_format=torch.contiguous_format),
-    }  # fmt: skip
-    out: Any = step.decode(q, options) if step.block_table is not None else attention_varlen(
-        q, step.key, step.value, cu_seqlens_k=step.cu_seqlens_k,
-        max_seqlen_q=kwargs.get("max_seqlen_q") or kwargs["max_length_q"], max_seqlen_k=step.max_seqlen_k, **options,
-    )  # fmt: skip
+    }
+    out: Any = (
+        step.decode(q, options)
+        if step.block_table is not None
+        else attention_varlen(
+            q,
+            step.key,
+            step.value,
+            cu_seqlens_k=step.cu_seqlens_k,
+            max_seqlen_q=kwargs.get("max_seqlen_q") or kwargs["max_length_q"],
+            max_seqlen_k=step.max_seqlen_k,
+            **options,
+        )
+    )
     return out[None, ..., :head_dim_v], None
 
 
@@ -80,8 +104,10 @@ class _Step:
             self.window = getattr(holder, "sliding_window", None)
             told = dict(kwargs)
             key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=told)
-            self.key, self.value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-            self.cu_seqlens_k, self.max_seqlen_k = told["cu_seq_lens_k"], told["max_length_k"]
+            self.key = key[0].transpose(0, 1)
+            self.value = value[0].transpose(0, 1)
+            self.cu_seqlens_k = told["cu_seq_lens_k"]
+            self.max_seqlen_k = told["max_length_k"]
             self.block_table, self.k_cache, self.v_cache = (told.get(n) for n in ("block_table", "k_cache", "v_cache"))
         if self.window is not None and self.block_table is not None:
             raise UnsupportedModelError(
@@ -94,15 +120,19 @@ class _Step:
         cu_seqlens_k, max_seqlen_k, block_table = (kwargs[n] for n in ("cu_seq_lens_k", "max_seqlen_k", "block_table"))
         if isinstance(cu_seqlens_k, dict):
             kind = "full_attention" if self.window is None else "sliding_attention"
-            cu_seqlens_k, max_seqlen_k = cu_seqlens_k[kind], max_seqlen_k[kind]
-        self.cu_seqlens_k, self.max_seqlen_k = cu_seqlens_k.to(torch.int32), max_seqlen_k
+            cu_seqlens_k = cu_seqlens_k[kind]
+            max_seqlen_k = max_seqlen_k[kind]
+        self.cu_seqlens_k = cu_seqlens_k.to(torch.int32)
+        self.max_seqlen_k = max_seqlen_k
         self.block_table = None
         if block_table is None:
             indices = {"read_index": kwargs["read_index"], "write_index": kwargs["write_index"]}
             self.key, self.value = cache.update(key_states=key, value_states=value, layer_idx=layer, **indices)
             return
         group, index = cache.layer_index_to_group_indices[layer]
-        self.key, self.value, self.block_table = key[0].transpose(0, 1), value[0].transpose(0, 1), block_table[group]
+        self.key = key[0].transpose(0, 1)
+        self.value = value[0].transpose(0, 1)
+        self.block_table = block_table[group]
         self.k_cache, self.v_cache = (
             x[index].view(-1, cache.block_size, *x[index].shape[1:]) for x in (cache.key_cache, cache.value_cache)
         )
@@ -130,7 +160,8 @@ class _Step:
             _, lengths, slots = found
         else:
             lengths = self.cu_seqlens_k.diff()
-            page_size, last = self.k_cache.shape[1], (lengths - 1).clamp(min=0).long()
+            page_size = self.k_cache.shape[1]
+            last = (lengths - 1).clamp(min=0).long()
             pages = self.block_table.gather(1, (last // page_size)[:, None])[:, 0].long()
             slots = torch.where(lengths > 0, pages * page_size + last % page_size, -1)
             slots = F.pad(slots, (0, total - slots.shape[0]), value=-1)

@@ -143,10 +143,19 @@ class _Recorder:
         self.here: dict[str, Any] = {"layout": "dense", "device": device, "arch": arch, "dtype": dtype, "kv_dtype": dtype}
 
     def __call__(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Implicit | None,
-        is_causal: bool | None = None, sliding_window: int | None = None, softcap: float | None = None,
-        s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | Implicit | None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
         own = getattr(module, "is_causal", False) and query.shape[2] == key.shape[2]
         left = -1 if sliding_window is None else sliding_window - 1
         window = (left, 0 if (own if is_causal is None else is_causal) else left)
@@ -154,11 +163,19 @@ class _Recorder:
             window = attention_mask.window_size
         explicit: Literal["bool", "float"] | None = None if position_bias is None else "float"
         if isinstance(attention_mask, Tensor):
-            window, explicit = (-1, -1), explicit or ("bool" if attention_mask.dtype == torch.bool else "float")
+            window = (-1, -1)
+            explicit = explicit or ("bool" if attention_mask.dtype == torch.bool else "float")
         spec = AttentionSpec(
-            **self.here, head_dim=query.shape[-1], head_dim_v=value.shape[-1], num_heads=query.shape[1],
-            num_kv_heads=key.shape[1], window_size=window, softcap=bool(softcap), sinks=s_aux is not None, mask=explicit,
-        )  # fmt: skip
+            **self.here,
+            head_dim=query.shape[-1],
+            head_dim_v=value.shape[-1],
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            window_size=window,
+            softcap=bool(softcap),
+            sinks=s_aux is not None,
+            mask=explicit,
+        )
         self.layers.append(Layer(type(module).__name__, spec))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 

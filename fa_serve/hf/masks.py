@@ -139,10 +139,12 @@ def classify(mask_function: MaskFunction) -> tuple[tuple[int, int], Tensor | Non
         side = _closed_over(first, "sliding_window")
         return ((side, side), None) if side >= 0 else None
     if _code(second) is _PACKED:
-        base, sequences = classify(first), second
+        base = classify(first)
+        sequences = second
     elif _code(first) is _PACKED and _code(second) is _REMAPPED:
         # positions rise by one within a sequence: a window of positions is a window of tokens
-        base, sequences = classify(_closed_over(second, "mask_function")), first
+        base = classify(_closed_over(second, "mask_function"))
+        sequences = first
     else:
         return None
     return (base[0], _closed_over(sequences, "packed_sequence_mask")) if base is not None and base[1] is None else None
@@ -157,10 +159,18 @@ def _closed_over(function: Any, name: str) -> Any:
 
 
 def mask_forward(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
-    mask_function: MaskFunction = causal_mask_function, attention_mask: Tensor | Implicit | None = None,
-    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = True, config: Any = None, **kwargs: Any,
-) -> Tensor | Implicit:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | Implicit | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | Implicit:
     """The mask function of `attn_implementation="fa_serve"`: called by transformers once per forward and kind of layer.
 
     attention_mask: bool (batch, any length), padding; or None; or what we made of it ahead of the forward
@@ -197,10 +207,17 @@ def mask_forward(
                 padding = None if padding.is_meta or padding.all() else padding
             return replace(implicit, padding=padding, packing=_packing(padding, window_size, q_length))
     mask: Tensor = sdpa_mask(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False, **kwargs,
-    )  # fmt: skip
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **kwargs,
+    )
     return mask
 
 
@@ -236,9 +253,13 @@ def _packing(padding: Tensor | None, window_size: tuple[int, int], q_length: int
 
 
 def _decoding(
-    window_size: tuple[int, int], kv_length: int, q_offset: int | Tensor, kv_offset: int,
-    attention_mask: Tensor | None, tracing: bool,
-) -> Implicit | None:  # fmt: skip
+    window_size: tuple[int, int],
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    attention_mask: Tensor | None,
+    tracing: bool,
+) -> Implicit | None:
     """What one query per row sees, without asking the device anything: the host need not wait in a step that is repeated.
 
     The padding goes along, there or not; of a static cache, which has room behind its keys, so does what is not there yet.

@@ -22,9 +22,31 @@ NAME = "fa_serve"
 
 # what a model's own eager attention may name, and what its modules may pass on: all of it handled or refused in
 # `attention_forward`, or of no consequence for the numbers (position_ids, deterministic)
-_KNOWN = {"module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
-          "dropout", "softcap", "position_bias", "s_aux", "sliding_window", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k",
-          "max_length_q", "max_length_k", "output_attentions", "position_ids", "deterministic", "kwargs"}  # fmt: skip
+_KNOWN = {
+    "module",
+    "query",
+    "key",
+    "value",
+    "query_states",
+    "key_states",
+    "value_states",
+    "attention_mask",
+    "scaling",
+    "dropout",
+    "softcap",
+    "position_bias",
+    "s_aux",
+    "sliding_window",
+    "is_causal",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "output_attentions",
+    "position_ids",
+    "deterministic",
+    "kwargs",
+}
 _LOOKS = (ast.Attribute, ast.Subscript)
 
 
@@ -101,5 +123,6 @@ def _read(module: str) -> Source:
             added = {x.id for n in inside if isinstance(n, ast.BinOp) for x in (n.left, n.right) if isinstance(x, ast.Name)}
             works_on_masks |= "attention_mask" in (looked_into if calls else added if "Attention" in node.name else ())
     wants_mask = "allow_is_causal_skip" in text or "mask.dtype == torch.bool" in text
-    counts, by_name = "create_position_ids_from_input_ids" in text, "_CLASSES[config._attn_implementation]" in text
+    counts = "create_position_ids_from_input_ids" in text
+    by_name = "_CLASSES[config._attn_implementation]" in text
     return Source(frozenset(told), works_on_masks, wants_mask, counts, by_name)

@@ -32,9 +32,16 @@ def traced(*inputs: Tensor) -> bool:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, sinks: Tensor | None, softmax_scale: float | None,
-    window_size: tuple[int, int], softcap: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> Tensor:
     """`fa_serve.attention`, contiguous."""
     call = _attention if traced(q, k, v) else _call
     return cast(Tensor, call(q, k, v, mask, sinks, softmax_scale, *window_size, softcap))
@@ -45,8 +52,11 @@ def attend(
 ) -> tuple[Tensor, Step | None]:
     """The same for a layer's own tensors, heads before tokens, on a GPU, where no gradient is asked for and nothing is traced;
     and the short way for calls that are like this one, if there is one."""
-    keys, prompt = key.shape[2], query.shape[2] != 1
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    keys = key.shape[2]
+    prompt = query.shape[2] != 1
+    q = query.transpose(1, 2)
+    k = key.transpose(1, 2)
+    v = value.transpose(1, 2)
     if keys <= FEW_QUERIES or (mask is not None and (prompt or mask.dtype != torch.bool or mask.shape[1] != 1)):
         return attention(q, k, v, mask=mask, sinks=None, **options), None
     options["softmax_scale"] = float(q.shape[3] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"])
@@ -69,26 +79,53 @@ def attend(
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, sinks: Tensor | None,
-    softmax_scale: float | None, window_size: tuple[int, int], softcap: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> Tensor:
     """`fa_serve.attention_varlen`, contiguous."""
     call = _attention_varlen if traced(q, k, v) else _call_varlen
     return cast(Tensor, call(q, k, v, cu_q, cu_k, max_q, max_k, sinks, softmax_scale, *window_size, softcap))
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, softmax_scale: float | None, left: int,
-    right: int, softcap: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    left: int,
+    right: int,
+    softcap: float,
+) -> Tensor:
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "window_size": (left, right), "softcap": softcap}
     return cast(Tensor, api.attention(q, k, v, mask=mask, sinks=sinks, **options)).contiguous()
 
 
 def _call_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, sinks: Tensor | None,
-    softmax_scale: float | None, left: int, right: int, softcap: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    left: int,
+    right: int,
+    softcap: float,
+) -> Tensor:
     lengths: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "window_size": (left, right), "softcap": softcap}
     return cast(Tensor, api.attention_varlen(q, k, v, sinks=sinks, **lengths, **options)).contiguous()

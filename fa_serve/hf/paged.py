@@ -49,9 +49,17 @@ class PagedBatch:
     descales: Sequence[tuple[Tensor, Tensor]] | None = None
 
     def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Implicit | None, *,
-        causal: bool, left: int, **options: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | Implicit | None,
+        *,
+        causal: bool,
+        left: int,
+        **options: Any,
+    ) -> Tensor:
         """Store this step's keys and values, then attend to all there are: (1, heads, total, dim) -> (1, total, heads, dim)."""
         if not isinstance(mask, Tensor) or mask.numel():
             raise UnsupportedModelError(
@@ -65,16 +73,41 @@ class PagedBatch:
     def attention(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, left: int, **options: Any) -> Tensor:
         """Attend to all there are when this step's keys and values are stored: (total, heads, dim), for each of q, k, v."""
         if self.fresh:
-            return cast(Tensor, attention_varlen(
-                q, k, v, cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_q, max_seqlen_q=self.max_seqlen_q,
-                max_seqlen_k=self.max_seqlen_q, causal=True, window_size=(left, 0), backend=self.backend, **options,
-            ))  # fmt: skip
+            return cast(
+                Tensor,
+                attention_varlen(
+                    q,
+                    k,
+                    v,
+                    cu_seqlens_q=self.cu_seqlens_q,
+                    cu_seqlens_k=self.cu_seqlens_q,
+                    max_seqlen_q=self.max_seqlen_q,
+                    max_seqlen_k=self.max_seqlen_q,
+                    causal=True,
+                    window_size=(left, 0),
+                    backend=self.backend,
+                    **options,
+                ),
+            )
         k_cache, v_cache = self.kv_caches[layer_idx]
-        return cast(Tensor, attention_paged(
-            q, k_cache, v_cache, block_table=self.block_table, seqused_k=self.seqused_k, cu_seqlens_q=self.cu_seqlens_q,
-            max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, window_size=(left, 0), num_splits=self.num_splits,
-            backend=self.backend, **self.descale(layer_idx), **options,
-        ))  # fmt: skip
+        return cast(
+            Tensor,
+            attention_paged(
+                q,
+                k_cache,
+                v_cache,
+                block_table=self.block_table,
+                seqused_k=self.seqused_k,
+                cu_seqlens_q=self.cu_seqlens_q,
+                max_seqlen_q=self.max_seqlen_q,
+                max_seqlen_k=self.max_seqlen_k,
+                window_size=(left, 0),
+                num_splits=self.num_splits,
+                backend=self.backend,
+                **self.descale(layer_idx),
+                **options,
+            ),
+        )
 
     def descale(self, layer_idx: int) -> dict[str, Any]:
         """The arguments of `store_kv` and `attention_paged` for a float8 cache, none for another."""
@@ -93,9 +126,13 @@ def paged_forward(
     # a mask of four dimensions goes through transformers untouched, so that it neither builds one nor looks for packing
     no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
     output = model(
-        input_ids=input_ids[None], position_ids=position_ids[None], attention_mask=no_mask, use_cache=False,
-        logits_to_keep=logits_indices, fa_serve_batch=batch,
-    )  # fmt: skip
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        attention_mask=no_mask,
+        use_cache=False,
+        logits_to_keep=logits_indices,
+        fa_serve_batch=batch,
+    )
     logits: Tensor = output.logits[0]
     return logits
 
@@ -110,9 +147,19 @@ class Probe:
         self.layers: dict[int, AttentionSpec] = {}
 
     def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Implicit | None, *,
-        causal: bool, left: int, softmax_scale: float | None, softcap: float, sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | Implicit | None,
+        *,
+        causal: bool,
+        left: int,
+        softmax_scale: float | None,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Note the layer. The mask is the one of an ordinary forward: without it the layer must still do what it says."""
         window_size = (left, 0)
         if module.layer_idx in self.layers:
@@ -120,10 +167,19 @@ class Probe:
         if not (mask.window_size == window_size if isinstance(mask, Implicit) else mask is None and causal):
             raise UnsupportedModelError(f"layer {module.layer_idx} ({type(module).__name__}) needs a mask of its own")
         self.layers[module.layer_idx] = AttentionSpec(
-            layout="paged", device=query.device.type, arch=arch_of(query.device), dtype=query.dtype, kv_dtype=key.dtype,
-            head_dim=query.shape[-1], head_dim_v=value.shape[-1], num_heads=query.shape[1], num_kv_heads=key.shape[1],
-            window_size=window_size, softcap=softcap != 0.0, sinks=sinks is not None,
-        )  # fmt: skip
+            layout="paged",
+            device=query.device.type,
+            arch=arch_of(query.device),
+            dtype=query.dtype,
+            kv_dtype=key.dtype,
+            head_dim=query.shape[-1],
+            head_dim_v=value.shape[-1],
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            window_size=window_size,
+            softcap=softcap != 0.0,
+            sinks=sinks is not None,
+        )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
 
@@ -153,7 +209,9 @@ def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
     check_class(type(model))
-    config, probe, training = model.config.get_text_config(), Probe(), model.training
+    config = model.config.get_text_config()
+    probe = Probe()
+    training = model.training
     parameters = inspect.signature(model.forward).parameters
     missing = _CALLED_WITH - set(parameters)
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):

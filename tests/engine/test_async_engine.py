@@ -45,7 +45,8 @@ async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 def hold_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Let the engine compute one step for each release of the semaphore."""
-    gate, step = threading.Semaphore(0), engine.step
+    gate = threading.Semaphore(0)
+    step = engine.step
 
     def gated():
         if engine.has_unfinished():
@@ -321,7 +322,8 @@ def test_a_message_that_cannot_be_read_is_a_death(monkeypatch) -> None:
 def test_an_abort_while_the_prompt_is_tokenized(make_engine, monkeypatch) -> None:
     async def main() -> None:
         async with started(make_engine()) as engine:
-            gate, read = threading.Event(), engine.reader.read
+            gate = threading.Event()
+            read = engine.reader.read
             monkeypatch.setattr(engine.reader, "read", lambda prompt: gate.wait(20) and read(prompt))
             task = asyncio.create_task(collect(engine, "the fox", SamplingParams(max_tokens=200), "slow"))
             await until(lambda: "slow" in engine._names)

@@ -63,7 +63,8 @@ def test_replayed_steps_give_the_same_tokens(make_engine, recorded, family) -> N
 
 def test_sampling_and_logprobs_are_the_same(make_engine, recorded) -> None:
     params = [SamplingParams(max_tokens=9, seed=i, top_p=0.9, presence_penalty=0.5, logprobs=2) for i in range(5)]
-    eager, graphs = make_engine(), make_engine()
+    eager = make_engine()
+    graphs = make_engine()
     graphs._runner.make_graphs()
     for ours, theirs in zip(graphs.generate(PROMPTS, params), eager.generate(PROMPTS, params), strict=True):
         assert ours.token_ids == theirs.token_ids
@@ -92,7 +93,8 @@ def test_a_model_that_cannot_be_recorded_stays_eager(make_engine, monkeypatch, c
 
 
 def test_recording_without_memory_is_tried_again_with_an_empty_cache(make_engine, recorded, monkeypatch) -> None:
-    record, emptied = cuda_graphs.record, []
+    record = cuda_graphs.record
+    emptied = []
 
     def scarce(function, pool):
         if not emptied:
@@ -120,7 +122,8 @@ def test_a_size_that_cannot_be_recorded_later_turns_graphs_off(make_engine, reco
 def test_there_are_graphs_for_a_few_lengths(make_engine, recorded, monkeypatch) -> None:
     monkeypatch.setattr(cuda_graphs, "LENGTHS", (8, 20, 256))
     engine = make_engine(max_num_seqs=2)
-    graphs, reference = engine._runner, make_model()
+    graphs = engine._runner
+    reference = make_model()
     graphs.make_graphs()
     seen: list[tuple[tuple[int, int], int]] = []
     forward = graphs._graphs._forward
@@ -165,7 +168,8 @@ def test_only_new_pages_are_sent(make_engine, recorded, monkeypatch) -> None:
 
 def test_pages_of_a_step_that_was_not_sent_come_with_the_next(make_engine, monkeypatch) -> None:
     engine = make_engine()
-    send, calls = model_runner.send, []
+    send = model_runner.send
+    calls = []
 
     def fail_once(arrays, *rest):
         calls.append(1)
@@ -212,8 +216,12 @@ def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, r
     in_advance = [64, 128, 192, 256, 320, 384, 448, 512, 704]
     assert steps == len(cuda_graphs.REHEARSALS) + 7 + 4 * len(in_advance) - 1, "the largest came before another"
     assert seen[: len(cuda_graphs.REHEARSALS)] == [
-        ([128], True), *[([1] * 5 + [128], False)] * 3, ([1, 128], False), ([1, 48], False), ([48], True)
-    ]  # fmt: skip
+        ([128], True),
+        *[([1] * 5 + [128], False)] * 3,
+        ([1, 128], False),
+        ([1, 48], False),
+        ([48], True),
+    ]
     shapes = [(6, 256), (1, 16), (2, 16), (4, 16), (6, 16), (1, 256), (2, 256), (4, 256)]
     assert decoding(engine) == shapes, "the largest at the start, then few keys first"
     first, *others = prompts(engine)
@@ -281,7 +289,9 @@ def test_a_capture_that_fails_in_an_idle_moment_is_the_last_one(make_engine, rec
 def test_a_worker_prepares_between_requests_and_stops_at_a_command(make_engine, recorded, monkeypatch) -> None:
     engine = make_engine(max_num_seqs=4)
     engine._runner.make_graphs()
-    prepare_one, prepared, messages = engine.prepare_one, [], []
+    prepare_one = engine.prepare_one
+    prepared = []
+    messages = []
     worker = ThreadWorker(engine, messages.append, lambda reason: None)
 
     def watched():
@@ -337,7 +347,8 @@ def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, recor
     assert 5 in taken
     assert all(tokens <= 48 and batch <= taken for tokens, batch, taken in lengths if taken)
     assert prompts(engine)[0] == (64, 5, 256), "the largest first"
-    replays, eager = len(recorded), taken.count(0)
+    replays = len(recorded)
+    eager = taken.count(0)
     taken.clear()
     lengths.clear()
     run_mixed(engine)
@@ -400,12 +411,20 @@ def test_logprobs_of_prompts_are_computed_without_a_graph(make_engine, recorded)
 
 def test_padding_holds_no_keys_and_writes_none() -> None:
     arrays = {
-        "input_ids": np.array([7, 8, 9]), "position_ids": np.array([4, 0, 1]), "slot_mapping": np.array([20, 32, 33]),
-        "slots": np.array([3, 1]), "seqused_k": np.array([5, 2]), "cu_seqlens_q": np.array([0, 1, 3]),
+        "input_ids": np.array([7, 8, 9]),
+        "position_ids": np.array([4, 0, 1]),
+        "slot_mapping": np.array([20, 32, 33]),
+        "slots": np.array([3, 1]),
+        "seqused_k": np.array([5, 2]),
+        "cu_seqlens_q": np.array([0, 1, 3]),
         "logits_indices": np.array([2]),
-    }  # fmt: skip
+    }
     assert {name: array.tolist() for name, array in pad(arrays, Shape(5, 6, 5, 1024)).items()} == {
-        "input_ids": [7, 8, 9, 0, 0], "position_ids": [4, 0, 1, 0, 0], "slot_mapping": [20, 32, 33, -1, -1],
-        "slots": [3, 1, 0, 0, 0, 0], "seqused_k": [5, 2, 0, 0, 0, 0], "cu_seqlens_q": [0, 1, 3, 4, 5, 5, 5],
+        "input_ids": [7, 8, 9, 0, 0],
+        "position_ids": [4, 0, 1, 0, 0],
+        "slot_mapping": [20, 32, 33, -1, -1],
+        "slots": [3, 1, 0, 0, 0, 0],
+        "seqused_k": [5, 2, 0, 0, 0, 0],
+        "cu_seqlens_q": [0, 1, 3, 4, 5, 5, 5],
         "logits_indices": [2, 0, 0, 0, 0, 0],
-    }  # fmt: skip
+    }

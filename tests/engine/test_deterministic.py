@@ -39,7 +39,9 @@ def test_answers_are_bitwise_the_same_alone_and_in_any_batch(make_engine, family
 
 def test_rows_of_the_operators_do_not_know_each_other() -> None:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(65, 200), torch.randn(VOCAB, 200), torch.randn(VOCAB)
+    x = torch.randn(65, 200)
+    weight = torch.randn(VOCAB, 200)
+    bias = torch.randn(VOCAB)
     functions = {
         "linear": lambda x: torch.nn.functional.linear(x, weight, bias),
         "matmul": lambda x: x @ weight.t(),

@@ -59,8 +59,10 @@ def test_prompts_without_a_past_are_attended_to_as_they_come(make_engine, monkey
     for name in ("attention_varlen", "attention_paged"):
         real = getattr(paged, name)
         monkeypatch.setattr(paged, name, lambda *args, _n=name, _f=real, **kwargs: calls.append(_n) or _f(*args, **kwargs))
-    reference, engine = make_model(family), make_engine(family, max_num_batched_tokens=40)
-    layers, asked = len(engine._runner.layers), [list(range(2, 24)), list(range(30, 60)), [7]]
+    reference = make_model(family)
+    engine = make_engine(family, max_num_batched_tokens=40)
+    layers = len(engine._runner.layers)
+    asked = [list(range(2, 24)), list(range(30, 60)), [7]]
     once = SamplingParams(max_tokens=1, temperature=0.0)
     calls.clear()
     completions = engine.generate(asked, once)
@@ -119,7 +121,8 @@ def test_pages_behind_every_window_are_given_back(make_engine, monkeypatch, dept
     engine._depth = depth
     for i, prompt in enumerate(asked):
         engine.add_request(str(i), prompt, params)
-    most, got = 0, {str(i): [] for i in range(5)}
+    most = 0
+    got = {str(i): [] for i in range(5)}
     while engine.has_unfinished():
         for output in engine.step():
             got[output.request_id] += output.token_ids
@@ -141,7 +144,8 @@ def test_pages_behind_every_window_are_given_back(make_engine, monkeypatch, dept
 def test_a_float8_cache_is_near_and_small(make_engine) -> None:
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0)
     plain = EngineConfig(device="cpu", dtype="float32", num_pages=64)
-    exact, rough = Engine(plain), Engine(replace(plain, kv_cache_dtype="fp8"))
+    exact = Engine(plain)
+    rough = Engine(replace(plain, kv_cache_dtype="fp8"))
     caches = [engine._runner.kv_caches[0][0] for engine in (exact, rough)]
     assert (caches[1].dtype, caches[0].element_size()) == (torch.float8_e4m3fn, 4 * caches[1].element_size())
     asked = ["What is 17 + 25?", "def add(a, b):\n    return", "import "]
@@ -257,13 +261,34 @@ def test_one_text_is_not_a_list_of_prompts(make_engine) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1),
-        ("seed", 2**63), ("stop", ("",)), ("stop", "text"), ("stop_token_ids", (-1,)), ("max_tokens", True), ("top_k", 1.0),
-        ("temperature", "1"), ("temperature", True), ("n", 0), ("best_of", 0), ("stop", (1,)), ("stop_token_ids", (1.0,)),
-        ("stop_token_ids", 3), ("logit_bias", {"1": 2.0}), ("logit_bias", {1: "2"}), ("structured", "{}"), ("seed", 1.0),
-        ("prompt_logprobs", 21), ("logprobs", 1.0), ("allowed_token_ids", "12"),
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("seed", 2**63),
+        ("stop", ("",)),
+        ("stop", "text"),
+        ("stop_token_ids", (-1,)),
+        ("max_tokens", True),
+        ("top_k", 1.0),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("n", 0),
+        ("best_of", 0),
+        ("stop", (1,)),
+        ("stop_token_ids", (1.0,)),
+        ("stop_token_ids", 3),
+        ("logit_bias", {"1": 2.0}),
+        ("logit_bias", {1: "2"}),
+        ("structured", "{}"),
+        ("seed", 1.0),
+        ("prompt_logprobs", 21),
+        ("logprobs", 1.0),
+        ("allowed_token_ids", "12"),
     ],
-)  # fmt: skip
+)
 def test_bad_sampling_parameters_name_the_field(field, value) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
@@ -277,10 +302,18 @@ def test_settings_that_cannot_work_are_refused_with_numbers(make_engine) -> None
     assert make_engine(num_pages=16).max_model_len == 64
     assert make_engine(num_pages=None, max_num_seqs=2).config.num_pages == 2 * 256 // 4
     for field, value in (
-        ("page_size", 0), ("page_size", True), ("page_size", None), ("num_pages", 1.0), ("max_num_seqs", "8"),
-        ("dtype", "int8"), ("gpu_memory_utilization", 1.5), ("gpu_memory_utilization", "1"), ("max_waiting", -1),
-        ("max_waiting", 1.5), ("seed", 0.5),
-    ):  # fmt: skip
+        ("page_size", 0),
+        ("page_size", True),
+        ("page_size", None),
+        ("num_pages", 1.0),
+        ("max_num_seqs", "8"),
+        ("dtype", "int8"),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", "1"),
+        ("max_waiting", -1),
+        ("max_waiting", 1.5),
+        ("seed", 0.5),
+    ):
         with pytest.raises(ValueError, match=field):
             EngineConfig(**{field: value})
 
@@ -367,7 +400,8 @@ def test_out_of_memory_after_a_token_was_sampled_changes_nothing(make_engine, mo
     engine._depth = depth
     params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, frequency_penalty=penalty)
     expected = [answer.token_ids for answer in engine.generate([[5, 6, 7], [8, 9]], params)]
-    real, calls = model_runner.log_probabilities, count()
+    real = model_runner.log_probabilities
+    calls = count()
 
     def failing(*arguments):
         if next(calls) == 4:
@@ -382,7 +416,8 @@ def test_out_of_memory_after_a_token_was_sampled_changes_nothing(make_engine, mo
 
 def test_pages_that_are_not_finite_are_not_shared_for_good(make_engine) -> None:
     engine = make_engine(max_num_batched_tokens=16)
-    prompt, embed = list(range(10, 50)), engine._runner.model.get_input_embeddings()
+    prompt = list(range(10, 50))
+    embed = engine._runner.model.get_input_embeddings()
     engine.add_request("gone", prompt, GREEDY)
     hook = embed.register_forward_hook(lambda *given: given[-1] * float("nan"))
     engine.step()

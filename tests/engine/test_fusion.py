@@ -16,8 +16,22 @@ from fa_serve.engine import SamplingParams, kv_cache
 from fa_serve.engine.fusion import FusedLayer, fuse
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, patch
 
-FUSED = ("llama", "qwen2", "qwen2-window", "qwen3", "qwen3-moe", "mixtral", "mistral", "phi3", "granite", "olmo2", "olmo3",
-         "smollm3", "gemma2", "gemma3")  # fmt: skip
+FUSED = (
+    "llama",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+    "qwen3-moe",
+    "mixtral",
+    "mistral",
+    "phi3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+)
 OWN = ("starcoder2", "cohere2", "gpt-oss", "deepseek-v3", "gpt2", "opt")
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -29,15 +43,21 @@ def family(name: str) -> Family:
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> Tensor:
     """Of 24 tokens in two chunks, the second over the pages of both."""
-    layers, rows = attention_layers(model), torch.arange(24)
+    layers = attention_layers(model)
+    rows = torch.arange(24)
     caches = kv_cache.allocate(layers, 8, 8, model.device)
     out = []
     for begin, end in ((0, 10), (10, 24)):
         batch = PagedBatch(
-            kv_caches=caches, slot_mapping=rows[begin:end] + 8, block_table=torch.arange(1, 7, dtype=torch.int32)[None],
-            seqused_k=torch.tensor([end], dtype=torch.int32), cu_seqlens_q=torch.tensor([0, end - begin], dtype=torch.int32),
-            max_seqlen_q=end - begin, max_seqlen_k=end, fresh=begin == 0,
-        )  # fmt: skip
+            kv_caches=caches,
+            slot_mapping=rows[begin:end] + 8,
+            block_table=torch.arange(1, 7, dtype=torch.int32)[None],
+            seqused_k=torch.tensor([end], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, end - begin], dtype=torch.int32),
+            max_seqlen_q=end - begin,
+            max_seqlen_k=end,
+            fresh=begin == 0,
+        )
         ids = rows * 7 % 90 + 3
         out.append(paged_forward(model, ids[begin:end], rows[begin:end], batch, torch.arange(end - begin)))
     return torch.cat(out)
@@ -119,7 +139,8 @@ def test_merged_weights_take_no_memory_of_their_own() -> None:
 
 
 def test_the_model_still_generates_and_so_does_the_engine(make_engine) -> None:
-    model, reference = make_model("qwen3"), make_model("qwen3")
+    model = make_model("qwen3")
+    reference = make_model("qwen3")
     patch(model)
     fuse(model)
     expected = greedy(reference, PROMPT, 12)

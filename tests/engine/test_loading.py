@@ -11,7 +11,8 @@ from fa_serve.engine.loading import load_model
 @pytest.mark.parametrize("trusted", [False, True], ids=["default", "trusted"])
 def test_code_of_a_model(tmp_path, monkeypatch, trusted):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder, ran = tmp_path / f"model_{trusted}", tmp_path / "ran"
+    folder = tmp_path / f"model_{trusted}"
+    ran = tmp_path / "ran"
     folder.mkdir()
     config = {"model_type": f"alien{trusted}", "auto_map": {"AutoConfig": "alien.Alien", "AutoModelForCausalLM": "alien.Alien"}}
     (folder / "config.json").write_text(json.dumps(config))

@@ -44,7 +44,8 @@ def assert_distribution(counts: torch.Tensor, probabilities: torch.Tensor) -> No
     common = expected >= 5
     observed = torch.cat([counts[common].double(), counts[~common].sum()[None].double()])
     expected = torch.cat([expected[common], expected[~common].sum()[None]])
-    observed, expected = observed[expected > 0], expected[expected > 0]
+    observed = observed[expected > 0]
+    expected = expected[expected > 0]
     freedom = len(expected) - 1
     statistic = ((observed - expected) ** 2 / expected).sum().item()
     # Wilson and Hilferty: the cube root of chi-square over its mean is nearly normal; 4.75 sigma is one in a million
@@ -109,7 +110,8 @@ def test_few_candidates_give_what_sorting_all_gives(ties) -> None:
     logits = torch.randn(64, 500, generator=generator) * 2
     if ties:
         logits = logits.round()
-    top_k, top_p = torch.randint(1, 41, (64,), generator=generator), torch.rand(64, generator=generator)
+    top_k = torch.randint(1, 41, (64,), generator=generator)
+    top_p = torch.rand(64, generator=generator)
     top_p[::4] = 1.0
     for nucleus in (None, top_p):
         params = SampleParams(keys(64), torch.ones(64), top_k=top_k, top_p=nucleus)

@@ -15,12 +15,15 @@ PROMPT = [5, 6, 7, 8, 9, 5, 6]
 
 def text_book(prompt: list[int], params: SamplingParams) -> tuple[list[int], list[torch.Tensor]]:
     """Greedy tokens under penalties and biases, and the model's own log-probabilities at each."""
-    model, tokens, logprobs = make_model(), list(prompt), []
+    model = make_model()
+    tokens = list(prompt)
+    logprobs = []
     while len(tokens) - len(prompt) < params.max_tokens:
         with torch.no_grad():
             raw = model(torch.tensor([tokens])).logits[0, -1]
         logprobs.append(raw.log_softmax(-1))
-        logits, answer = raw.clone(), tokens[len(prompt) :]
+        logits = raw.clone()
+        answer = tokens[len(prompt) :]
         for token in set(tokens):
             logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
         for token in set(answer):
@@ -134,11 +137,20 @@ def test_logprobs_keep_step_with_joined_outputs(make_engine) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("min_p", 1.1), ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0.0),
-        ("logit_bias", {1: 101.0}), ("logit_bias", {-1: 0.0}), ("allowed_token_ids", ()), ("allowed_token_ids", (-1,)),
-        ("bad_token_ids", (-1,)), ("min_tokens", -1), ("logprobs", 21), ("logprobs", -1),
+        ("min_p", 1.1),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {-1: 0.0}),
+        ("allowed_token_ids", ()),
+        ("allowed_token_ids", (-1,)),
+        ("bad_token_ids", (-1,)),
+        ("min_tokens", -1),
+        ("logprobs", 21),
+        ("logprobs", -1),
     ],
-)  # fmt: skip
+)
 def test_bad_values_name_the_field(field, value) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})

@@ -90,8 +90,14 @@ ONE = (0, [0], 1, frozenset(), 0, None)
 @example(
     # preempted while its token is on the way, by a step that is then rolled back
     arrivals=[ONE, ONE, (0, [0], 9, frozenset(), 0, None), (0, [0] * 17, 5, frozenset(), 0, None)],
-    num_pages=8, max_num_seqs=2, budget=5, depth=1, caching=False, failing=set(), rolled_back={10},
-)  # fmt: skip
+    num_pages=8,
+    max_num_seqs=2,
+    budget=5,
+    depth=1,
+    caching=False,
+    failing=set(),
+    rolled_back={10},
+)
 @given(
     arrivals=arrivals,
     num_pages=st.integers(8, 24),
@@ -179,7 +185,8 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_sequences() -> None:
 
 def test_the_latest_request_is_preempted_and_continues_where_it_was() -> None:
     scheduler = make_scheduler(num_pages=6, caching=False)
-    early, late = make_request("early", [1] * 7, 12, 0), make_request("late", [2] * 7, 12, 1)
+    early = make_request("early", [1] * 7, 12, 0)
+    late = make_request("late", [2] * 7, 12, 1)
     scheduler.add(early)
     scheduler.add(late)
     run_to_end(scheduler)
@@ -194,7 +201,8 @@ def test_a_shared_prefix_is_computed_once() -> None:
     first = make_request("first", prompt, 1)
     scheduler.add(first)
     run_to_end(scheduler)
-    second, other = make_request("second", prompt, 1, 1), make_request("other", [2, *prompt[1:]], 1, 2)
+    second = make_request("second", prompt, 1, 1)
+    other = make_request("other", [2, *prompt[1:]], 1, 2)
     scheduler.add(second)
     scheduler.add(other)
     batch = scheduler.schedule()
@@ -299,7 +307,8 @@ def test_integrity_check_sees_a_lost_page() -> None:
 
 def test_an_invalid_token_fails_its_request_alone() -> None:
     scheduler = make_scheduler()
-    good, bad = make_request("good", [1], serial=0), make_request("bad", [2], serial=1)
+    good = make_request("good", [1], serial=0)
+    bad = make_request("bad", [2], serial=1)
     scheduler.add(good)
     scheduler.add(bad)
     gained = scheduler.commit(scheduler.schedule(), [0, INVALID_TOKEN])

@@ -169,7 +169,8 @@ def test_a_deadline_counts_while_the_grammar_is_compiled(make_engine, monkeypatc
 
 def test_no_grammar_is_compiled_by_the_engines_own_thread(make_engine, monkeypatch) -> None:
     """Also when more are being compiled than are kept."""
-    real, names = structured._compile, []
+    real = structured._compile
+    names = []
 
     def slow(*given):
         names.append(threading.current_thread().name)

@@ -113,7 +113,8 @@ def outputs(model: PreTrainedModel, family: Family, way: str) -> Tensor:
         pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), device="cpu").to("cuda", model.dtype)
         out = model(pixels)
         return (out.logits if "logits" in out else out.last_hidden_state).flatten(0, -2)
-    ids, at = tokens(3, LENGTH), torch.arange(LENGTH).expand(3, -1)
+    ids = tokens(3, LENGTH)
+    at = torch.arange(LENGTH).expand(3, -1)
     if way in ("none", "left", "right"):
         mask = padding_mask(way)
         if family.kind == "seq2seq":
@@ -136,11 +137,14 @@ def outputs(model: PreTrainedModel, family: Family, way: str) -> Tensor:
     ends = (14, *range(15, LENGTH + 1)) if "decode" in way else (3, 10, 11, LENGTH)
     parts = [
         model(
-            ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions(mask)[:, start:end],
-            past_key_values=cache, use_cache=True,
+            ids[:, start:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions(mask)[:, start:end],
+            past_key_values=cache,
+            use_cache=True,
         ).logits
         for start, end in pairwise((0, *ends))
-    ]  # fmt: skip
+    ]
     return torch.cat(parts, dim=1)[mask.bool()]
 
 
@@ -168,8 +172,14 @@ def three(family: Family) -> PreTrainedModel:
     return family.build(**{name: value for name, value in EVERY_EXPERT.items() if name in family.config}).bfloat16().float()
 
 
-EVERY_EXPERT = {"num_local_experts": 2, "num_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 2, "n_group": 1,
-                "topk_group": 1}  # fmt: skip
+EVERY_EXPERT = {
+    "num_local_experts": 2,
+    "num_experts": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 
 @pytest.mark.parametrize("make", multimodal.MODELS.values(), ids=multimodal.MODELS)
@@ -379,9 +389,15 @@ def test_continuous_batching_at_the_sizes_of_a_model() -> None:
     """bfloat16, heads of 128, pages of 256: given the tokens before it, a token falls short of float32's best one by no more,
     in the mean, than twice what the tokens of eager bfloat16 do."""
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=1024, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+    )
     torch.manual_seed(0)
     exact = LlamaForCausalLM(config).eval()
     for parameter in exact.parameters():
@@ -405,7 +421,8 @@ def test_continuous_batching_at_the_sizes_of_a_model() -> None:
         continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.2),
     )
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
-    gaps, bound = [], []
+    gaps = []
+    bound = []
     for ids, output in zip(prompts, done.values(), strict=True):
         assert output.error is None
         assert len(output.generated_tokens) == 40

@@ -87,7 +87,8 @@ def test_streams_do_not_share_counters() -> None:
 def test_graphs_replayed_side_by_side() -> None:
     cases = [inputs(seed) for seed in range(3)]
     expected = [run(*case) for case in cases]
-    graphs, outs = [], []
+    graphs = []
+    outs = []
     for case in cases:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -161,10 +162,16 @@ def paged_call(lengths_q: list[int], lengths_k: list[int], page_size: int, head_
     q, k, v = (
         x[0] for x in make_qkv(1, sum(lengths_q), sum(lengths_k), *heads, *head_dims, dtype=torch.bfloat16, device="cuda")
     )
-    keys, values = k.split(lengths_k), v.split(lengths_k)
+    keys = k.split(lengths_k)
+    values = v.split(lengths_k)
     k_cache, v_cache, block_table, seqused_k = make_paged(keys, values, page_size)
-    lengths = {"block_table": block_table, "seqused_k": seqused_k, "cu_seqlens_q": cu_seqlens(lengths_q, "cuda"),
-               "max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}  # fmt: skip
+    lengths = {
+        "block_table": block_table,
+        "seqused_k": seqused_k,
+        "cu_seqlens_q": cu_seqlens(lengths_q, "cuda"),
+        "max_seqlen_q": max(lengths_q),
+        "max_seqlen_k": max(lengths_k),
+    }
     return (q, k_cache, v_cache), lengths, list(zip(q.split(lengths_q), keys, values, strict=True))
 
 
@@ -174,7 +181,8 @@ def test_paged(
     page_size: int, head_dims: tuple[int, int], window: tuple[int, int], heads: tuple[int, int], longest: int
 ) -> None:
     """Up to 64 queries have a tile of their own."""
-    lengths_q, lengths_k = [min(n, longest) for n in (500, 1, 70, 0, 128, 17)], [500, 300, 333, 40, 1000, 17]
+    lengths_q = [min(n, longest) for n in (500, 1, 70, 0, 128, 17)]
+    lengths_k = [500, 300, 333, 40, 1000, 17]
     tensors, lengths, sequences = paged_call(lengths_q, lengths_k, page_size, head_dims, heads)
     options = OPTIONS | {"window_size": window}
     runs = [launch_forward(*tensors, out=None, return_lse=True, **lengths, **options) for _ in range(20)]
@@ -190,7 +198,8 @@ def test_paged(
 
 def test_a_mixed_batch_in_a_graph_follows_its_lengths() -> None:
     """Through the public function: prompts here, decoding sequences by the split-KV kernel, and one graph for all of it."""
-    heads, few = (8, 2), 4  # 16 packed rows
+    heads = (8, 2)
+    few = 4  # 16 packed rows
     tensors, lengths, _ = paged_call([1, 300, 1, 20], [900, 700, 33, 500], 16, (128, 128), heads)
     lengths |= {"max_seqlen_q": 322, "max_seqlen_k": 900}
     lengths["block_table"] = torch.randperm(len(tensors[1]), device="cuda", dtype=torch.int32)[: 4 * 30].view(4, 30)

@@ -8,7 +8,9 @@ import torch
 
 from fa_serve.engine.sampler import SampleParams, _sample, _threshold, random_keys, sample
 
-ROWS, VOCAB, TEMPERATURE = 20000, 3001, 0.7
+ROWS = 20000
+VOCAB = 3001
+TEMPERATURE = 0.7
 
 
 def drawing(n: int, **limits: float) -> SampleParams:
@@ -22,16 +24,24 @@ def drawing(n: int, **limits: float) -> SampleParams:
 
 @pytest.mark.parametrize(
     "limits",
-    [{}, {"top_p": 0.9}, {"top_p": 0.3}, {"top_k": 40}, {"top_k": 40, "top_p": 0.8}, {"min_p": 0.05},
-     {"top_k": 100, "top_p": 0.5, "min_p": 0.02}],
+    [
+        {},
+        {"top_p": 0.9},
+        {"top_p": 0.3},
+        {"top_k": 40},
+        {"top_k": 40, "top_p": 0.8},
+        {"min_p": 0.05},
+        {"top_k": 100, "top_p": 0.5, "min_p": 0.02},
+    ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
 def test_draws_follow_the_distribution(limits: dict[str, float], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = (2 * torch.randn(1, VOCAB, device="cuda")).to(dtype)
     tokens = sample(logits.expand(ROWS, VOCAB).contiguous(), drawing(ROWS, **limits))
-    scores, params = (logits.float() - logits.float().max()) / TEMPERATURE, drawing(1, **limits)
+    scores = (logits.float() - logits.float().max()) / TEMPERATURE
+    params = drawing(1, **limits)
     keep = torch.ones_like(scores, dtype=torch.bool)
     if limits.keys() & {"top_k", "top_p"}:
         keep &= scores >= _threshold(scores, params)[:, None]

@@ -48,12 +48,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 class FakeEngine:
     """Answers every prompt with `words`, one token each. `gate` holds it back; `aborted` tells who left early."""
 
-    model_name, max_model_len, is_alive, is_restarting = "fake", 64, True, False
+    model_name = "fake"
+    max_model_len = 64
+    is_alive = True
+    is_restarting = False
 
     def __init__(self, words: tuple[str, ...] = ("Hello", ",", " wörld")):
-        self.words, self.tokenizer = words, byte_tokenizer()
+        self.words = words
+        self.tokenizer = byte_tokenizer()
         self.reader = PromptReader(self.tokenizer, len(self.tokenizer), self.max_model_len)
-        self.gate, self.aborted, self.seen, self.error = asyncio.Event(), [], [], None
+        self.gate = asyncio.Event()
+        self.aborted = []
+        self.seen = []
+        self.error = None
         self.gate.set()
 
     async def start(self) -> None: ...
@@ -63,8 +70,17 @@ class FakeEngine:
         self.gate.set()
 
     def stats(self) -> SimpleNamespace:
-        return SimpleNamespace(num_running=1, num_waiting=2, num_pages=8, num_pages_used=4, num_steps=5, num_prompt_tokens=6,
-                               num_cached_tokens=7, num_output_tokens=8, num_preemptions=9)  # fmt: skip
+        return SimpleNamespace(
+            num_running=1,
+            num_waiting=2,
+            num_pages=8,
+            num_pages_used=4,
+            num_steps=5,
+            num_prompt_tokens=6,
+            num_cached_tokens=7,
+            num_output_tokens=8,
+            num_preemptions=9,
+        )
 
     def _logprobs(self, token: int, count: int | None) -> list[TokenLogprob] | None:
         if count is None:
@@ -88,11 +104,21 @@ class FakeEngine:
                     scored = not (i or index) and params.prompt_logprobs is not None
                     scores = [self._logprobs(token, params.prompt_logprobs)[0] for token in prompt[1:]] if scored else []
                     yield RequestOutput(
-                        request_id, prompt, word, [i], self._logprobs(i, params.logprobs), last, reason, self.error,
-                        num_prompt_tokens=len(prompt), num_output_tokens=i + 1, num_cached_tokens=2, index=index,
+                        request_id,
+                        prompt,
+                        word,
+                        [i],
+                        self._logprobs(i, params.logprobs),
+                        last,
+                        reason,
+                        self.error,
+                        num_prompt_tokens=len(prompt),
+                        num_output_tokens=i + 1,
+                        num_cached_tokens=2,
+                        index=index,
                         queue_time=0.25 if last else None,
                         prompt_logprobs=[None, *scores] if scored else None,
-                    )  # fmt: skip
+                    )
         finally:
             if not ended:
                 self.aborted.append(request_id)

@@ -35,8 +35,11 @@ async def test_completion(serving, conforms):
     conforms("CreateCompletionResponse", reply)
     assert reply["choices"] == [{"index": 0, "text": "Hello, wörld", "finish_reason": "stop", "logprobs": None}]
     assert reply["usage"] == {
-        "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 2},
-    }  # fmt: skip
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
 
 
 async def test_chat(serving, conforms, engine):
@@ -134,8 +137,12 @@ async def test_completion_logprobs(serving, conforms):
         reply = (await client.post("/v1/completions", json={**TEXT, "logprobs": 1})).json()
         chunks = frames((await client.post("/v1/completions", json={**TEXT, "logprobs": 1, "stream": True})).text)
     conforms("CreateCompletionResponse", reply)
-    expected = {"text_offset": [0, 1, 2], "token_logprobs": [-0.5] * 3, "tokens": ["!", '"', "#"],
-                "top_logprobs": [{'"': -0.25, "!": -0.5}, {"#": -0.25, '"': -0.5}, {"$": -0.25, "#": -0.5}]}  # fmt: skip
+    expected = {
+        "text_offset": [0, 1, 2],
+        "token_logprobs": [-0.5] * 3,
+        "tokens": ["!", '"', "#"],
+        "top_logprobs": [{'"': -0.25, "!": -0.5}, {"#": -0.25, '"': -0.5}, {"$": -0.25, "#": -0.5}],
+    }
     assert reply["choices"][0]["logprobs"] == expected
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert {name: [value for part in parts for value in part[name]] for name in expected} == expected
@@ -189,17 +196,22 @@ async def test_best_of(serving, engine):
 async def test_guided_outputs_reach_the_engine(serving, engine):
     schema = {"type": "object"}
     asked = [
-        ({"guided_json": schema}, "json_schema", schema), ({"guided_regex": "a+"}, "regex", "a+"),
-        ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")), ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+        ({"guided_json": schema}, "json_schema", schema),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")),
+        ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
         ({"structured_outputs": {"json": '{"type": "object"}'}}, "json_schema", '{"type": "object"}'),
         ({"structured_outputs": {"choice": ["a"]}}, "choice", ("a",)),
         ({"structured_outputs": {"json_object": True}}, "json_object", True),
-    ]  # fmt: skip
+    ]
     chat = [
         ({"response_format": {"type": "json_object"}}, "json_object", True),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}},
-         "json_schema", schema),
-    ]  # fmt: skip
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}},
+            "json_schema",
+            schema,
+        ),
+    ]
     async with serving() as client:
         for path, body, cases in (("/v1/completions", TEXT, asked), ("/v1/chat/completions", CHAT, asked + chat)):
             for fields, name, value in cases:
@@ -281,8 +293,12 @@ BAD = [
     pytest.param("/v1/completions", {**TEXT, "logit_bias": {"٣": 1}}, "logit_bias", id="bias by other digits"),
     pytest.param("/v1/completions", {**TEXT, "guided_json": {}, "guided_regex": "a"}, "guided_regex", id="two constraints"),
     pytest.param("/v1/completions", {**TEXT, "structured_outputs": {}}, "structured_outputs", id="no constraint"),
-    pytest.param("/v1/completions", {**TEXT, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs",
-                 id="two at once"),
+    pytest.param(
+        "/v1/completions",
+        {**TEXT, "structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs",
+        id="two at once",
+    ),
     pytest.param("/v1/completions", {**TEXT, "guided_choice": []}, "guided_choice", id="no choice"),
     pytest.param("/v1/completions", {**TEXT, "suffix": "x"}, "suffix", id="suffix"),
     pytest.param("/v1/completions", {**TEXT, "stream_options": {}}, "stream_options", id="stream_options without stream"),
@@ -297,40 +313,78 @@ BAD = [
         id="image",
     ),
     pytest.param("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x" * 64}]}, "messages", id="long"),
-    pytest.param("/v1/chat/completions", {**CHAT, "messages": [*CHAT["messages"], {"role": "system", "content": "x"}]},
-                 "messages", id="the template refuses"),
+    pytest.param(
+        "/v1/chat/completions",
+        {**CHAT, "messages": [*CHAT["messages"], {"role": "system", "content": "x"}]},
+        "messages",
+        id="the template refuses",
+    ),
     pytest.param("/v1/chat/completions", {**CHAT, "messages": [{**CHAT["messages"][0], "name": "A"}]}, "messages", id="name"),
     pytest.param("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools[0].function", id="half a tool"),
     pytest.param("/v1/chat/completions", {**CHAT, "tools": [ADD]}, "tools", id="no format known"),
     pytest.param("/v1/chat/completions", {**CHAT, "tools": [ADD], "tool_choice": "required"}, "tools", id="tools"),
     pytest.param("/v1/chat/completions", {**CHAT, "tools": [ADD, ADD]}, "tools", id="twice the same tool"),
     pytest.param("/v1/chat/completions", {**CHAT, "tool_choice": "auto"}, "tool_choice", id="a choice of none"),
-    pytest.param("/v1/chat/completions", {**CHAT, "tools": [ADD], "tool_choice": {**ADD, "function": {"name": "b"}}},
-                 "tool_choice", id="no such tool"),
+    pytest.param(
+        "/v1/chat/completions",
+        {**CHAT, "tools": [ADD], "tool_choice": {**ADD, "function": {"name": "b"}}},
+        "tool_choice",
+        id="no such tool",
+    ),
     pytest.param("/v1/chat/completions", {**CHAT, "tools": [ADD], "tool_choice": "any"}, "tool_choice", id="no such choice"),
-    pytest.param("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "3", "tool_call_id": "1"}]},
-                 "messages", id="tool message"),
-    pytest.param("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "3"}]}, "messages[0].tool_call_id",
-                 id="a tool's message without an id"),
-    pytest.param("/v1/chat/completions", {**CHAT, "messages": [{**CHAT["messages"][0], "tool_calls": [CALL]}]},
-                 "messages[0].tool_calls", id="calls of a user"),
-    pytest.param("/v1/chat/completions", {**CHAT, "messages": [{"role": "assistant", "tool_calls": [
-        {**CALL, "function": {"name": "add", "arguments": "[]"}}]}]}, "messages[0].tool_calls[0].function.arguments",
-                 id="arguments are no object"),
-    pytest.param("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "", "audio": {"id": "a"}}]},
-                 "messages[0].audio", id="audio"),
-    pytest.param("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, "response_format.json_schema",
-                 id="no schema"),
-    pytest.param("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
-                 "response_format.json_schema.name", id="a schema's name"),
+    pytest.param(
+        "/v1/chat/completions",
+        {**CHAT, "messages": [{"role": "tool", "content": "3", "tool_call_id": "1"}]},
+        "messages",
+        id="tool message",
+    ),
+    pytest.param(
+        "/v1/chat/completions",
+        {**CHAT, "messages": [{"role": "tool", "content": "3"}]},
+        "messages[0].tool_call_id",
+        id="a tool's message without an id",
+    ),
+    pytest.param(
+        "/v1/chat/completions",
+        {**CHAT, "messages": [{**CHAT["messages"][0], "tool_calls": [CALL]}]},
+        "messages[0].tool_calls",
+        id="calls of a user",
+    ),
+    pytest.param(
+        "/v1/chat/completions",
+        {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "add", "arguments": "[]"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        id="arguments are no object",
+    ),
+    pytest.param(
+        "/v1/chat/completions",
+        {**CHAT, "messages": [{"role": "user", "content": "", "audio": {"id": "a"}}]},
+        "messages[0].audio",
+        id="audio",
+    ),
+    pytest.param(
+        "/v1/chat/completions",
+        {**CHAT, "response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+        id="no schema",
+    ),
+    pytest.param(
+        "/v1/chat/completions",
+        {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
+        "response_format.json_schema.name",
+        id="a schema's name",
+    ),
     pytest.param("/v1/chat/completions", {**CHAT, "reasoning_effort": "low"}, "reasoning_effort", id="no use for effort"),
     pytest.param("/v1/chat/completions", {**CHAT, "chat_template": "{{ messages }}"}, "chat_template", id="own template"),
-    *(pytest.param("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, "chat_template_kwargs", id=name)
-      for name in ("messages", "self", "conversation", "tools", "add_generation_prompt", "tokenize", "enable_thinking")),
+    *(
+        pytest.param("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, "chat_template_kwargs", id=name)
+        for name in ("messages", "self", "conversation", "tools", "add_generation_prompt", "tokenize", "enable_thinking")
+    ),
     pytest.param("/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", id="two limits"),
-    pytest.param("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs",
-                 id="template"),
-]  # fmt: skip
+    pytest.param(
+        "/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", id="template"
+    ),
+]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
@@ -357,9 +411,17 @@ async def test_no_json_object(serving, conforms, content):
 
 @pytest.mark.parametrize(
     ("content_type", "status"),
-    [("application/json", 200), ("Application/JSON; charset=utf-8", 200), ("application/vnd.api+json", 200),
-     ("", 400), ("text/plain", 400), ("text/json", 400), ("application/jsonl", 400), ("multipart/form-data", 400)],
-)  # fmt: skip
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/vnd.api+json", 200),
+        ("", 400),
+        ("text/plain", 400),
+        ("text/json", 400),
+        ("application/jsonl", 400),
+        ("multipart/form-data", 400),
+    ],
+)
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 async def test_only_json_is_read(serving, path, content_type, status):
     """A page elsewhere can have a browser send other types without asking first."""
@@ -402,8 +464,11 @@ async def test_defaults_that_ask_for_nothing(serving):
         "response_format": {"type": "text"},
         "store": False,
     }
-    history = [{"role": "developer", "content": [{"type": "text", "text": "A"}]}, *CHAT["messages"],
-               {"role": "assistant", "content": "B", "refusal": None, "tool_calls": None}]  # fmt: skip
+    history = [
+        {"role": "developer", "content": [{"type": "text", "text": "A"}]},
+        *CHAT["messages"],
+        {"role": "assistant", "content": "B", "refusal": None, "tool_calls": None},
+    ]
     async with serving() as client:
         assert (await client.post("/v1/completions", json={**TEXT, **neutral, "best_of": 1})).status_code == 200
         response = await client.post("/v1/chat/completions", json={**CHAT, **neutral, **chat, "messages": history})
@@ -516,10 +581,12 @@ async def test_metrics(serving, engine):
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     label = 'model_name="fake"'
     expected = {
-        f"fa_serve:num_requests_running{{{label}}}": 1, f"fa_serve:kv_cache_usage_perc{{{label}}}": 0.5,
-        f"fa_serve:generation_tokens_total{{{label}}}": 8, f"fa_serve:time_to_first_token_seconds_count{{{label}}}": 2,
+        f"fa_serve:num_requests_running{{{label}}}": 1,
+        f"fa_serve:kv_cache_usage_perc{{{label}}}": 0.5,
+        f"fa_serve:generation_tokens_total{{{label}}}": 8,
+        f"fa_serve:time_to_first_token_seconds_count{{{label}}}": 2,
         f"fa_serve:inter_token_latency_seconds_count{{{label}}}": 4,
         f'fa_serve:request_success_total{{finished_reason="stop",{label}}}': 2,
         f'fa_serve:request_success_total{{finished_reason="abort",{label}}}': 1,
-    }  # fmt: skip
+    }
     assert {name: float(values.get(name, "nan")) for name in expected} == expected

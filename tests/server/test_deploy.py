@@ -43,9 +43,11 @@ def known_settings(names) -> None:
 
 
 def test_compose():
-    compose, gpu = read("compose.yaml"), read("deploy/compose.cuda.yaml")
+    compose = read("compose.yaml")
+    gpu = read("deploy/compose.cuda.yaml")
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE))
-    service, ours = compose["services"], compose["services"]["fa-serve"]
+    service = compose["services"]
+    ours = compose["services"]["fa-serve"]
     assert {ours["build"]["target"], gpu["services"]["fa-serve"]["build"]["target"]} == {"cpu", "cuda"} <= stages
     known_settings(name for name in ours["environment"])
     assert int(ours["stop_grace_period"][:-1]) > DRAIN
@@ -157,8 +159,10 @@ class Draining(BaseHTTPRequestHandler):
 @pytest.fixture
 def proxied(served, tmp_path):
     """The server behind our nginx configuration, with a certificate, ports and folders of the test's own."""
-    nginx, openssl = program("nginx"), program("openssl")
-    key, certificate = tmp_path / "privkey.pem", tmp_path / "fullchain.pem"
+    nginx = program("nginx")
+    openssl = program("openssl")
+    key = tmp_path / "privkey.pem"
+    certificate = tmp_path / "fullchain.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     run(openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", key, "-out", certificate, *subject)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -166,11 +170,14 @@ def proxied(served, tmp_path):
     text = (DEPLOY / "nginx" / "fa-serve.conf").read_text()
     other = ThreadingHTTPServer(("127.0.0.1", 0), Draining)
     threading.Thread(target=other.serve_forever, daemon=True).start()
-    ours, others = served.url.removeprefix("http://"), f"127.0.0.1:{other.server_port}"
+    ours = served.url.removeprefix("http://")
+    others = f"127.0.0.1:{other.server_port}"
     changes = {
-        "server 127.0.0.1:8000;": f"server {others} max_fails=0; server {ours};", "listen 443": f"listen 127.0.0.1:{port}",
-        "    listen [::]:443 ssl;\n": "", "/etc/ssl/fa-serve/": f"{tmp_path}/",
-    }  # fmt: skip
+        "server 127.0.0.1:8000;": f"server {others} max_fails=0; server {ours};",
+        "listen 443": f"listen 127.0.0.1:{port}",
+        "    listen [::]:443 ssl;\n": "",
+        "/etc/ssl/fa-serve/": f"{tmp_path}/",
+    }
     for old, new in changes.items():
         assert old in text
         text = text.replace(old, new)

@@ -24,13 +24,15 @@ PARTS = ("Message", "ToolCall", "Tool", "Function", "ResponseFormat", "JsonSchem
 OPENAIS = {
     "/v1/chat/completions": {*chat_params.CompletionCreateParamsBase.__annotations__, "stream"},
     "/v1/completions": {*completion_create_params.CompletionCreateParamsBase.__annotations__, "stream"},
-    "Message": set().union(*(
-        getattr(chat, f"ChatCompletion{role}MessageParam").__annotations__
-        for role in ("Assistant", "Developer", "System", "Tool", "User")
-    )),
+    "Message": set().union(
+        *(
+            getattr(chat, f"ChatCompletion{role}MessageParam").__annotations__
+            for role in ("Assistant", "Developer", "System", "Tool", "User")
+        )
+    ),
     "Function": {"name", "description", "parameters", "strict"},
     "StreamOptions": {*chat.ChatCompletionStreamOptionsParam.__annotations__},
-}  # fmt: skip
+}
 
 
 def kind(schema: dict[str, Any]) -> str:
@@ -57,7 +59,8 @@ def kind(schema: dict[str, Any]) -> str:
 
 
 def table(name: str, model: type[schemas.Request]) -> str:
-    shown, openais = model.model_json_schema(), OPENAIS.get(name, set())
+    shown = model.model_json_schema()
+    openais = OPENAIS.get(name, set())
     rows = [f"### `{name}`", "", "| field | values | |", "|---|---|---|"]
     for field, schema in shown["properties"].items():
         notes = ["required"] if field in shown.get("required", ()) else []

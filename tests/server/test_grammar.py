@@ -11,8 +11,13 @@ from fa_serve.engine import StructuredOutput
 
 llguidance = pytest.importorskip("llguidance")
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]")
-DIGIT = {"type": "object", "properties": {"a": {"$ref": "#/$defs/D"}}, "required": ["a"], "additionalProperties": False,
-         "$defs": {"D": {"enum": [1, 2]}}}  # fmt: skip
+DIGIT = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/D"}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"D": {"enum": [1, 2]}},
+}
 TOOLS = [Tool(**{"type": "function", "function": {"name": name, "parameters": DIGIT}}) for name in ("f", "g")]
 SCHEMA = StructuredOutput(json_schema=DIGIT)
 F, G, H = (f'{{"name": "{name}", "arguments": {{"a": 1}}}}' for name in "fgh")
@@ -41,17 +46,23 @@ def accepts(request, engine):
 def held(accepts, style: ToolFormat, answer: StructuredOutput = ANY_TEXT, thoughts: bool | None = False, single=False) -> str:
     free = answer is ANY_TEXT
     start, rules = calls(style, TOOLS, single, accepts.mark, text=free)
-    return compose(start, rules, thoughts, accepts.mark) if free else compose(
-        f"answer | {start}", [f"answer: {rule(answer)}", *rules], thoughts, accepts.mark
-    )  # fmt: skip
+    return (
+        compose(start, rules, thoughts, accepts.mark)
+        if free
+        else compose(f"answer | {start}", [f"answer: {rule(answer)}", *rules], thoughts, accepts.mark)
+    )
 
 
 STYLES = {
     "hermes": (f"<tool_call>\n{F}\n</tool_call>", f"<tool_call>\n{BAD}", f"<tool_call>\n{H}", f"\n<tool_call>{G}</tool_call>"),
-    "llama3_json": (F.replace("arguments", "parameters"), BAD.replace("arguments", "parameters"),
-                    H.replace("arguments", "parameters"), "; " + G.replace("arguments", "parameters")),
+    "llama3_json": (
+        F.replace("arguments", "parameters"),
+        BAD.replace("arguments", "parameters"),
+        H.replace("arguments", "parameters"),
+        "; " + G.replace("arguments", "parameters"),
+    ),
     "mistral": (f"[TOOL_CALLS][{F}]", f"[TOOL_CALLS][{BAD}]", f"[TOOL_CALLS][{H}]", None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -78,11 +89,15 @@ def test_an_answer_of_a_schema_or_calls(accepts, style):
     assert [accepts(grammar, text) for text in texts] == [True, True, True, None, None, None, None, None]
 
 
-@pytest.mark.parametrize(("thoughts", "good", "bad"), [
-    (True, ['Hm < 1 </x</think>\n{"a": 1}', '</think>{"a": 1}'], ['</think>{"a": 3}', "</think>Hm"]),
-    (None, ['<think>Hm</think>\n\n{"a": 1}', '{"a": 1}'], ["Hm", "<think></think>Hm", '<think></think>{"a": 3}']),
-    (False, ['{"a": 1}'], ["Hm", '<think></think>{"a": 1}']),
-], ids=["opened", "own", "closed"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("thoughts", "good", "bad"),
+    [
+        (True, ['Hm < 1 </x</think>\n{"a": 1}', '</think>{"a": 1}'], ['</think>{"a": 3}', "</think>Hm"]),
+        (None, ['<think>Hm</think>\n\n{"a": 1}', '{"a": 1}'], ["Hm", "<think></think>Hm", '<think></think>{"a": 3}']),
+        (False, ['{"a": 1}'], ["Hm", '<think></think>{"a": 1}']),
+    ],
+    ids=["opened", "own", "closed"],
+)
 def test_thoughts_are_free(accepts, thoughts, good, bad):
     grammar = compose("answer", [f"answer: {rule(SCHEMA)}"], thoughts, accepts.mark)
     assert [accepts(grammar, text) for text in good] == [True] * len(good)
@@ -90,13 +105,17 @@ def test_thoughts_are_free(accepts, thoughts, good, bad):
     assert accepts(grammar, good[0][:-1]) is False, "it is not complete"
 
 
-@pytest.mark.parametrize(("output", "good", "bad"), [
-    (StructuredOutput(regex=r"a/\/[/\\]"), ["a//\\"], ["a/x"]),
-    (StructuredOutput(regex="a\nb"), ["a\nb"], ["ab"]),
-    (StructuredOutput(choice=("é\"", "ab")), ["é\"", "ab"], ["e"]),
-    (StructuredOutput(json_object=True), ['{"x": [1]}'], ["[1]"]),
-    (StructuredOutput(json_schema='{"enum": ["a/b"]}'), ['"a/b"'], ['"c"']),
-], ids=["slashes", "newline", "choice", "object", "schema as text"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("output", "good", "bad"),
+    [
+        (StructuredOutput(regex=r"a/\/[/\\]"), ["a//\\"], ["a/x"]),
+        (StructuredOutput(regex="a\nb"), ["a\nb"], ["ab"]),
+        (StructuredOutput(choice=('é"', "ab")), ['é"', "ab"], ["e"]),
+        (StructuredOutput(json_object=True), ['{"x": [1]}'], ["[1]"]),
+        (StructuredOutput(json_schema='{"enum": ["a/b"]}'), ['"a/b"'], ['"c"']),
+    ],
+    ids=["slashes", "newline", "choice", "object", "schema as text"],
+)
 def test_every_kind_of_answer_after_thoughts(accepts, output, good, bad):
     grammar = compose("answer", [f"answer: {rule(output)}"], None, accepts.mark)
     assert [accepts(grammar, f"<think>x</think>{text}") for text in good] == [True] * len(good)

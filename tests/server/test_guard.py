@@ -23,13 +23,22 @@ class Connection:
     """One raw ASGI request: `reading` clear means that the client leaves what it gets unread, `leave()` that it hangs up."""
 
     def __init__(self, app, body, path="/v1/completions"):
-        self.sent, self.reading, self._left = [], asyncio.Event(), asyncio.Event()
+        self.sent = []
+        self.reading = asyncio.Event()
+        self._left = asyncio.Event()
         self.reading.set()
         self._body = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": "POST", "path": path,
-            "root_path": "", "query_string": b"", "headers": [(b"content-type", b"application/json")],
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": "POST",
+            "path": path,
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 
     async def _receive(self):
@@ -120,7 +129,8 @@ async def test_attend():
 
 
 async def test_a_client_that_leaves_an_overdue_request_does_not_disturb_its_end():
-    overdue, ended = asyncio.Event(), []
+    overdue = asyncio.Event()
+    ended = []
 
     async def work():
         try:
@@ -165,9 +175,14 @@ async def test_merge_ends_with_the_first_error_and_closes_the_others():
     assert sorted(closed) == ["a", "b"]
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "api_keys": "one"}, False), ({}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "api_keys": "one"}, False),
+        ({}, False),
+    ],
+)
 async def test_a_server_without_keys_says_so_where_others_can_reach_it(serving, caplog, settings, said):
     async with serving(**settings):
         assert ("no API key is set: whoever reaches 0.0.0.0, port 8000, may use the model" in caplog.text) is said
@@ -314,12 +329,14 @@ async def test_not_ready_while_loading(engine):
 @pytest.mark.parametrize(("restarting", "health"), [(False, 503), (True, 200)], ids=["for good", "another is loaded"])
 async def test_an_engine_that_has_died(serving, engine, restarting, health):
     async with serving() as client:
-        engine.is_alive, engine.is_restarting = False, restarting
+        engine.is_alive = False
+        engine.is_restarting = restarting
         assert (await client.get("/health")).status_code == health
         for response in (await client.get("/ready"), await client.post("/v1/completions", json=TEXT)):
             assert response.status_code == 503
             assert ("restarted" in response.text) == restarting
-        engine.is_alive, engine.is_restarting = True, False
+        engine.is_alive = True
+        engine.is_restarting = False
         assert (await client.get("/ready")).status_code == 200
 
 

@@ -61,8 +61,16 @@ def test_a_full_house(start_server, tmp_path):
 
 async def bursts(served, number, size):
     """`number` of them, half a second apart, whether the one before has been answered or not."""
-    load = Load(url=served.url, model="org/name", key="key-1", requests=size, concurrency=size, warmup=0,
-                prompt_tokens=8, output_tokens=8)  # fmt: skip
+    load = Load(
+        url=served.url,
+        model="org/name",
+        key="key-1",
+        requests=size,
+        concurrency=size,
+        warmup=0,
+        prompt_tokens=8,
+        output_tokens=8,
+    )
 
     async def burst(index):
         await asyncio.sleep(0.5 * index)
@@ -81,7 +89,8 @@ async def bursts(served, number, size):
 
 
 async def with_client(served, what, crowd):
-    headers, limits = {"authorization": "Bearer key-2"}, httpx.Limits(max_connections=None)
+    headers = {"authorization": "Bearer key-2"}
+    limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=served.url, headers=headers, timeout=120, limits=limits) as client:
         await what(served, client, crowd)
 
@@ -93,10 +102,12 @@ def ask(client, tokens):
 
 async def some_hang_up(served, client, crowd):
     """Three of ten, each in the middle of its stream."""
-    draw, gone = random.Random(0), crowd * 3 // 10
+    draw = random.Random(0)
+    gone = crowd * 3 // 10
 
     async def one(number):
-        lines, leaves_after = [], draw.randrange(1, 60) if number < gone else None
+        lines = []
+        leaves_after = draw.randrange(1, 60) if number < gone else None
         async with ask(client, 300 if number < gone else 80) as response:
             assert response.status_code == 200
             async for line in response.aiter_lines():
@@ -125,7 +136,8 @@ async def drain(served, client, crowd):
         async with ask(client, 80) as response:
             return [line async for line in response.aiter_lines() if line]
 
-    before, streams = arrived(), [asyncio.create_task(one()) for _ in range(crowd)]
+    before = arrived()
+    streams = [asyncio.create_task(one()) for _ in range(crowd)]
     while arrived() < before + crowd:
         await asyncio.sleep(0.01)
     served.process.send_signal(signal.SIGTERM)

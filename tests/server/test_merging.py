@@ -22,7 +22,9 @@ class Script:
     """A worker whose steps are the test's: `step` gives every request its next word."""
 
     def __init__(self, source, on_message, on_death):
-        self.on_message, self.requests, Script.now = on_message, {}, self
+        self.on_message = on_message
+        self.requests = {}
+        Script.now = self
 
     def start(self):
         return Ready(EngineConfig(max_model_len=512), 300, self.stats(), Script.tokenizer)
@@ -38,10 +40,26 @@ class Script:
 
     def step(self, number, words):
         last = number + 1 == len(words)
-        self.on_message(Message(self.stats(), [
-            RequestOutput(name, [], words[number], [number], [TokenLogprob(number, -0.5, [])], last, "stop" if last else None,
-                          None, 4, number + 1) for name in self.requests
-        ]))  # fmt: skip
+        self.on_message(
+            Message(
+                self.stats(),
+                [
+                    RequestOutput(
+                        name,
+                        [],
+                        words[number],
+                        [number],
+                        [TokenLogprob(number, -0.5, [])],
+                        last,
+                        "stop" if last else None,
+                        None,
+                        4,
+                        number + 1,
+                    )
+                    for name in self.requests
+                ],
+            )
+        )
 
 
 @pytest.fixture

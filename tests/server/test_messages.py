@@ -22,8 +22,18 @@ NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"typ
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": NUMBERS}}
 NOW = {"type": "function", "function": {"name": "now"}}
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "tools": [ADD, NOW]}
-CALLS = ("I", " add", ".\n<tool", '_call>\n{"name": "a', 'dd", "arguments": {"a"', ": 1, ", '"b": 2}}', "\n</tool_call>\n",
-         '<tool_call>{"name": "now"}', "</tool_call>")  # fmt: skip
+CALLS = (
+    "I",
+    " add",
+    ".\n<tool",
+    '_call>\n{"name": "a',
+    'dd", "arguments": {"a"',
+    ": 1, ",
+    '"b": 2}}',
+    "\n</tool_call>\n",
+    '<tool_call>{"name": "now"}',
+    "</tool_call>",
+)
 
 
 @pytest.fixture
@@ -31,7 +41,9 @@ def teller(engine, serving):
     """`async with teller(words, template) as client`: openai-python over an engine that says these words."""
 
     def start(words: tuple[str, ...], template: str = TEMPLATE, **settings: Any):
-        engine.words, engine.max_model_len, engine.tokenizer.chat_template = words, 4096, template
+        engine.words = words
+        engine.max_model_len = 4096
+        engine.tokenizer.chat_template = template
         return serving(**settings)
 
     return start
@@ -46,7 +58,8 @@ async def both(client, conforms, **body):
     api = spoken_by(client)
     plain = await api.chat.completions.create(**body)
     conforms("CreateChatCompletionResponse", trimmed(plain))
-    chunks, whole = [], None
+    chunks = []
+    whole = None
     async with api.chat.completions.stream(**body) as stream:
         async for event in stream:
             if event.type == "chunk":

@@ -35,12 +35,22 @@ async def test_metrics_have_vllms_names(serving):
         await client.get("/nowhere")
         text = (await client.get("/metrics")).text
     vllms = {
-        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
-        "prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total", "generation_tokens_total",
-        "request_success_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
-        "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "request_prompt_tokens_bucket",
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "num_preemptions_total",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "request_success_total",
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+        "request_queue_time_seconds_bucket",
+        "request_prompt_tokens_bucket",
         "request_generation_tokens_bucket",
-    }  # fmt: skip
+    }
     assert {f"fa_serve:{name}" for name in vllms} <= names(text)
     assert 'fa_serve:request_queue_time_seconds_sum{model_name="fake"} 0.25' in text
     assert 'fa_serve:http_responses_total{path="/v1/completions",status="200"} 1.0' in text
@@ -73,8 +83,13 @@ async def test_json_logs_have_fields(serving, monkeypatch, capsys):
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     [access] = [line for line in lines if line["logger"] == "fa_serve.access"]
     assert {name: access[name] for name in ("level", "method", "path", "status", "request_id", "user")} == {
-        "level": "INFO", "method": "POST", "path": "/v1/completions", "status": 200, "request_id": "mine-1", "user": "me",
-    }  # fmt: skip
+        "level": "INFO",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "request_id": "mine-1",
+        "user": "me",
+    }
     assert access["seconds"] >= 0
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00", access["time"])
     assert lines[-1]["message"] == "a line\nof two"
@@ -111,7 +126,8 @@ def collector():
 
 async def test_traces(serving, collector, engine):
     endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
-    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    parent = "b7ad6b7169203331"
     async with serving(otlp_traces_endpoint=endpoint) as client:
         headers = {"traceparent": f"00-{trace}-{parent}-01", "x-request-id": "mine-1"}
         await client.post("/v1/completions", json=TEXT | {"n": 2}, headers=headers)
@@ -127,8 +143,13 @@ async def test_traces(serving, collector, engine):
     body = b"".join(collector.bodies)
     assert b"secret" not in body
     assert b"Hello" not in body
-    spans = [span for part in map(ExportTraceServiceRequest.FromString, collector.bodies)
-             for resource in part.resource_spans for scope in resource.scope_spans for span in scope.spans]  # fmt: skip
+    spans = [
+        span
+        for part in map(ExportTraceServiceRequest.FromString, collector.bodies)
+        for resource in part.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
     assert sorted(span.name for span in spans) == ["POST /v1/completions"] * 3 + ["sequence"] * 3
     refused = next(span for span in spans if attributes(span).get("gen_ai.response.finish_reasons") == ["refused"])
     spans.remove(refused)
@@ -136,9 +157,11 @@ async def test_traces(serving, collector, engine):
     first = next(span for span in spans if span.parent_span_id.hex() == parent)
     assert first.trace_id.hex() == trace
     assert attributes(first) == {
-        "http.request.method": "POST", "url.path": "/v1/completions", "http.response.status_code": 200,
+        "http.request.method": "POST",
+        "url.path": "/v1/completions",
+        "http.response.status_code": 200,
         "fa_serve.request_id": "mine-1",
-    }  # fmt: skip
+    }
     for span in (span for span in spans if span.name == "sequence"):
         assert (span.trace_id.hex(), span.parent_span_id) == (trace, first.span_id)
         found = attributes(span)

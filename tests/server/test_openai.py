@@ -25,9 +25,12 @@ TEMPLATE = (
     "{{ '<|im_start|>assistant\n' }}{% if enable_thinking %}{{ '<think>\n' }}{% endif %}"
 )
 DIGITS = {
-    "type": "object", "properties": {"a": {"$ref": "#/$defs/Digit"}, "b": {"$ref": "#/$defs/Digit"}}, "required": ["a", "b"],
-    "additionalProperties": False, "$defs": {"Digit": {"type": "integer", "minimum": 0, "maximum": 9}},
-}  # fmt: skip
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/Digit"}, "b": {"$ref": "#/$defs/Digit"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "$defs": {"Digit": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
 ADD = {"type": "function", "function": {"name": "add", "parameters": DIGITS, "strict": True}}
 
 
@@ -73,12 +76,18 @@ def chat(conforms):
     def ask(api, **fields: Any) -> Any:
         plain = api("chat.completions.create", **{**ASK, **fields})
         conforms("CreateChatCompletionResponse", as_openai(plain))
-        choice, message = plain.choices[0], plain.choices[0].message
-        content, thoughts, calls, reason = "", "", {}, None
+        choice = plain.choices[0]
+        message = plain.choices[0].message
+        content = ""
+        thoughts = ""
+        calls = {}
+        reason = None
         for chunk in api("chat.completions.create", **{**ASK, **fields}, stream=True):
             conforms("CreateChatCompletionStreamResponse", as_openai(chunk))
-            delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason
-            content, thoughts = content + (delta.content or ""), thoughts + getattr(delta, "reasoning_content", "")
+            delta = chunk.choices[0].delta
+            reason = chunk.choices[0].finish_reason
+            content = content + (delta.content or "")
+            thoughts = thoughts + getattr(delta, "reasoning_content", "")
             for call in delta.tool_calls or ():
                 name, arguments = calls.get(call.index, ("", ""))
                 calls[call.index] = (name + (call.function.name or ""), arguments + call.function.arguments)
@@ -163,7 +172,7 @@ BAD = [
     ({"extra_body": {"guided_regex": "[0-9]{30}", "allowed_token_ids": [5]}}, "guided_regex"),
     ({"extra_body": {"guided_json": "{"}}, "guided_json"),
     ({"extra_body": {"structured_outputs": {"json": {"type": "nonsense"}}}}, "structured_outputs"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD, ids=[param for _, param in BAD])
@@ -181,7 +190,8 @@ def test_a_deep_grammar_is_followed(api, chat):
 def test_completions(api, conforms):
     body = {"model": MODEL, "prompt": "import os\n", "max_tokens": 6, "temperature": 0, "logprobs": 2}
     plain = api("completions.create", **body, echo=True)
-    scores, alone = plain.choices[0].logprobs, api("completions.create", **body)
+    scores = plain.choices[0].logprobs
+    alone = api("completions.create", **body)
     conforms("CreateCompletionResponse", alone.model_dump(exclude_unset=True))
     assert scores.token_logprobs[0] is None
     assert "".join(scores.tokens) == plain.choices[0].text == "import os\n" + alone.choices[0].text

@@ -29,16 +29,33 @@ from starlette.responses import JSONResponse
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 EXAMPLES = int(os.environ.get("FA_SERVE_FUZZ", "0"))
 CHECKS = (
-    "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
-    "response_schema_conformance", "negative_data_rejection", "unsupported_method", "missing_required_header",
-)  # fmt: skip
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+    "missing_required_header",
+)
 TOGETHER = {"stream_options": "stream", "top_logprobs": "logprobs"}  # the one is refused without the other
 ALONE = {"/tokenize": ("messages",), "/v1/completions": ("suffix", "best_of")}
 # what is only right for some vocabulary, chat template or grammar, of which the document knows nothing
 MEANT_FOR = (
-    "stop_token_ids", "allowed_token_ids", "logit_bias", "tools", "tool_choice", "reasoning_effort", "chat_template",
-    "chat_template_kwargs", "structured_outputs", "guided_json", "guided_regex", "guided_grammar", "response_format",
-)  # fmt: skip
+    "stop_token_ids",
+    "allowed_token_ids",
+    "logit_bias",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+    "chat_template",
+    "chat_template_kwargs",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_grammar",
+    "response_format",
+)
 SHORT = 4
 
 
@@ -56,12 +73,15 @@ def fuzz(url: str, examples: int, path: str | None = None) -> Found:
     from schemathesis.engine import from_schema
     from schemathesis.engine.events import NonFatalError, ScenarioFinished
 
-    document, cards = httpx.get(f"{url}/openapi.json").json(), httpx.get(f"{url}/v1/models").json()
+    document = httpx.get(f"{url}/openapi.json").json()
+    cards = httpx.get(f"{url}/v1/models").json()
     settings = {
-        "base-url": url, "continue-on-failure": True, "phases": {"stateful": {"enabled": False}},
+        "base-url": url,
+        "continue-on-failure": True,
+        "phases": {"stateful": {"enabled": False}},
         "generation": {"max-examples": examples, "no-shrink": True, "deterministic": not EXAMPLES},
         "checks": {"enabled": False, **{name: {"enabled": True} for name in CHECKS}},
-    }  # fmt: skip
+    }
     schema = schemathesis.openapi.from_dict(document, config=SchemathesisConfig.from_dict(settings))
 
     def before_call(context, case, kwargs) -> None:
@@ -126,7 +146,8 @@ def shortened(value):
 
 def note(recorder, found: Found) -> None:
     for name, node in recorder.cases.items():
-        case, exchange = node.value, recorder.interactions.get(name)
+        case = node.value
+        exchange = recorder.interactions.get(name)
         for check in recorder.checks.get(name, ()):
             if check.failure_info is not None:
                 found.failures.setdefault(
@@ -156,7 +177,8 @@ def test_the_service_does_what_its_document_says(start_server):
 @contextmanager
 def serving(app) -> Iterator[str]:
     """The application in a thread of this process, over the fake engine, so that it can be broken."""
-    urls, ready = [], threading.Event()
+    urls = []
+    ready = threading.Event()
 
     def announce(url: str) -> None:
         urls.append(url)

@@ -52,7 +52,9 @@ def picture(page, name: str) -> None:
 
 def test_chat_stop_and_charts(page):
     expect = pytest.importorskip("playwright.sync_api").expect
-    message, answers, notes = page.get_by_label("Message", exact=True), page.locator(".assistant"), page.locator(".note")
+    message = page.get_by_label("Message", exact=True)
+    answers = page.locator(".assistant")
+    notes = page.locator(".note")
     page.get_by_label("Temperature").fill("0")
     expect(page.locator("#model")).to_have_text("fa-serve-demo")
     for number, (question, answer) in enumerate({"What is 17 + 25?": "17 + 25 = 42.", "Now 3 plus 4.": "3 + 4 = 7."}.items()):
@@ -92,7 +94,8 @@ def test_chat_stop_and_charts(page):
 
 def test_it_needs_no_mouse(page):
     expect = pytest.importorskip("playwright.sync_api").expect
-    message, notes = page.get_by_label("Message", exact=True), page.locator(".note")
+    message = page.get_by_label("Message", exact=True)
+    notes = page.locator(".note")
     message.focus()
     page.route("**/v1/chat/completions", write_on)
     message.fill("Write a function")
@@ -137,7 +140,8 @@ CONTRAST = """
 def test_light_and_dark_with_the_server_at_work(page, served):
     """The pictures of the documentation: a chat that runs, charts under load; text that can be read in both schemes."""
     expect = pytest.importorskip("playwright.sync_api").expect
-    message, notes = page.get_by_label("Message", exact=True), page.locator(".note")
+    message = page.get_by_label("Message", exact=True)
+    notes = page.locator(".note")
     seconds = 20 if os.environ.get("FA_SERVE_SCREENSHOTS") else 1
     load = [
         sys.executable,

@@ -124,7 +124,9 @@ def test_models_and_errors(client, conforms):
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_a_client_that_leaves_frees_its_pages(served, stream):
     body = {"model": MODEL, "prompt": "x", "n": 4, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
-    url, tokens, aborted = f"{served.url}/v1/completions", served.metric("generation_tokens_total"), served.aborted()
+    url = f"{served.url}/v1/completions"
+    tokens = served.metric("generation_tokens_total")
+    aborted = served.aborted()
     with contextlib.suppress(httpx.ReadTimeout), httpx.stream("POST", url, json=body, timeout=0.5) as response:
         list(zip(response.iter_raw(), range(20), strict=False))
     eventually(lambda: served.metric("num_requests_running") == 0)

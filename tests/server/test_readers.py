@@ -13,7 +13,8 @@ PARIS = '{"city": "Paris \\"]}\\u00e9", "days": [1, {"x": "{"}]}'
 def read(style: str, *pieces: str, single: bool = False) -> tuple[str, list[tuple[str, str]]]:
     """Content, and name and arguments of each call, put together as a client does."""
     reader = ToolReader(FORMATS.get(style, REQUIRED), OFFERED, single)
-    content, calls = "", {}
+    content = ""
+    calls = {}
     for position, piece in enumerate(pieces):
         text, deltas = reader.read(piece, last=position + 1 == len(pieces))
         content += text
@@ -37,16 +38,32 @@ def call(name: str = "get_weather", arguments: str = PARIS, key: str = "argument
 ADD = ("add", '{"a": 1, "b": 2}')
 TEXTS = [
     pytest.param("hermes", f"<tool_call>\n{call()}\n</tool_call>", "", [("get_weather", PARIS)], id="hermes"),
-    pytest.param("hermes", f"I shall look.\n\n<tool_call>\n{call()}\n</tool_call>\n<tool_call>\n{call(*ADD)}\n</tool_call>\n",
-                 "I shall look.", [("get_weather", PARIS), ADD], id="hermes, two after a word"),
+    pytest.param(
+        "hermes",
+        f"I shall look.\n\n<tool_call>\n{call()}\n</tool_call>\n<tool_call>\n{call(*ADD)}\n</tool_call>\n",
+        "I shall look.",
+        [("get_weather", PARIS), ADD],
+        id="hermes, two after a word",
+    ),
     pytest.param("hermes", f"<tool_call>{call(*ADD)}</tool_call> done. ", "done.", [ADD], id="hermes, a word after"),
     pytest.param("hermes", f"<tool_call>\n{call(*ADD)}\n<tool_call>\n{call(*ADD)}", "", [ADD, ADD], id="hermes, never closed"),
-    pytest.param("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')],
-                 id="swapped"),
-    pytest.param("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')],
-                 id="arguments as a string"),
-    pytest.param("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": null}</tool_call>', "",
-                 [("f", "{}"), ("g", "{}")], id="no arguments"),
+    pytest.param(
+        "hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')], id="swapped"
+    ),
+    pytest.param(
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("f", '{"a": 1}')],
+        id="arguments as a string",
+    ),
+    pytest.param(
+        "hermes",
+        '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": null}</tool_call>',
+        "",
+        [("f", "{}"), ("g", "{}")],
+        id="no arguments",
+    ),
     pytest.param("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')], id="cut off"),
     pytest.param("hermes", '<tool_call>{"na', '<tool_call>{"na', [], id="cut off before its name"),
     pytest.param("hermes", "<tool_call>\nadd(1, 2)\n</tool_call>", "<tool_call>\nadd(1, 2)\n</tool_call>", [], id="no JSON"),
@@ -55,8 +72,13 @@ TEXTS = [
     pytest.param("hermes", " 1 < 2, <tool>, <tool_cal ", " 1 < 2, <tool>, <tool_cal ", [], id="hermes, words"),
     pytest.param("llama3_json", call(key="parameters"), "", [("get_weather", PARIS)], id="llama"),
     pytest.param("llama3_json", f"\n<|python_tag|>{call(*ADD, key='parameters')}", "", [ADD], id="llama, tagged"),
-    pytest.param("llama3_json", f"{call(*ADD, key='parameters')}; {call(key='parameters')}", "", [ADD, ("get_weather", PARIS)],
-                 id="llama, two"),
+    pytest.param(
+        "llama3_json",
+        f"{call(*ADD, key='parameters')}; {call(key='parameters')}",
+        "",
+        [ADD, ("get_weather", PARIS)],
+        id="llama, two",
+    ),
     pytest.param("llama3_json", '{"type": "function", "name": "add", "parameters": {}}', "", [("add", "{}")], id="llama, type"),
     pytest.param("llama3_json", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', [], id="other name"),
     pytest.param("llama3_json", '<|python_tag|>{"name": "Bob", "parameters": {}}', "", [("Bob", "{}")], id="tagged, other"),
@@ -65,13 +87,23 @@ TEXTS = [
     pytest.param("llama3_json", f"{call(*ADD)}; {{1}} ", "{1}", [ADD], id="llama, then rubbish"),
     pytest.param("mistral", f"[TOOL_CALLS] [{call()}, {call(*ADD)}]", "", [("get_weather", PARIS), ADD], id="mistral, list"),
     pytest.param("mistral", f"[TOOL_CALLS]{call(*ADD)}", "", [ADD], id="mistral, object"),
-    pytest.param("mistral", f"Yes [1].[TOOL_CALLS]add[ARGS]{ADD[1]}[TOOL_CALLS]get_weather{PARIS}", "Yes [1].",
-                 [ADD, ("get_weather", PARIS)], id="mistral, names"),
+    pytest.param(
+        "mistral",
+        f"Yes [1].[TOOL_CALLS]add[ARGS]{ADD[1]}[TOOL_CALLS]get_weather{PARIS}",
+        "Yes [1].",
+        [ADD, ("get_weather", PARIS)],
+        id="mistral, names",
+    ),
     pytest.param("mistral", f"[TOOL_CALLS]add[CALL_ID]abcDEF123[ARGS]{ADD[1]}", "", [ADD], id="mistral, id"),
     pytest.param("mistral", "[TOOL_CALLS]a b {", "[TOOL_CALLS]a b {", [], id="mistral, no call"),
-    pytest.param("required", f"[{call(*ADD, key='parameters')}, {call(key='parameters')}]", "", [ADD, ("get_weather", PARIS)],
-                 id="required"),
-]  # fmt: skip
+    pytest.param(
+        "required",
+        f"[{call(*ADD, key='parameters')}, {call(key='parameters')}]",
+        "",
+        [ADD, ("get_weather", PARIS)],
+        id="required",
+    ),
+]
 
 
 @pytest.mark.parametrize(("style", "text", "content", "calls"), TEXTS)
@@ -83,11 +115,35 @@ def test_tool_calls_wherever_the_text_is_cut(style, text, content, calls):
         assert read(style, text[:cut], text[cut:]) == (content, calls), text[:cut]
 
 
-SCRAPS = st.sampled_from([
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "{", "}", "[", "]", '"name": ', '"add"', ", ",
-    "; ", '"arguments": ', '"parameters": ', '"', "\\", "\n", " ", "a", "<", "null", "1", '{"name": "add"',
-    ', "arguments": {"a": 1}}',
-])  # fmt: skip
+SCRAPS = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "{",
+        "}",
+        "[",
+        "]",
+        '"name": ',
+        '"add"',
+        ", ",
+        "; ",
+        '"arguments": ',
+        '"parameters": ',
+        '"',
+        "\\",
+        "\n",
+        " ",
+        "a",
+        "<",
+        "null",
+        "1",
+        '{"name": "add"',
+        ', "arguments": {"a": 1}}',
+    ]
+)
 
 
 @given(style=st.sampled_from([*FORMATS, "required"]), scraps=st.lists(SCRAPS, max_size=12), cut=st.integers(1, 60))

@@ -44,7 +44,8 @@ SAME = "fails with sdpa itself in the same way"
 
 def fetch(version: str, cache: Path) -> tuple[Path, Path]:
     """The unpacked distribution, and a folder of packages that its tests import."""
-    source, tools = cache / f"transformers-{version}", cache / "tools"
+    source = cache / f"transformers-{version}"
+    tools = cache / "tools"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     if not source.exists():
         options = ["--no-deps", "--no-build-isolation", "--no-binary", "transformers", "--dest", str(cache)]
@@ -58,8 +59,12 @@ def fetch(version: str, cache: Path) -> tuple[Path, Path]:
 
 def pytest(source: Path, tools: Path, report: Path, redirect: bool, *arguments: str) -> list[ET.Element]:
     paths = [str(tools), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "REDIRECT": str(int(redirect)), "TRANSFORMERS_SOURCE": str(source),
-                   "PYTHONPATH": os.pathsep.join(filter(None, paths))}  # fmt: skip
+    environment = {
+        **os.environ,
+        "REDIRECT": str(int(redirect)),
+        "TRANSFORMERS_SOURCE": str(source),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
     options = ["-q", "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"]
     command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *arguments]
     done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, check=False)
@@ -79,7 +84,8 @@ def failures(cases: list[ET.Element]) -> dict[str, str]:
 
 
 def run(family: str, source: Path, tools: Path, cache: Path) -> dict[str, object]:
-    suite, report = str(HERE / "suite.py"), cache / f"{family}.xml"
+    suite = str(HERE / "suite.py")
+    report = cache / f"{family}.xml"
     report.unlink(missing_ok=True)
     cases = pytest(source, tools, report, True, f"{suite}::Test{family}", "-k", f"({ATTENTION}) and not ({NOT_HERE})")
     failed = failures(cases)
@@ -111,7 +117,8 @@ def main() -> None:
     source, tools = fetch(arguments.version, arguments.cache)
     known = {*REASONS.values(), SAME}
     versions = {"transformers": transformers.__version__, "tests": arguments.version, "torch": torch.__version__}
-    results, unexplained = {}, 0
+    results = {}
+    unexplained = 0
     if arguments.out and arguments.out.exists() and (before := json.loads(arguments.out.read_text()))["versions"] == versions:
         results = before["families"]
     for family in arguments.families.split(",") if arguments.families else [f.name for f in FAMILIES]:

@@ -78,7 +78,10 @@ class Tester:
     """What ModelTesterMixin wants to know of a model."""
 
     def __init__(self, family: Family) -> None:
-        self.family, self.batch_size, self.seq_length, self.is_training = family, BATCH, LENGTH, True
+        self.family = family
+        self.batch_size = BATCH
+        self.seq_length = LENGTH
+        self.is_training = True
         config = self.get_config()
         for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "image_size", "patch_size"):
             if hasattr(config, name):
@@ -86,7 +89,8 @@ class Tester:
         self.encoder_seq_length = self.decoder_seq_length = self.key_length = LENGTH
         if family.kind == "vision":
             patches = (config.image_size // config.patch_size) ** 2
-            self.mask_length, self.num_masks = patches, patches // 2
+            self.mask_length = patches
+            self.num_masks = patches // 2
             self.seq_length = self.encoder_seq_length = self.key_length = patches + (family.name != "siglip")
 
     def get_config(self) -> Any:
@@ -125,10 +129,13 @@ def test_case(family: Family) -> type[unittest.TestCase]:
 
     name = "".join(part.title() for part in family.name.split("-"))
     members = {
-        "setUp": set_up, "all_model_classes": tuple(classes), "is_encoder_decoder": family.kind == "seq2seq",
-        "test_resize_embeddings": False, "test_all_params_have_gradient": False,
+        "setUp": set_up,
+        "all_model_classes": tuple(classes),
+        "is_encoder_decoder": family.kind == "seq2seq",
+        "test_resize_embeddings": False,
+        "test_all_params_have_gradient": False,
         **{f"test_flash_attn_inference_equivalence_{side}": flash_style(side) for side in ("left", "right")},
-    }  # fmt: skip
+    }
     return type(f"Test{name}", (ModelTesterMixin, unittest.TestCase), members)
 
 

@@ -26,19 +26,55 @@ from fa_serve.spec import UnsupportedModelError
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from hf_families import VOCAB, WINDOW, padding_mask, tokens
 
-ALLOWED, SECONDS, PARAMETERS = 1e-5, 20, 30_000_000  # relative to the largest logit; for one model
+ALLOWED = 1e-5
+SECONDS = 20
+PARAMETERS = 30_000_000  # relative to the largest logit; for one model
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "sliding_window": WINDOW,
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "sliding_window": WINDOW,
     "attention_dropout": 0.0,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "moe_num_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "d_model": 64, "d_ff": 96, "ffn_dim": 96, "num_layers": 2,
-    "num_heads": 4, "decoder_layers": 2, "encoder_layers": 2, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
-    "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "word_embed_proj_dim": 64, "ffn_hidden_size": 96, "attention_chunk_size": 7,
-    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
-}  # fmt: skip
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_num_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "d_model": 64,
+    "d_ff": 96,
+    "ffn_dim": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_layers": 2,
+    "encoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_ffn_dim": 96,
+    "encoder_ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+    "ffn_hidden_size": 96,
+    "attention_chunk_size": 7,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}
 
 
 def shrunk(config_class: Any) -> Any:

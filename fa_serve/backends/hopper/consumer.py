@@ -123,9 +123,7 @@ def _rescale(acc, alpha, var: gl.constexpr):
     """O for the new maximum. A volatile instruction stays where it is put, between products: ptxas would do it before them."""
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, var.dv, 16])
     factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
-    return gl.inline_asm_elementwise(
-        RESCALE, RESCALE_OPERANDS, [acc, factors], dtype=gl.float32, is_pure=False, pack=RESCALED
-    )  # fmt: skip
+    return gl.inline_asm_elementwise(RESCALE, RESCALE_OPERANDS, [acc, factors], dtype=gl.float32, is_pure=False, pack=RESCALED)
 
 
 @gluon.jit
@@ -203,8 +201,22 @@ def _online_softmax(s, state, block, limits, epilogue, dtype: gl.constexpr, mask
 
 
 @gluon.jit
-def _step(acc, p, state, turn, count, block, more, limits, smem, bars, epilogue,
-          dtype: gl.constexpr, group: gl.constexpr, var: gl.constexpr):  # fmt: skip
+def _step(
+    acc,
+    p,
+    state,
+    turn,
+    count,
+    block,
+    more,
+    limits,
+    smem,
+    bars,
+    epilogue,
+    dtype: gl.constexpr,
+    group: gl.constexpr,
+    var: gl.constexpr,
+):
     """S(count) and P(count - 1) V(count - 1) issued together; the softmax of S runs under the latter.
 
     With `softmax_first` the wait for the next keys stands between the softmax and the wait for P V, because it ends a basic
@@ -253,7 +265,7 @@ def _send(values, tile, row, column: gl.constexpr, buffer, desc, var: gl.constex
     if var.varlen:
         tma.async_copy_shared_to_global(
             desc.o, [RAGGED, tile.origin + tile.q_len, RAGGED - tile.q_len + row, tile.head, column], buffer
-        )  # fmt: skip
+        )
     else:
         tma.async_copy_shared_to_global(desc.o, [tile.origin, row, tile.head, column], buffer)
 
@@ -342,9 +354,7 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
             s = warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(bars.k_empty.index(count % var.tiles.stages), count=1)
         acc = gl.zeros([64, DV], gl.float32, layout=O_LAYOUT)
-        p, state = _online_softmax(
-            s, _first_state(tile, epilogue, ROWS), tile.high - 1, limits, epilogue, dtype, True, var
-        )  # fmt: skip
+        p, state = _online_softmax(s, _first_state(tile, epilogue, ROWS), tile.high - 1, limits, epilogue, dtype, True, var)
         if AHEAD:  # noqa: SIM102
             if turn > 0:
                 _release_queries(turn - 1, bars, var)
@@ -352,9 +362,21 @@ def consumer(desc, smem, bars, epilogue, group: gl.constexpr, var: gl.constexpr)
         _wait_keys(count + 1, bars, var, blocks > 1)
         for j in range(1, blocks):
             acc, p, state = _step(
-                acc, p, state, turn, count + j, tile.high - 1 - j, j + 1 < blocks, limits, smem, bars, epilogue, dtype,
-                group, var,
-            )  # fmt: skip
+                acc,
+                p,
+                state,
+                turn,
+                count + j,
+                tile.high - 1 - j,
+                j + 1 < blocks,
+                limits,
+                smem,
+                bars,
+                epilogue,
+                dtype,
+                group,
+                var,
+            )
         count += blocks
         turn += 1
         if AHEAD:

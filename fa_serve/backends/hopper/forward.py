@@ -58,16 +58,55 @@ def _ring(width: gl.constexpr, desc, var: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "softcap", "lse_stride", "total", "num_m", "num_heads", "heads_per_kv", "head_group", "head_tail", "seqlen_q",
-        "seqlen_k", "left", "right", "table_stride", "k_pitch", "v_pitch",
+        "scale",
+        "softcap",
+        "lse_stride",
+        "total",
+        "num_m",
+        "num_heads",
+        "heads_per_kv",
+        "head_group",
+        "head_tail",
+        "seqlen_q",
+        "seqlen_k",
+        "left",
+        "right",
+        "table_stride",
+        "k_pitch",
+        "v_pitch",
     ],
     do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "counter_ptr", "block_table_ptr"],
-)  # fmt: skip
+)
 def _attention_forward(
-    q_desc, q1_desc, k_desc, k1_desc, v_desc, o_desc, lse_ptr, sinks_ptr, table_ptr, counter_ptr, block_table_ptr, scale,
-    softcap, lse_stride, total, num_m, num_heads, heads_per_kv, head_group, head_tail, seqlen_q, seqlen_k, left, right,
-    table_stride, k_pitch, v_pitch, var: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    q1_desc,
+    k_desc,
+    k1_desc,
+    v_desc,
+    o_desc,
+    lse_ptr,
+    sinks_ptr,
+    table_ptr,
+    counter_ptr,
+    block_table_ptr,
+    scale,
+    softcap,
+    lse_stride,
+    total,
+    num_m,
+    num_heads,
+    heads_per_kv,
+    head_group,
+    head_tail,
+    seqlen_q,
+    seqlen_k,
+    left,
+    right,
+    table_stride,
+    k_pitch,
+    v_pitch,
+    var: gl.constexpr,
+):
     GROUPS: gl.constexpr = var.tiles.groups
     STAGES: gl.constexpr = var.tiles.stages
     Q_STAGES: gl.constexpr = var.tiles.q_stages
@@ -84,7 +123,8 @@ def _attention_forward(
     k_smem, k_boxes = _ring(var.d0, k_desc, var)
     v_smem, v_boxes = _ring(var.dv, v_desc, var)
     q1_smem = q_smem
-    k1_smem, k1_boxes = k_smem, k_boxes
+    k1_smem = k_smem
+    k1_boxes = k_boxes
     if var.d1 > 0:
         q1_shape: gl.constexpr = [Q_STAGES * GROUPS] + q1_desc.block_type.shape  # noqa: RUF005
         q1_smem = gl.allocate_shared_memory(dtype, q1_shape, q1_desc.layout)
@@ -114,44 +154,91 @@ def _attention_forward(
     if var.varlen:
         counter_ptr = table_ptr + total // num_heads * 8
     work = Work(
-        table_ptr, counter_ptr, total, num_m, num_heads, heads_per_kv, head_group, head_tail, seqlen_q, seqlen_k, left, right,
-        block_table_ptr, table_stride, k_pitch, v_pitch,
-    )  # fmt: skip
+        table_ptr,
+        counter_ptr,
+        total,
+        num_m,
+        num_heads,
+        heads_per_kv,
+        head_group,
+        head_tail,
+        seqlen_q,
+        seqlen_k,
+        left,
+        right,
+        block_table_ptr,
+        table_stride,
+        k_pitch,
+        v_pitch,
+    )
     epilogue = Epilogue(lse_ptr, sinks_ptr, lse_stride, num_heads, scale, softcap, left, right)
     if GROUPS == 1:
-        gl.warp_specialize([
-            (consumer, (desc, smem, bars, epilogue, 0, var)),
-            (producer, (desc, smem, bars, work, var)),
-        ], [1], [PRODUCER])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (consumer, (desc, smem, bars, epilogue, 0, var)),
+                (producer, (desc, smem, bars, work, var)),
+            ],
+            [1],
+            [PRODUCER],
+        )
     elif GROUPS == 2:
-        gl.warp_specialize([
-            (consumer, (desc, smem, bars, epilogue, 0, var)),
-            (consumer, (desc, smem, bars, epilogue, 1, var)),
-            (producer, (desc, smem, bars, work, var)),
-        ], [4, 1], [REGISTERS, PRODUCER])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (consumer, (desc, smem, bars, epilogue, 0, var)),
+                (consumer, (desc, smem, bars, epilogue, 1, var)),
+                (producer, (desc, smem, bars, work, var)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER],
+        )
     else:
-        gl.warp_specialize([
-            (consumer, (desc, smem, bars, epilogue, 0, var)),
-            (consumer, (desc, smem, bars, epilogue, 1, var)),
-            (consumer, (desc, smem, bars, epilogue, 2, var)),
-            (producer, (desc, smem, bars, work, var)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (consumer, (desc, smem, bars, epilogue, 0, var)),
+                (consumer, (desc, smem, bars, epilogue, 1, var)),
+                (consumer, (desc, smem, bars, epilogue, 2, var)),
+                (producer, (desc, smem, bars, work, var)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER],
+        )
 
 
 _LAYOUTS = {
     (dtype, rank, width): gl.NVMMASharedLayout(min(2 * width, 128), 16, rank=rank)
-    for dtype in (torch.float16, torch.bfloat16) for rank in (4, 5) for width in (64, 128, 256)
-}  # fmt: skip
+    for dtype in (torch.float16, torch.bfloat16)
+    for rank in (4, 5)
+    for width in (64, 128, 256)
+}
 _COUNTERS = TileCounters()
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
-    sinks: Tensor | None, out: Tensor | None, return_lse: bool, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, block_table: Tensor | None = None,
-    seqused_k: Tensor | None = None, skip_q: int = 0, lse: Tensor | None = None, tiles: TileConfig | None = None,
-    memo: dict[str, Any] | None = None, mask: None = None, k_descale: None = None, v_descale: None = None, num_splits: int = 0,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    window_size: tuple[int, int],
+    softcap: float,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    return_lse: bool,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    skip_q: int = 0,
+    lse: Tensor | None = None,
+    tiles: TileConfig | None = None,
+    memo: dict[str, Any] | None = None,
+    mask: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    num_splits: int = 0,
+) -> tuple[Tensor, Tensor | None]:
     """Dense q (batch, seqlen_q, heads, head_dim), or packed q (total_q, heads, head_dim) with cu_seqlens_q, and keys packed by
     cu_seqlens_k or in the pages of block_table; see `api`.
 
@@ -163,18 +250,47 @@ def launch_forward(
     if return_lse and lse is None:
         lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32)
     memo = {} if memo is None else memo
-    plan = memo.get("hopper") or memo.setdefault("hopper", _plan(
-        q, k, v, out, cu_seqlens_q, block_table, max_seqlen_q, max_seqlen_k, window_size, softmax_scale, softcap, skip_q, tiles
-    ))  # fmt: skip
+    plan = memo.get("hopper") or memo.setdefault(
+        "hopper",
+        _plan(
+            q,
+            k,
+            v,
+            out,
+            cu_seqlens_q,
+            block_table,
+            max_seqlen_q,
+            max_seqlen_k,
+            window_size,
+            softmax_scale,
+            softcap,
+            skip_q,
+            tiles,
+        ),
+    )
     result = q.new_empty(plan.shape) if out is None else out
     if not plan.addressable or (q.data_ptr() | k.data_ptr() | v.data_ptr() | result.data_ptr()) & 15:
         target = result if _is_addressable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
         launch_forward(
-            _addressable(q), _addressable(k), _addressable(v), softmax_scale=softmax_scale, window_size=window_size,
-            softcap=softcap, sinks=sinks, out=target, return_lse=return_lse, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, block_table=block_table,
-            seqused_k=seqused_k, skip_q=skip_q, lse=lse, tiles=tiles,
-        )  # fmt: skip
+            _addressable(q),
+            _addressable(k),
+            _addressable(v),
+            softmax_scale=softmax_scale,
+            window_size=window_size,
+            softcap=softcap,
+            sinks=sinks,
+            out=target,
+            return_lse=return_lse,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            block_table=block_table,
+            seqused_k=seqused_k,
+            skip_q=skip_q,
+            lse=lse,
+            tiles=tiles,
+        )
         return result if target is result else result.copy_(target), lse
     table = counter = None
     if plan.table is not None:
@@ -194,7 +310,9 @@ def make_step(q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> Ca
     What is made takes tensors and None for the mask as models hold them, heads before tokens, which addresses do not show.
     -> out (batch, seqlen_q, heads, head_dim_v), or None, and nothing done, if a call has to go the long way.
     """
-    window, scale, softcap = options["window_size"], options["softmax_scale"], options["softcap"]
+    window = options["window_size"]
+    scale = options["softmax_scale"]
+    softcap = options["softcap"]
     plan = _plan(q, k, v, None, None, None, 0, 0, window, scale, softcap, 0, None)
 
     def step(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor | None:
@@ -223,19 +341,36 @@ class _Plan(NamedTuple):
 
 
 def _plan(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, cu_seqlens_q: Tensor | None, block_table: Tensor | None,
-    max_seqlen_q: int, max_seqlen_k: int, window: tuple[int, int], scale: float, softcap: float, skip_q: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    block_table: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    window: tuple[int, int],
+    scale: float,
+    softcap: float,
+    skip_q: int,
     tiles: TileConfig | None,
-) -> _Plan:  # fmt: skip
+) -> _Plan:
     """`out` is None for one that is contiguous."""
-    packed, paged, dtype = cu_seqlens_q is not None, block_table is not None, q.dtype
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
+    packed = cu_seqlens_q is not None
+    paged = block_table is not None
+    dtype = q.dtype
+    q_shape = q.shape
+    k_shape = k.shape
+    v_shape = v.shape
+    q_stride = q.stride()
+    k_stride = k.stride()
+    v_stride = v.stride()
     out_shape = (*q_shape[:-1], v_shape[-1])
     if 0 in (*q_shape[:2], *k_shape[:2]):
         return _Plan(out_shape, empty=True)
     if not packed:
-        max_seqlen_q, max_seqlen_k = q_shape[1], k_shape[1]
+        max_seqlen_q = q_shape[1]
+        max_seqlen_k = k_shape[1]
     left, right = window
     (num_heads, head_dim), (num_kv_heads, head_dim_v) = q_shape[-2:], v_shape[-2:]
     if tiles is None:
@@ -272,24 +407,38 @@ def _plan(
             describe(k_shape, k_stride, tiles.block_n, d0, dtype),
             describe(k_shape, k_stride, tiles.block_n, d1, dtype) if d1 else None,
             describe(v_shape, v_stride, tiles.block_n, dv, dtype),
-        )  # fmt: skip
+        )
     views = (
-        describe(q_shape, q_stride, 64, d0, dtype), describe(q_shape, q_stride, 64, d1, dtype) if d1 else None, *of_keys,
+        describe(q_shape, q_stride, 64, d0, dtype),
+        describe(q_shape, q_stride, 64, d1, dtype) if d1 else None,
+        *of_keys,
         describe(out_shape, out_stride, 64, var.o_width, dtype),
-    )  # fmt: skip
+    )
     integers = (
-        q_shape[0] if packed else max_seqlen_q, total, num_m, num_heads, heads_per_kv, group, tail, max_seqlen_q, max_seqlen_k,
-        left, right, 0 if block_table is None else block_table.stride(0),
+        q_shape[0] if packed else max_seqlen_q,
+        total,
+        num_m,
+        num_heads,
+        heads_per_kv,
+        group,
+        tail,
+        max_seqlen_q,
+        max_seqlen_k,
+        left,
+        right,
+        0 if block_table is None else block_table.stride(0),
         *(stride[0] // stride[1] if paged else 0 for stride in (k_stride, v_stride)),
-    )  # fmt: skip
+    )
     if blocks == 0:
         return _Plan(out_shape)
     options = {"num_warps": 4, "maxnreg": tiles.registers[0]}
     return _Plan(
-        out_shape, Launch(_attention_forward, blocks, (*_base_2(scale, softcap), *integers), (var,), options, views=views),
+        out_shape,
+        Launch(_attention_forward, blocks, (*_base_2(scale, softcap), *integers), (var,), options, views=views),
         table_launch(slots, batch, window, tiles.block_m, tiles.block_n, skip_q, paged) if packed else None,
-        slots, not packed and tiles.schedule == Schedule.DYNAMIC,
-    )  # fmt: skip
+        slots,
+        not packed and tiles.schedule == Schedule.DYNAMIC,
+    )
 
 
 def _base_2(scale: float, softcap: float) -> tuple[float, float]:

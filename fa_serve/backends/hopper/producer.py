@@ -21,9 +21,15 @@ def _field(record, i: gl.constexpr, layout: gl.constexpr, size: gl.constexpr = 8
 @gluon.jit
 def unpack_tile(record, layout: gl.constexpr):
     return Tile(
-        _field(record, 0, layout), _field(record, 1, layout), _field(record, 2, layout), _field(record, 3, layout),
-        _field(record, 4, layout), _field(record, 5, layout), _field(record, 6, layout), _field(record, 7, layout),
-    )  # fmt: skip
+        _field(record, 0, layout),
+        _field(record, 1, layout),
+        _field(record, 2, layout),
+        _field(record, 3, layout),
+        _field(record, 4, layout),
+        _field(record, 5, layout),
+        _field(record, 6, layout),
+        _field(record, 7, layout),
+    )
 
 
 @gluon.jit
@@ -137,8 +143,21 @@ def _pages(tile, block, work, layout: gl.constexpr, var: gl.constexpr):
 
 
 @gluon.jit
-def _load_pages(pages, tile, kv_head, block, slot, pitch, desc, column: gl.constexpr, full, boxes, width: gl.constexpr,
-                layout: gl.constexpr, var: gl.constexpr):  # fmt: skip
+def _load_pages(
+    pages,
+    tile,
+    kv_head,
+    block,
+    slot,
+    pitch,
+    desc,
+    column: gl.constexpr,
+    full,
+    boxes,
+    width: gl.constexpr,
+    layout: gl.constexpr,
+    var: gl.constexpr,
+):
     """Start copying a block of keys page by page. Rows past the sequence's end, and hidden pieces, arrive as zeros: a page is
     addressed as a packed sequence that is as long as what the sequence uses of it. `pitch` is its distance to the next in rows.
     """
@@ -169,7 +188,7 @@ def _load_keys(tile, kv_head, block, count, desc, smem, bars, work, var: gl.cons
         if var.d1 > 0:
             _load_pages(
                 pages, tile, kv_head, block, slot, work.k_pitch, desc.k, var.d0, full, smem.k1_boxes, var.d1, PAGES_LAYOUT, var
-            )  # fmt: skip
+            )
     else:
         _load(desc.k, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.k.index(slot), var.varlen)
         if var.d1 > 0:

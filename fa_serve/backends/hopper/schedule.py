@@ -56,13 +56,30 @@ def _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["slots", "batch", "skip_q", "left", "right"])
 def _tile_table(
-    table_ptr, cu_q_ptr, k_ptr, slots, batch, skip_q, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PAGED: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    cu_q_ptr,
+    k_ptr,
+    slots,
+    batch,
+    skip_q,
+    left,
+    right,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    PAGED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """One program per tile: find its sequence, count the tiles that go before it, write its record there."""
     index = tl.program_id(0)
     before = 0
-    sequence, m, q_start, q_len, k_start, kv_len = 0, 0, 0, 0, 0, 0
+    sequence = 0
+    m = 0
+    q_start = 0
+    q_len = 0
+    k_start = 0
+    kv_len = 0
     for start in range(0, batch, CHUNK):
         b = start + tl.arange(0, CHUNK)
         q0, ql, k0, kl = _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED)
@@ -123,7 +140,7 @@ def tile_slots(total_q: int, batch: int, max_seqlen_q: int, block_m: int, skip_q
 
 def table_launch(
     slots: int, batch: int, window_size: tuple[int, int], block_m: int, block_n: int, skip_q: int, paged: bool
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Of `_tile_table`; slots > 0. Tensors: the table, cu_seqlens_q, and cu_seqlens_k or the seqused_k of a paged cache."""
     left, right = window_size
     fixed = (block_m, block_n, left >= 0, right >= 0, paged, _CHUNK)

@@ -80,9 +80,14 @@ the copy engine; 192 is computed as 128 + 64, because tiles are powers of two.""
 
 @lru_cache(maxsize=4096)
 def forward_tiles(
-    head_dim: int, head_dim_v: int, window: tuple[int, int], max_seqlen_q: int, max_seqlen_k: int, varlen: bool,
+    head_dim: int,
+    head_dim_v: int,
+    window: tuple[int, int],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    varlen: bool,
     paged: bool = False,
-) -> TileConfig:  # fmt: skip
+) -> TileConfig:
     """The tile of one call. A paged call is a varlen one as well.
 
     The figures are TFLOPS on one H200, bf16, 16k tokens of hidden size 2048, from `benchmarks/tune_hopper.py`.
@@ -117,16 +122,28 @@ def forward_tiles(
         # start cold without loss: 2.18 ms at 16k with one Q slot, 2.34 with two. Packed ones may be short, and keep two.
         # O under the products: 2k 501 and 472, 16k 543 and 535, but 512 keys 405 and 412, causal 16k 489 and 502
         return TileConfig(
-            3, 128, 2, 1 if masked and not varlen else 2, Schedule.DYNAMIC, pingpong=True, softmax_first=False,
+            3,
+            128,
+            2,
+            1 if masked and not varlen else 2,
+            Schedule.DYNAMIC,
+            pingpong=True,
+            softmax_first=False,
             rescale_late=not masked and max_seqlen_k > 1024,
-        )  # fmt: skip
+        )
     # ping-pong helps where tiles are short (1k keys 625 and 604, causal 2k 526 and 482), not at 16k (755 and 757, causal 745
     # and 747). O under the products helps without it (16k 757 and 745, causal 747 and 733) and over pages (617 and 602)
     pingpong = varlen or max_seqlen_k <= (4096 if masked else 1024)
     return TileConfig(
-        2, 128, 2, 2, Schedule.DYNAMIC, pingpong=pingpong, softmax_first=masked or max_seqlen_k > 512,
+        2,
+        128,
+        2,
+        2,
+        Schedule.DYNAMIC,
+        pingpong=pingpong,
+        softmax_first=masked or max_seqlen_k > 512,
         rescale_late=paged or not pingpong,
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=4096)

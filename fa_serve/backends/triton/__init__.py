@@ -60,7 +60,14 @@ class TritonBackend:
         return launch_forward(q, k_cache, v_cache, **options)
 
     def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
-        k_descale: Tensor | None, v_descale: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_descale: Tensor | None,
+        v_descale: Tensor | None,
+    ) -> None:
         launch_store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale)

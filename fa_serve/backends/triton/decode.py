@@ -57,30 +57,58 @@ class DecodeTiles:
 
 @lru_cache(maxsize=4096)
 def decode_tiles(
-    arch: int, num_sms: int, itemsize: int, kv_itemsize: int, head_dim: int, head_dim_v: int, num_heads: int, num_kv_heads: int,
-    batch: int, max_seqlen_q: int, max_seqlen_k: int, num_splits: int,
-) -> DecodeTiles:  # fmt: skip
+    arch: int,
+    num_sms: int,
+    itemsize: int,
+    kv_itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    num_heads: int,
+    num_kv_heads: int,
+    batch: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_splits: int,
+) -> DecodeTiles:
     """A pure function of what the host knows. With `num_splits` given, batch and lengths have no say in it."""
     groups = num_heads // num_kv_heads
     rows = groups if num_splits else groups * max_seqlen_q
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
     block_m = min(32, max(8, 1 << (rows - 1).bit_length()))  # 64 rows would spill
     # by their registers and shared memory, `resident` programs live on an SM
-    block_n, num_warps, most_stages, registers, resident = 64, 4, 2, 168, 3  # three stages: 8 x 8192 73.4 us, two 72.4
+    block_n = 64
+    num_warps = 4
+    most_stages = 2
+    registers = 168
+    resident = 3  # three stages: 8 x 8192 73.4 us, two 72.4
     if kv_itemsize == 1:
-        block_n, most_stages = 128, 3  # half the bytes a key, so twice the keys in flight
+        block_n = 128
+        most_stages = 3  # half the bytes a key, so twice the keys in flight
     if width <= 64 and block_m == 8 and (num_splits or batch > 1):
         # 32 x 4096 with 64/8 heads 74.1 us, as wide heads have it 78.5; float8 51.0 and 52.6
         block_n, num_warps, most_stages, registers, resident = (128, 4, 2, 128, 4) if kv_itemsize > 1 else (128, 2, 2, 168, 6)
     elif width <= 64 and kv_itemsize > 1:
-        block_n, most_stages, registers, resident = 128, 3, 0, 2  # one sequence of 16384 14.8 us, as above 16.8
+        block_n = 128
+        most_stages = 3
+        registers = 0
+        resident = 2  # one sequence of 16384 14.8 us, as above 16.8
     if width > 128:
-        block_n, most_stages, registers, resident = 32, 4, 0, 2
+        block_n = 32
+        most_stages = 4
+        registers = 0
+        resident = 2
     if itemsize == 4:
         # float32 products run on the FMA units, their operands live in registers
-        block_n, num_warps, most_stages, registers, resident = 32 if width <= 128 else 16, 8, 4, 0, 2
+        block_n = 32 if width <= 128 else 16
+        num_warps = 8
+        most_stages = 4
+        registers = 0
+        resident = 2
     if block_m > 16 or arch not in (90, 100):
-        block_n, most_stages, registers, resident = min(block_n, 64), 2 if block_m > 16 else 4, 0, 2
+        block_n = min(block_n, 64)
+        most_stages = 2 if block_m > 16 else 4
+        registers = 0
+        resident = 2
         num_warps = max(num_warps, 4)
     tile_bytes = block_n * (padded_dim(head_dim) + padded_dim(head_dim_v)) * kv_itemsize
     q_bytes = block_m * padded_dim(head_dim) * itemsize
@@ -111,9 +139,13 @@ def _widen(x, dtype: tl.constexpr, PTX: tl.constexpr):
     """A tile of the cache in the type of the product."""
     if PTX and x.dtype == tl.float8e4nv and dtype == tl.float16:
         return tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }", "=r,=r,r", [x],
-            dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
     return x.to(dtype)
 
 
@@ -126,8 +158,13 @@ def _half(x, SELECT: tl.constexpr):
     """
     return tl.inline_asm_elementwise(
         "{ .reg .b16 a, b; .reg .b32 x, y; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b; "
-        f"prmt.b32 $0, x, y, {SELECT}; }}", "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
-    )  # fmt: skip
+        f"prmt.b32 $0, x, y, {SELECT}; }}",
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -143,8 +180,15 @@ def _fit_float16(q):
 
 @triton.jit
 def _read_pages(
-    table_ptr, block, offs_n, first_key, kv_len, HAS_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    block,
+    offs_n,
+    first_key,
+    kv_len,
+    HAS_LEFT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """The page of each key of a block, 0 where none is ours; one number where pages are whole blocks."""
     if PAGE_SIZE % BLOCK_N == 0:
         owned = (block * BLOCK_N < kv_len) & (block * BLOCK_N + BLOCK_N > first_key)
@@ -161,9 +205,16 @@ def _read_pages(
 
 @triton.jit
 def _key_offsets(
-    page, block, offs_n, stride_page, stride_token, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PTX: tl.constexpr,
+    page,
+    block,
+    offs_n,
+    stride_page,
+    stride_token,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PTX: tl.constexpr,
     ALIGNED: tl.constexpr,
-):  # fmt: skip
+):
     """Where the keys of a block lie in the cache, in 64 bits: caches pass 2^31 elements."""
     if PAGE_SIZE == 0:
         where = page * stride_page + tl.cast(block * BLOCK_N, tl.int64) * stride_token + offs_n * stride_token
@@ -199,11 +250,37 @@ def _softmax_step(s, factor, row_max, row_sum):
 
 @triton.jit
 def _walk(
-    q, row_scale, row_max, row_sum, span, k_ptr, v_ptr, table_ptr, mask_ptr, seq, positions, lengths, scaling, window, strides,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    ALIKE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+    q,
+    row_scale,
+    row_max,
+    row_sum,
+    span,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    mask_ptr,
+    seq,
+    positions,
+    lengths,
+    scaling,
+    window,
+    strides,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ALIKE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """The inner loop over key blocks. q: [BLOCK_D, BLOCK_M].
 
     -> out [BLOCK_M, BLOCK_DV], not yet divided, the largest score and the sum of exponentials [BLOCK_M].
@@ -279,19 +356,84 @@ def _walk(
 
 
 @triton.jit(
-    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "max_q", "max_k", "window_left",
-                       "window_right", "stride_lh", "stride_table", "stride_mb", "stride_mk"]
-)  # fmt: skip
+    do_not_specialize=[
+        "batch",
+        "units",
+        "tiles_per_head",
+        "unit_rows",
+        "parts",
+        "min_blocks",
+        "max_q",
+        "max_k",
+        "window_left",
+        "window_right",
+        "stride_lh",
+        "stride_table",
+        "stride_mb",
+        "stride_mk",
+    ]
+)
 def _decode(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, table_ptr, used_k_ptr, cu_q_ptr, sinks_ptr,
-    mask_ptr, k_descale_ptr, v_descale_ptr, batch, units, tiles_per_head, unit_rows, parts, min_blocks, max_q, max_k,
-    window_left, window_right, stride_lh, stride_table, stride_mb, stride_mk, scale, softcap,
-    stride_ot, stride_oh, stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
-    GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ALIKE: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    part_out_ptr,
+    part_lse_ptr,
+    table_ptr,
+    used_k_ptr,
+    cu_q_ptr,
+    sinks_ptr,
+    mask_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    batch,
+    units,
+    tiles_per_head,
+    unit_rows,
+    parts,
+    min_blocks,
+    max_q,
+    max_k,
+    window_left,
+    window_right,
+    stride_lh,
+    stride_table,
+    stride_mb,
+    stride_mk,
+    scale,
+    softcap,
+    stride_ot,
+    stride_oh,
+    stride_qt,
+    stride_qh,
+    stride_kp,
+    stride_kt,
+    stride_kh,
+    stride_vp,
+    stride_vt,
+    stride_vh,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr,
+    BALANCED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ALIKE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
     wait_for_previous_kernel(PDL)
     # the KV heads of one piece run side by side: in a (page, token, head, dim) cache they read one stretch of memory
     unit = tl.program_id(0) % units
@@ -363,13 +505,37 @@ def _decode(
                 last_token = tl.minimum(row_first + BLOCK_M - 1, q_len * GROUPS - 1) // GROUPS
                 end = tl.minimum(end, (tl.maximum(last_token + offset + window_right + 1, 0) + BLOCK_N - 1) // BLOCK_N)
             acc, row_max, row_sum = _walk(
-                tl.trans(q), row_scale, row_max, row_sum, (begin, end), k_ptr, v_ptr,
+                tl.trans(q),
+                row_scale,
+                row_max,
+                row_sum,
+                (begin, end),
+                k_ptr,
+                v_ptr,
                 None if table_ptr is None else table_ptr + seq.to(tl.int64) * stride_table,
-                None if mask_ptr is None else mask_ptr + seq.to(tl.int64) * stride_mb, seq, rows // GROUPS + offset,
-                (first_key, kv_len), (scale, softcap), (window_left, window_right),
-                (stride_kp, stride_kt, stride_vp, stride_vt, stride_mk), DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                PAGE_SIZE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, ALIKE, ALIGNED, PRECISION, PAIRS, PTX,
-            )  # fmt: skip
+                None if mask_ptr is None else mask_ptr + seq.to(tl.int64) * stride_mb,
+                seq,
+                rows // GROUPS + offset,
+                (first_key, kv_len),
+                (scale, softcap),
+                (window_left, window_right),
+                (stride_kp, stride_kt, stride_vp, stride_vt, stride_mk),
+                DIM,
+                DIM_V,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_DV,
+                PAGE_SIZE,
+                HAS_LEFT,
+                HAS_RIGHT,
+                HAS_SOFTCAP,
+                ALIKE,
+                ALIGNED,
+                PRECISION,
+                PAIRS,
+                PTX,
+            )
             inverse, lse = finish_softmax(row_max, row_sum)
             out = acc * (inverse * descale_v)[:, None]
             whole = True
@@ -388,9 +554,19 @@ def _decode(
 
 
 def launch_dense(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
-    sinks: Tensor | None, mask: Tensor | None, out: Tensor | None, return_lse: bool, memo: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    window_size: tuple[int, int],
+    softcap: float,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    out: Tensor | None,
+    return_lse: bool,
+    memo: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Arguments as in `fa_serve.attention`: a dense cache is one of a page per sequence, and the host knows the lengths.
 
     mask: None, or a bool one over keys alone, (1 or batch, 1, 1, seqlen_k): keys that it hides are not read
@@ -399,22 +575,54 @@ def launch_dense(
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     result = q.new_empty(batch, seqlen_q, num_heads, v.shape[-1]) if out is None or not out.is_contiguous() else out
     _, lse = launch_decode(
-        q.reshape(batch * seqlen_q, num_heads, head_dim), k, v, block_table=None, seqused_k=None, cu_seqlens_q=None,
-        max_seqlen_q=seqlen_q, max_seqlen_k=k.shape[1], softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
-        sinks=sinks, k_descale=None, v_descale=None, num_splits=0, out=result.view(batch * seqlen_q, num_heads, v.shape[-1]),
-        return_lse=return_lse, mask=mask, memo=memo,
-    )  # fmt: skip
+        q.reshape(batch * seqlen_q, num_heads, head_dim),
+        k,
+        v,
+        block_table=None,
+        seqused_k=None,
+        cu_seqlens_q=None,
+        max_seqlen_q=seqlen_q,
+        max_seqlen_k=k.shape[1],
+        softmax_scale=softmax_scale,
+        window_size=window_size,
+        softcap=softcap,
+        sinks=sinks,
+        k_descale=None,
+        v_descale=None,
+        num_splits=0,
+        out=result.view(batch * seqlen_q, num_heads, v.shape[-1]),
+        return_lse=return_lse,
+        mask=mask,
+        memo=memo,
+    )
     lse = None if lse is None else lse.view(num_heads, batch, seqlen_q).transpose(0, 1)
     return (result if out is None or result is out else out.copy_(result)), lse
 
 
 def launch_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor | None, seqused_k: Tensor | None,
-    cu_seqlens_q: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_size: tuple[int, int],
-    softcap: float, sinks: Tensor | None, out: Tensor | None, return_lse: bool, k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None, num_splits: int = 0, lse: Tensor | None = None, mask: Tensor | None = None,
-    tiles: DecodeTiles | None = None, memo: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    block_table: Tensor | None,
+    seqused_k: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_size: tuple[int, int],
+    softcap: float,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    return_lse: bool,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    lse: Tensor | None = None,
+    mask: Tensor | None = None,
+    tiles: DecodeTiles | None = None,
+    memo: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Arguments as in `fa_serve.attention_paged`, with None for all three index tensors as in `launch_dense`. One launch,
     and a second one if any sequence may be cut in pieces.
 
@@ -426,20 +634,49 @@ def launch_decode(
     fresh = out is None or out.stride(2) != 1
     if return_lse and lse is None:
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-    plan = memo.get("decode") or memo.setdefault("decode", _plan(
-        q, k_cache, v_cache, None if fresh else out, lse, block_table, mask, max_seqlen_q, max_seqlen_k, softmax_scale,
-        window_size, softcap, num_splits, tiles,
-    ))  # fmt: skip
+    plan = memo.get("decode") or memo.setdefault(
+        "decode",
+        _plan(
+            q,
+            k_cache,
+            v_cache,
+            None if fresh else out,
+            lse,
+            block_table,
+            mask,
+            max_seqlen_q,
+            max_seqlen_k,
+            softmax_scale,
+            window_size,
+            softcap,
+            num_splits,
+            tiles,
+        ),
+    )
     result = q.new_empty(plan.shape) if fresh else out
     if plan.decode is not None:
         part_out = part_lse = None
         if plan.combine is not None:
             part_out, part_lse = (q.new_empty(shape, dtype=torch.float32) for shape in plan.parts)
         mask = mask if mask is None else mask.view(torch.uint8)
-        plan.decode((
-            q, k_cache, v_cache, result, lse, part_out, part_lse, block_table, seqused_k, cu_seqlens_q, sinks, mask, k_descale,
-            v_descale,
-        ))  # fmt: skip
+        plan.decode(
+            (
+                q,
+                k_cache,
+                v_cache,
+                result,
+                lse,
+                part_out,
+                part_lse,
+                block_table,
+                seqused_k,
+                cu_seqlens_q,
+                sinks,
+                mask,
+                k_descale,
+                v_descale,
+            )
+        )
         if plan.combine is not None:
             plan.combine((result, lse, part_out, part_lse, seqused_k, cu_seqlens_q))
     if out is not None and result is not out:
@@ -458,50 +695,94 @@ class _Plan(NamedTuple):
 
 
 def _plan(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None, lse: Tensor | None, table: Tensor | None,
-    mask: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, scale: float, window: tuple[int, int], softcap: float,
-    num_splits: int, tiles: DecodeTiles | None,
-) -> _Plan:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    table: Tensor | None,
+    mask: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    num_splits: int,
+    tiles: DecodeTiles | None,
+) -> _Plan:
     """`out` is None for one that is contiguous."""
     total_q, num_heads, dim = q.shape
     pages, page_size, num_kv_heads, dim_v = v_cache.shape
-    shape, batch, dtype, itemsize = (total_q, num_heads, dim_v), pages, q.dtype, k_cache.element_size()
+    shape = (total_q, num_heads, dim_v)
+    batch = pages
+    dtype = q.dtype
+    itemsize = k_cache.element_size()
     if table is not None:
         batch = table.shape[0]
     if batch == 0:
         return _Plan(shape)
-    groups, max_seqlen_q, arch = num_heads // num_kv_heads, max(max_seqlen_q, 1), spec.arch_of(q.device)
+    groups = num_heads // num_kv_heads
+    max_seqlen_q = max(max_seqlen_q, 1)
+    arch = spec.arch_of(q.device)
     if tiles is None:
         tiles = decode_tiles(
-            arch, multiprocessors(q.device, 8), dtype.itemsize, itemsize, dim, dim_v, num_heads, num_kv_heads, batch,
-            max_seqlen_q, max_seqlen_k, num_splits,
-        )  # fmt: skip
+            arch,
+            multiprocessors(q.device, 8),
+            dtype.itemsize,
+            itemsize,
+            dim,
+            dim_v,
+            num_heads,
+            num_kv_heads,
+            batch,
+            max_seqlen_q,
+            max_seqlen_k,
+            num_splits,
+        )
     tiles_per_head = -(-groups * max_seqlen_q // tiles.block_m)
-    units, unit_rows = num_kv_heads * tiles_per_head, min(tiles.block_m, groups * max_seqlen_q)
+    units = num_kv_heads * tiles_per_head
+    unit_rows = min(tiles.block_m, groups * max_seqlen_q)
     pieces = tiles.parts if tiles.balanced else batch * tiles.parts
     (left, right), pdl = window, arch >= 90
-    k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
+    k_strides = k_cache.stride()[:3]
+    v_strides = v_cache.stride()[:3]
     out_strides = (num_heads * dim_v, dim_v) if out is None else out.stride()[:2]
     mask_strides = (0, 0) if mask is None else tuple(0 if mask.shape[i] == 1 else mask.stride(i) for i in (0, 3))
     lse_stride = 0 if lse is None else lse.stride(0)
     # whole 16-bit pairs, for the widening of float8 values
-    pairs = arch >= 89 and itemsize == 1 and dim_v % 2 == 0 and dtype.itemsize == 2 and not any(
-        stride % 2 for stride in v_strides
-    )  # fmt: skip
+    pairs = (
+        arch >= 89 and itemsize == 1 and dim_v % 2 == 0 and dtype.itemsize == 2 and not any(stride % 2 for stride in v_strides)
+    )
     plan = (batch, units, tiles_per_head, unit_rows, tiles.parts, tiles.min_blocks, max_seqlen_q, max_seqlen_k, left)
     cut = (batch_block(batch) if tiles.balanced else 1, tiles.balanced, left >= 0)
     block_dv = padded_dim(dim_v)
     limit = {"maxnreg": tiles.registers} if tiles.registers and arch >= 80 else {}
     decode = Launch(
-        _decode, pieces * units,
+        _decode,
+        pieces * units,
         (*plan, right, lse_stride, 0 if table is None else table.stride(0), *mask_strides, float(scale), float(softcap)),
-        (groups, dim, dim_v, padded_dim(dim), block_dv, tiles.block_m, tiles.block_n, 0 if table is None else page_size, *cut,
-         right >= 0 and max_seqlen_q > 1, softcap != 0.0, k_strides == v_strides,
-         all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])), "ieee" if dtype == torch.float32 else "tf32",
-         pairs, arch >= 89, pdl),
+        (
+            groups,
+            dim,
+            dim_v,
+            padded_dim(dim),
+            block_dv,
+            tiles.block_m,
+            tiles.block_n,
+            0 if table is None else page_size,
+            *cut,
+            right >= 0 and max_seqlen_q > 1,
+            softcap != 0.0,
+            k_strides == v_strides,
+            all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])),
+            "ieee" if dtype == torch.float32 else "tf32",
+            pairs,
+            arch >= 89,
+            pdl,
+        ),
         {**launch_options(pdl, tiles.num_warps), "num_stages": tiles.num_stages, **limit},
         (*out_strides, *q.stride()[:2], *k_strides, *v_strides),
-    )  # fmt: skip
+    )
     if not tiles.balanced and tiles.parts == 1:
         return _Plan(shape, decode)
     fixed = (groups, dim_v, block_dv, tiles.block_m, tiles.block_n, *cut, pdl)

@@ -25,9 +25,19 @@ from fa_serve.backends.triton.tiles import TileConfig, batch_block, forward_tile
 
 @triton.jit
 def _load_tile(
-    tensor, n, cols, kv_len, where, CHECK_ROWS, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, USE_TMA: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
+    tensor,
+    n,
+    cols,
+    kv_len,
+    where,
+    CHECK_ROWS,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """[BLOCK_N, BLOCK_D] keys or values from key n on. Rows past kv_len read as 0: they belong to somebody else."""
     base_ptr, descriptor, stride_page, stride_t = tensor
     batch, head, row0, table_row_ptr = where
@@ -53,11 +63,30 @@ def _load_tile(
 
 @triton.jit
 def _walk(
-    state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling, window,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, USE_TMA: tl.constexpr, VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    state,
+    q,
+    span,
+    k_tensor,
+    v_tensor,
+    mask_tensor,
+    where,
+    rows,
+    scaling,
+    window,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    VARLEN: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """The inner loop. Tiles outside [inner_lo, inner_hi) cross the band's edge or the end of the sequence and are masked.
 
     The branch is uniform, and one loop keeps one software pipeline: cutting the walk in three drains it twice more.
@@ -115,15 +144,66 @@ def _find_tile(tile, cu_q_ptr, batch, skip_q, BLOCK_M: tl.constexpr, BATCH_BLOCK
     do_not_specialize=["seqlen_q", "seqlen_k", "num_m", "window_left", "window_right", "head_group", "num_seqs", "skip_q"]
 )
 def _attn_fwd(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, mask_ptr, k_desc, v_desc, cu_q_ptr, cu_k_ptr, used_k_ptr, table_ptr,
-    scale, softcap, window_left, window_right, seqlen_q, seqlen_k, num_m, head_group, num_seqs, skip_q,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_ob, stride_ot, stride_oh, stride_lb, stride_lh, stride_mb, stride_mh, stride_mq, stride_mk, stride_table,
-    NUM_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, USE_TMA: tl.constexpr,
-    VARLEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    PRECISION: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    mask_ptr,
+    k_desc,
+    v_desc,
+    cu_q_ptr,
+    cu_k_ptr,
+    used_k_ptr,
+    table_ptr,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    seqlen_q,
+    seqlen_k,
+    num_m,
+    head_group,
+    num_seqs,
+    skip_q,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    stride_lb,
+    stride_lh,
+    stride_mb,
+    stride_mh,
+    stride_mq,
+    stride_mk,
+    stride_table,
+    NUM_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    VARLEN: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr,
+):
     # neighbours in launch order share K and V: (group of heads, block of rows, head in the group). The longest rows go first.
     pid = tl.program_id(0)
     group = pid // (head_group * num_m)
@@ -180,8 +260,11 @@ def _attn_fwd(
     q_rows = m0 + offs_m
     live = (q_rows < q_len)[:, None]
     q_ptr += batch_q * stride_qb + first_row * stride_qt + head64 * stride_qh
-    q = tl.load(q_ptr + offs_m[:, None] * stride_qt + offs_d[None, :],
-                mask=live & (offs_d < DIM)[None, :] if DIM < BLOCK_D else live, other=0.0)  # fmt: skip
+    q = tl.load(
+        q_ptr + offs_m[:, None] * stride_qt + offs_d[None, :],
+        mask=live & (offs_d < DIM)[None, :] if DIM < BLOCK_D else live,
+        other=0.0,
+    )
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if sinks_ptr is None:
@@ -206,28 +289,69 @@ def _attn_fwd(
         hi = tl.maximum(tl.minimum(kv_len, last_row + offset + window_right + 1), 0)
         inner_hi = tl.maximum(tl.minimum(kv_len, m0 + offset + window_right + 1), 0) // BLOCK_N * BLOCK_N
     acc, row_max, row_sum = _walk(
-        (acc, row_max, row_sum), q, (lo, inner_lo, inner_hi, hi, kv_len), (k_ptr, k_desc, stride_kb, stride_kt),
-        (v_ptr, v_desc, stride_vb, stride_vt), (mask_ptr, stride_mq, stride_mk), (batch, head_kv, k_row0, table_ptr),
-        (q_rows, q_len, offset), (scale, softcap), (window_left, window_right), DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
-        PAGE_SIZE, USE_TMA, VARLEN, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, MASK, PRECISION,
-    )  # fmt: skip
+        (acc, row_max, row_sum),
+        q,
+        (lo, inner_lo, inner_hi, hi, kv_len),
+        (k_ptr, k_desc, stride_kb, stride_kt),
+        (v_ptr, v_desc, stride_vb, stride_vt),
+        (mask_ptr, stride_mq, stride_mk),
+        (batch, head_kv, k_row0, table_ptr),
+        (q_rows, q_len, offset),
+        (scale, softcap),
+        (window_left, window_right),
+        DIM,
+        DIM_V,
+        BLOCK_D,
+        BLOCK_DV,
+        BLOCK_N,
+        PAGE_SIZE,
+        USE_TMA,
+        VARLEN,
+        HAS_LEFT,
+        HAS_RIGHT,
+        HAS_SOFTCAP,
+        MASK,
+        PRECISION,
+    )
 
     inverse, lse = finish_softmax(row_max, row_sum)
     if lse_ptr is not None:
         lse_ptr += batch_q * stride_lb + head64 * stride_lh + first_row
         tl.store(lse_ptr + offs_m, lse, mask=q_rows < q_len)
     out_ptr += batch_q * stride_ob + first_row * stride_ot + head64 * stride_oh
-    tl.store(out_ptr + offs_m[:, None] * stride_ot + offs_dv[None, :], (acc * inverse[:, None]).to(out_ptr.dtype.element_ty),
-             mask=live & (offs_dv < DIM_V)[None, :] if DIM_V < BLOCK_DV else live)  # fmt: skip
+    tl.store(
+        out_ptr + offs_m[:, None] * stride_ot + offs_dv[None, :],
+        (acc * inverse[:, None]).to(out_ptr.dtype.element_ty),
+        mask=live & (offs_dv < DIM_V)[None, :] if DIM_V < BLOCK_DV else live,
+    )
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, window_size: tuple[int, int], softcap: float,
-    sinks: Tensor | None, out: Tensor | None, return_lse: bool, mask: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, block_table: Tensor | None = None,
-    seqused_k: Tensor | None = None, skip_q: int = 0, lse: Tensor | None = None, tiles: TileConfig | None = None,
-    memo: object = None, k_descale: None = None, v_descale: None = None, num_splits: int = 0,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    window_size: tuple[int, int],
+    softcap: float,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    return_lse: bool,
+    mask: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    skip_q: int = 0,
+    lse: Tensor | None = None,
+    tiles: TileConfig | None = None,
+    memo: object = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    num_splits: int = 0,
+) -> tuple[Tensor, Tensor | None]:
     """Allocates out and lse, picks the tile, launches once.
 
     Dense: q (batch, seqlen_q, heads, dim) and no cu_seqlens. Varlen: q (total, heads, dim) with cu_seqlens_q and _k. Paged: q
@@ -236,15 +360,23 @@ def launch_forward(
     and the grid holds the tiles of the others alone, found by a prefix sum on the device. `lse` is written if given, `tiles`
     overrides the choice, for tuning. It keeps no memo, and caches here are not quantised, nor keys split.
     """
-    varlen, paged = cu_seqlens_q is not None, block_table is not None
-    num_heads, num_kv_heads, dim, dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    varlen = cu_seqlens_q is not None
+    paged = block_table is not None
+    num_heads = q.shape[-2]
+    num_kv_heads = k.shape[-2]
+    dim = q.shape[-1]
+    dim_v = v.shape[-1]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if varlen:
         batch = cu_seqlens_q.shape[0] - 1
-        q_strides, lse_shape = (0, *q.stride()[:2]), (num_heads, q.shape[0])
+        q_strides = (0, *q.stride()[:2])
+        lse_shape = (num_heads, q.shape[0])
     else:
-        batch, max_seqlen_q, max_seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-        q_strides, lse_shape = q.stride()[:3], (batch, num_heads, max_seqlen_q)
+        batch = q.shape[0]
+        max_seqlen_q = q.shape[1]
+        max_seqlen_k = k.shape[1]
+        q_strides = q.stride()[:3]
+        lse_shape = (batch, num_heads, max_seqlen_q)
     k_strides, v_strides = ((0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3] for x in (k, v))
     result = torch.empty((*q.shape[:-1], dim_v), dtype=q.dtype, device=q.device) if out is None else out
     if result.stride(-1) != 1:
@@ -258,11 +390,19 @@ def launch_forward(
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     if tiles is None:
         tiles = forward_tiles(
-            spec.arch_of(q.device), q.element_size(), dim, dim_v, max_seqlen_q, max_seqlen_k, causal=window_size[1] >= 0,
-            paged=paged, masked=mask is not None,
-        )  # fmt: skip
+            spec.arch_of(q.device),
+            q.element_size(),
+            dim,
+            dim_v,
+            max_seqlen_q,
+            max_seqlen_k,
+            causal=window_size[1] >= 0,
+            paged=paged,
+            masked=mask is not None,
+        )
     use_tma = tiles.tma and not paged and _tma_reads(k) and _tma_reads(v)
-    block_d, block_dv = padded_dim(dim), padded_dim(dim_v)
+    block_d = padded_dim(dim)
+    block_dv = padded_dim(dim_v)
     num_m = -(-max_seqlen_q // tiles.block_m)
     # more than skip_q queries each: that many sequences at most, with a part of a tile each
     num_tiles = batch * num_m if skip_q == 0 else min(batch, q.shape[0] // (skip_q + 1)) + q.shape[0] // tiles.block_m
@@ -272,20 +412,38 @@ def launch_forward(
             descriptors = _descriptor(k, tiles.block_n, block_d), _descriptor(v, tiles.block_n, block_dv)
         pointers = (q, k, v, result, lse, sinks, mask, *descriptors, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
         group = _head_group(batch * num_heads, num_heads // num_kv_heads, max_seqlen_k, dim + dim_v, k.element_size())
-        varying = (
-            float(softmax_scale), float(softcap), *window_size, max_seqlen_q, max_seqlen_k, num_m, group, batch, skip_q
-        )  # fmt: skip
+        varying = (float(softmax_scale), float(softcap), *window_size, max_seqlen_q, max_seqlen_k, num_m, group, batch, skip_q)
         strides = (
-            *q_strides, *k_strides, *v_strides, *out_strides, 0 if lse is None or varlen else lse.stride(0),
-            0 if lse is None else lse.stride(-2), *mask_strides, 0 if block_table is None else block_table.stride(0),
-        )  # fmt: skip
+            *q_strides,
+            *k_strides,
+            *v_strides,
+            *out_strides,
+            0 if lse is None or varlen else lse.stride(0),
+            0 if lse is None else lse.stride(-2),
+            *mask_strides,
+            0 if block_table is None else block_table.stride(0),
+        )
         fixed = (
-            num_heads, num_heads // num_kv_heads, dim, dim_v, block_d, block_dv, tiles.block_m, tiles.block_n,
-            k.shape[1] if paged else 0, use_tma, varlen, window_size[0] >= 0, window_size[1] >= 0, softcap != 0.0,
+            num_heads,
+            num_heads // num_kv_heads,
+            dim,
+            dim_v,
+            block_d,
+            block_dv,
+            tiles.block_m,
+            tiles.block_n,
+            k.shape[1] if paged else 0,
+            use_tma,
+            varlen,
+            window_size[0] >= 0,
+            window_size[1] >= 0,
+            softcap != 0.0,
             "none" if mask is None else "bool" if mask.dtype == torch.uint8 else "float",
-            "ieee" if q.dtype == torch.float32 else "tf32", batch_block(batch) if skip_q else 0,
-        )  # fmt: skip
-        options, grid = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}, num_tiles * num_heads
+            "ieee" if q.dtype == torch.float32 else "tf32",
+            batch_block(batch) if skip_q else 0,
+        )
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        grid = num_tiles * num_heads
         if use_tma:
             with on_device_of(q):
                 _attn_fwd[grid,](*pointers, *varying, *strides, *fixed, **options)

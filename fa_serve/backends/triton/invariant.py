@@ -18,9 +18,22 @@ _SUM_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["M"])
 def _linear(
-    x_ptr, w_ptr, bias_ptr, out_ptr, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Programs of one column of tiles come one after another, so that they share its weights in the cache."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     pid = tl.program_id(0).to(tl.int64)
@@ -59,9 +72,22 @@ def launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -
     block_m, block_n, block_k, warps, stages = (32, 32, 32, 4, 2) if x.element_size() == 4 else (64, 64, 128, 4, 3)
     with on_device_of(x):
         _linear[triton.cdiv(m, block_m) * triton.cdiv(n, block_n),](
-            x, weight, bias, out, m, n, k, *x.stride(), *weight.stride(), "ieee", block_m, block_n, block_k,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+            x,
+            weight,
+            bias,
+            out,
+            m,
+            n,
+            k,
+            *x.stride(),
+            *weight.stride(),
+            "ieee",
+            block_m,
+            block_n,
+            block_k,
+            num_warps=warps,
+            num_stages=stages,
+        )
 
 
 def launch_row_sum(x: Tensor, out: Tensor) -> None:

@@ -20,8 +20,17 @@ _TILE = 2048  # elements of K and of V per program: 16 bytes per thread in fligh
 
 @triton.jit
 def _copy_heads(
-    x_ptr, cache_ptr, descale_ptr, heads, num_heads, stride_xh, stride_xd, stride_ch, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    cache_ptr,
+    descale_ptr,
+    heads,
+    num_heads,
+    stride_xh,
+    stride_xd,
+    stride_ch,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """cache[heads, :] = x[heads, :] / descale[heads], saturated: the largest float8_e4m3fn is 448, and the next is NaN."""
     offs_d = tl.arange(0, BLOCK_D)
     keep = (heads < num_heads)[:, None] & (offs_d < DIM)[None, :]
@@ -35,11 +44,35 @@ def _copy_heads(
 
 @triton.jit(do_not_specialize=["page_size", "num_heads", "head_blocks"])
 def _store_kv(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_descale_ptr, v_descale_ptr, page_size, num_heads, head_blocks,
-    stride_kt, stride_kh, stride_kd, stride_vt, stride_vh, stride_vd, stride_kcp, stride_kct, stride_kch, stride_vcp,
-    stride_vct, stride_vch, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_H: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    page_size,
+    num_heads,
+    head_blocks,
+    stride_kt,
+    stride_kh,
+    stride_kd,
+    stride_vt,
+    stride_vh,
+    stride_vd,
+    stride_kcp,
+    stride_kct,
+    stride_kch,
+    stride_vcp,
+    stride_vct,
+    stride_vch,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
     wait_for_previous_kernel(PDL)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     heads = (tl.program_id(0) % head_blocks).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -57,21 +90,29 @@ def _store_kv(
 
 
 def launch_store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_descale: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_descale: Tensor | None,
     v_descale: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Arguments as in `fa_serve.store_kv`. One launch."""
     total, num_heads, dim = k.shape
     dim_v = v.shape[2]
-    block_d, block_dv = padded_dim(dim), padded_dim(dim_v)
+    block_d = padded_dim(dim)
+    block_dv = padded_dim(dim_v)
     block_h = max(1, min(power_of_2(num_heads), _TILE // max(block_d, block_dv)))
     head_blocks = -(-num_heads // block_h)
     if total == 0:
         return
     pdl = spec.arch_of(k.device) >= 90
     launch(
-        _store_kv, total * head_blocks,
-        (k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale), (k_cache.shape[1], num_heads, head_blocks),
+        _store_kv,
+        total * head_blocks,
+        (k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale),
+        (k_cache.shape[1], num_heads, head_blocks),
         (*k.stride(), *v.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3], dim, dim_v, block_d, block_dv, block_h, pdl),
         launch_options(pdl, 4),
-    )  # fmt: skip
+    )

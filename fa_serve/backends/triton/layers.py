@@ -42,9 +42,19 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def _rms_norm(
-    x_ptr, weight_ptr, residual_ptr, out_ptr, eps, offset, stride_x, stride_r, stride_out, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    eps,
+    offset,
+    stride_x,
+    stride_r,
+    stride_out,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -65,18 +75,48 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residu
     if x.shape[0]:
         pdl = spec.arch_of(x.device) >= 90
         launch(
-            _rms_norm, x.shape[0], (x, weight, residual, out), (eps, offset),
-            (x.stride(0), stride_r, out.stride(0), width, block, pdl), launch_options(pdl, min(8, max(1, block // 256))),
-        )  # fmt: skip
+            _rms_norm,
+            x.shape[0],
+            (x, weight, residual, out),
+            (eps, offset),
+            (x.stride(0), stride_r, out.stride(0), width, block, pdl),
+            launch_options(pdl, min(8, max(1, block // 256))),
+        )
 
 
 @triton.jit(do_not_specialize=["page_size", "head_blocks"])
 def _rotary_store_kv(
-    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_descale_ptr, v_descale_ptr,
-    page_size, head_blocks, eps, offset, stride_t, stride_ct, stride_kcp, stride_kct, stride_kch, stride_vcp, stride_vct,
-    stride_vch, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    page_size,
+    head_blocks,
+    eps,
+    offset,
+    stride_t,
+    stride_ct,
+    stride_kcp,
+    stride_kct,
+    stride_kch,
+    stride_vcp,
+    stride_vct,
+    stride_vch,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A head lies as [first half, second half] of what is rotated, then what passes as it is."""
     wait_for_previous_kernel(PDL)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -170,11 +210,19 @@ def _norm_weights(q_weight_ptr, k_weight_ptr, is_q, cols, keep, offset):
 
 
 def launch_rotary_store_kv(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: tuple[Tensor, float, float] | None,
-    k_norm: tuple[Tensor, float, float] | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int,
-    k_descale: Tensor | None, v_descale: Tensor | None,
-) -> None:  # fmt: skip
-    """Arguments as in `fa_serve.layers.rotary_store_kv`. One launch."""
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: tuple[Tensor, float, float] | None,
+    k_norm: tuple[Tensor, float, float] | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+) -> None:
+    """Arguments as in `fa_serve.ops.rotary_store_kv`. One launch."""
     q_weight, eps, offset = (None, 0.0, 0.0) if q_norm is None else q_norm
     k_weight = None if k_norm is None else k_norm[0]
     num_kv_heads, dim = k_cache.shape[2:]
@@ -187,21 +235,40 @@ def launch_rotary_store_kv(
     if qkv.shape[0]:
         pdl = spec.arch_of(qkv.device) >= 90
         launch(
-            _rotary_store_kv, qkv.shape[0] * head_blocks,
+            _rotary_store_kv,
+            qkv.shape[0] * head_blocks,
             (qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, slot_mapping, k_descale, v_descale),
             (k_cache.shape[1], head_blocks, eps, offset),
-            (qkv.stride(0), 0 if cos is None else cos.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], num_heads,
-             num_kv_heads, dim, rotary, block_h, power_of_2(max(rotary // 2, 1)),
-             power_of_2(max(dim - rotary, 1)), pdl),
+            (
+                qkv.stride(0),
+                0 if cos is None else cos.stride(0),
+                *k_cache.stride()[:3],
+                *v_cache.stride()[:3],
+                num_heads,
+                num_kv_heads,
+                dim,
+                rotary,
+                block_h,
+                power_of_2(max(rotary // 2, 1)),
+                power_of_2(max(dim - rotary, 1)),
+                pdl,
+            ),
             launch_options(pdl, 4),
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _act_and_mul(
-    x_ptr, out_ptr, blocks, stride_x, stride_out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr,
+    out_ptr,
+    blocks,
+    stride_x,
+    stride_out,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     wait_for_previous_kernel(PDL)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -219,6 +286,10 @@ def launch_act_and_mul(x: Tensor, activation: str, out: Tensor) -> None:
     if total:
         pdl = spec.arch_of(x.device) >= 90
         launch(
-            _act_and_mul, total * blocks, (x, out), (blocks,),
-            (x.stride(0), out.stride(0), width, ACTIVATIONS[activation], block, pdl), launch_options(pdl, 4),
-        )  # fmt: skip
+            _act_and_mul,
+            total * blocks,
+            (x, out),
+            (blocks,),
+            (x.stride(0), out.stride(0), width, ACTIVATIONS[activation], block, pdl),
+            launch_options(pdl, 4),
+        )

@@ -31,9 +31,23 @@ def _weights(w_ptr, first, rows, k, N: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _linear_row(
-    x_ptr, w_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, eps, offset, alpha, N: tl.constexpr, K: tl.constexpr,
-    GATED: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    norm_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    eps,
+    offset,
+    alpha,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """GATED: the weights are those of N gates and then of N that they gate."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -83,19 +97,30 @@ def _linear_row(
 
 
 def launch_linear_row(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor, float, float] | None, activation: str | None,
-    residual: Tensor | None, alpha: float, out: Tensor,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float, float] | None,
+    activation: str | None,
+    residual: Tensor | None,
+    alpha: float,
+    out: Tensor,
+) -> None:
     """x (1, k), weight (n, k), all contiguous. norm: (weight, eps, offset) of the RMS norm of x; out may be `residual`."""
-    n, k = out.shape[1], x.shape[1]
+    n = out.shape[1]
+    k = x.shape[1]
     gated = activation is not None
     block_n, block_k = row_tiles(multiprocessors(x.device, 1), n, k, gated)
     norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
     pdl = spec.arch_of(x.device) >= 90
     launch(
-        _linear_row, -(-n // block_n), (x, weight, norm_weight, bias, residual, out), (eps, offset, alpha),
-        (n, k, gated, ACTIVATIONS[activation or "silu"], block_n, block_k, pdl), launch_options(pdl, 4),
-    )  # fmt: skip
+        _linear_row,
+        -(-n // block_n),
+        (x, weight, norm_weight, bias, residual, out),
+        (eps, offset, alpha),
+        (n, k, gated, ACTIVATIONS[activation or "silu"], block_n, block_k, pdl),
+        launch_options(pdl, 4),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -42,8 +42,16 @@ def sequence_lengths(seq, cu_q_ptr, used_k_ptr, max_q, max_k):
 
 @triton.jit
 def _ends_on_line(
-    index, cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left, HAS_LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    index,
+    cu_q_ptr,
+    used_k_ptr,
+    batch,
+    max_q,
+    max_k,
+    window_left,
+    HAS_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Where sequences end on a line on which all their blocks lie, at least one each; those of other kernels take no room."""
     if cu_q_ptr is None:
         _, _, blocks = visible_blocks(max_q, max_k, window_left, HAS_LEFT, BLOCK_N)
@@ -59,9 +67,19 @@ def _ends_on_line(
 
 @triton.jit
 def share_of_line(
-    piece, cu_q_ptr, used_k_ptr, batch, parts, min_blocks, max_q, max_k, window_left, HAS_LEFT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-):  # fmt: skip
+    piece,
+    cu_q_ptr,
+    used_k_ptr,
+    batch,
+    parts,
+    min_blocks,
+    max_q,
+    max_k,
+    window_left,
+    HAS_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr,
+):
     """The line of `_ends_on_line`, cut in equal shares.
 
     -> begin and end of this share, the first sequence in it and the one after its last, where that first one starts on the
@@ -80,9 +98,19 @@ def share_of_line(
 
 @triton.jit
 def _start_of(
-    seq, cu_q_ptr, used_k_ptr, batch, parts, min_blocks, max_q, max_k, window_left, HAS_LEFT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-):  # fmt: skip
+    seq,
+    cu_q_ptr,
+    used_k_ptr,
+    batch,
+    parts,
+    min_blocks,
+    max_q,
+    max_k,
+    window_left,
+    HAS_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr,
+):
     """-> where on the line a sequence starts, and the size of a share."""
     index = tl.arange(0, BATCH_BLOCK)
     ends = _ends_on_line(index, cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left, HAS_LEFT, BLOCK_N)
@@ -92,9 +120,21 @@ def _start_of(
 
 @triton.jit
 def store_rows(
-    out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, stride_ot, stride_oh, stride_lh, GROUPS: tl.constexpr,
-    DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    lse_ptr,
+    out,
+    lse,
+    rows,
+    live,
+    row0,
+    kv64,
+    stride_ot,
+    stride_oh,
+    stride_lh,
+    GROUPS: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
     """Packed rows to where their token and query head are."""
     offs_dv = tl.arange(0, BLOCK_DV)
     token = row0.to(tl.int64) + rows // GROUPS
@@ -106,16 +146,52 @@ def store_rows(
 
 
 @triton.jit(
-    do_not_specialize=["batch", "units", "tiles_per_head", "unit_rows", "parts", "min_blocks", "max_q", "max_k", "window_left",
-                       "stride_lh", "blocks_per_seq"]
-)  # fmt: skip
+    do_not_specialize=[
+        "batch",
+        "units",
+        "tiles_per_head",
+        "unit_rows",
+        "parts",
+        "min_blocks",
+        "max_q",
+        "max_k",
+        "window_left",
+        "stride_lh",
+        "blocks_per_seq",
+    ]
+)
 def _combine(
-    out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, used_k_ptr, cu_q_ptr, batch, units, tiles_per_head, unit_rows, parts,
-    min_blocks, max_q, max_k, window_left, stride_lh, blocks_per_seq, stride_ot, stride_oh,
-    GROUPS: tl.constexpr, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr, BALANCED: tl.constexpr, HAS_LEFT: tl.constexpr, PDL: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    out_ptr,
+    lse_ptr,
+    part_out_ptr,
+    part_lse_ptr,
+    used_k_ptr,
+    cu_q_ptr,
+    batch,
+    units,
+    tiles_per_head,
+    unit_rows,
+    parts,
+    min_blocks,
+    max_q,
+    max_k,
+    window_left,
+    stride_lh,
+    blocks_per_seq,
+    stride_ot,
+    stride_oh,
+    GROUPS: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr,
+    BALANCED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """Merge the pieces of BLOCK_ROWS rows of one sequence, BLOCK_PARTS at a time: weights exp(lse - max lse).
 
     The lengths may be read before the wait: `_decode`, which let us start, had by then waited for whoever wrote them.
@@ -154,8 +230,11 @@ def _combine(
         keep = (part < num_parts)[:, None] & live[None, :]
         at = place.to(tl.int64)[:, None] * (units * unit_rows) + slot[None, :]
         lse = tl.load(part_lse_ptr + at, mask=keep, other=float("-inf")) * LOG2E
-        out = tl.load(part_out_ptr + at[:, :, None] * DIM_V + offs_dv[None, None, :],
-                      mask=keep[:, :, None] & (offs_dv < DIM_V)[None, None, :], other=0.0)  # fmt: skip
+        out = tl.load(
+            part_out_ptr + at[:, :, None] * DIM_V + offs_dv[None, None, :],
+            mask=keep[:, :, None] & (offs_dv < DIM_V)[None, None, :],
+            other=0.0,
+        )
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         weight = tl.exp2(lse - safe_max[None, :])
@@ -165,9 +244,21 @@ def _combine(
         row_max = new_max
     inverse, lse = finish_softmax(row_max, row_sum)
     store_rows(
-        out_ptr, lse_ptr, acc * inverse[:, None], lse, rows, live, row0, (unit // tiles_per_head).to(tl.int64), stride_ot,
-        stride_oh, stride_lh, GROUPS, DIM_V, BLOCK_DV,
-    )  # fmt: skip
+        out_ptr,
+        lse_ptr,
+        acc * inverse[:, None],
+        lse,
+        rows,
+        live,
+        row0,
+        (unit // tiles_per_head).to(tl.int64),
+        stride_ot,
+        stride_oh,
+        stride_lh,
+        GROUPS,
+        DIM_V,
+        BLOCK_DV,
+    )
 
 
 def combine_launch(plan: tuple[int, ...], lse_stride: int, fixed: tuple[Any, ...], out_strides: tuple[int, ...]) -> Launch:
@@ -178,9 +269,13 @@ def combine_launch(plan: tuple[int, ...], lse_stride: int, fixed: tuple[Any, ...
     block_parts, block_rows, num_warps = _combine_block(balanced, parts, block_dv, batch * units * unit_rows)
     blocks_per_seq = -(-units * unit_rows // block_rows)
     return Launch(
-        _combine, batch * blocks_per_seq, (*plan, lse_stride, blocks_per_seq), (*fixed, block_parts, block_rows),
-        launch_options(pdl, num_warps), out_strides,
-    )  # fmt: skip
+        _combine,
+        batch * blocks_per_seq,
+        (*plan, lse_stride, blocks_per_seq),
+        (*fixed, block_parts, block_rows),
+        launch_options(pdl, num_warps),
+        out_strides,
+    )
 
 
 def _combine_block(balanced: bool, parts: int, block_dv: int, rows: int) -> tuple[int, int, int]:

@@ -92,9 +92,24 @@ def _kth_largest(row_ptr, best, k, vocab, ROWS: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit(do_not_specialize=["vocab", "blocks"])
 def _sample_rows(
-    logits_ptr, key_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, sums_ptr, slot_ptr, last_ptr, token_ptr, vocab,
-    blocks, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALL_BLOCKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    key_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    sums_ptr,
+    slot_ptr,
+    last_ptr,
+    token_ptr,
+    vocab,
+    blocks,
+    stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
@@ -175,16 +190,27 @@ def _sample_rows(
 
 
 def launch_sample_rows(
-    logits: Tensor, keys: Tensor | None, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None,
-    min_p: Tensor | None, slots: Tensor | None, last_tokens: Tensor | None, tokens: Tensor,
-) -> None:  # fmt: skip
-    """Arguments as in `fa_serve.layers.sample_rows`. One launch."""
+    logits: Tensor,
+    keys: Tensor | None,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    slots: Tensor | None,
+    last_tokens: Tensor | None,
+    tokens: Tensor,
+) -> None:
+    """Arguments as in `fa_serve.ops.sample_rows`. One launch."""
     n, vocab = logits.shape
     blocks = -(-vocab // _BLOCK)
     sums = None if keys is None else logits.new_empty(n, blocks, dtype=torch.float32)
     if n:
         pdl = spec.arch_of(logits.device) >= 90
         launch(
-            _sample_rows, n, (logits, keys, temperature, top_k, top_p, min_p, sums, slots, last_tokens, tokens),
-            (vocab, blocks), (logits.stride(0), _ROWS, _BLOCK, power_of_2(blocks), pdl), launch_options(pdl, 16),
-        )  # fmt: skip
+            _sample_rows,
+            n,
+            (logits, keys, temperature, top_k, top_p, min_p, sums, slots, last_tokens, tokens),
+            (vocab, blocks),
+            (logits.stride(0), _ROWS, _BLOCK, power_of_2(blocks), pdl),
+            launch_options(pdl, 16),
+        )

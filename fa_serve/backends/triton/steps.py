@@ -40,36 +40,77 @@ def make_step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: A
     memo: dict[str, Any] = {}
     for _ in range(2):  # the first launch of its kind compiles
         launch_dense(q, k, v, mask=mask, sinks=None, out=None, return_lse=False, memo=memo, **options)
-    decode, combine, alike = memo["decode"].decode, memo["decode"].combine, k.stride() == v.stride()
+    decode = memo["decode"].decode
+    combine = memo["decode"].combine
+    alike = k.stride() == v.stride()
     ready = decode is not None and decode._sender is not None and (combine is None or combine._sender is not None)
     strides = [*k.stride()[:3], *v.stride()[:3], 4 * v.shape[3]]
     if not ready or any(stride & 15 for stride in strides) or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
     (native, fixed, _, stream_of, device), grid, numbers = decode._sender, decode._grid, decode._numbers
-    first, window = numbers[:_MAX_K], numbers[_MAX_K + 1 : _MASK]
-    scales, constants = numbers[_MASK + 1 : _STRIDES], numbers[_FIXED:]
-    shape, places = (q.shape[0], 1, q.shape[2], v.shape[3]), 0
+    first = numbers[:_MAX_K]
+    window = numbers[_MAX_K + 1 : _MASK]
+    scales = numbers[_MASK + 1 : _STRIDES]
+    constants = numbers[_FIXED:]
+    shape = (q.shape[0], 1, q.shape[2], v.shape[3])
+    places = 0
     if combine is not None:
         places, (merge, merge_fixed, *_), merge_grid = memo["decode"].parts[1][0], combine._sender, combine._grid
-        merge_first, merge_rest = combine._numbers[:_MERGED_MAX_K], combine._numbers[_MERGED_MAX_K + 1 :]
+        merge_first = combine._numbers[:_MERGED_MAX_K]
+        merge_rest = combine._numbers[_MERGED_MAX_K + 1 :]
 
     def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor | None:
-        query, key, value, hidden = q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if mask is None else mask.data_ptr()
+        query = q.data_ptr()
+        key = k.data_ptr()
+        value = v.data_ptr()
+        hidden = 0 if mask is None else mask.data_ptr()
         (page_k, head_k, token_k, _), (page_v, head_v, token_v, _) = k_strides, v_strides = k.stride(), v.stride()
         odd = (query | key | value | hidden | page_k | token_k | head_k | page_v | token_v | head_v) & 15
         wide = (page_k | head_k | page_v | head_v) >> 31
         if odd or wide or (k_strides == v_strides) != alike or torch.cuda.current_device() != device or is_watched():
             return None
-        out, keys, stream, part_out, part_lse = q.new_empty(shape), k.shape[2], stream_of(device), 0, 0
+        out = q.new_empty(shape)
+        keys = k.shape[2]
+        stream = stream_of(device)
+        part_out = 0
+        part_lse = 0
         if places:
             pieces = q.new_empty(places * (shape[3] + 1), dtype=torch.float32)
             part_out = pieces.data_ptr()
             part_lse = part_out + 4 * places * shape[3]
-        written, mask_stride = out.data_ptr(), mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0
+        written = out.data_ptr()
+        mask_stride = mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0
         native(
-            *grid, stream, *fixed, query, key, value, written, 0, part_out, part_lse, 0, 0, 0, 0, hidden, 0, 0, *first, keys,
-            *window, mask_stride, *scales, page_k, token_k, head_k, page_v, token_v, head_v, *constants,
-        )  # fmt: skip
+            *grid,
+            stream,
+            *fixed,
+            query,
+            key,
+            value,
+            written,
+            0,
+            part_out,
+            part_lse,
+            0,
+            0,
+            0,
+            0,
+            hidden,
+            0,
+            0,
+            *first,
+            keys,
+            *window,
+            mask_stride,
+            *scales,
+            page_k,
+            token_k,
+            head_k,
+            page_v,
+            token_v,
+            head_v,
+            *constants,
+        )
         if places:
             merge(*merge_grid, stream, *merge_fixed, written, 0, part_out, part_lse, 0, 0, *merge_first, keys, *merge_rest)
         return out

@@ -40,9 +40,17 @@ def batch_block(batch: int) -> int:
 
 
 def forward_tiles(
-    arch: int, itemsize: int, head_dim: int, head_dim_v: int, max_seqlen_q: int, max_seqlen_k: int, *, causal: bool,
-    paged: bool, masked: bool,
-) -> TileConfig:  # fmt: skip
+    arch: int,
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool,
+    paged: bool,
+    masked: bool,
+) -> TileConfig:
     """The tile of one forward call. `arch` is 10 * major + minor, 0 for a GPU that is not NVIDIA's (or the interpreter)."""
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
     if itemsize == 4:

@@ -1,9 +1,9 @@
 """What a decoder layer computes beside attention and its products, for packed tokens: one kernel each on a GPU.
 
-    qkv = layers.linear(x, qkv_weight, norm=Norm(weight, 1e-6))
-    layers.rotary_store_kv(qkv, k_cache, v_cache, slots, num_heads=32, cos=cos, sin=sin)     # in place
-    h = layers.linear(x, gate_up_weight, norm=Norm(weight, 1e-6), activation="silu")
-    x = layers.linear(h, down_weight, residual=x)                                            # in place
+    qkv = ops.linear(x, qkv_weight, norm=Norm(weight, 1e-6))
+    ops.rotary_store_kv(qkv, k_cache, v_cache, slots, num_heads=32, cos=cos, sin=sin)     # in place
+    h = ops.linear(x, gate_up_weight, norm=Norm(weight, 1e-6), activation="silu")
+    x = ops.linear(h, down_weight, residual=x)                                            # in place
 
 Triton's kernels on a GPU, plain torch elsewhere; both compute in float32 (float64 stays) and round once. Arguments come from
 `engine.fusion`, which has compared the result with the model's own layer, so they are not validated again at each of some ten
@@ -34,9 +34,15 @@ class Norm(NamedTuple):
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None = None, activation: str | None = None,
-    residual: Tensor | None = None, alpha: float = 1.0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+) -> Tensor:
     """norm(x) @ weight.T + bias, then gated or added to the residual; one kernel for a single token on a GPU.
 
     x: (total, k); weight: (n, k), contiguous; bias: (n,)
@@ -70,10 +76,19 @@ def rms_norm(x: Tensor, norm: Norm, *, residual: Tensor | None = None, out: Tens
 
 
 def rotary_store_kv(
-    qkv: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, num_heads: int, cos: Tensor | None = None,
-    sin: Tensor | None = None, q_norm: Norm | None = None, k_norm: Norm | None = None,
-    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-) -> None:  # fmt: skip
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> None:
     """Norm and turn queries and keys in place, then write keys and values into the paged cache.
 
     qkv:          (total, (num_heads + 2 * num_kv_heads) * head_dim): heads of q, then of k, then of v
@@ -100,7 +115,8 @@ def rotary_store_kv(
             continue
         if (width := cos.shape[1]) < dim:
             x[..., width:] = y[..., width:]
-            x, y = x[..., :width], y[..., :width]
+            x = x[..., :width]
+            y = y[..., :width]
         first, second = y.chunk(2, dim=2)
         torch.addcmul(y * _wide(cos).unsqueeze(1), torch.cat([-second, first], dim=2), _wide(sin).unsqueeze(1), out=x)
     SdpaBackend().store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale=k_descale, v_descale=v_descale)
@@ -121,9 +137,15 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
 
 
 def sample_rows(
-    logits: Tensor, keys: Tensor | None = None, temperature: Tensor | None = None, top_k: Tensor | None = None,
-    top_p: Tensor | None = None, min_p: Tensor | None = None, slots: Tensor | None = None, last_tokens: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
+    logits: Tensor,
+    keys: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    slots: Tensor | None = None,
+    last_tokens: Tensor | None = None,
+) -> Tensor | None:
     """A token for each row of logits (n, vocab), -1 where a row's maximum is not finite: (n,) int64. None without a kernel.
 
     keys:        (n,) int64, of the row's random numbers; None when every row is greedy

@@ -70,11 +70,21 @@ def make(case: Case):
         for pair in zip(keys, values, strict=True)
     ]
     options = {
-        "block_table": block_table, "seqused_k": seqused_k, "cu_seqlens_q": cu_seqlens(case.q_lens),
-        "max_seqlen_q": max(case.q_lens), "max_seqlen_k": max(*case.kv_lens, 1), "softmax_scale": case.head_dim**-0.5,
-        "window_size": case.window_size, "softcap": case.softcap, "sinks": draw(num_heads) if case.sinks else None,
-        "k_descale": descales[0], "v_descale": descales[1], "num_splits": case.num_splits, "out": None, "return_lse": True,
-    }  # fmt: skip
+        "block_table": block_table,
+        "seqused_k": seqused_k,
+        "cu_seqlens_q": cu_seqlens(case.q_lens),
+        "max_seqlen_q": max(case.q_lens),
+        "max_seqlen_k": max(*case.kv_lens, 1),
+        "softmax_scale": case.head_dim**-0.5,
+        "window_size": case.window_size,
+        "softcap": case.softcap,
+        "sinks": draw(num_heads) if case.sinks else None,
+        "k_descale": descales[0],
+        "v_descale": descales[1],
+        "num_splits": case.num_splits,
+        "out": None,
+        "return_lse": True,
+    }
     return q, k_cache, v_cache, dense, options
 
 
@@ -137,7 +147,8 @@ SHAPES = [
 
 
 def shape_id(case: Case) -> str:
-    heads, dims = case.heads, f"D{case.head_dim}-DV{case.head_dim_v or case.head_dim}"
+    heads = case.heads
+    dims = f"D{case.head_dim}-DV{case.head_dim_v or case.head_dim}"
     return f"HQ{heads[0]}-HKV{heads[1]}-{dims}-P{case.page_size}-{str(case.dtype)[6:]}-S{case.num_splits}"
 
 
@@ -187,7 +198,8 @@ def test_queries_of_any_size_fit_float16(scale: float):
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)) * scale
     x = (x.view(torch.int32) & -65536).view(torch.float32)
     x[3], x[4, 5] = 0.0, float("nan")
-    half, power = torch.empty(16, 32, dtype=torch.float16), torch.empty(16)
+    half = torch.empty(16, 32, dtype=torch.float16)
+    power = torch.empty(16)
     _fit[(1,)](x, half, power)
     torch.testing.assert_close(half.float() * power[:, None], x, rtol=0, atol=2**-24 * 4 * scale, equal_nan=True)
     assert torch.isfinite(half).sum() == x.numel() - 1
@@ -195,7 +207,8 @@ def test_queries_of_any_size_fit_float16(scale: float):
 
 @triton.jit
 def _fit(x_ptr, half_ptr, power_ptr):
-    rows, cols = tl.arange(0, 16), tl.arange(0, 32)
+    rows = tl.arange(0, 16)
+    cols = tl.arange(0, 32)
     at = rows[:, None] * 32 + cols[None, :]
     half, power = _fit_float16(tl.load(x_ptr + at))
     tl.store(half_ptr + at, half)
@@ -248,7 +261,9 @@ def test_dense_cache(shape: tuple[int, int, int], window_size: tuple[int, int], 
 
 def test_a_mask_of_one_key_is_that_of_all():
     """(batch, 1, 1, 1): broadcast over the keys, as the API says."""
-    q, k, v = torch.randn(2, 1, 8, 32), torch.randn(2, 40, 2, 32), torch.randn(2, 40, 2, 32)
+    q = torch.randn(2, 1, 8, 32)
+    k = torch.randn(2, 40, 2, 32)
+    v = torch.randn(2, 40, 2, 32)
     every = torch.tensor([True, False, True, False])
     mask = every[:2].view(2, 1, 1, 1)  # in memory, what follows it differs
     options = {"softmax_scale": 0.2, "window_size": (-1, -1), "softcap": 0.0, "sinks": None, "mask": mask}
@@ -271,9 +286,12 @@ def test_batch_invariance():
     row = 0
     for index, n in enumerate(case.q_lens):
         alone = options | {
-            "block_table": options["block_table"][index : index + 1], "seqused_k": options["seqused_k"][index : index + 1],
-            "cu_seqlens_q": cu_seqlens([n]), "max_seqlen_q": n, "max_seqlen_k": case.kv_lens[index],
-        }  # fmt: skip
+            "block_table": options["block_table"][index : index + 1],
+            "seqused_k": options["seqused_k"][index : index + 1],
+            "cu_seqlens_q": cu_seqlens([n]),
+            "max_seqlen_q": n,
+            "max_seqlen_k": case.kv_lens[index],
+        }
         out, alone_lse = launch_decode(q[row : row + n], k_cache, v_cache, **alone)
         assert torch.equal(out, together[row : row + n])
         assert torch.equal(alone_lse, lse[:, row : row + n])
@@ -329,7 +347,8 @@ def test_each_kernel_leaves_the_others_rows_alone() -> None:
     rows = torch.repeat_interleave(torch.tensor([True, False, True, False]), torch.tensor([1, 40, 4, 5]))
     forward_options = {name: options[name] for name in options if name not in ("k_descale", "v_descale", "num_splits")}
     for few in (True, False):
-        out, lse = torch.full_like(q, 7.0), torch.full((8, 50), 7.0)
+        out = torch.full_like(q, 7.0)
+        lse = torch.full((8, 50), 7.0)
         written = {"out": out, "lse": lse}
         if few:
             launch_decode(q, k_cache, v_cache, **(options | written | {"max_seqlen_q": 4}))

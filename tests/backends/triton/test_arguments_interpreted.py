@@ -17,14 +17,32 @@ K_CACHE, V_CACHE, TABLE, USED = make_paged(list(K), list(V), 4)
 FLOAT8 = torch.float8_e4m3fn
 SCALES = torch.tensor([0.5, 2.0])
 DENSE = (fa_serve.attention, {"q": Q, "k": K, "v": V, "causal": True, "sinks": torch.tensor([1.0, -2.0, 0.5, 3.0])})
-VARLEN = (fa_serve.attention_varlen, {
-    "q": Q.flatten(0, 1), "k": K.flatten(0, 1), "v": V.flatten(0, 1), "cu_seqlens_q": cu_seqlens([5, 5]),
-    "cu_seqlens_k": cu_seqlens([7, 7]), "max_seqlen_q": 5, "max_seqlen_k": 7,
-})  # fmt: skip
-PAGED = (fa_serve.attention_paged, {
-    "q": Q.flatten(0, 1), "k_cache": K_CACHE.to(FLOAT8), "v_cache": V_CACHE.to(FLOAT8), "block_table": TABLE,
-    "seqused_k": USED, "cu_seqlens_q": cu_seqlens([5, 5]), "max_seqlen_q": 5, "k_descale": SCALES, "v_descale": SCALES,
-})  # fmt: skip
+VARLEN = (
+    fa_serve.attention_varlen,
+    {
+        "q": Q.flatten(0, 1),
+        "k": K.flatten(0, 1),
+        "v": V.flatten(0, 1),
+        "cu_seqlens_q": cu_seqlens([5, 5]),
+        "cu_seqlens_k": cu_seqlens([7, 7]),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 7,
+    },
+)
+PAGED = (
+    fa_serve.attention_paged,
+    {
+        "q": Q.flatten(0, 1),
+        "k_cache": K_CACHE.to(FLOAT8),
+        "v_cache": V_CACHE.to(FLOAT8),
+        "block_table": TABLE,
+        "seqused_k": USED,
+        "cu_seqlens_q": cu_seqlens([5, 5]),
+        "max_seqlen_q": 5,
+        "k_descale": SCALES,
+        "v_descale": SCALES,
+    },
+)
 
 
 def with_gaps(x: Tensor) -> Tensor:
@@ -73,7 +91,8 @@ def test_whoever_asks_for_gradients_gets_them(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 1, 4, 16), (2, 0, 4, 16)], ids=["no-sequences", "no-queries"])
 def test_few_queries_may_be_none(shape: tuple[int, ...]) -> None:
-    k, v = torch.zeros(shape[0], 32, 2, 16), torch.zeros(shape[0], 32, 2, 8)
+    k = torch.zeros(shape[0], 32, 2, 16)
+    v = torch.zeros(shape[0], 32, 2, 8)
     out, lse = fa_serve.attention(torch.zeros(shape), k, v, return_lse=True, backend="triton")
     assert out.shape == (*shape[:3], 8)
     assert lse.shape == (shape[0], shape[2], shape[1])

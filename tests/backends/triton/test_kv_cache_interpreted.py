@@ -33,7 +33,8 @@ def make(total: int, heads: int, dim: int, dim_v: int, page_size: int, dtype: to
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
 def test_writes_its_slots_and_nothing_else(total: int, heads: int, dim: int, dim_v: int, page_size: int, dtype: torch.dtype):
     k, v, k_cache, v_cache, slots = make(total, heads, dim, dim_v, page_size, dtype, dtype)
-    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    expected_k = k_cache.clone()
+    expected_v = v_cache.clone()
     ReferenceBackend().store_kv(k, v, expected_k, expected_v, slots, k_descale=None, v_descale=None)
     launch_store_kv(k, v, k_cache, v_cache, slots, None, None)
     assert torch.equal(k_cache, expected_k)
@@ -44,11 +45,13 @@ def test_writes_its_slots_and_nothing_else(total: int, heads: int, dim: int, dim
 def test_quantises_with_saturation(dtype: torch.dtype):
     """On values that need no rounding, which the interpreter of Triton 3.6 gets wrong at a carry; the GPU suite rounds."""
     k, v, k_cache, v_cache, slots = make(9, 4, 32, 48, 4, dtype, torch.float8_e4m3fn)
-    k_descale, v_descale = torch.tensor([0.5, 4.0, 1.0, 0.25]), torch.tensor([2.0, 1.0, 0.125, 8.0])
+    k_descale = torch.tensor([0.5, 4.0, 1.0, 0.25])
+    v_descale = torch.tensor([2.0, 1.0, 0.125, 8.0])
     k = (k.to(torch.float8_e4m3fn).float() * k_descale[:, None]).to(dtype)
     v = (v.to(torch.float8_e4m3fn).float() * v_descale[:, None]).to(dtype)
     k[0], k[1], v[2] = 1e4, -1e4, 6e4
-    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    expected_k = k_cache.clone()
+    expected_v = v_cache.clone()
     ReferenceBackend().store_kv(k, v, expected_k, expected_v, slots, k_descale=k_descale, v_descale=v_descale)
     launch_store_kv(k, v, k_cache, v_cache, slots, k_descale, v_descale)
     assert expected_k.float().max() == 448
@@ -59,11 +62,13 @@ def test_quantises_with_saturation(dtype: torch.dtype):
 def test_any_strides():
     """Keys and values as slices of one fused projection, a cache that keeps K and V together and the heads first."""
     k, v, k_cache, v_cache, slots = make(12, 4, 32, 32, 8, torch.float32, torch.float32)
-    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    expected_k = k_cache.clone()
+    expected_v = v_cache.clone()
     ReferenceBackend().store_kv(k, v, expected_k, expected_v, slots, k_descale=None, v_descale=None)
     fused = torch.stack([k, v], dim=-1)
     both = torch.full((2, k_cache.shape[0], 4, 8, 32), 7.0)
-    strided_k, strided_v = both[0].transpose(1, 2), both[1].transpose(1, 2)
+    strided_k = both[0].transpose(1, 2)
+    strided_v = both[1].transpose(1, 2)
     launch_store_kv(fused[..., 0], fused[..., 1], strided_k, strided_v, slots, None, None)
     assert torch.equal(strided_k, expected_k)
     assert torch.equal(strided_v, expected_v)
