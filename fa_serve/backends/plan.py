@@ -1,0 +1,100 @@
+"""Plans: what was decided for calls that look alike, so that it is decided only once.
+
+Before a kernel runs, its arguments are checked, a backend is selected, tiles are chosen and the arguments of the launch are
+computed. All of this follows from shapes, strides, dtypes, devices and options, which the layers of a model repeat at every
+step. A plan is the outcome: a function `run(tensors)` for tensors that have the same facts as those it was made for.
+
+    key = ("rms_norm", *facts(x, weight), eps)
+    run = PLANS.get(key)
+    if run is None:
+        run = PLANS.add(key, decide(x, weight, eps))
+    out = run((x, weight))
+
+This module owns the keys' form (`facts`), the bound (`MAX_PLANS`) and the shape of what is planned (`AttentionTensors`,
+`AttentionOptions`). The functions of `fa_serve.api` and the kernels of `fa_serve.ops` keep their plans in the one table
+`PLANS`. It leaves out what a plan decides, which is the business of the backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_PLANS = 4096
+
+Run = Callable[[Any], Any]
+"""What a plan is: it takes the tensors of one call, in the order that the plan's maker defines, and computes."""
+
+
+class PlanTable(dict[tuple[Any, ...], Run]):
+    """Plans by key. A full table is cleared: the calls in use are planned again, which costs each of them some 100 us.
+
+    Reading is `dict.get`, which costs no Python call. Threads may share the table: two threads that plan the same call at once
+    both get the plan that was added first.
+    """
+
+    def __init__(self, max_plans: int = MAX_PLANS) -> None:
+        super().__init__()
+        self.max_plans = max_plans
+
+    def add(self, key: tuple[Any, ...], run: Run) -> Run:
+        """Store the plan unless the key has one, and return the stored one."""
+        if len(self) >= self.max_plans:
+            self.clear()
+        return self.setdefault(key, run)
+
+
+PLANS = PlanTable()
+
+
+def facts(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What checks and kernels may depend on, for each tensor: shape, strides, dtype, device, whether it needs a gradient."""
+    grad = torch.is_grad_enabled()
+    return tuple([x if x is None else (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad) for x in tensors])
+
+
+class AttentionTensors(NamedTuple):
+    """The tensors of one attention call; shapes are those of `fa_serve.api` for the layout of the spec.
+
+    k, v: keys and values, or the paged caches
+    keys: what says how long the keys of a sequence are: cu_seqlens_k (varlen), seqused_k (paged), or None (dense)
+    out:  written in place if given, else allocated by the plan
+    lse:  likewise, if the options ask for it; only a mixed batch gives it, see `mixed`
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    keys: Tensor | None = None
+    block_table: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """The options of one attention call, validated and with their defaults filled in.
+
+    window_size: (left, right) with causality folded in (right == 0), -1 unlimited
+    max_seqlen_q, max_seqlen_k: upper bounds of the lengths; of a dense batch, the lengths
+    num_splits:  as in `fa_serve.attention_paged`
+    skip_q:      sequences with up to this many queries are left to another kernel, see `mixed`
+    """
+
+    softmax_scale: float
+    window_size: tuple[int, int]
+    softcap: float
+    max_seqlen_q: int
+    max_seqlen_k: int
+    return_lse: bool
+    num_splits: int = 0
+    skip_q: int = 0
