@@ -2,12 +2,13 @@
 
 A block that is fenced as ```python runs on its own, imports included. Two names are replaced before it runs: the hub name
 HUB_MODEL becomes the folder of the embedded model, and SERVER the address of a server with that model, so that the tests need
-neither a network nor a GPU. A snippet for another library is fenced as ```py and does not run.
+neither a network nor a GPU. The server's chat template knows tools, which the embedded model's own does not.
 """
 
 from __future__ import annotations
 
 import os
+import json
 import re
 import shlex
 import subprocess
@@ -30,10 +31,16 @@ SNIPPETS = [pytest.param(block, id=block.name) for block in BLOCKS if block.lang
 SHELL = [pytest.param(block, id=block.name) for block in BLOCKS if block.language in ("bash", "console")]
 
 
+TOOLS = "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server of the embedded model, which answers to HUB_MODEL's replacement."""
+    template = tmp_path_factory.mktemp("server") / "template.jinja"
+    template.write_text(TOOLS + json.loads((model_path() / "tokenizer_config.json").read_text())["chat_template"])
     options = ["--port", "0", "--device", "cpu", "--num-pages", "1024", "--served-model-name", str(model_path())]
+    options += ["--chat-template", str(template)]
     command = [sys.executable, "-m", "fa_serve", "serve", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -103,5 +110,3 @@ def test_variables_of_the_environment_are_settings() -> None:
     for page in GUIDES:
         named = set(re.findall(r"FA_SERVE_[A-Z_]+[A-Z]", page.read_text(encoding="utf-8")))
         assert named <= settings | others, page
-
-
