@@ -129,7 +129,7 @@ def _save(figure: Any, name: str) -> None:
 
 
 def table() -> str:
-    """The kernels: one row for each peer of a benchmark, with the geometric mean and the minimum of our speed over its speed."""
+    """The kernels: a row for each peer of a benchmark, with the geometric mean and the minimum of our speed over its speed."""
     rows = ["| what | against | geometric mean | minimum | command |", "|---|---|---|---|---|"]
     for bench, what, unequal, peers, command in TABLE:
         lines = [

@@ -7,7 +7,6 @@ neither a network nor a GPU. The server's chat template knows tools, which the e
 
 from __future__ import annotations
 
-import os
 import json
 import re
 import shlex
@@ -18,11 +17,11 @@ from collections.abc import Iterator
 import openai
 import pytest
 import typer
+from documentation import GUIDES, ROOT, Block, blocks
 from fa_serve.server.settings import SECRETS, Settings
 
 from fa_serve.__main__ import app
 from fa_serve.demo import model_path
-from documentation import GUIDES, ROOT, Block, blocks
 
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 SERVER = "http://127.0.0.1:8000"
