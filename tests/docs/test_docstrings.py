@@ -20,12 +20,27 @@ def to_markdown(text: str) -> str:
     return str(module.to_markdown(text))
 
 
+ALIGNED = """Attention.
+
+q:    (batch, heads)
+mask: broadcastable,
+      bool or float
+a, b: two
+num_*: totals
+Returns out."""
+LISTED = """Attention.
+
+
+- `q`: (batch, heads)
+- `mask`: broadcastable, bool or float
+- `a, b`: two
+- `num_*`: totals
+
+Returns out."""
+
+
 def test_aligned_arguments_become_a_list() -> None:
-    given = (
-        "Attention.\n\nq:    (batch, heads)\nmask: broadcastable,\n      bool or float\na, b: two\nnum_*: totals\nReturns out."
-    )
-    wanted = "Attention.\n\n\n- `q`: (batch, heads)\n- `mask`: broadcastable, bool or float\n- `a, b`: two\n- `num_*`: totals\n\nReturns out."
-    assert to_markdown(given) == wanted
+    assert to_markdown(ALIGNED) == LISTED
 
 
 def test_code_and_sentences_stay_as_they_are() -> None:
