@@ -50,7 +50,7 @@ ENGINE = [
     ("serving", "first token, 32 at once", "over HTTP, 32 concurrent requests, time to the first token, ms"),
     ("serving", "between tokens, 32 at once", "over HTTP, 32 concurrent requests, time between tokens, ms"),
 ]
-# ratios between two of our own measurements
+# ratios between two measurements of fa_serve
 OWN = {
     "Rate with temperature 0.7 and top_p 0.9 over the greedy rate:": ("engine", "sampled"),
     "Rate over HTTP over the rate of the offline engine:": ("serving", "throughput, 256 at once, against the engine offline"),
