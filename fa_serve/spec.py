@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 
 Layout = Literal["dense", "varlen", "paged"]
+Op = Literal["attention", "decode", "store_kv"]
 ParameterCode = Literal["invalid_value", "context_length_exceeded", "no_tokenizer", "duplicate_request_id", "unsupported"]
 FEW_QUERIES = 16
 """Per sequence: beyond that rows fill a tile by themselves, and splitting keys gains nothing."""
@@ -105,6 +106,7 @@ class AttentionSpec:
     needs_grad: bool = False
     few_queries: bool = False
     whole_rows: bool = True
+    op: Op = "attention"
 
     def __str__(self) -> str:
         parts = [self.layout, self.device if not self.arch else f"{self.device} sm{self.arch}", str(self.dtype)[6:]]
