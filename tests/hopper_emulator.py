@@ -40,7 +40,7 @@ class EmulationError(Exception):
 
 
 class _Thread(threading.local):
-    """State of one warp group: its thread block, and its products and copies that nobody has waited for."""
+    """State of one warp group: its thread block, and its products and copies that have not been waited for."""
 
     block: Block
     products: list[_Product]

@@ -58,7 +58,7 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def test_many_launches_give_the_same_bits() -> None:
-    """The dynamic schedule deals tiles differently every time; the result does not depend on it."""
+    """The dynamic schedule assigns tiles differently every time, and the result does not depend on it."""
     q, k, v = inputs()
     first = run(q, k, v)
     check(first, q, k, v)

@@ -61,7 +61,7 @@ class Softmax(NamedTuple):
 
     m:     [64], base 2: the maximum that sum and output are relative to
     l:     [64, 4]: the sum in four parts, one for each thread that holds values of the row; they are added up at the end
-    alpha: [64]: the factor by which the output, which is one block behind, must still be multiplied
+    alpha: [64]: the factor by which the output, which lags by one block, must still be multiplied
     """
 
     m: gl.tensor
@@ -232,7 +232,7 @@ def _process_block(
     """Issue S of this block and P V of the previous one together, then compute the softmax of S while P V runs.
 
     With `softmax_first` the wait for the next keys stands between the softmax and the wait for P V, because it ends a basic
-    block: without it ptxas may schedule exponentials behind the wait for P V.
+    block: without it ptxas may schedule exponentials after the wait for P V.
     """
     MASKED: gl.constexpr = var.has_left or var.has_right
     _take_turn(group, var)
@@ -284,7 +284,7 @@ def _copy_output(values, tile, row, column: gl.constexpr, buffer, desc, var: gl.
 
 @gluon.jit
 def _write_output(acc, state, tile, tile_count, desc, smem, args, dtype: gl.constexpr, group: gl.constexpr, var: gl.constexpr):
-    """Divide O by its sum, start its copy out of the queries' buffer or O's own, and write lse."""
+    """Divide O by its sum, start its copy, through the queries' buffer or a separate one, and write lse."""
     S_LAYOUT: gl.constexpr = var.score_layout
     O_LAYOUT: gl.constexpr = var.output_layout
     DV: gl.constexpr = var.dv

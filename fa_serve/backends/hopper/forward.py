@@ -15,7 +15,7 @@ last P V, and the output is written under it. Between warpgroups, `pingpong` pas
 The hardware bounds packed sequences: descriptors are ragged (see `descriptors.ragged_view`), and rows past the end of a
 sequence read as zero and are not written. So a NaN of a neighbouring sequence is neither read nor overwritten, and no tile
 needs a slow path. A page of a paged cache is bounded in the same way, as a packed sequence whose length is the number of rows
-that are in use; a block of K or V arrives page by page. Entries of the block table behind the last page or before a window
+that are in use; a block of K or V arrives page by page. Entries of the block table after the last page or before a window
 are not read.
 
     run = plan_forward(tensors, options)      # once for calls that look alike
@@ -453,7 +453,7 @@ def _run_launches(launches: _Launches, out_shape: tuple[int, ...], lse_shape: tu
 
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
         q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse = tensors
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if out is None else out.data_ptr())) & 15:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or (out is not None and out.data_ptr() & 15):
             return _run_on_copies(run, tensors)
         if out is None:
             out = q.new_empty(out_shape)

@@ -128,7 +128,7 @@ def main_loops(sass: str, exponentials: int) -> list[list[str]]:
             target = re.match(r"BRA.*`\((\.L_x_\d+)\)", found[1])
             if target and target[1] in labels:
                 loops.append((labels[target[1]], len(instructions)))
-    # the slow path of a wait stands far behind and jumps back, which looks like a long loop: shorter loops come first
+    # the slow path of a wait stands far away and jumps back, which looks like a long loop: shorter loops come first
     found_loops: list[tuple[int, int]] = []
     for a, b in sorted(loops, key=lambda loop: loop[1] - loop[0]):
         right = sum("MUFU.EX2" in i for i in instructions[a:b]) == exponentials
