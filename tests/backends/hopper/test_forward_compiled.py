@@ -1,4 +1,4 @@
-"""The Hopper kernel compiled for sm90 without a GPU: the instructions it is written for are there, and nothing is spilled."""
+"""`hopper.forward`, compiled for sm90 without a GPU: the intended instructions are there, and the loops do not spill."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 import torch
 from cross_compile import Kernel, compiling_for
 
-from fa_serve.backends.hopper.forward import launch_forward
-from fa_serve.backends.hopper.tiles import Schedule, TileConfig, forward_tiles
+from fa_serve.backends.hopper.forward import Numbers, _attention_forward, plan_forward
+from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig, forward_tiles
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors
 
 CAUSAL = (-1, 0)
 FULL = (-1, -1)
-SPILL_BUDGET = 24  # bytes per thread, not in the loop: what is read once per tile. D192 has them, and is 6% faster so
+# Bytes per thread, outside of the loop, for values that are read once per tile. D192 needs them, and is 6% faster with them.
+SPILL_BUDGET = 24
 
 
 @cache
@@ -32,44 +34,35 @@ def compile_forward(
     tiles: TileConfig | None = None,
     page_size: int = 0,
 ) -> Kernel:
-    q = torch.zeros(1, seqlen, 4, head_dim, dtype=dtype)
-    k = torch.zeros(1, seqlen, 2, head_dim, dtype=dtype)
-    v = torch.zeros(1, seqlen, 2, head_dim_v, dtype=dtype)
-    lengths = {}
-    if packed:
-        q = q[0]
-        k = k[0]
-        v = v[0]
-        cu = torch.tensor([0, seqlen], dtype=torch.int32)
-        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+    tensors = AttentionTensors(
+        q=torch.zeros(1, seqlen, 4, head_dim, dtype=dtype),
+        k=torch.zeros(1, seqlen, 2, head_dim, dtype=dtype),
+        v=torch.zeros(1, seqlen, 2, head_dim_v, dtype=dtype),
+        sinks=torch.zeros(4, dtype=dtype) if sinks else None,
+    )
+    max_seqlen_k = seqlen
+    if packed or page_size:
+        q, k, v = (x[0] for x in tensors[:3])
+        cu_seqlens = torch.tensor([0, seqlen], dtype=torch.int32)
+        tensors = tensors._replace(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, keys=cu_seqlens)
     if page_size:
-        q = q[0]
-        k = k[0, : 2 * page_size].unflatten(0, (2, -1))
-        v = v[0, : 2 * page_size].unflatten(0, (2, -1))
-        lengths = {
-            "cu_seqlens_q": torch.tensor([0, seqlen], dtype=torch.int32),
-            "max_seqlen_q": seqlen,
-            "max_seqlen_k": 4096,
-            "block_table": torch.zeros(1, 256, dtype=torch.int32),
-            "seqused_k": torch.tensor([4096], dtype=torch.int32),
-        }
-    with compiling_for("sm90") as kernels:
-        launch_forward(
-            q,
-            k,
-            v,
-            softmax_scale=0.1,
-            window_size=window,
-            softcap=softcap,
-            sinks=torch.zeros(4, dtype=dtype) if sinks else None,
-            out=None,
-            return_lse=True,
-            tiles=tiles,
-            **lengths,
+        max_seqlen_k = 4096
+        tensors = tensors._replace(
+            k=k[: 2 * page_size].unflatten(0, (2, -1)),
+            v=v[: 2 * page_size].unflatten(0, (2, -1)),
+            block_table=torch.zeros(1, 256, dtype=torch.int32),
+            keys=torch.tensor([max_seqlen_k], dtype=torch.int32),
         )
+    options = AttentionOptions(0.1, window, softcap, seqlen, max_seqlen_k, return_lse=True)
+    with compiling_for("sm90") as kernels:
+        plan_forward(tensors, options, tiles)(tensors)
     *table, kernel = kernels
     assert [t.name for t in table] == (["_tile_table"] if packed or page_size else [])
     return kernel
+
+
+def test_the_numbers_are_the_kernels_parameters() -> None:
+    assert tuple(_attention_forward.arg_names[11:-1]) == Numbers._fields
 
 
 @pytest.mark.parametrize(
@@ -93,7 +86,7 @@ def compile_forward(
         pytest.param({"head_dim": 256, "head_dim_v": 256, "window": (500, 0), "page_size": 256}, id="d256-pages-of-256"),
     ],
 )
-def test_compiles_to_what_it_is_written_for(options: dict) -> None:
+def test_compiles_to_the_intended_instructions(options: dict) -> None:
     tiles = forward_tiles(
         options["head_dim"],
         options["head_dim_v"],
@@ -109,7 +102,8 @@ def test_compiles_to_what_it_is_written_for(options: dict) -> None:
     assert found["UTMALDG"] > 0, "K, V and Q must come through the copy engine"
     assert found["UTMASTG"] > 0, "O must leave through the copy engine"
     assert found["HMMA"] == 0
-    scores = 64 * tiles.block_n // 128  # of a thread; each of its two rows has one exponential more, which rescales
+    # scores of a thread; each of its two rows needs one more exponential, for the factor that rescales the output
+    scores = 64 * tiles.block_n // 128
     loops = main_loops(kernel.sass, scores * (2 if options.get("softcap") else 1) + 2)
     assert len(loops) == tiles.groups
     assert not [line for loop in loops for line in loop if re.match(r"LDL|STL", line)]
@@ -122,7 +116,7 @@ def test_compiles_to_what_it_is_written_for(options: dict) -> None:
 
 
 def main_loops(sass: str, exponentials: int) -> list[list[str]]:
-    """The instructions of each warpgroup's loop over key blocks, which has so many exponentials."""
+    """The instructions of each warpgroup's loop over key blocks, which is known by its number of exponentials."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     loops: list[tuple[int, int]] = []
@@ -134,7 +128,7 @@ def main_loops(sass: str, exponentials: int) -> list[list[str]]:
             target = re.match(r"BRA.*`\((\.L_x_\d+)\)", found[1])
             if target and target[1] in labels:
                 loops.append((labels[target[1]], len(instructions)))
-    # the slow path of a wait jumps back from far away, which looks like a long loop
+    # the slow path of a wait stands far away and jumps back, which looks like a long loop: shorter loops come first
     found_loops: list[tuple[int, int]] = []
     for a, b in sorted(loops, key=lambda loop: loop[1] - loop[0]):
         right = sum("MUFU.EX2" in i for i in instructions[a:b]) == exponentials
@@ -144,7 +138,7 @@ def main_loops(sass: str, exponentials: int) -> list[list[str]]:
 
 
 def under_a_product(sass: str) -> list[int]:
-    """How many exponentials stand between each wait that leaves a product running and the next wait, in program order."""
+    """For each wait that leaves a product running, the number of exponentials before the next wait, in program order."""
     counts = []
     running = False
     for line in sass.splitlines():
@@ -160,10 +154,10 @@ def under_a_product(sass: str) -> list[int]:
 @pytest.mark.parametrize("window", [FULL, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_products_run_under_the_softmax(head_dim: int, window: tuple[int, int]) -> None:
-    """With `softmax_first`, in each warpgroup's loop all of a step's exponentials are between the issue of P V and the wait."""
+    """With `softmax_first`, all exponentials of a key block stand between the issue of P V and the wait for it."""
     tiles = replace(forward_tiles(head_dim, head_dim, window, 2048, 2048, False), softmax_first=True)
     counts = under_a_product(compile_forward(head_dim, head_dim, window, tiles=tiles).sass)
-    scores = 64 * tiles.block_n // 128  # of a thread; what rescales its two rows may come later
+    scores = 64 * tiles.block_n // 128  # of a thread; the exponentials that rescale its two rows may come later
     assert sum(count >= scores for count in counts) == tiles.groups, counts
 
 
@@ -173,7 +167,7 @@ def test_without_overlap_no_product_runs_under_the_softmax() -> None:
 
 
 def test_one_machine_code_for_all_lengths() -> None:
-    """Lengths, heads, windows and strides are run-time values: nothing is compiled again on a serving path."""
+    """Lengths, heads, windows and strides are runtime values, so that a serving path does not compile again."""
     codes = set()
     for seqlen, window in ((2048, (-1, 0)), (2047, (-1, 0)), (4000, (-1, 0))):
         codes.add(compile_forward(128, 128, window, seqlen=seqlen).binary.asm["cubin"])
