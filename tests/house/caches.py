@@ -289,8 +289,6 @@ ALLOWED: list[Allowed] = [
     ),
     (
         containers_have_bounds,
-        {
-            "fa_serve/api.py": "class A:\n    def __init__(self):\n        self.a = {}\n    def f(self, x):\n        self.a[x] = 1"
-        },
+        {"fa_serve/api.py": "class A:\n    def __init__(self):\n        self.a = {}\n    def f(self):\n        self.a[1] = 1"},
     ),
 ]
