@@ -1,12 +1,12 @@
 """Host time of a call, before and after a change: two source trees in turn, in one run on one machine.
 
     git worktree add /tmp/before 02e0ae0
-    python benchmarks/bench_host.py --before /tmp/before --after .            # about six minutes on an H200
+    python benchmarks/bench_host.py --before /tmp/before --after .
 
 Python and the launch of kernels cost time on the host, and a small change there is lost in the noise between two runs. Each
 round therefore starts one process for each tree, with PYTHONPATH set to the tree, and the trees take turns at being first.
-The table has the median of the rounds, and the ratio after / before with its least and greatest value in a round. Above 1
-the change made the call slower.
+The table shows the medians of the rounds, their ratio after / before, and the least and greatest ratio of a round. A ratio
+above 1 means that the change made the call slower. `--cases` measures a part.
 
     dense, varlen, paged      one call of `fa_serve.attention`, `attention_varlen`, `attention_paged`
     layer prompt, token       one decoder layer of a model with `attn_implementation="fa_serve"` and a growing cache
