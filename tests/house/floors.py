@@ -17,6 +17,7 @@ FLOORS = {
     "fa_serve": 3,  # the package itself, not the modules in it
     "fa_serve.engine": 4,
     "fa_serve.server": 5,
+    "fa_serve.info_tables": 5,
     "fa_serve.client": 5,
     "fa_serve.__main__": 5,
     "fa_serve.testing": 6,
