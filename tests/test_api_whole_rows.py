@@ -1,11 +1,11 @@
-"""`api._of_whole_rows`: which caches have rows that copy engines can address."""
+"""`api._has_whole_rows`: which caches have rows that copy engines can address."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fa_serve.api import _of_whole_rows
+from fa_serve.api import _has_whole_rows
 
 
 @pytest.mark.parametrize(
@@ -22,5 +22,5 @@ from fa_serve.api import _of_whole_rows
 )
 def test_which_caches_have_whole_rows(strides: tuple[int, ...], whole: bool) -> None:
     cache = torch.zeros(20_000, dtype=torch.bfloat16).as_strided((3, 16, 2, 64), strides)
-    assert _of_whole_rows(cache) == whole
-    assert not _of_whole_rows(cache.as_strided(cache.shape, strides, storage_offset=4))
+    assert _has_whole_rows(cache) == whole
+    assert not _has_whole_rows(cache.as_strided(cache.shape, strides, storage_offset=4))
