@@ -39,7 +39,7 @@ test-load: $(VENV)/.test ## the service's load tests in full, minutes; they prin
 
 test-newest: $(VENV)/.newest ## the transformers adapter on the release and beside the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'
-	PYTHONPATH=$(VENV)/newest $(PYTEST) $(wildcard tests/test_hf_*.py)
+	PYTHONPATH=$(VENV)/newest $(PYTEST) tests/hf
 
 lint: $(VENV)/.test ## ruff and hadolint
 	$(BIN)/ruff check .

@@ -117,7 +117,7 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB,
     "num_kv_shared_layers": 0,
 }
-_MASK_OF_ITS_OWN = "needs a mask of its own"
+_OTHER_MASK = "needs a mask beyond causality"
 
 FAMILIES = [
     Family("llama", "LlamaForCausalLM"),
@@ -134,12 +134,12 @@ FAMILIES = [
             "use_sliding_window": True,
             **_ALTERNATING,
         },
-        paged=_MASK_OF_ITS_OWN,
+        paged=_OTHER_MASK,
     ),
     Family("mixtral", "MixtralForCausalLM", config=_MOE),
     Family("mistral", "MistralForCausalLM", config={"sliding_window": WINDOW}),
     Family("phi3", "Phi3ForCausalLM", config={"sliding_window": WINDOW}),
-    Family("phimoe", "PhimoeForCausalLM", config={**_MOE, "sliding_window": WINDOW}, paged=_MASK_OF_ITS_OWN),
+    Family("phimoe", "PhimoeForCausalLM", config={**_MOE, "sliding_window": WINDOW}, paged=_OTHER_MASK),
     Family("granite", "GraniteForCausalLM", config={"attention_multiplier": 0.3, "logits_scaling": 2.0}),
     Family("olmo2", "Olmo2ForCausalLM"),
     Family("olmo3", "Olmo3ForCausalLM", config=_ALTERNATING),
@@ -194,7 +194,7 @@ FAMILIES = [
             "layer_types": ["chunked_attention", "full_attention"],
             "no_rope_layers": [1, 0],
         },
-        paged=_MASK_OF_ITS_OWN,
+        paged=_OTHER_MASK,
         packs=False,
     ),
     Family("gpt2", "GPT2LMHeadModel", config={"n_inner": 96}),

@@ -50,7 +50,7 @@ def redirect() -> None:
     def get_correct_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         chosen = original(self, *args, **kwargs)
         if chosen == "sdpa":
-            models.admit(self)
+            models.prepare_model(self)
         return chosen
 
     setattr(PreTrainedModel, original.__name__, get_correct_attn_implementation)
