@@ -41,7 +41,10 @@ def attention(
     window_size: tuple[int, int],
     softcap: float,
 ) -> Tensor:
-    """`fa_serve.attention` -> out (batch, seqlen_q, num_heads, head_dim_v), contiguous, because models view it as they like."""
+    """`fa_serve.attention` -> out (batch, seqlen_q, num_heads, head_dim_v), contiguous, because models view it as they like.
+
+    The sdpa backend returns a view in another order where it computes heads before tokens.
+    """
     left, right = window_size
     if is_traced(q, k, v):
         return cast(Tensor, _attention_op(q, k, v, mask, sinks, softmax_scale, left, right, softcap))
@@ -61,7 +64,7 @@ def attention_varlen(
     window_size: tuple[int, int],
     softcap: float,
 ) -> Tensor:
-    """`fa_serve.attention_varlen` -> out (total_q, num_heads, head_dim_v), contiguous."""
+    """`fa_serve.attention_varlen` -> out (total_q, num_heads, head_dim_v), which every backend allocates as such."""
     function = _attention_varlen_op if is_traced(q, k, v) else _attention_varlen
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return cast(Tensor, function(q, k, v, *lengths, sinks, softmax_scale, *window_size, softcap))
@@ -110,7 +113,7 @@ def _attention_varlen(
         softcap=softcap,
         sinks=sinks,
     )
-    return cast(Tensor, out).contiguous()
+    return cast(Tensor, out)
 
 
 _attention_op = torch.library.custom_op("fa_serve::attention", _attention, mutates_args=())

@@ -156,9 +156,9 @@ def test_the_result_is_contiguous(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(masks, "KERNELS_ON", {"cpu"})
     q, k, v = make_qkv(1 if kind == "packed" else 2, 20, 20, 4, 2, 16)
     mask: Any = ImplicitMask((-1, 0))
-    words: dict[str, Any] = {}
+    words: dict[str, Any] = {"softcap": 5.0}
     if kind == "packed":
-        words = {"cu_seq_lens_q": torch.tensor([0, 5, 20])}
+        words["cu_seq_lens_q"] = torch.tensor([0, 5, 20])
     elif kind == "packed keys":
         keep = torch.ones(2, 20, dtype=torch.bool)
         keep[0, :3] = False
