@@ -97,7 +97,7 @@ def describe(model_or_config: str | PreTrainedConfig, device: str = "cpu", arch:
 
 def decoding(spec: AttentionSpec) -> AttentionSpec:
     """The same layer in the engine's decoding: one token of each sequence, keys and values in pages of 16."""
-    return replace(spec, layout="paged", page_size=16, few_queries=True)
+    return replace(spec, layout="paged", page_size=16, op="decode")
 
 
 def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
