@@ -132,3 +132,22 @@ def arch_of(device: torch.device) -> int:
         major, minor = torch.cuda.get_device_capability(index)
         _ARCH[index] = 10 * major + minor
     return _ARCH[index]
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """One op of `fa_serve.ops`, as far as it is known without reading the device.
+
+    op:     name of the function in `fa_serve.ops`
+    device: torch device type; arch is 10 * major + minor of a CUDA device, else 0
+    dtype:  of the input
+    """
+
+    op: str
+    device: str
+    arch: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        device = self.device if not self.arch else f"{self.device} sm{self.arch}"
+        return f"op {self.op}, {device}, {self.dtype}"

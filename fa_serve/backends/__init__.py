@@ -11,8 +11,9 @@ name only.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -146,3 +147,46 @@ def select_backend(spec: AttentionSpec, name: str = "auto") -> Backend:
             return backend
         reasons.append(f"  {candidate}: {reason}")
     raise UnsupportedError(f"no backend can serve {spec}\n" + "\n".join(reasons))
+
+
+class BackendTable:
+    """Backends by name, each imported when it is first considered, and the choice among them.
+
+    modules: "module:Class" by name; auto: the names that `auto` considers, fastest first
+    """
+
+    def __init__(self, modules: dict[str, str], auto: Sequence[str]) -> None:
+        self.modules = modules
+        self.auto = tuple(auto)
+        self._loaded: dict[str, Any] = {}  # at most one for each name of `modules`
+
+    def load(self, name: str) -> Any:
+        """The backend of that name, or the reason why it cannot be imported on this machine."""
+        if name not in self._loaded:
+            module, _, attribute = self.modules[name].partition(":")
+            try:
+                self._loaded[name] = getattr(importlib.import_module(module), attribute)()
+            except ImportError as error:
+                self._loaded[name] = f"cannot be imported: {error}"
+        return self._loaded[name]
+
+    def explain(self, spec: Any) -> dict[str, str | None]:
+        """For each backend that `auto` considers: None if it serves the spec, else the reason."""
+        backends = {name: self.load(name) for name in self.auto}
+        return {name: x if isinstance(x, str) else x.supports(spec) for name, x in backends.items()}
+
+    def select(self, spec: Any, name: str = "auto") -> Any:
+        """The first backend of `auto` that serves the spec, or the named one.
+
+        Raises ValueError for an unknown name, UnsupportedError with every reason if no backend (or not the one named) serves it.
+        """
+        if name != "auto" and name not in self.modules:
+            raise ValueError(f"backend must be 'auto' or one of {sorted(self.modules)}, got {name!r}")
+        reasons = []
+        for candidate in self.auto if name == "auto" else (name,):
+            backend = self.load(candidate)
+            reason = backend if isinstance(backend, str) else backend.supports(spec)
+            if reason is None:
+                return backend
+            reasons.append(f"  {candidate}: {reason}")
+        raise UnsupportedError(f"no backend can serve {spec}\n" + "\n".join(reasons))
