@@ -40,7 +40,7 @@ FLOORS = {
 }
 # Who may import what is not ours (and what is dear even though it is Python's).
 GUESTS = {
-    "triton": ("fa_serve.backends.triton", "fa_serve.backends.hopper", "fa_serve.backends.launch"),
+    "triton": ("fa_serve.backends.triton", "fa_serve.backends.hopper", "fa_serve.backends.launch", "fa_serve.ops"),
     "transformers": (
         "fa_serve.hf",
         "fa_serve.engine.model_runner",

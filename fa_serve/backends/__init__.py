@@ -178,7 +178,7 @@ class BackendTable:
     def select(self, spec: Any, name: str = "auto") -> Any:
         """The first backend of `auto` that serves the spec, or the named one.
 
-        Raises ValueError for an unknown name, UnsupportedError with every reason if no backend (or not the one named) serves it.
+        Raises ValueError for an unknown name, and UnsupportedError with every reason if no backend serves the spec.
         """
         if name != "auto" and name not in self.modules:
             raise ValueError(f"backend must be 'auto' or one of {sorted(self.modules)}, got {name!r}")

@@ -2,8 +2,7 @@
 
 `forward` is the FlashAttention-2 forward pass over dense, packed and paged keys; `decode` splits one sequence's keys, paged or
 dense, among programs when the queries are few (`pieces` cuts and merges, `steps` keeps what steps share); `kv_cache` writes
-the paged cache; `primitives` are the shared steps of the algorithm and `tiles` the choice of tile. Beside attention: `layers`
-and `linear` for what a decoder layer computes, `sampling` for its tokens, `invariant` for results that no other row changes.
+the paged cache; `primitives` are the shared steps of the algorithm and `tiles` the choice of tile.
 Left out: the backward pass, and everything that only Hopper has (see `backends.hopper`).
 """
 

@@ -1,30 +1,32 @@
-"""The product of one token with a weight matrix, the norm before it and the sum or the gate after it included.
+"""The product of one token with a weight matrix, with the norm before it and the gate or the residual sum after it.
 
-One row makes no use of tensor cores: what counts is that every byte of the weights is on its way all the time. A program takes
-a few rows of the weights over their whole length. On Hopper and later it asks for the first of them before it waits for the
-kernel that makes its input (programmatic launch), so that the memory is busy across the launches of a layer. The norm needs no
-pass of its own: its factor is one number for the row, and comes out of the loop that multiplies. Left out: more than one token.
+One row cannot use tensor cores; its time is that of reading the weights. A program therefore multiplies a few rows of the
+weights over their whole length. On Hopper and later GPUs it requests the first weights before it waits for the kernel that
+computes its input (programmatic launch), which keeps the memory busy between the launches of a layer. The norm needs no
+separate pass: it multiplies the row by one factor, which the loop of the product computes as well. This module leaves out
+products of more than one token.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import launch, multiprocessors
-from fa_serve.backends.triton.layers import ACTIVATIONS, activate
+from fa_serve.backends.launch import Launch, multiprocessors
+from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.backends.triton.tiles import launch_options
+from fa_serve.ops.activation_kernel import ACTIVATION_KINDS, activate
+from fa_serve.ops.ops_backend import Norm
 
 
 @triton.jit
 def _weights(w_ptr, first, rows, k, N: tl.constexpr, K: tl.constexpr):
-    """Rows first + rows, columns k: [BLOCK_N, BLOCK_K]."""
+    """[BLOCK_N, BLOCK_K]: the rows first + rows of the weights and their columns k."""
     keep = (rows < N)[:, None] & (k < K)[None, :]
     return tl.load(w_ptr + (first + rows).to(tl.int64)[:, None] * K + k[None, :], mask=keep, other=0.0)
 
@@ -48,10 +50,13 @@ def _linear_row(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """GATED: the weights are those of N gates and then of N that they gate."""
+    """A program computes BLOCK_N elements of the output.
+
+    GATED: the weights have 2 * N rows; the first N give the gates, the others what the gates are multiplied with.
+    """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # weights belong to nobody's output: they may be asked for before the previous kernel is done
+    # no kernel writes weights, so they may be loaded before the previous kernel ends
     w = _weights(w_ptr, 0, rows, k, N, K)
     w_up = w
     if GATED:
@@ -63,7 +68,7 @@ def _linear_row(
     for start in tl.range(0, K, BLOCK_K):
         cols = start + k
         x = tl.load(x_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
-        # one tile ahead
+        # the next tile is loaded before this one is used
         next_w = w
         next_up = w_up
         if K > BLOCK_K:
@@ -100,43 +105,71 @@ def launch_linear_row(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm: tuple[Tensor, float, float] | None,
+    norm: Norm | None,
     activation: str | None,
     residual: Tensor | None,
     alpha: float,
-    out: Tensor,
-) -> None:
-    """x (1, k), weight (n, k), all contiguous. norm: (weight, eps, offset) of the RMS norm of x; out may be `residual`."""
+) -> Tensor:
+    """Arguments and result are those of `fa_serve.ops.linear`, with x of (1, k) and all tensors contiguous. One launch."""
+    norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
+    out = residual
+    if out is None:
+        n = weight.shape[0]
+        out = x.new_empty(1, n if activation is None else n // 2)
+    key = (
+        "linear_row",
+        weight.shape,
+        activation,
+        eps,
+        offset,
+        alpha,
+        x.get_device(),
+        x.dtype,
+        weight.dtype,
+        out.dtype,
+        None if norm_weight is None else norm_weight.dtype,
+        None if bias is None else bias.dtype,
+        residual is None,
+    )
+    run = PLANS.get(key)
+    if run is None:
+        run = PLANS.add(key, _plan(x, out, activation, eps, offset, alpha))
+    run((x, weight, norm_weight, bias, residual, out))
+    return out
+
+
+def _plan(x: Tensor, out: Tensor, activation: str | None, eps: float, offset: float, alpha: float) -> Launch:
     n = out.shape[1]
     k = x.shape[1]
     gated = activation is not None
     block_n, block_k = row_tiles(multiprocessors(x.device, 1), n, k, gated)
-    norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
     pdl = spec.arch_of(x.device) >= 90
-    launch(
+    return Launch(
         _linear_row,
         -(-n // block_n),
-        (x, weight, norm_weight, bias, residual, out),
         (eps, offset, alpha),
-        (n, k, gated, ACTIVATIONS[activation or "silu"], block_n, block_k, pdl),
+        (n, k, gated, ACTIVATION_KINDS[activation or "silu"], block_n, block_k, pdl),
         launch_options(pdl, 4),
     )
 
 
-@lru_cache(maxsize=4096)
 def row_tiles(num_sms: int, n: int, k: int, gated: bool) -> tuple[int, int]:
-    """Rows and columns of a program's tile.
+    """The rows and columns of the weights in one program's tile.
 
-    Measured on one H200, us for tiles of 8 x 1024 (3 programs live on an SM) and 8 x 512 (5 of them): 6144 x 4096 16.1, 17.8;
-    4096 x 4096 12.5, 10.8; 4096 x 14336 39.5, 35.1; 2 x 14336 x 4096 64.8, 66.9; 4096 x 1024 4.0, 3.8; 2 x 3072 x 1024 5.6,
-    4.8; 1024 x 3072 3.6, 4.6: the one that fills its last wave better, but short rows want halves. A fixed number of
-    programs that go on across rows was slower.
+    Two tiles are considered: 8 x 1024, of which an SM holds 3 programs at once, and 8 x 512, of which it holds 5. The one that
+    fills its last wave of programs better is chosen; rows of up to 1024 elements take the narrow one.
+
+    Measured on one H200, us for tiles of 8 x 1024 and 8 x 512: 6144 x 4096 16.1, 17.8; 4096 x 4096 12.5, 10.8; 4096 x 14336
+    39.5, 35.1; 2 x 14336 x 4096 64.8, 66.9; 4096 x 1024 4.0, 3.8; 2 x 3072 x 1024 5.6, 4.8; 1024 x 3072 3.6, 4.6. A fixed
+    number of programs that each compute several tiles was slower.
     """
     tiles = []
     for block_k, resident in ((1024, 3), (512, 5)):
         block_n = 4 if gated else 8
+        # a smaller tile has less in flight, which costs less than SMs without a program
         while block_n > 1 and n // block_n < 256:
-            block_n //= 2  # rather less in flight than SMs without a program
+            block_n //= 2
         waves = triton.cdiv(n, block_n) / (num_sms * resident)
         tiles.append((waves / math.ceil(waves), block_n, min(block_k, triton.next_power_of_2(k))))
-    return tiles[1][1:] if k <= 1024 or tiles[1][0] > tiles[0][0] + 0.05 else tiles[0][1:]
+    wide, narrow = tiles
+    return narrow[1:] if k <= 1024 or narrow[0] > wide[0] + 0.05 else wide[1:]
