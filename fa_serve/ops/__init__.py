@@ -28,23 +28,10 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends import BackendTable
-from fa_serve.ops.ops_backend import ACTIVATIONS, Norm, OpsBackend
+from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
+from fa_serve.ops.ops_backend import Norm as Norm
+from fa_serve.ops.ops_backend import OpsBackend as OpsBackend
 from fa_serve.spec import OpSpec
-
-__all__ = [
-    "ACTIVATIONS",
-    "TABLE",
-    "Norm",
-    "OpsBackend",
-    "act_and_mul",
-    "invariant_linear",
-    "invariant_sum",
-    "linear",
-    "rms_norm",
-    "rotary_store_kv",
-    "sample_rows",
-    "select_ops",
-]
 
 log = logging.getLogger(__name__)
 

@@ -175,6 +175,7 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"activation": "gelu"},
         {"residual_dtype": torch.float32},
         {"residual_dtype": BF16},
+        {"residual_dtype": torch.float32, "dtype": BF16},
         {"residual_dtype": torch.float32, "alpha": 0.5},
     ],
     rotary_store_kv: [
@@ -239,6 +240,8 @@ def test_a_call_has_a_plan_of_its_facts(op: Callable[..., Any]) -> None:
         for _ in range(2):
             op(**options)
             assert len(PLANS) == count, options
+    names = {str(key[0]) for key in PLANS}
+    assert names == {"linear_row" if op is linear else op.__name__}, "plans of two ops may not share a key"
 
 
 @pytest.mark.parametrize(
