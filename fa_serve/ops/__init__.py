@@ -35,7 +35,7 @@ from fa_serve.spec import OpSpec
 
 log = logging.getLogger(__name__)
 
-TABLE = BackendTable(
+TABLE: BackendTable[OpsBackend] = BackendTable(
     {"triton": "fa_serve.ops.triton_ops:TritonOps", "torch": "fa_serve.ops.torch_ops:TorchOps"}, auto=("triton", "torch")
 )
 
@@ -182,8 +182,8 @@ def select_ops(device: torch.device) -> OpsBackend:
 
     Logs a warning if PyTorch computes the ops of a GPU, because that is several times slower.
     """
-    wanted = OpSpec("all", device.type, spec.arch_of(device), torch.float32)
-    backend: OpsBackend = TABLE.select(wanted)
+    wanted = OpSpec(device.type, spec.arch_of(device))
+    backend = TABLE.select(wanted)
     if device.type == "cuda" and backend.name != "triton":
         reason = TABLE.explain(wanted)["triton"]
         log.warning("ops on %s are computed by PyTorch instead of Triton kernels, which is slower: triton %s", device, reason)

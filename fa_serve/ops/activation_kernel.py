@@ -10,10 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch
+from fa_serve.backends.launch import Launch, launch_options, power_of_2
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.backends.triton.tiles import launch_options, power_of_2
 
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 """The constant KIND of the kernels for each of `fa_serve.ops.ACTIVATIONS`."""
@@ -84,7 +83,7 @@ def _plan(x: Tensor, activation: str, out: Tensor) -> Launch:
     return Launch(
         _act_and_mul,
         total * blocks,
-        (blocks,),
-        (x.stride(0), out.stride(0), width, ACTIVATION_KINDS[activation], block, pdl),
-        launch_options(pdl, 4),
+        varying=(blocks,),
+        fixed=(x.stride(0), out.stride(0), width, ACTIVATION_KINDS[activation], block, pdl),
+        options=launch_options(pdl, 4),
     )

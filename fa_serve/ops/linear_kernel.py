@@ -16,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch, multiprocessors
+from fa_serve.backends.launch import Launch, launch_options, multiprocessors
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.backends.triton.tiles import launch_options
 from fa_serve.ops.activation_kernel import ACTIVATION_KINDS, activate
 from fa_serve.ops.ops_backend import Norm
 
@@ -147,9 +146,9 @@ def _plan(x: Tensor, out: Tensor, activation: str | None, eps: float, offset: fl
     return Launch(
         _linear_row,
         -(-n // block_n),
-        (eps, offset, alpha),
-        (n, k, gated, ACTIVATION_KINDS[activation or "silu"], block_n, block_k, pdl),
-        launch_options(pdl, 4),
+        varying=(eps, offset, alpha),
+        fixed=(n, k, gated, ACTIVATION_KINDS[activation or "silu"], block_n, block_k, pdl),
+        options=launch_options(pdl, 4),
     )
 
 

@@ -11,10 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch
+from fa_serve.backends.launch import Launch, launch_options, power_of_2
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.backends.triton.tiles import launch_options, power_of_2
 from fa_serve.ops.ops_backend import Norm
 
 
@@ -80,7 +79,7 @@ def _plan(x: Tensor, residual: Tensor | None, out: Tensor, eps: float, offset: f
     return Launch(
         _rms_norm,
         total,
-        (eps, offset),
-        (x.stride(0), stride_r, out.stride(0), width, block, pdl),
-        launch_options(pdl, min(8, max(1, block // 256))),
+        varying=(eps, offset),
+        fixed=(x.stride(0), stride_r, out.stride(0), width, block, pdl),
+        options=launch_options(pdl, min(8, max(1, block // 256))),
     )

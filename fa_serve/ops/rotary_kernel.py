@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch
+from fa_serve.backends.launch import Launch, launch_options, power_of_2
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.backends.triton.tiles import launch_options, power_of_2
 from fa_serve.ops.ops_backend import Norm
 
 
@@ -237,13 +236,13 @@ def _plan(
     return Launch(
         _rotary_store_kv,
         qkv.shape[0] * head_blocks,
-        (page_size, head_blocks, eps, offset),
-        (
+        varying=(page_size, head_blocks, eps, offset),
+        fixed=(
             qkv.stride(0),
             0 if cos is None else cos.stride(0),
             CacheStrides(*k_cache.stride()[:3]),
             CacheStrides(*v_cache.stride()[:3]),
             layout,
         ),
-        launch_options(pdl, 4),
+        options=launch_options(pdl, 4),
     )

@@ -105,9 +105,9 @@ def _plan_linear(x: Tensor, weight: Tensor) -> Launch:
     return Launch(
         _invariant_linear,
         triton.cdiv(m, block_m) * triton.cdiv(n, block_n),
-        (m,),
-        (n, k, *x.stride(), *weight.stride(), "ieee", block_m, block_n, block_k),
-        {"num_warps": 4, "num_stages": stages},
+        varying=(m,),
+        fixed=(n, k, *x.stride(), *weight.stride(), "ieee", block_m, block_n, block_k),
+        options={"num_warps": 4, "num_stages": stages},
     )
 
 
@@ -120,6 +120,6 @@ def launch_invariant_sum(x: Tensor) -> Tensor:
         if x.shape[0] == 0:
             return out
         fixed = (x.stride(0), x.shape[1], _SUM_BLOCK)
-        run = PLANS.add(key, Launch(_invariant_sum, x.shape[0], (), fixed, {"num_warps": 4}))
+        run = PLANS.add(key, Launch(_invariant_sum, x.shape[0], varying=(), fixed=fixed, options={"num_warps": 4}))
     run((x, out))
     return out

@@ -20,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch
+from fa_serve.backends.launch import Launch, launch_options, power_of_2
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import LOG2E, wait_for_previous_kernel
-from fa_serve.backends.triton.tiles import launch_options, power_of_2
 from fa_serve.ops.exponential_race import BLOCK, GOLDEN, MIX1, MIX2
 
 _ROWS = 32  # blocks in one tile: 16 logits for each of 512 threads
@@ -237,7 +236,7 @@ def _plan(logits: Tensor) -> Launch:
     return Launch(
         _sample_rows,
         n,
-        (vocab, blocks),
-        (logits.stride(0), _ROWS, BLOCK, power_of_2(blocks), pdl),
-        launch_options(pdl, 16),
+        varying=(vocab, blocks),
+        fixed=(logits.stride(0), _ROWS, BLOCK, power_of_2(blocks), pdl),
+        options=launch_options(pdl, 16),
     )

@@ -78,6 +78,7 @@ def rotary_store_kv(
     eps: float = 1e-6,
     offset: float = 0.0,
     page_size: int = 4,
+    page_padding: int = 0,
     k_cache_padding: int = 0,
     v_cache_padding: int = 0,
     cache_dtype: torch.dtype | None = None,
@@ -88,7 +89,7 @@ def rotary_store_kv(
     norm = None if norm_dtype is None else Norm(zeros(dim, dtype=norm_dtype), eps, offset)
     descale = torch.ones(kv_heads) if cache_dtype == FLOAT8 else None
     k_cache, v_cache = (
-        zeros(3, page_size, kv_heads, dim + pad, dtype=cache_dtype or dtype)[..., :dim]
+        zeros(3, page_size + page_padding, kv_heads, dim + pad, dtype=cache_dtype or dtype)[:, :page_size, :, :dim]
         for pad in (k_cache_padding, v_cache_padding)
     )
     OPS.rotary_store_kv(qkv, k_cache, v_cache, integers(total), num_heads, angles, angles, norm, norm, descale, descale)
@@ -194,6 +195,7 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"norm_dtype": torch.float32, "eps": 1e-5},
         {"norm_dtype": torch.float32, "offset": 1.0},
         {"page_size": 2},
+        {"page_size": 2, "page_padding": 2},
         {"k_cache_padding": 8},
         {"v_cache_padding": 8},
         {"cache_dtype": BF16},
