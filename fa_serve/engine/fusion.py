@@ -10,7 +10,7 @@ write to the cache are one kernel, and the output products add to the stream by 
 Nothing is recognised by name of class. Each kind of layer (modules, their settings, what it asks of attention) is computed by
 its own code and by ours in float32 on the same input, and fused only if queries, keys, values, the cache and the result agree.
 Merged weights take no more memory: the parts become views of the whole. A call that is not the engine's (`model.generate`)
-goes through the model's own code. Left out: the kernels (layers.py), the embedding, the last norm and the head.
+goes through the model's own code. Left out: the kernels (fa_serve/ops), the embedding, the last norm and the head.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""Logits into tokens, one program a row: the maximum, and a draw under temperature, top_k, top_p and min_p without sorting.
+"""The sampling kernel: the maximum of each row, or a draw under temperature, top_k, top_p and min_p without sorting.
 
-A draw is an exponential race, argmax w / E with E ~ Exp(1) and w = exp((x - max) / temperature), in two rounds: among blocks of
-BLOCK tokens, then within the winning block. Top_p is kept by rejection: a drawn token belongs to the nucleus if less than
-top_p of the mass is strictly above it. If it does not, neither does anything below it, and the draw is repeated among what is
-above; each repetition costs one pass over a row, which lies in the L2 cache, and about 1 - top_p of the rows need one. The
-threshold of top_k is found by bisection on the bits of the logits. Every row is computed in the same order whatever the batch,
-and its random numbers are a hash of its key. Left out: what changes logits before (engine/sampler.py).
+One program samples one row. A draw is an exponential race (`exponential_race.py`) of the weights
+w = exp((x - max) / temperature).
+
+- top_p is applied by rejection. A drawn token belongs to the nucleus if less than top_p of the mass lies strictly above it. If
+  it does not, no token below it belongs to the nucleus either, and the draw is repeated among the tokens above it. Each
+  repetition costs one pass over the row, which lies in the L2 cache; about 1 - top_p of the rows need one.
+- top_k is a threshold, found by bisection on the bits of the logits.
+
+Every row is computed in the same order in any batch, and its random numbers are a hash of its key. This module leaves out
+penalties, biases and masks, which change logits before they arrive here (`engine/sampler.py`).
 """
 
 from __future__ import annotations
@@ -16,56 +20,57 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import launch
+from fa_serve.backends.launch import Launch, launch_options, power_of_2
+from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import LOG2E, wait_for_previous_kernel
-from fa_serve.backends.triton.tiles import launch_options, power_of_2
+from fa_serve.ops.exponential_race import BLOCK, GOLDEN, MIX1, MIX2
 
-_BLOCK = 256  # as BLOCK in engine/sampler.py, whose random numbers these are
 _ROWS = 32  # blocks in one tile: 16 logits for each of 512 threads
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # splitmix64 (Steele, Lea, Flood 2014)
-_MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)
-_MIX2 = tl.constexpr(0x94D049BB133111EB)
+_GOLDEN = tl.constexpr(GOLDEN)
+_MIX1 = tl.constexpr(MIX1)
+_MIX2 = tl.constexpr(MIX2)
 
 
 @triton.jit
 def _exponentials(key, index):
-    """Exp(1), positive and finite, from a 64-bit key: number `index` of its stream."""
+    """Random number `index` of a 64-bit key, drawn from Exp(1): positive and finite."""
     x = key + (index + 1).to(tl.uint64) * _GOLDEN
     x = (x ^ (x >> 30)) * _MIX1
     x = (x ^ (x >> 27)) * _MIX2
     uniform = (((x >> 32) ^ (x >> 63)).to(tl.float32) + 0.5) * (2.0**-32)
     u = tl.minimum(uniform, 1.0 - 2.0**-24)
-    # the smallest decide, so they must be fine near 0: there by the series of log(1 - u)
+    # the smallest numbers decide the race, so near 0 the series of log(1 - u) gives them in fine steps
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + u * 0.2))))
     return tl.where(u < 0.015625, series, -tl.log(1.0 - u))
 
 
 @triton.jit
 def _tile(row_ptr, start, vocab, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """[ROWS, BLOCK] logits from `start` on, -inf behind the last."""
+    """[ROWS, BLOCK]: the logits from index `start` on, -inf beyond the vocabulary."""
     cols = start + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     return tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _order(x):
-    """Floats as integers of the same order."""
+    """Integers that compare as the floats x do."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _kth_largest(row_ptr, best, k, vocab, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A bound, in the order of `_order`, that the k largest reach, with what ties, and nothing else."""
-    # bits that float16 and bfloat16 leave 0 are not searched
+    """A threshold for integers of `_order`: the k largest logits and those that tie with the k-th reach it, and no others."""
+    # the low bits that are always 0 for float16 and bfloat16 are not searched
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
     low = (_order(best * 0 - float("inf")) >> SHIFT).to(tl.int64)
     high = (_order(best) >> SHIFT).to(tl.int64)
     first = True
-    # at least k reach low, fewer than k pass high
+    # invariant: at least k logits are >= low, fewer than k are > high
     while low < high:
-        # three bounds a pass, all above low: first close to the maximum, where a small k is, then in equal steps
+        # Each pass counts the logits above three bounds, all above low. In the first pass they are close to the maximum, where
+        # the threshold of a small k lies; then they are equally spaced.
         step = (high - low + 3) // 4
         b1 = tl.maximum(tl.where(first, high - (16384 << (16 - SHIFT)), low + step), low + 1)
         b2 = tl.maximum(tl.where(first, high - (1024 << (16 - SHIFT)), tl.minimum(low + 2 * step, high)), low + 1)
@@ -110,6 +115,7 @@ def _sample_rows(
     ALL_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """sums: (n, blocks) float32, scratch memory for the weight of each block; ALL_BLOCKS: power of two that holds `blocks`."""
     wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
@@ -140,7 +146,7 @@ def _sample_rows(
         if min_p_ptr is not None:
             min_p = tl.load(min_p_ptr + row)
             if min_p > 0:
-                # a score of log(min_p) on the scale of the logits; the maximum is always allowed
+                # the score log(min_p) on the scale of the logits; the maximum is always allowed
                 allowed = tl.maximum(lowest, _order(tl.minimum(best + temperature * tl.log(min_p), best)))
         mass = tl.zeros([ROWS], tl.float32)
         for start in range(0, vocab, ROWS * BLOCK):
@@ -160,7 +166,7 @@ def _sample_rows(
         drawn = 0
         searching = True
         while searching:
-            tl.debug_barrier()  # what the other threads have stored
+            tl.debug_barrier()  # makes the stores of the other threads visible
             sums = tl.load(sums_ptr + row * blocks + b, mask=b < blocks, other=0.0)
             race = tl.where(b < blocks, sums / _exponentials(key, drawn + b), -1.0)
             cols = tl.argmax(race, 0) * BLOCK + j
@@ -171,7 +177,7 @@ def _sample_rows(
             drawn += blocks + BLOCK
             searching = False
             if enough < float("inf"):
-                # only what is above the token may be drawn next time
+                # the next draw is among the tokens above this one
                 allowed = tl.max(tl.where(j == winner, _order(y), -0x7FFFFFFF), 0) + 1
                 above = tl.zeros([ROWS], tl.float32)
                 tl.debug_barrier()
@@ -198,19 +204,39 @@ def launch_sample_rows(
     min_p: Tensor | None,
     slots: Tensor | None,
     last_tokens: Tensor | None,
-    tokens: Tensor,
-) -> None:
-    """Arguments as in `fa_serve.ops.sample_rows`. One launch."""
+    largest_top_k: int | None,
+) -> Tensor:
+    """Arguments and result are those of `fa_serve.ops.sample_rows`. One launch. `largest_top_k` is not needed."""
     n, vocab = logits.shape
-    blocks = -(-vocab // _BLOCK)
-    sums = None if keys is None else logits.new_empty(n, blocks, dtype=torch.float32)
-    if n:
-        pdl = spec.arch_of(logits.device) >= 90
-        launch(
-            _sample_rows,
-            n,
-            (logits, keys, temperature, top_k, top_p, min_p, sums, slots, last_tokens, tokens),
-            (vocab, blocks),
-            (logits.stride(0), _ROWS, _BLOCK, power_of_2(blocks), pdl),
-            launch_options(pdl, 16),
-        )
+    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
+    sums = None
+    if keys is not None:
+        sums = torch.empty(n, -(-vocab // BLOCK), dtype=torch.float32, device=logits.device)
+    tensors = (logits, keys, temperature, top_k, top_p, min_p, sums, slots, last_tokens, tokens)
+    key = (
+        "sample_rows",
+        logits.shape,
+        logits.stride(0),
+        logits.get_device(),
+        *[None if x is None else x.dtype for x in tensors],
+    )
+    run = PLANS.get(key)
+    if run is None:
+        if n == 0:
+            return tokens
+        run = PLANS.add(key, _plan(logits))
+    run(tensors)
+    return tokens
+
+
+def _plan(logits: Tensor) -> Launch:
+    n, vocab = logits.shape
+    blocks = -(-vocab // BLOCK)
+    pdl = spec.arch_of(logits.device) >= 90
+    return Launch(
+        _sample_rows,
+        n,
+        varying=(vocab, blocks),
+        fixed=(logits.stride(0), _ROWS, BLOCK, power_of_2(blocks), pdl),
+        options=launch_options(pdl, 16),
+    )
