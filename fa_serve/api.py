@@ -34,6 +34,8 @@ from fa_serve.backends import Backend, select_backend
 from fa_serve.backends.mixed import forward_mixed
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, arch_of
 
+MAX_KEYS_PER_TILE = 128
+"""The largest number of keys that a kernel reads as one tile. A cache may only give back whole tiles behind a window."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FAR = 1 << 29  # a window beyond any length; the kernels add lengths to it in 32 bits
 _MOST_PLANS = 4096
