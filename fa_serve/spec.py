@@ -115,7 +115,7 @@ class AttentionSpec:
     whole_rows: bool = True
 
     def __str__(self) -> str:
-        parts = [] if self.op == "attention" else [self.op]
+        parts: list[str] = [] if self.op == "attention" else [self.op]
         parts.append(self.layout)
         parts.append(f"{self.device} sm{self.arch}" if self.arch else self.device)
         parts.append(dtype_name(self.dtype))

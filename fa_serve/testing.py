@@ -139,4 +139,5 @@ def run_plan(make: Callable[..., Run], q: Tensor, k: Tensor, v: Tensor, **given:
     tiles = {"tiles": rest.pop("tiles")} if "tiles" in rest else {}
     lengths = {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
     call = AttentionTensors(q, k, v, **tensors)
-    return make(call, AttentionOptions(**lengths | rest), **tiles)(call)
+    result: tuple[Tensor, Tensor | None] = make(call, AttentionOptions(**lengths | rest), **tiles)(call)
+    return result

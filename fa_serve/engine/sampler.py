@@ -60,23 +60,23 @@ class SampleParams:
 
 
 class TokenCounts:
-    """Per slot, which tokens its sequence holds and how often each was generated: what penalties ask for."""
+    """By slot, which tokens its sequence holds and how often each was generated: what penalties need."""
 
     def __init__(self, num_slots: int, vocab: int, device: torch.device) -> None:
         self.generated = torch.zeros(num_slots, vocab, dtype=torch.int16, device=device)
         self.present = torch.zeros(num_slots, vocab, dtype=torch.bool, device=device)
 
-    def start(self, request: Request) -> None:
-        """A sequence, all of whose tokens are known, has been given a slot."""
-        tokens = torch.tensor(request.tokens, dtype=torch.int64).to(self.present.device, non_blocking=True)
-        self.present[request.slot] = False
-        self.present[request.slot].index_fill_(0, tokens, True)
-        generated = tokens[len(request.prompt) :]
-        self.generated[request.slot] = 0
-        self.generated[request.slot].index_add_(0, generated, torch.ones_like(generated, dtype=torch.int16))
+    def start(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """A sequence has been given a slot. `token_ids` are all its tokens, the first `num_prompt_tokens` its prompt."""
+        tokens = torch.tensor(token_ids, dtype=torch.int64).to(self.present.device, non_blocking=True)
+        self.present[slot] = False
+        self.present[slot].index_fill_(0, tokens, True)
+        generated = tokens[num_prompt_tokens:]
+        self.generated[slot] = 0
+        self.generated[slot].index_add_(0, generated, torch.ones_like(generated, dtype=torch.int16))
 
     def record(self, slots: Tensor, tokens: Tensor) -> None:
-        """Each slot gains a token; -1 ends its request, so it may count for anything."""
+        """Each slot gains a token. A token of -1 ends its sequence, so it does not matter what it counts for."""
         self.generated[slots, tokens] += 1
         self.present[slots, tokens] = True
 

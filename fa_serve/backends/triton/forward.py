@@ -395,7 +395,8 @@ class _ForwardPlan:
 
     def _make_launch(self, tensors: AttentionTensors, options: AttentionOptions) -> Any:
         """The launch for these tensors; None if there is nothing to compute."""
-        q, k = tensors.q, tensors.k
+        q = tensors.q
+        k = tensors.k
         dense = self._layout == "dense"
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         num_heads = q.shape[-2]

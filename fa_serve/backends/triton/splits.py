@@ -262,7 +262,7 @@ def _combine(
     store_rows(out_ptr, lse_ptr, acc * inverse[:, None], lse, rows, live, row0, kv64, strides, var)
 
 
-def combine_launch(counts: SplitCounts, var: SplitVariant, lse_stride: int, out_strides: tuple[int, int]) -> Launch:
+def combine_launch(counts: SplitCounts, var: SplitVariant, lse_stride: int, out_strides: tuple[int, ...]) -> Launch:
     """The launch that merges what `_decode` left in splits.
 
     Its tensors are out, lse, split_out, split_lse, seqused_k and cu_seqlens_q, and the number given late is max_k.

@@ -1,16 +1,16 @@
-"""Batch-invariant mode: a request's tokens and log-probabilities are bitwise the same alone and among any others.
+"""Deterministic mode: the tokens and log-probabilities of a request are bitwise the same alone and in any batch.
 
-    with BatchInvariant():
+    with DeterministicMode():
         logits = paged_forward(...)
 
-Inside, the operators of a model whose sums depend on the number of rows are computed row by row: matrix products, means, sums
-and logsumexp. The rest of a decoder is element by element (row by row on a CPU, whose vectors
-have ends) or has a kernel for each row already. Attention takes each token for
-a sequence of its own, cut in as many pieces whatever the batch (model_runner.py). So neither the chunks of a prompt, nor what
-the prefix cache holds, nor a preemption changes a bit, and none of them is turned off.
+Inside, operators whose sums depend on the number of rows are computed row by row: matrix products, means, sums and logsumexp.
+The other operators of a decoder work element by element or have a kernel for each row already. Elementwise functions are
+computed row by row as well on a CPU, because its vector instructions treat the end of a tensor differently. Attention treats
+each token as a sequence and splits the keys of every sequence into the same number of splits (batch_arrays.py). Therefore
+neither the chunks of a prompt, nor prefix cache hits, nor preemption change a bit, and none of them is turned off.
 
-What has no such form, like the grouped products of a mixture of experts, raises UnsupportedModelError. Left out: other
-machines, other versions, another page size or dtype, which may change bits as ever.
+An operator without such a form, for example the grouped products of a mixture of experts, raises UnsupportedModelError. Left
+out: other machines, versions, page sizes and dtypes, which may change bits.
 """
 
 from __future__ import annotations
@@ -27,46 +27,57 @@ from fa_serve import ops
 from fa_serve.spec import UnsupportedModelError
 
 aten: Any = torch.ops.aten
-NUM_SPLITS = 4  # pieces of each sequence's keys in attention: enough for a lone sequence to occupy a good part of a GPU
+NUM_SPLITS = 4
+"""Splits of each sequence's keys in attention: enough for a single sequence to occupy a good part of a GPU."""
 
 
-class BatchInvariant(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces operators whose results depend on the number of rows."""
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        function = _INVARIANT.get(func)
+        function = _REPLACEMENTS.get(func)
         if function is None:
-            if func in _VARYING:
-                raise UnsupportedModelError(f"deterministic must be False for this model: it computes {func}, which varies")
+            if func in _REFUSED:
+                raise UnsupportedModelError(
+                    f"deterministic must be False for this model: the results of its operator {func} depend on the batch"
+                )
             return func(*args, **kwargs)
         result = function(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
 
 
-def invariant(wanted: bool) -> AbstractContextManager[object]:
-    mode: Any = BatchInvariant
-    return mode() if wanted else nullcontext()
+def deterministic_mode(enabled: bool) -> AbstractContextManager[object]:
+    """A context with DeterministicMode if `enabled`, else one without any effect."""
+    mode: Any = DeterministicMode
+    return mode() if enabled else nullcontext()
 
 
 def _matmul(x: Tensor, y: Tensor) -> Any:
     if y.dim() == 2:
         return ops.invariant_linear(x, y.t(), None)
     if x.shape[-1] == 1:
-        return x * y  # like the angles of a rotary embedding: there is nothing to sum
+        return x * y  # nothing is summed, as for the angles of a rotary embedding
     if x.dim() == 4:
         return NotImplemented  # attention, which computes each sequence by itself
-    raise UnsupportedModelError(f"deterministic must be False for this model: it multiplies {x.shape} by {y.shape}")
+    raise UnsupportedModelError(
+        f"deterministic must be False for this model: it multiplies tensors of shapes {tuple(x.shape)} and {tuple(y.shape)}"
+    )
 
 
 def _addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     if bias.dim() != 1 or beta != 1 or alpha != 1:
-        raise UnsupportedModelError("deterministic must be False for this model: it scales or adds up its products")
+        raise UnsupportedModelError("deterministic must be False for this model: it scales or accumulates matrix products")
     return ops.invariant_linear(x, y.t(), bias)
 
 
 def _by_row(func: Any) -> Callable[..., Any]:
-    """On a CPU the last elements of a tensor, fewer than a vector holds, go another way than the others."""
+    """`func` on each row by itself, on a CPU.
+
+    There the last elements of a tensor, fewer than a vector register holds, take another path than the others.
+    """
 
     def function(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.is_cuda or x.dim() < 2 or not x.numel():
@@ -80,7 +91,8 @@ def _sum(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: 
     if dim is None or [d % x.dim() for d in dim] != [x.dim() - 1] or not x.is_floating_point():
         return NotImplemented
     dtype = dtype or x.dtype
-    return ops.invariant_sum(x.to(dtype)).to(dtype).unsqueeze(-1) if keepdim else ops.invariant_sum(x.to(dtype)).to(dtype)
+    total = ops.invariant_sum(x.to(dtype)).to(dtype)
+    return total.unsqueeze(-1) if keepdim else total
 
 
 def _mean(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
@@ -103,7 +115,7 @@ def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Any:
 _POINTWISE = [
     getattr(aten, name).default for name in ("silu", "gelu", "relu", "tanh", "sigmoid", "exp", "log", "sin", "cos", "rsqrt")
 ]
-_INVARIANT: dict[Any, Callable[..., Any]] = {
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.linear.default: lambda x, weight, bias=None: ops.invariant_linear(x, weight, bias),
     aten.matmul.default: _matmul,
     aten.mm.default: _matmul,
@@ -114,4 +126,4 @@ _INVARIANT: dict[Any, Callable[..., Any]] = {
     aten.logsumexp.default: _logsumexp,
     **{func: _by_row(func) for func in _POINTWISE},
 }
-_VARYING = {aten.baddbmm.default, aten._grouped_mm.default, aten._scaled_mm.default}
+_REFUSED = {aten.baddbmm.default, aten._grouped_mm.default, aten._scaled_mm.default}
