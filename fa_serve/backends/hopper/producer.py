@@ -178,9 +178,7 @@ def _load_pages(
         length = gl.where(page < 0, 0, gl.minimum(gl.maximum(tile.kv_len - key + row, 0), var.page_size))
         for chunk in gl.static_range(CHUNKS):
             box = operand.boxes.index((stage * CHUNKS + chunk) * BOXES + i)
-            _load(
-                operand.desc, gl.maximum(page, 0) * operand.pitch, length, row, kv_head, column + 64 * chunk, full, box, True
-            )
+            _load(operand.desc, gl.maximum(page, 0) * operand.pitch, length, row, kv_head, column + 64 * chunk, full, box, True)
 
 
 @gluon.jit
