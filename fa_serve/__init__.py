@@ -24,7 +24,7 @@ if _typing.TYPE_CHECKING:
     from fa_serve.hf import patch
     from fa_serve.spec import AttentionSpec, FaServeError, ParameterError, UnsupportedError, UnsupportedModelError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionSpec",

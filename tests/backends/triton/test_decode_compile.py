@@ -9,11 +9,13 @@ import pytest
 import torch
 from cross_compile import TARGETS, Kernel, compiling_for
 
-from fa_serve.backends.mixed import forward_mixed
-from fa_serve.backends.triton import decode
-from fa_serve.backends.triton.decode import decode_tiles, launch_decode
-from fa_serve.backends.triton.forward import launch_forward
-from fa_serve.backends.triton.kv_cache import launch_store_kv
+import fa_serve
+from fa_serve.backends.plan import PlanTable, StoreTensors
+from fa_serve.backends.triton import TritonBackend, decode
+from fa_serve.backends.triton.decode import plan_decode
+from fa_serve.backends.triton.store_kv import plan_store_kv
+from fa_serve.backends.triton.triton_tiles import decode_tiles
+from fa_serve.testing import run_plan
 
 SPILL_BUDGET = 32  # bytes per thread, none of them in the inner loop: 24 on sm120, else none
 SHARED_BUDGET = {  # bytes one program may ask for; on sm90 and sm100 two of them fit on an SM
@@ -74,7 +76,8 @@ def compile_decode(target: str, shape: Shape) -> list[Kernel]:
     )
     descale = torch.ones(num_kv_heads) if shape.fp8 else None
     with compiling_for(target) as kernels:
-        launch_decode(
+        run_plan(
+            plan_decode,
             torch.zeros(batch * shape.max_seqlen_q, num_heads, shape.head_dim, dtype=shape.dtype),
             k_cache,
             v_cache,
@@ -101,7 +104,8 @@ def compile_store(target: str, fp8: bool) -> list[Kernel]:
     x = torch.zeros(5, 8, 128, dtype=torch.bfloat16)
     descale = torch.ones(8) if fp8 else None
     with compiling_for(target) as kernels:
-        launch_store_kv(x, x, cache, cache, torch.zeros(5, dtype=torch.int64), descale, descale)
+        tensors = StoreTensors(x, x, cache, cache, torch.zeros(5, dtype=torch.int64), descale, descale)
+        plan_store_kv(tensors)(tensors)
     return kernels
 
 
@@ -153,11 +157,11 @@ def test_hopper_keeps_a_block_in_flight_and_waits_programmatically() -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_as_many_programs_live_on_an_sm_as_are_counted_on(head_dim: int, fp8: bool) -> None:
-    """A wave of `parts` is what runs at once, or the last of them run alone."""
+    """A wave of `splits` is what runs at once, or the last of them run alone."""
     kernel = compile_decode("sm90", Shape(heads=(64, 8), head_dim=head_dim, head_dim_v=head_dim, fp8=fp8))[0]
     programs, threads = {128: (3, 128), 64: (6, 64) if fp8 else (4, 128)}[head_dim]
     tiles = decode_tiles(90, 132, 2, 1 if fp8 else 2, head_dim, head_dim, 64, 8, 32, 1, 4096, 0)
-    assert (tiles.parts, 32 * tiles.num_warps) == (programs * 132 // 8, threads)
+    assert (tiles.splits, 32 * tiles.num_warps) == (programs * 132 // 8, threads)
     assert programs * (kernel.shared_bytes + 1024) <= 228 << 10
     assert programs * threads * kernel.registers <= 65536
 
@@ -181,7 +185,8 @@ def test_a_changing_batch_compiles_nothing_new() -> None:
     for batch, max_k in ((1, 1024), (2, 1024), (16, 4096)):
         cache = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
         with compiling_for("sm90") as kernels:
-            launch_decode(
+            run_plan(
+                plan_decode,
                 torch.zeros(batch, 32, 128, dtype=torch.bfloat16),
                 cache,
                 cache,
@@ -205,12 +210,12 @@ def test_a_changing_batch_compiles_nothing_new() -> None:
     assert len(signatures) == len(attributes) == 1
 
 
-def test_mixed_on_hopper() -> None:
+def test_mixed_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonBackend, "supports", lambda self, spec: None)  # which refuses the CPU tensors
+    monkeypatch.setattr("fa_serve.api.PLANS", PlanTable())
     cache = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
     with compiling_for("sm90") as kernels:
-        forward_mixed(
-            launch_decode,
-            launch_forward,
+        fa_serve.attention_paged(
             torch.zeros(300, 32, 128, dtype=torch.bfloat16),
             cache,
             cache,
@@ -220,11 +225,8 @@ def test_mixed_on_hopper() -> None:
             max_seqlen_q=298,
             max_seqlen_k=1024,
             softmax_scale=0.1,
-            window_size=(-1, 0),
-            softcap=0.0,
-            sinks=None,
-            out=None,
             return_lse=True,
+            backend="triton",
         )
     assert [kernel.name for kernel in kernels] == ["_attn_fwd", "_decode", "_combine"]
     assert_within_budgets(kernels[1:], ["_decode", "_combine"])

@@ -17,7 +17,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon.nvidia import hopper
 
 from fa_serve.backends import launch as module
-from fa_serve.backends.launch import Launch, View, launch
+from fa_serve.backends.launch import Launch, View
 
 
 class Pointer:
@@ -81,13 +81,27 @@ def encoded() -> list[tuple[Any, ...]]:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch, encoded: list[tuple[Any, ...]]) -> Kernel:
     monkeypatch.setattr(module, "_COMPILED", {})
-    monkeypatch.setattr(module, "_KEPT", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     utils = SimpleNamespace(fill_tma_descriptor=lambda *args: encoded.append(args) or f"map {args[0]}")
     active = SimpleNamespace(utils=utils, get_current_stream=lambda device: 77 + device)
     monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(hopper, "TensorDescriptor", lambda *args: ("descriptor", *args))
     return Kernel()
+
+
+def launch(
+    kernel: Kernel,
+    *,
+    grid: int,
+    pointers: Sequence[Pointer | None],
+    varying: Sequence[float],
+    fixed: Sequence[Any],
+    options: dict[str, Any],
+    strides: Sequence[int],
+    late: Sequence[int] = (),
+) -> None:
+    """One call of a new Launch."""
+    Launch(kernel, grid, varying, fixed, options, strides)(pointers, *late)
 
 
 BASE: dict[str, Any] = {
@@ -107,12 +121,20 @@ def test_the_second_launch_skips_the_jit(kernel: Kernel) -> None:
     assert kernel.launched == [((5, 1, 1), (8192, 0, 7, 0.25, 32, 64, 16, True))]
 
 
-def test_what_is_kept_for_callers_without_a_plan_is_limited(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_KEPT", 3)
-    for grid in (1, 2, 3, 4, 4, 1):
-        launch(kernel, **(BASE | {"grid": grid}))
-    assert len(module._KEPT) == 2
-    assert [x for (x, _, _), _ in kernel.launched] == [2, 3, 4, 4, 1]
+def test_the_number_of_compiled_kernels_is_limited(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_COMPILED", 3)
+    for block in (1, 2, 3, 4, 4, 1):
+        launch(kernel, **(BASE | {"fixed": (block, True)}))
+    assert len(module._COMPILED) == 2
+    assert [args[-2] for _, args in kernel.launched] == [4], "all others went through the JIT"
+
+
+def test_late_numbers_come_right_after_the_tensors(kernel: Kernel) -> None:
+    kept = Launch(kernel, 3, (1, 0.5), (16, True), {"num_warps": 4}, (32, 64))
+    for late in ((100, 640), (101, 656), (102, 672)):
+        kept((Pointer(), None), *late)
+    assert kernel.compiled == 1
+    assert kernel.launched == [((3, 1, 1), (4096, 0, *late, 1, 0.5, 32, 64, 16, True)) for late in ((101, 656), (102, 672))]
 
 
 def test_a_plan_keeps_all_but_addresses(kernel: Kernel) -> None:
@@ -161,7 +183,7 @@ def test_an_unknown_launcher_is_left_to_triton(kernel: Kernel, change: dict[str,
 
 
 def test_another_release_of_triton_is_launched_as_it_documents(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KNOWN", False)
+    monkeypatch.setattr(module, "_HAS_KNOWN_LAUNCHER", False)
     launch(kernel, **BASE)
     launch(kernel, **BASE)
     assert (kernel.compiled, len(kernel.watched), kernel.launched) == (1, 1, [])
@@ -208,11 +230,12 @@ def test_a_stride_that_grows_with_a_cache_is_of_one_kind(kernel: Kernel) -> None
         {"strides": (8, 64)},
         {"strides": (1, 64)},
         {"strides": (32, 1 << 35)},
+        {"late": (640, 8)},
     ],
-    ids=["presence", "dtype", "alignment", "stride", "constexpr", "option", "multiple of 16", "one", "width"],
+    ids=["presence", "dtype", "alignment", "stride", "constexpr", "option", "multiple of 16", "one", "width", "late"],
 )
 def test_what_changes_the_code_goes_through_the_jit(kernel: Kernel, change: dict[str, Any]) -> None:
-    launch(kernel, **BASE)
+    launch(kernel, **(BASE | {"late": (640, 16)} if "late" in change else BASE))
     launch(kernel, **(BASE | change))
     assert kernel.compiled == 2
     assert not kernel.launched
@@ -281,7 +304,7 @@ def test_a_sender_is_shared_when_its_views_can_be_encoded(kernel: Kernel, encode
     class Watched(View):
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "metadata" and value:
-                shared.append(kept._sender is not None)
+                shared.append(kept._driver is not None)
             super().__setattr__(name, value)
 
     kept = with_views(kernel, (Watched(*VIEW), Watched(*VIEW)))
@@ -303,6 +326,6 @@ def test_views_of_other_shapes_share_what_is_compiled(kernel: Kernel, encoded: l
 def test_a_view_remembers_a_limited_number_of_addresses(kernel: Kernel) -> None:
     view = View(*VIEW)
     kept = with_views(kernel, (view,))
-    for i in range(2 * module._ENCODED + 10):
+    for i in range(2 * module._MAX_ENCODED + 10):
         kept((Pointer(16 * i),))
-    assert 0 < len(view) <= module._ENCODED
+    assert 0 < len(view) <= module._MAX_ENCODED

@@ -1,4 +1,4 @@
-"""The packed and paged example runs as it stands."""
+"""The example of packed and paged attention runs as it is."""
 
 import packed_attention
 import pytest

@@ -1,4 +1,4 @@
-"""The model that ships with the package: its files, its card, and what it can do on pairs and files kept out of training."""
+"""The embedded model: its files, its card, and its scores on pairs and files that were kept out of training."""
 
 from __future__ import annotations
 

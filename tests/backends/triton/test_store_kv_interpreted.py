@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_serve.backends.reference import ReferenceBackend
-from fa_serve.backends.triton.kv_cache import launch_store_kv
+from fa_serve.backends.plan import StoreTensors
+from fa_serve.backends.reference import store_kv_reference
+from fa_serve.backends.triton.store_kv import plan_store_kv
+
+
+def store(*tensors: torch.Tensor | None) -> None:
+    given = StoreTensors(*tensors)
+    plan_store_kv(given)(given)
 
 
 def make(total: int, heads: int, dim: int, dim_v: int, page_size: int, dtype: torch.dtype, cache_dtype: torch.dtype):
@@ -35,8 +41,8 @@ def test_writes_its_slots_and_nothing_else(total: int, heads: int, dim: int, dim
     k, v, k_cache, v_cache, slots = make(total, heads, dim, dim_v, page_size, dtype, dtype)
     expected_k = k_cache.clone()
     expected_v = v_cache.clone()
-    ReferenceBackend().store_kv(k, v, expected_k, expected_v, slots, k_descale=None, v_descale=None)
-    launch_store_kv(k, v, k_cache, v_cache, slots, None, None)
+    store_kv_reference(StoreTensors(k, v, expected_k, expected_v, slots, None, None))
+    store(k, v, k_cache, v_cache, slots, None, None)
     assert torch.equal(k_cache, expected_k)
     assert torch.equal(v_cache, expected_v)
 
@@ -52,8 +58,8 @@ def test_quantises_with_saturation(dtype: torch.dtype):
     k[0], k[1], v[2] = 1e4, -1e4, 6e4
     expected_k = k_cache.clone()
     expected_v = v_cache.clone()
-    ReferenceBackend().store_kv(k, v, expected_k, expected_v, slots, k_descale=k_descale, v_descale=v_descale)
-    launch_store_kv(k, v, k_cache, v_cache, slots, k_descale, v_descale)
+    store_kv_reference(StoreTensors(k, v, expected_k, expected_v, slots, k_descale, v_descale))
+    store(k, v, k_cache, v_cache, slots, k_descale, v_descale)
     assert expected_k.float().max() == 448
     assert torch.equal(k_cache.float(), expected_k.float())
     assert torch.equal(v_cache.float(), expected_v.float())
@@ -64,12 +70,12 @@ def test_any_strides():
     k, v, k_cache, v_cache, slots = make(12, 4, 32, 32, 8, torch.float32, torch.float32)
     expected_k = k_cache.clone()
     expected_v = v_cache.clone()
-    ReferenceBackend().store_kv(k, v, expected_k, expected_v, slots, k_descale=None, v_descale=None)
+    store_kv_reference(StoreTensors(k, v, expected_k, expected_v, slots, None, None))
     fused = torch.stack([k, v], dim=-1)
     both = torch.full((2, k_cache.shape[0], 4, 8, 32), 7.0)
     strided_k = both[0].transpose(1, 2)
     strided_v = both[1].transpose(1, 2)
-    launch_store_kv(fused[..., 0], fused[..., 1], strided_k, strided_v, slots, None, None)
+    store(fused[..., 0], fused[..., 1], strided_k, strided_v, slots, None, None)
     assert torch.equal(strided_k, expected_k)
     assert torch.equal(strided_v, expected_v)
 
@@ -77,6 +83,6 @@ def test_any_strides():
 def test_no_tokens():
     k, v, k_cache, v_cache, slots = make(4, 2, 16, 16, 4, torch.float32, torch.float32)
     before = k_cache.clone()
-    launch_store_kv(k[:0], v[:0], k_cache, v_cache, slots[:0], None, None)
-    launch_store_kv(k, v, k_cache, v_cache, torch.full_like(slots, -1), None, None)
+    store(k[:0], v[:0], k_cache, v_cache, slots[:0], None, None)
+    store(k, v, k_cache, v_cache, torch.full_like(slots, -1), None, None)
     assert torch.equal(k_cache, before)

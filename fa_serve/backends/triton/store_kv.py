@@ -1,37 +1,31 @@
-"""Write new keys and values into the paged cache, quantising on the way where the cache is float8_e4m3fn.
+"""Write new keys and values into the paged cache, and quantise them on the way where the cache is float8_e4m3fn.
 
-One program per token and block of heads writes K and V together. A slot is looked up once; -1 skips the token. Any strides, as
-long as the caches' last dimension is contiguous. Left out: reading the cache (decode.py, forward.py).
+One program for each token and each block of heads writes K and V together, so it looks the slot up once; slot -1 skips the
+token. All strides are supported as long as the last dimension of the caches is contiguous. This module leaves out reading the
+cache (`decode`, `forward`).
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import launch
+from fa_serve.backends.launch import Launch, launch_options, power_of_2
+from fa_serve.backends.plan import Run, StoreTensors
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.backends.triton.tiles import launch_options, padded_dim, power_of_2
+from fa_serve.backends.triton.triton_tiles import padded_dim
 
-_TILE = 2048  # elements of K and of V per program: 16 bytes per thread in flight for each
+_TILE = 2048  # elements of K and of V per program, so that each thread has 16 bytes of both in flight
 
 
 @triton.jit
-def _copy_heads(
-    x_ptr,
-    cache_ptr,
-    descale_ptr,
-    heads,
-    num_heads,
-    stride_xh,
-    stride_xd,
-    stride_ch,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """cache[heads, :] = x[heads, :] / descale[heads], saturated: the largest float8_e4m3fn is 448, and the next is NaN."""
+def _copy_heads(x_ptr, cache_ptr, descale_ptr, heads, num_heads, strides, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """cache[heads, :] = x[heads, :] / descale[heads]. strides: of x by head and dim, of the cache by head.
+
+    A quotient saturates at 448, the largest float8_e4m3fn number, because the cast of anything above it is NaN.
+    """
+    stride_xh, stride_xd, stride_ch = strides
     offs_d = tl.arange(0, BLOCK_D)
     keep = (heads < num_heads)[:, None] & (offs_d < DIM)[None, :]
     x = tl.load(x_ptr + heads[:, None] * stride_xh + offs_d[None, :] * stride_xd, mask=keep)
@@ -85,34 +79,27 @@ def _store_kv(
     v_cache_ptr += page * stride_vcp + position * stride_vct
     k_ptr += token * stride_kt
     v_ptr += token * stride_vt
-    _copy_heads(k_ptr, k_cache_ptr, k_descale_ptr, heads, num_heads, stride_kh, stride_kd, stride_kch, DIM, BLOCK_D)
-    _copy_heads(v_ptr, v_cache_ptr, v_descale_ptr, heads, num_heads, stride_vh, stride_vd, stride_vch, DIM_V, BLOCK_DV)
+    _copy_heads(k_ptr, k_cache_ptr, k_descale_ptr, heads, num_heads, (stride_kh, stride_kd, stride_kch), DIM, BLOCK_D)
+    _copy_heads(v_ptr, v_cache_ptr, v_descale_ptr, heads, num_heads, (stride_vh, stride_vd, stride_vch), DIM_V, BLOCK_DV)
 
 
-def launch_store_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-) -> None:
-    """Arguments as in `fa_serve.store_kv`. One launch."""
+def plan_store_kv(tensors: StoreTensors) -> Run:
+    """Plan calls of `fa_serve.store_kv` that look like this one. A run takes StoreTensors and is one launch."""
+    k, v, k_cache, v_cache, *_ = tensors
     total, num_heads, dim = k.shape
+    if total == 0:
+        return lambda tensors: None
     dim_v = v.shape[2]
     block_d = padded_dim(dim)
     block_dv = padded_dim(dim_v)
     block_h = max(1, min(power_of_2(num_heads), _TILE // max(block_d, block_dv)))
     head_blocks = -(-num_heads // block_h)
-    if total == 0:
-        return
     pdl = spec.arch_of(k.device) >= 90
-    launch(
+    return Launch(
         _store_kv,
         total * head_blocks,
-        (k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale),
-        (k_cache.shape[1], num_heads, head_blocks),
-        (*k.stride(), *v.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3], dim, dim_v, block_d, block_dv, block_h, pdl),
-        launch_options(pdl, 4),
+        varying=(k_cache.shape[1], num_heads, head_blocks),
+        strides=(*k.stride(), *v.stride(), *k_cache.stride()[:3], *v_cache.stride()[:3]),
+        fixed=(dim, dim_v, block_d, block_dv, block_h, pdl),
+        options=launch_options(pdl, 4),
     )

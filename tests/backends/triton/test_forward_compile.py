@@ -6,8 +6,8 @@ import pytest
 import torch
 from cross_compile import TARGETS, compiling_for
 
-from fa_serve.backends.triton.forward import launch_forward
-from fa_serve.testing import cu_seqlens, make_qkv
+from fa_serve.backends.triton.forward import plan_forward
+from fa_serve.testing import cu_seqlens, make_qkv, run_plan
 
 # bytes per thread; whatever is not named here may not spill at all
 SPILL_BUDGET = {
@@ -48,18 +48,20 @@ def _launch(dim: int, dim_v: int, dtype: torch.dtype, layout: str = "dense", **o
     if case["sinks"]:
         case["sinks"] = torch.zeros(8)
     if layout == "dense":
-        launch_forward(q, k, v, **case)
+        run_plan(plan_forward, q, k, v, **case)
         return
     cu = cu_seqlens([256, 256])
     if layout == "varlen":
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        launch_forward(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=256, max_seqlen_k=256, **case)
+        run_plan(plan_forward, q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=256, max_seqlen_k=256, **case)
         return
     table = torch.zeros(2, 16, dtype=torch.int32)
     k, v = (x.reshape(32, 16, 2, -1).transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
     q = q.flatten(0, 1)
     lengths = torch.full((2,), 256, dtype=torch.int32)
-    launch_forward(q, k, v, cu_seqlens_q=cu, block_table=table, seqused_k=lengths, max_seqlen_q=256, max_seqlen_k=256, **case)
+    run_plan(
+        plan_forward, q, k, v, cu_seqlens_q=cu, block_table=table, seqused_k=lengths, max_seqlen_q=256, max_seqlen_k=256, **case
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)

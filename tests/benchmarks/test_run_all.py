@@ -1,4 +1,4 @@
-"""The command that runs every bench: what it merges, what it leaves out, and that its command lines still exist."""
+"""The script that runs every benchmark: how it merges results, what it leaves out, and that its command lines exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import run_all
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """Two benches that write a line, one that fails after it, one that would take too long."""
+    """Four benchmarks: two write a line, one writes a line and fails, one would take too long."""
     writes = (
         "import json, os, sys\n"
         "folder = sys.argv[sys.argv.index('--out') + 1]\n"
@@ -43,14 +43,16 @@ def test_lines_take_their_places_and_what_failed_or_had_no_time_is_named(argumen
     kept.write_text("".join(json.dumps({"case": case, "ours": 1}) + "\n" for case in ("fast", "other")))
     run = run_all.Run(list(run_all.JOBS), arguments)
     run.work(gpu=3)
-    assert (run.failed, run.waiting) == (["broken"], ["endless", "host"]), "what times the host waits for its time"
+    assert (run.failed, run.waiting) == (["broken"], ["endless", "host"]), (
+        "benchmarks of the host's work wait for the second phase"
+    )
     assert [json.loads(line) for line in kept.read_text().splitlines()] == [
         {"case": "fast", "ours": 2, "gpu": "3"},
         {"case": "other", "ours": 1},
         {"case": "broken", "ours": 2, "gpu": "3"},
     ]
     fast, broken = ((arguments.logs / f"{name}.log").read_text().split("] ")[1].split() for name in ("fast", "broken"))
-    # named to the first, imported by the second
+    # the first gets the peers' path as a flag, the second in PYTHONPATH
     assert (fast[0], "/peers" in fast[1].split(":")) == ("True", False)
     assert (broken[0], broken[1].split(":")[-1]) == ("False", "/peers")
 
