@@ -39,7 +39,7 @@ test-load: $(VENV)/.test ## the load tests of the service in full: minutes; they
 
 test-newest: $(VENV)/.newest ## the transformers adapter with the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'
-	PYTHONPATH=$(VENV)/newest $(PYTEST) $(wildcard tests/test_hf_*.py tests/hf)
+	PYTHONPATH=$(VENV)/newest $(PYTEST) tests/hf
 
 lint: $(VENV)/.test ## ruff, hadolint, and the workflows: their schema and zizmor
 	$(BIN)/ruff check .

@@ -336,7 +336,7 @@ def _cases(device: str, arch: int | None) -> list[tuple[str, AttentionSpec]]:
         ("the same in float16", spec(dtype=torch.float16)),
         ("the same in float32", spec(dtype=torch.float32)),
         ("serving, Llama-3 8B", spec(**paged)),
-        ("the same, decoding", spec(**paged, few_queries=True)),
+        ("the same, decoding", spec(**paged, op="decode")),
         ("serving, Mistral 7B", spec(**paged, window_size=(4095, 0))),
         ("serving, Gemma 2 9B", spec(**paged, head_dim=256, head_dim_v=256, num_heads=16, softcap=True)),
         ("serving, gpt-oss", spec(**paged, head_dim=64, head_dim_v=64, num_heads=64, sinks=True, window_size=(127, 0))),

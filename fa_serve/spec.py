@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 
 Layout = Literal["dense", "varlen", "paged"]
-Op = Literal["attention", "decode", "store_kv"]
 ParameterCode = Literal["invalid_value", "context_length_exceeded", "no_tokenizer", "duplicate_request_id", "unsupported"]
 Op = Literal["attention", "decode", "store_kv"]
 FEW_QUERIES = 16
@@ -114,7 +113,6 @@ class AttentionSpec:
     needs_grad: bool = False
     op: Op = "attention"
     whole_rows: bool = True
-    op: Op = "attention"
 
     def __str__(self) -> str:
         parts = [] if self.op == "attention" else [self.op]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fa_serve
+from fa_serve.api import _has_whole_rows
 from fa_serve.backends import explain, select_backend
 from fa_serve.backends.plan import PlanTable
 from fa_serve.spec import AttentionSpec
@@ -235,3 +236,21 @@ def test_bad_arguments_of_a_growing_cache_are_named(plans: PlanTable) -> None:
     odd = {name: x[..., :15] if name != "v" else x for name, x in longer.items()}
     with pytest.raises(ValueError, match="k must have q's head_dim"):
         fa_serve.attention(longer["q"], odd["k"], longer["v"])
+
+
+@pytest.mark.parametrize(
+    ("strides", "whole"),
+    [
+        ((2048, 128, 64, 1), True),
+        ((4096, 128, 64, 1), True),
+        ((2048, 64, 1024, 1), True),
+        ((2050, 128, 64, 1), False),
+        ((2048, 132, 64, 1), False),
+        ((2048, 128, 60, 1), False),
+    ],
+    ids=str,
+)
+def test_which_caches_have_whole_rows(strides: tuple[int, ...], whole: bool) -> None:
+    cache = torch.zeros(20_000, dtype=torch.bfloat16).as_strided((3, 16, 2, 64), strides)
+    assert _has_whole_rows(cache) == whole
+    assert not _has_whole_rows(cache.as_strided(cache.shape, strides, storage_offset=4))

@@ -20,13 +20,16 @@ import triton
 
 from fa_serve.backends.hopper.hopper_tiles import HEAD_DIMS
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
-from fa_serve.spec import FEW_QUERIES, AttentionSpec
+from fa_serve.spec import FEW_QUERIES, AttentionSpec, dtype_name
 
 GLUON_OF_TRITON = "3.6."
 
 
 class HopperBackend:
+    """The Hopper kernel as a backend of attention."""
+
     name = "hopper"
+    mixed_rows: int | None = None
 
     def supports(self, spec: AttentionSpec) -> str | None:
         if spec.op != "attention":
@@ -39,7 +42,7 @@ class HopperBackend:
         if triton.knobs.runtime.interpret:
             return "cannot run in Triton's interpreter, and TRITON_INTERPRET is set"
         if spec.dtype not in (torch.float16, torch.bfloat16):
-            return f"computes float16 and bfloat16, got {str(spec.dtype)[6:]}"
+            return f"computes float16 and bfloat16, got {dtype_name(spec.dtype)}"
         if spec.layout == "paged" and (reason := _cannot_page(spec)):
             return reason
         if (spec.head_dim, spec.head_dim_v) not in HEAD_DIMS:
@@ -62,7 +65,7 @@ class HopperBackend:
 def _cannot_page(spec: AttentionSpec) -> str | None:
     """Why the paged cache cannot be read, or None."""
     if spec.kv_dtype != spec.dtype:
-        return f"reads caches of q's dtype {str(spec.dtype)[6:]}, got {str(spec.kv_dtype)[6:]}"
+        return f"reads caches of q's dtype {dtype_name(spec.dtype)}, got {dtype_name(spec.kv_dtype)}"
     if spec.page_size % 16:
         return f"reads pages of a multiple of 16 tokens, got {spec.page_size}"
     if not spec.whole_rows:

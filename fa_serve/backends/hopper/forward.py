@@ -35,6 +35,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.hopper.consumer import consumer
 from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
 from fa_serve.backends.hopper.hopper_tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group
@@ -344,6 +345,7 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
     if tiles is None:
         lengths = (options.max_seqlen_q, options.max_seqlen_k)
         tiles = forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
+    assert not problem.paged or tiles.block_n <= MAX_KEYS_PER_TILE
     var = Variant(
         tiles,
         *HEAD_DIMS[head_dims],

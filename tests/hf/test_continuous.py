@@ -23,13 +23,13 @@ NEW_TOKENS = 12
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without psutil transformers takes a CPU for one without memory."""
+    """Without psutil, transformers believes that a CPU has no memory."""
     monkeypatch.setattr(cache_module.PagedAttentionMemoryHandler, "get_available_memory", lambda self: 10**9)
 
 
 @pytest.fixture(params=["read and write indices", "block tables"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The two ways in which a batch reaches the cache; transformers keeps the second for GPUs."""
+    """The two ways in which a batch reaches the cache; transformers uses the second on GPUs only."""
     if request.param == "block tables":
         monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *args: None)
     return str(request.param)
@@ -41,7 +41,7 @@ def prompts() -> list[list[int]]:
 
 
 def expected(model: PreTrainedModel) -> list[list[int]]:
-    # no end token for `generate` either: `min_new_tokens` would forbid that one, which generate_batch does not
+    # `generate` gets no end token either: `min_new_tokens` would forbid it, which generate_batch does not do
     model.generation_config.eos_token_id = None
     return [
         model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS)[0, len(ids) :].tolist()
@@ -78,7 +78,7 @@ def counting(taken: Counter[str], name: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-window", "gemma2", "gpt-oss"])
 def test_the_tokens_of_generate(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts longer than a batch come in chunks, beside requests that decode."""
+    """Prompts longer than a batch are computed in chunks, beside requests that decode."""
     model = BY_NAME[family].build()
     tokens = expected(model)
     taken: Counter[str] = Counter()
@@ -92,7 +92,7 @@ def test_the_tokens_of_generate(family: str, path: str, monkeypatch: pytest.Monk
 
 
 def test_padded_batches(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA graphs ask for: every batch has the size of a larger one, with requests that are not there."""
+    """CUDA graphs pad every batch to the size of a larger one, with requests that do not exist."""
     made = model_runner.ModelRunner.__init__
 
     def padding(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -109,7 +109,7 @@ def test_padded_batches(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_cannot_hold_the_heads() -> None:
     """transformers sizes its cache by the wrong dimension of multi-head latent attention."""
     done = generate_batch(fa_serve.patch(BY_NAME["deepseek-v3"].build()))
-    assert all("holds heads of size 8, DeepseekV3Attention has 24" in str(output.error) for output in done)
+    assert all("24 in DeepseekV3Attention, got a cache that holds heads of size 8" in str(output.error) for output in done)
 
 
 @pytest.mark.parametrize("asked", [None, True, False])
@@ -124,7 +124,7 @@ def test_batches_are_synchronous(asked: bool | None, monkeypatch: pytest.MonkeyP
         wanted = ContinuousBatchingConfig(use_cuda_graph=True, use_async_batching=asked, max_blocks_per_request=0)
         theirs = resolve.__wrapped__(config, wanted, None, False, **later).use_async_batching
         if ours and asked:
-            with pytest.raises(UnsupportedModelError, match="use_async_batching unset, got True"):
+            with pytest.raises(UnsupportedModelError, match="use_async_batching must be None or False with fa_serve, got True"):
                 resolve(config, wanted, None, False, **later)
             continue
         chosen = resolve(config, wanted, None, False, **later).use_async_batching
@@ -132,18 +132,18 @@ def test_batches_are_synchronous(asked: bool | None, monkeypatch: pytest.MonkeyP
         assert wanted.use_async_batching is asked
 
 
-def test_where_tokens_go_is_found_again_by_the_first_layer() -> None:
-    """It is kept for the later layers of a step, not for the next run over the same tensors: a graph captures that one."""
+def test_the_first_layer_of_a_step_computes_the_slots() -> None:
+    """Slots are kept for the later layers of a step, not for the next run over the same tensors, which a graph may capture."""
     batch = torch.arange(3, dtype=torch.int32)
     table = torch.tensor([[5, -1], [2, 7]], dtype=torch.int32)
 
     def slots(layer: int, *lengths: int) -> tuple[list[int], list[int]]:
-        step: Any = object.__new__(continuous._Step)
-        step.layer = layer
-        step.block_table = table
-        step.k_cache = torch.empty(8, 4, 1, 1)
-        step.cu_seqlens_k = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        used, where = step._slots(batch, 3)
+        view: Any = object.__new__(continuous._CacheView)
+        view.layer_idx = layer
+        view.block_table = table
+        view.k_cache = torch.empty(8, 4, 1, 1)
+        view.cu_seqlens_k = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        used, where = view._slots(batch, 3)
         return used.tolist(), where.tolist()
 
     first = ([3, 6], [5 * 4 + 2, 7 * 4 + 1, -1])

@@ -1,6 +1,6 @@
-"""What people run beside transformers: adapters of PEFT, weights spread by accelerate, quantised weights.
+"""Packages that people use with transformers: adapters of PEFT, weights placed by accelerate, quantised weights.
 
-`make test-newest` installs these packages; where one is missing its tests are skipped.
+`make test-newest` installs these packages. Where one is missing, its tests are skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import fa_serve
 from fa_serve import hf
 from fa_serve.testing import assert_matches_reference
 
-# PEFT asks the newest transformers by a name of before
+# PEFT calls the newest transformers by an old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 FAMILIES = ["llama", "gemma2", "gpt-oss"]
@@ -31,7 +31,7 @@ def inputs(kind: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def assert_same_everywhere(ours: Any, eager: Any, config: Any) -> None:
-    """Logits of padded batches, and the tokens of `generate`, which takes the same parts through a cache."""
+    """Compare logits of padded batches, and the tokens of `generate`, which uses a cache."""
     assert config._attn_implementation == "fa_serve"
     for kind in ("left", "right"):
         given = inputs(kind)
@@ -44,7 +44,7 @@ def assert_same_everywhere(ours: Any, eager: Any, config: Any) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_adapters(family: str) -> None:
-    """Around the model, switched off, and merged into its weights."""
+    """An adapter around the model, switched off, and merged into the weights."""
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
     torch.manual_seed(1)
@@ -61,7 +61,7 @@ def test_lora_adapters(family: str) -> None:
 
 
 def test_prefix_tuning_prepends_keys() -> None:
-    """Keys and values that no token stands for come by the cache."""
+    """Prefix tuning puts keys and values into the cache that belong to no token."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     adapter = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
@@ -82,7 +82,7 @@ def saved(family: str, folder: Path, **sizes: int) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_in_different_places(family: str, tmp_path: Path) -> None:
-    """A device_map over two places: weights of the second layer come from disk at each call, and masks move with them."""
+    """A device_map with two places: the second layer's weights are loaded from disk at each call, and masks are moved to it."""
     pytest.importorskip("accelerate")
     eager = saved(family, tmp_path / "model")
     places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
@@ -122,7 +122,7 @@ def rounds_to_bfloat16() -> bool:
 def test_quantised_weights(family: str, kind: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     config = quantised(kind)
-    exact = saved(family, tmp_path, intermediate_size=128)  # some processors ask for whole blocks of 64
+    exact = saved(family, tmp_path, intermediate_size=128)  # some processors need whole blocks of 64
     eager, ours = (
         AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=config, device_map="cpu", attn_implementation=implementation, dtype=torch.float32
@@ -130,7 +130,7 @@ def test_quantised_weights(family: str, kind: str, tmp_path: Path) -> None:
         for implementation in ("eager", "fa_serve")
     )
     assert type(ours.model.layers[0].self_attn.q_proj.weight) is not torch.nn.Parameter
-    if kind == "8bit" or (kind == "4bit" and rounds_to_bfloat16()):  # the last bit of a float32 may be a whole step
+    if kind == "8bit" or (kind == "4bit" and rounds_to_bfloat16()):  # a rounding error may become a whole step
         valid = padding_mask("left").bool()
         with torch.no_grad():
             assert_matches_reference(*(model(**inputs("left")).logits[valid] for model in (ours, exact, eager)))

@@ -1,7 +1,7 @@
 """Every family in `hf_families` computes with fa_serve what it computes with transformers' eager attention.
 
-Strictly: every row of every batch, every valid position, values and not only tokens. Each check is a function, so that the
-last test can show that it fails for an adapter that drops the padding, a window, a sink and so on.
+The checks are functions of `hf_checks`. `test_mutant_is_caught` shows that each of them fails for an adapter that drops the
+padding, a window, a sink and so on.
 """
 
 from __future__ import annotations
@@ -12,12 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import BY_NAME, FAMILIES, LENGTH, Family, assert_same, check_pages, here, padding_mask, pair, positions, tokens
+from hf_checks import (
+    check_chunked_prefill,
+    check_custom_mask,
+    check_decode,
+    check_forward,
+    check_generate,
+    check_packed,
+    check_paged,
+    check_seq2seq,
+)
+from hf_families import BY_NAME, FAMILIES, LENGTH, Family, assert_same, here, pair, tokens
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
+from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
 from fa_serve import hf
-from fa_serve.hf.masks import Implicit
+from fa_serve.hf.masks import ImplicitMask
 from fa_serve.spec import UnsupportedModelError
 
 DECODERS = [f for f in FAMILIES if f.kind == "decoder"]
@@ -38,7 +48,7 @@ def no_grad() -> Any:
 
 @pytest.fixture(autouse=True)
 def through_fa_serve(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A test in which no attention reached us has compared eager with itself."""
+    """A test in which no attention reached fa_serve would have compared eager attention with itself."""
     calls = []
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -48,112 +58,6 @@ def through_fa_serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(AttentionInterface._global_mapping, "fa_serve", counting)
     yield
     assert calls
-
-
-def check_forward(family: Family, kind: str) -> None:
-    eager, ours = pair(family)
-    mask = padding_mask(kind)
-    ids = tokens(*mask.shape)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-    if family.kind == "decoder":
-        inputs["position_ids"] = positions(mask)
-    if kind == "none":
-        assert_same(ours(ids).logits, eager(ids).logits)
-    assert_same(ours(**inputs).logits, eager(**inputs).logits, mask)
-
-
-def check_packed(family: Family) -> None:
-    eager, ours = pair(family)
-    lengths = [7, 1, 12, 4]
-    ids = tokens(1, sum(lengths))
-    restarting = torch.cat([torch.arange(n) for n in lengths])[None]
-    expected = eager(ids, position_ids=restarting, use_cache=False).logits
-    assert_same(ours(ids, position_ids=restarting, use_cache=False).logits, expected)
-    if family.name == "llama4":
-        return  # its chunks are counted from the start of the row, whatever is packed in it
-    separate = torch.cat([eager(part).logits for part in ids.split(lengths, dim=1)], dim=1)
-    if family.packs:
-        assert_same(expected, separate)
-    starts = torch.tensor([0, 7, 8, 20, 24], dtype=torch.int32)
-    lens = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 12, "max_length_k": 12}
-    # with a cache to be filled transformers does not look for packing: then only cu_seq_lens tell
-    for use_cache in (False, True):
-        assert_same(ours(ids, position_ids=restarting, use_cache=use_cache, **lens).logits, separate)
-
-
-def check_decode(family: Family, make_cache: Callable[[Any], Any] = lambda config: DynamicCache(config=config)) -> None:
-    """A left-padded prompt, then token by token."""
-    eager, ours = pair(family)
-    mask = padding_mask("left")
-    ids = tokens(*mask.shape)
-    at = positions(mask)
-    caches = [DynamicCache(config=eager.config), make_cache(ours.config)]
-    for start, end in ((0, 14), *((i, i + 1) for i in range(14, LENGTH))):
-        expected, actual = (
-            model(
-                ids[:, start:end],
-                attention_mask=mask[:, :end],
-                position_ids=at[:, start:end],
-                past_key_values=cache,
-                use_cache=True,
-            ).logits
-            for model, cache in zip((eager, ours), caches, strict=True)
-        )
-        assert_same(actual, expected, mask[:, start:end])
-
-
-def check_chunked_prefill(
-    family: Family, make_cache: Callable[[Any], Any] = lambda config: DynamicCache(config=config)
-) -> None:
-    eager, ours = pair(family)
-    ids = tokens(2, LENGTH)
-    expected = eager(ids).logits
-    cache = make_cache(ours.config)
-    for start, end in ((0, 3), (3, 10), (10, 11), (11, LENGTH)):
-        at = torch.arange(start, end)[None]
-        actual = ours(ids[:, start:end], position_ids=at, past_key_values=cache, use_cache=True).logits
-        assert_same(actual, expected[:, start:end])
-
-
-def check_custom_mask(family: Family) -> None:
-    """Four dimensions of the user's own, bool and float, go around causality and windows."""
-    eager, ours = pair(family)
-    ids = tokens(2, LENGTH)
-    at = torch.arange(LENGTH)[None].expand(2, -1)
-    keep = (torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1), device="cpu") < 0.4).to(here())
-    keep |= torch.eye(LENGTH, dtype=torch.bool)
-    added = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
-    expected = eager(ids, attention_mask=added, position_ids=at, use_cache=False).logits
-    for mask in (keep, added):
-        assert_same(ours(ids, attention_mask=mask, position_ids=at, use_cache=False).logits, expected)
-
-
-def check_generate(family: Family, kind: str) -> None:
-    eager, ours = pair(family)
-    # the first token comes from the last position: there must be something to see from it, even in the shortest window
-    mask = torch.ones(3, 12, dtype=torch.int64)
-    mask[0, : 5 if kind == "left" else 0], mask[1, 12 if kind == "left" else 9 :] = 0, 0
-    ids = tokens(*mask.shape).masked_fill(mask == 0, 0)
-    options: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "min_new_tokens": 10, "max_new_tokens": 10}
-    assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
-
-
-def check_seq2seq(family: Family, kind: str) -> None:
-    eager, ours = pair(family)
-    mask = padding_mask(kind)
-    decoder_mask = padding_mask(kind, 13)
-    inputs = {
-        "input_ids": tokens(*mask.shape),
-        "attention_mask": mask,
-        "decoder_input_ids": tokens(*decoder_mask.shape, seed=1),
-        "decoder_attention_mask": decoder_mask,
-    }
-    assert_same(ours(**inputs).logits, eager(**inputs).logits, decoder_mask)
-
-
-def check_paged(family: Family) -> None:
-    eager, ours = pair(family)
-    check_pages(ours, eager)
 
 
 @each(DECODERS + ENCODERS)
@@ -218,7 +122,7 @@ def test_vision(family: Family) -> None:
 
 
 def without(**changes: Any) -> Callable[..., Any]:
-    """The attention function, blind to some of what it is told."""
+    """The attention function without some of its words."""
 
     def mutant(*args: Any, **kwargs: Any) -> Any:
         return hf.attention_forward(*args, **{**kwargs, **changes})
@@ -227,7 +131,9 @@ def without(**changes: Any) -> Callable[..., Any]:
 
 
 def _blind_to_padding(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    return hf.attention_forward(module, q, k, v, replace(mask, padding=None) if isinstance(mask, Implicit) else mask, **kwargs)
+    return hf.attention_forward(
+        module, q, k, v, replace(mask, key_mask=None) if isinstance(mask, ImplicitMask) else mask, **kwargs
+    )
 
 
 def _blind_to_masks(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
@@ -235,19 +141,19 @@ def _blind_to_masks(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
 
 
 def _blind_to_windows(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
-    if isinstance(mask, Implicit):
+    if isinstance(mask, ImplicitMask):
         mask = replace(mask, window_size=(-1, mask.window_size[1]))
     return hf.attention_forward(module, q, k, v, mask, **{**kwargs, "sliding_window": None})
 
 
 def _window_off_by_one(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
-    if isinstance(mask, Implicit) and mask.window_size[0] > 0:
+    if isinstance(mask, ImplicitMask) and mask.window_size[0] > 0:
         mask = replace(mask, window_size=(mask.window_size[0] + 1, mask.window_size[1]))
     return hf.attention_forward(module, q, k, v, mask, **kwargs)
 
 
 def _causal_in_name_only(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
-    if isinstance(mask, Implicit):
+    if isinstance(mask, ImplicitMask):
         mask = replace(mask, window_size=(mask.window_size[0], -1))
     return hf.attention_forward(module, q, k, v, mask, **kwargs)
 
@@ -259,14 +165,14 @@ def _causal_from_the_top(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any
 
 
 def _flash_style_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """What an implementation that knows causality and padding only makes of every request."""
-    return Implicit((-1, 0), padding=attention_mask)
+    """The mask of an implementation that knows only causality and padding."""
+    return ImplicitMask((-1, 0), key_mask=None if attention_mask is None else attention_mask[:, None, None])
 
 
-def _deaf_to_room(**kwargs: Any) -> Any:
-    """Takes all the room of a static cache for keys."""
+def _blind_to_room(**kwargs: Any) -> Any:
+    """Takes the free room of a static cache for keys."""
     mask = hf.mask_forward(**kwargs)
-    return replace(mask, keys=None) if isinstance(mask, Implicit) else mask
+    return replace(mask, num_keys=None) if isinstance(mask, ImplicitMask) else mask
 
 
 MUTANTS: list[tuple[str, str, Callable[[Family], None], dict[str, Callable[..., Any]]]] = [
@@ -292,7 +198,7 @@ MUTANTS: list[tuple[str, str, Callable[[Family], None], dict[str, Callable[..., 
         "room of a static cache",
         "llama",
         lambda f: check_chunked_prefill(f, lambda c: StaticCache(config=c, max_cache_len=40)),
-        {"mask": _deaf_to_room},
+        {"mask": _blind_to_room},
     ),
     ("position_bias dropped", "t5", lambda f: check_seq2seq(f, "none"), {"attention": without(position_bias=None)}),
     ("padding ignored, looking across", "bart", lambda f: check_seq2seq(f, "left"), {"attention": _blind_to_padding}),

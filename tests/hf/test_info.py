@@ -1,4 +1,4 @@
-"""`fa-serve info MODEL`: what a config needs and who serves it, from the config alone."""
+"""`describe` and the command `fa-serve info MODEL`: what a model asks of attention, from its config alone."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def run(*arguments: str) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_every_family_is_described(family: Any) -> None:
-    """All layers are found, and the engine's verdict is the one that the table of families states."""
+    """All layers are found, and the engine takes or refuses the model as the table of families says."""
     config = family.make_config()
     described = describe(config, "cuda", 90)
     assert [(part.refused, part.untried) for part in described.parts] == [(None, None)]
     layers = described.parts[0].layers
-    assert len(layers) == (6 if family.kind == "seq2seq" else config.num_hidden_layers), "of two stacks, and looking across"
+    assert len(layers) == (6 if family.kind == "seq2seq" else config.num_hidden_layers), "two stacks, and cross-attention"
     assert all(any(reason is None for reason in explain(layer.spec).values()) for layer in layers)
     if family.kind == "decoder":
         assert (described.engine is None) == (family.paged is True)
@@ -84,7 +84,7 @@ def test_parts_of_a_composite_model() -> None:
 
 
 def test_heads_too_large_for_a_kernel() -> None:
-    """Gemma 4 has 512 in its full layers: the portable kernel's reason is told, and sdpa serves."""
+    """Gemma 4 has heads of 512 in its full layers: the portable kernel says why it does not take them, and sdpa serves."""
     text = describe(AutoConfig.for_model("gemma4"), "cuda", 90).parts[-1]
     window, full = (layer.spec for layer, _ in text.kinds())
     assert (window.head_dim, full.head_dim) == (256, 512)
@@ -109,7 +109,7 @@ def test_the_command_refuses_with_the_reason(tmp_path: Path) -> None:
     AutoConfig.for_model("bloom", n_layer=1, hidden_size=32, n_head=2, vocab_size=32).save_pretrained(tmp_path)
     done = run(str(tmp_path))
     assert done.exit_code == 1
-    assert "refused: BloomModel computes its attention by itself" in done.output
+    assert "refused: BloomModel computes its attention itself" in done.output
     done = run(str(tmp_path / "nothing"))
     assert done.exit_code == 2
     assert "nothing" in done.output

@@ -1,4 +1,4 @@
-"""The plugin's example runs as it stands, on the embedded model."""
+"""examples/plugin_transformers.py runs as it stands, on the embedded model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin_transformers.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin_transformers.py"
 
 
 def test_the_plugin_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
