@@ -9,10 +9,9 @@ Each partition of each resident thread block is a thread. Barriers count arrival
 and copies to global memory read shared memory only when they are waited for, which is as late as the hardware may read it.
 A copy from global memory first fills its destination with NaN. So a wrong phase is a deadlock or a wrong result, a stage that
 is released too early is NaN, and a missing mask is a wrong value. Copies use the descriptors' real addresses, modulo 2^64
-bytes, and the hardware's bounds.
+bytes, and the hardware's bounds. The emulator knows no layouts, registers or timing.
 
-`faults` edits the source before it runs, because tests of the kernel are worth what they catch. The emulator knows no layouts,
-registers or timing.
+`faults` edits the source before it runs, because tests of the kernel are worth what they catch.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class _NamedBarrier:
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.arrived = 0
-        self.turns = 0
+        self.turns = 0  # how often both have arrived
 
     def arrive(self) -> int:
         with self.condition:
@@ -130,7 +129,7 @@ class _NamedBarrier:
             self.arrived += 1
             if self.arrived == 2:
                 self.arrived = 0
-                self.turns = self.turns + 1
+                self.turns += 1
                 self.condition.notify_all()
             return turn
 
@@ -169,7 +168,9 @@ class _Boxes:
     """A ring (stages, rows, columns) as boxes of some rows by 64 columns. In memory, all rows of 64 columns come first."""
 
     def __init__(self, ring: torch.Tensor, shape: list[int]) -> None:
-        self.ring, self.rows, (self.count, *self.box) = ring, shape[-3], shape
+        self.ring = ring
+        self.count = shape[0]
+        self.rows = shape[-3]
         if ring.numel() != self.count * self.rows * 64:
             raise EmulationError(f"{shape} is not the memory of {tuple(ring.shape)}")
 
@@ -198,9 +199,7 @@ class _Pointer:
         return _Pointer(self.data, self.offset + offset)
 
     def cells(self) -> tuple[torch.Tensor, torch.Tensor]:
-        flat = self.data.view(-1)
-        offset = torch.as_tensor(self.offset)
-        return flat, offset
+        return self.data.view(-1), torch.as_tensor(self.offset)
 
     def load(self, mask: Any = None, other: Any = 0) -> torch.Tensor:
         flat, offset = self.cells()

@@ -199,8 +199,9 @@ def test_paged(
     call = AttentionTensors(
         *tensors, cu_seqlens_q=lengths["cu_seqlens_q"], keys=lengths["seqused_k"], block_table=lengths["block_table"]
     )
-    longest_q, longest_k = lengths["max_seqlen_q"], lengths["max_seqlen_k"]
-    planned = plan_forward(call, AttentionOptions(0.1, window, 0.0, longest_q, longest_k, return_lse=True))
+    planned = plan_forward(
+        call, AttentionOptions(0.1, window, 0.0, lengths["max_seqlen_q"], lengths["max_seqlen_k"], return_lse=True)
+    )
     runs = [planned(call) for _ in range(20)]
     assert all(torch.equal(out, runs[0][0]) for out, _ in runs)
     out, lse = runs[0]

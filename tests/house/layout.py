@@ -13,6 +13,7 @@ from house.source import House, Module, Planted, inside
 
 SHARED_STEMS = {
     "__init__": "a package",
+    "errors": "the errors of a room",
     "forward": "the kernel of the forward pass, one for each backend that has its own",
 }
 """File names that may occur in several rooms, because they name the same thing in each, and that thing."""
@@ -23,6 +24,18 @@ SMALL = 80
 TESTED_BY = {
     "fa_serve": ("tests/test_import.py", "the tests start fresh interpreters, which is what importing is about"),
     "fa_serve.__main__": ("tests/test_cli.py", "the commands are run as a user runs them"),
+    "fa_serve.backends.triton.primitives": (
+        "tests/backends/triton/test_forward_interpreted.py",
+        "device functions run inside of a kernel only",
+    ),
+    "fa_serve.backends.triton.splits": (
+        "tests/backends/triton/test_decode_interpreted.py",
+        "device functions run inside of a kernel only, and splits are merged after decoding only",
+    ),
+    "fa_serve.backends.hopper.kernel_types": (
+        "tests/backends/hopper/test_forward.py",
+        "the types of arguments exist inside of a kernel only",
+    ),
 }
 """Modules whose test has another name: (its path, the reason)."""
 
@@ -106,16 +119,20 @@ def _bound_names(module: Module) -> tuple[set[str], list[str] | None]:
 
 
 def exports_are_exact(house: House) -> Iterator[str]:
-    """Every public name that a package defines, or imports from us, is in its __all__; fa_serve and its engine have one."""
+    """An __all__ names what exists, once. fa_serve and its engine have one, with every public name that they bind."""
     for module in house:
         bound, exported = _bound_names(module)
-        if exported is None:
-            if module.name in ("fa_serve", "fa_serve.engine"):
+        if module.name in ("fa_serve", "fa_serve.engine"):
+            if exported is None:
                 yield f"{module.name} has no __all__"
-            continue
-        public = {name for name in bound if not name.startswith("_")}
-        yield from (f"{module.name} binds {name}, which is not in __all__" for name in sorted(public - set(exported)))
-        yield from (f"{module.name} exports {name} more than once" for name, n in Counter(exported).items() if n > 1)
+                continue
+            public = {name for name in bound if not name.startswith("_")}
+            yield from (f"{module.name} binds {name}, which is not in __all__" for name in sorted(public - set(exported)))
+        for name, count in Counter(exported or ()).items():
+            if count > 1:
+                yield f"{module.name} exports {name} more than once"
+            if name not in bound:
+                yield f"{module.name} exports {name}, which it does not bind"
 
 
 def packages_are_installed(house: House) -> Iterator[str]:
@@ -198,6 +215,11 @@ PLANTED: list[Planted] = [
     (exports_are_exact, {"fa_serve/__init__.py": "from fa_serve.spec import a, b\n__all__ = ['a']"}, "binds b"),
     (exports_are_exact, {"fa_serve/__init__.py": "a = 1\n__all__ = ['a', 'a']"}, "a more than once"),
     (exports_are_exact, {"fa_serve/engine/__init__.py": "a = 1"}, "fa_serve.engine has no __all__"),
+    (
+        exports_are_exact,
+        {"fa_serve/ops/__init__.py": "a = 1\n__all__ = ['b']"},
+        "fa_serve.ops exports b, which it does not bind",
+    ),
     (packages_are_installed, {"fa_serve/new/__init__.py": ""}, "fa_serve.new is not in pyproject's packages"),
     (packages_are_installed, {"pyproject.toml": "tool.setuptools.packages = ['fa_serve.gone']"}, "fa_serve.gone is in"),
     (versions_agree, {"fa_serve/__init__.py": '__version__ = "1.2.4"'}, "version 1.2.3, fa_serve.__version__ is 1.2.4"),

@@ -33,7 +33,8 @@ def test_a_dense_view_is_bounded_by_the_tensor() -> None:
 @pytest.mark.parametrize(("start", "length"), [(0, 1), (5, 70), (1000, 0), (1 << 24, 1 << 20)])
 def test_a_ragged_view_addresses_rows_and_ends_with_the_sequence(start: int, length: int) -> None:
     """Row r of a sequence is at coordinates (2^30, start + length, 2^30 - length + r, head, column)."""
-    row, head = 512, 128
+    row = 512
+    head = 128
     view = ragged_view((1 << 25, 4, 128), (row, head, 1), 64, 128, torch.bfloat16)
     for r in (0, max(length - 1, 0), length, length + 63):
         corner = (1 << 30, start + length, (1 << 30) - length + r, 3, 0)

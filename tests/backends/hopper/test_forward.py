@@ -64,7 +64,7 @@ def test_packed_sequences_do_not_see_their_neighbours(schedule: Schedule, window
         x[:, cu[-1] :] = float("nan")
         for b in (1, 3, 5):
             x[:, cu[b] : cu[b + 1]] = float("nan")
-    q, k, v = q[0], k[0], v[0]
+    q, k, v = (x[0] for x in (q, k, v))
     case = Case("", window=window, tiles=TileConfig(2, 64, 2, 2, schedule))
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu_q, keys=cu_k, out=torch.full_like(q, 7.0))
     with emulated():
@@ -108,7 +108,7 @@ def test_pages_before_a_window_are_not_read() -> None:
 def test_strided_caches(order: tuple[int, ...]) -> None:
     """Caches may be views: K and V side by side in one tensor, or heads before tokens."""
     call = PagedCall.of(Case("", heads=(4, 2)), [100], [130])
-    k_cache, v_cache = call.tensors.k, call.tensors.v
+    _, k_cache, v_cache = call.tensors[:3]
     both = torch.stack([k_cache, v_cache], dim=1)
     back = [order.index(i) for i in range(4)]
     moved = k_cache.permute(order).contiguous().permute(back)
