@@ -37,7 +37,7 @@ class Metronome:
 
     vocab_size = 2048
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, **_: Any) -> None:
         self.config = replace(config, max_model_len=4096, dtype="float32", device="cpu")
         self.tokenizer = None
         self._step = float(os.environ["BENCH_HTTP_STEP"])

@@ -19,6 +19,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.groups import answers, members
 from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.request import Request, SamplingParams
+from fa_serve.spec import ParameterError
 
 PRIORITY_SECONDS = 10.0  # a request of priority p is served as if it had come p times so much later: nobody starves
 
@@ -42,10 +43,11 @@ class Admission:
     ) -> list[Request]:
         """One request for each answer. Raises ValueError as `Engine.add_request` says."""
         if answers(params) > self._capacity:
-            raise ValueError(f"n and best_of must be at most {self._capacity}, what the queue holds, got {answers(params)}")
+            name = "n" if params.best_of is None else "best_of"
+            raise ParameterError(name, f"be at most {self._capacity}, which is what the queue holds", answers(params))
         tokens = self._reader.read(prompt)
         if params.stop and not self._has_text:
-            raise ValueError("stop must be empty: this engine has no tokenizer")
+            raise ParameterError("stop", "be empty because this engine has no tokenizer", params.stop, "no_tokenizer")
         ends = self._ends(params)
         room = self._max_model_len - len(tokens)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
@@ -69,13 +71,11 @@ class Admission:
         if (largest := max(params.token_ids(), default=0)) >= self._vocab_size:
             names = ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids")
             name = next(name for name in names if largest in (getattr(params, name) or ()))
-            raise ValueError(f"{name} must be below {self._vocab_size}, the size of the vocabulary, got {largest}")
+            raise ParameterError(name, f"hold token ids below {self._vocab_size}, the size of the vocabulary", largest)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         if params.allowed_token_ids is not None:
             never = ends.union(params.bad_token_ids) if params.min_tokens else params.bad_token_ids
             if not set(params.allowed_token_ids).difference(never):
-                raise ValueError(
-                    "allowed_token_ids must hold a token that is not in bad_token_ids and, with min_tokens, does not end the "
-                    f"answer, got {params.allowed_token_ids}"
-                )
+                rule = "hold a token that is not in bad_token_ids and, with min_tokens, does not end the answer"
+                raise ParameterError("allowed_token_ids", rule, params.allowed_token_ids)
         return ends

@@ -25,16 +25,14 @@ from typing import Any
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine import Engine, EngineStats
+from fa_serve.engine.errors import EngineDeadError, RequestError
+from fa_serve.engine.events import OnPhase
 from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.request import FinishReason, RequestOutput, SamplingParams
-from fa_serve.engine.worker import Abort, Add, Message, ProcessWorker, Ready, ThreadWorker, Worker
-from fa_serve.spec import FaServeError
+from fa_serve.engine.worker import Abort, Add, ProcessWorker, Ready, StepOutputs, ThreadWorker, Worker
+from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
-
-
-class EngineDeadError(FaServeError, RuntimeError):
-    """The engine has ended; the text says by what."""
 
 
 class _Mailbox:
@@ -80,8 +78,9 @@ class _Mailbox:
 class AsyncEngine:
     """Owner of the worker and its mailboxes. All methods are for the event loop that called `start`."""
 
-    def __init__(self, engine: Engine | EngineConfig | None = None) -> None:
-        """An engine is run in a thread; a config says where its engine is run."""
+    def __init__(self, engine: Engine | EngineConfig | None = None, *, on_phase: OnPhase | None = None) -> None:
+        """An engine is run in a thread; a config says where its engine is run. `on_phase` is called from another thread."""
+        self._on_phase = on_phase
         self._source = engine
         self._worker: Worker | None = None
         self._ready: Ready | None = None
@@ -104,16 +103,16 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         source = self._source
 
-        def on_message(message: Message) -> None:
+        def on_message(message: StepOutputs) -> None:
             _call(loop, self._deliver, message)
 
         def on_death(reason: str) -> None:
             _call(loop, self._mourn, reason)
 
-        if not isinstance(source, Engine) and (source or EngineConfig()).in_process:
-            self._worker = ProcessWorker(source, on_message, on_death)
+        if not isinstance(source, Engine) and (source or EngineConfig()).uses_process:
+            self._worker = ProcessWorker(source, on_message, on_death, self._on_phase)
         else:
-            self._worker = ThreadWorker(source, on_message, on_death)
+            self._worker = ThreadWorker(source, on_message, on_death, self._on_phase)
         ready = await asyncio.to_thread(self._worker.start)
         assert ready.config.max_model_len is not None
         self.reader = PromptReader(ready.tokenizer, ready.vocab_size, ready.config.max_model_len)
@@ -197,7 +196,7 @@ class AsyncEngine:
         if not self.is_alive or self._worker is None or self.reader is None:
             raise self._error or EngineDeadError("the engine has not been started")
         if request_id in self._names:
-            raise ValueError(f"request_id must be unique among unfinished requests, got {request_id!r}")
+            raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         worker = self._worker
         read = self.reader.read
         name = self._names[request_id] = f"{request_id}-{next(self._serial)}"
@@ -236,7 +235,7 @@ class AsyncEngine:
             raise RuntimeError("the engine has not been started")
         return self._ready
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self, message: StepOutputs) -> None:
         self._stats = message.stats
         for name, error in message.rejected:
             if name in self._mailboxes:
@@ -248,9 +247,9 @@ class AsyncEngine:
     def _die(self, error: EngineDeadError) -> None:
         self._error = self._error or error
         for name in self._mailboxes:
-            self._end(name, "error", str(error))
+            self._end(name, "error", RequestError("engine_dead", str(error)))
 
-    def _end(self, name: str, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, name: str, reason: FinishReason, error: RequestError | None = None) -> None:
         for index in sorted((mailbox := self._mailboxes[name]).unfinished):
             mailbox.put(RequestOutput(name, [], finished=True, finish_reason=reason, error=error, index=index))
 

@@ -98,7 +98,7 @@ class EngineConfig:
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
     @property
-    def in_process(self) -> bool:
+    def uses_process(self) -> bool:
         return self.resolve_device().startswith("cuda") if self.process is None else self.process
 
 

@@ -34,14 +34,17 @@ from transformers.utils.logging import tqdm
 from fa_serve.engine.admission import Admission
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.detokenizer import TextStream
+from fa_serve.engine.errors import QueueFullError, RequestError
+from fa_serve.engine.events import OnPhase, Phase
 from fa_serve.engine.groups import Groups
 from fa_serve.engine.loading import end_ids, load_model, load_tokenizer, sizes
 from fa_serve.engine.model_runner import ModelRunner, PendingResult
 from fa_serve.engine.pages import PageTable
-from fa_serve.engine.request import Completion, QueueFullError, Request, RequestOutput, SamplingParams, TokenLogprob
+from fa_serve.engine.request import Completion, Request, RequestOutput, SamplingParams, TokenLogprob
 from fa_serve.engine.scheduler import ScheduledBatch, Scheduler
 from fa_serve.engine.structured import Grammars
 from fa_serve.hf import patch
+from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -69,14 +72,23 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig | None = None, *, model: PreTrainedModel | None = None, tokenizer: Any = None
+        self,
+        config: EngineConfig | None = None,
+        *,
+        model: PreTrainedModel | None = None,
+        tokenizer: Any = None,
+        on_phase: OnPhase | None = None,
     ) -> None:
         config = config or EngineConfig()
+        begin = time.perf_counter()
         if model is None:
             tokenizer = load_tokenizer(config)
             model = load_model(config)
         else:
             patch(model)
+        loaded = time.perf_counter()
+        if on_phase is not None:
+            on_phase(Phase("weights", f"{config.model_name} on {model.device}", loaded - begin))
         self.tokenizer = tokenizer
         self._runner = ModelRunner(model, config)
         num_pages, self.max_model_len = sizes(config, self._runner)
@@ -86,7 +98,9 @@ class Engine:
         self.config = replace(
             config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=self.max_model_len
         )
-        log.info("KV cache: %d pages of %d tokens, max_model_len %d", num_pages, config.page_size, self.max_model_len)
+        if on_phase is not None:
+            detail = f"{num_pages} pages of {config.page_size} tokens, max_model_len {self.max_model_len}"
+            on_phase(Phase("kv cache", detail, time.perf_counter() - loaded))
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
         eos_ids = end_ids(model)
@@ -116,7 +130,7 @@ class Engine:
         QueueFullError when max_waiting requests wait already. A structured output that cannot be followed is a ValueError too.
         """
         if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
+            raise ParameterError("timeout", "be positive", timeout)
         requests = self._requests(request_id, prompt, params or SamplingParams(), priority)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already")
@@ -131,7 +145,7 @@ class Engine:
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
     ) -> list[Request]:
         if request_id in self._groups or request_id in self._scheduler.requests:
-            raise ValueError(f"request_id must be unique among unfinished requests, got {request_id!r}")
+            raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         return self._admission.requests(request_id, prompt, params, priority)
 
     def prepare(self, params: SamplingParams) -> None:
@@ -251,7 +265,9 @@ class Engine:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, _, request = heappop(self._deadlines)
             if not request.finished:
-                self._scheduler.finish(request, "error", "the request was not finished within its timeout")
+                self._scheduler.finish(
+                    request, "error", RequestError("timeout", "the request was not finished within its timeout")
+                )
                 outputs.append(self._output(request))
         if len(self._deadlines) > 2 * len(self._scheduler.requests) + 64:  # most are of requests that ended in time
             self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
@@ -286,7 +302,8 @@ class Engine:
         failed = []
         for request in rows.values():
             if (matcher := self._matchers[request.request_id]).is_error():
-                self._scheduler.finish(request, "error", f"the structured output cannot go on: {matcher.get_error()[:200]}")
+                message = f"the structured output cannot go on: {matcher.get_error()[:200]}"
+                self._scheduler.finish(request, "error", RequestError("grammar", message))
                 failed.append(self._output(request))
         return dict(zip(rows, masks, strict=True)), failed
 
@@ -368,7 +385,7 @@ class Engine:
         self._scheduler = self._make_scheduler(self._scheduler.max_num_batched_tokens)
         for request in requests:
             request.finish_reason = "error"
-            request.error = f"the scheduler failed: {type(error).__name__}: {error}"
+            request.error = RequestError("scheduler_failed", f"the scheduler failed: {type(error).__name__}: {error}")
         return [self._output(request) for request in requests]
 
     def _make_scheduler(self, max_num_batched_tokens: int) -> Scheduler:
@@ -385,5 +402,6 @@ class Engine:
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: nothing more can be computed in this process
         log.exception("a step failed; its %d requests end with an error", len(batch.chunks), exc_info=error)
-        failed = self._scheduler.fail(batch, f"the step failed: {type(error).__name__}: {error}")
+        reason = RequestError("step_failed", f"the step failed: {type(error).__name__}: {error}")
+        failed = self._scheduler.fail(batch, reason)
         return [self._output(request) for request in failed]

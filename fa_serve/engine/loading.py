@@ -8,7 +8,6 @@ Left out: which models can be served at all (fa_serve.hf).
 
 from __future__ import annotations
 
-import logging
 from typing import Any, cast
 
 import torch
@@ -17,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.hf import NAME
-
-log = logging.getLogger("fa_serve.engine")
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
@@ -31,7 +28,6 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
     )
     device = config.resolve_device()
     cast(torch.nn.Module, model).to(device)
-    log.info("weights: %s on %s", config.model_name, device)
     return cast(PreTrainedModel, model)
 
 

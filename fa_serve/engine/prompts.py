@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from fa_serve.spec import ParameterError
+
 
 class PromptReader:
     """tokenizer: of transformers, or None: then prompts are token ids. Safe to use from any thread."""
@@ -28,22 +30,21 @@ class PromptReader:
             try:
                 numbers = np.frombuffer(array("q", prompt), dtype=np.int64)  # whatever is no integer shows here, not in a step
             except (TypeError, OverflowError) as error:
-                raise ValueError(f"prompt must hold token ids from 0 to {self._vocab_size - 1}: {error}") from None
+                raise ParameterError("prompt", f"hold token ids from 0 to {self._vocab_size - 1}", str(error)) from None
             least, largest = (numbers.min(), numbers.max()) if len(numbers) else (0, 0)
             if not 0 <= least <= largest < self._vocab_size:
-                raise ValueError(f"prompt must hold token ids from 0 to {self._vocab_size - 1}, got {least} to {largest}")
+                rule = f"hold token ids from 0 to {self._vocab_size - 1}"
+                raise ParameterError("prompt", rule, least if least < 0 else largest)
             tokens: list[int] = numbers.tolist()
         elif self._tokenizer is None:
-            raise ValueError("prompt must be token ids: this engine has no tokenizer")
+            raise ParameterError("prompt", "be token ids because this engine has no tokenizer", prompt, "no_tokenizer")
         else:
             tokens = self.encode(prompt)
         if not tokens:
-            raise ValueError("prompt must have at least one token, got none")
+            raise ParameterError("prompt", "have at least one token", prompt)
         if len(tokens) >= self._max_model_len:
-            raise ValueError(
-                f"prompt must be shorter than max_model_len = {self._max_model_len} tokens, to leave room for an answer, "
-                f"got {len(tokens)}"
-            )
+            rule = f"be shorter than max_model_len = {self._max_model_len} tokens, to leave room for an answer"
+            raise ParameterError("prompt", rule, len(tokens), "context_length_exceeded")
         return tokens
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
@@ -51,10 +52,11 @@ class PromptReader:
         batch of one, because that lets go of the interpreter meanwhile. Raises ValueError for a text that cannot fit."""
         if len(text) > self._max_chars:
             # tokenizing a text of many megabytes takes seconds of a thread, to be refused after all
-            raise ValueError(
-                f"prompt must be shorter than max_model_len = {self._max_model_len} tokens, and so than {self._max_chars} "
-                f"characters, got {len(text)}"
+            rule = (
+                f"be shorter than max_model_len = {self._max_model_len} tokens, and therefore have at most "
+                f"{self._max_chars} characters"
             )
+            raise ParameterError("prompt", rule, len(text), "context_length_exceeded")
         text.encode()  # a ValueError for half of a surrogate pair
         ids: list[int] = self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
         return ids

@@ -9,18 +9,13 @@ state (detokenizer.py) and everything on a device (model_runner.py).
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, Literal
 
-from fa_serve.spec import FaServeError
-
-
-class QueueFullError(FaServeError, RuntimeError):
-    """No more requests can wait: try again later."""
-
+from fa_serve.engine.errors import RequestError
+from fa_serve.spec import ParameterError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -180,7 +175,7 @@ def _is_number(value: object) -> bool:
 
 def _require(holds: bool, name: str, rule: str, value: object) -> None:
     if not holds:
-        raise ValueError(f"{name} must be {rule}, got {reprlib.repr(value)}")
+        raise ParameterError(name, f"be {rule}", value)
 
 
 @dataclass(slots=True)
@@ -211,7 +206,7 @@ class RequestOutput:
     logprobs: list[TokenLogprob] | None = None
     finished: bool = False
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    error: RequestError | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
@@ -262,7 +257,7 @@ class Completion:
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None
-    error: str | None = None
+    error: RequestError | None = None
     num_cached_tokens: int = 0
     index: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -319,7 +314,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    error: RequestError | None = None
     queue_time: float | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
 

@@ -28,6 +28,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fa_serve.engine.errors import RequestError
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import FinishReason, Request
 
@@ -135,7 +136,11 @@ class Scheduler:
                     self._withdraw(request, 0)
                 else:  # what it shared may hold what is not finite as well
                     self.pages.unregister(request.pages[request.num_released :])
-                self.finish(request, "error", "the model's logits are not finite, or the parameters leave no token")
+                if request.params.narrowed:
+                    error = RequestError("no_token_left", "the request's parameters leave no token to choose from")
+                else:
+                    error = RequestError("not_finite", "the model's logits are not finite")
+                self.finish(request, "error", error)
                 continue
             request.tokens.append(token)
             gained.append((request, token))
@@ -153,7 +158,7 @@ class Scheduler:
             self.finish(request, "abort")
         return request
 
-    def fail(self, batch: ScheduledBatch, error: str) -> list[Request]:
+    def fail(self, batch: ScheduledBatch, error: RequestError) -> list[Request]:
         """End every request of a step that could not be computed."""
         alive = [chunk for chunk in batch.chunks if not chunk.request.finished]
         for chunk in alive:
@@ -170,7 +175,7 @@ class Scheduler:
                 chunk.request.num_pending -= chunk.samples
                 self._requeue(chunk.request)
 
-    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, request: Request, reason: FinishReason, error: RequestError | None = None) -> None:
         """End a request and free what it holds."""
         request.finish_reason = reason
         request.error = error

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa_serve.engine.request import StructuredOutput
+from fa_serve.spec import ParameterError
 
 WHITESPACE = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
 MAX_COMPILED = 64  # grammars that are kept for requests to come
@@ -56,7 +57,7 @@ class Grammars:
 
         field, grammar = _grammar(llguidance.LLMatcher, structured)
         if len(grammar) > MAX_LENGTH:
-            raise ValueError(f"{field} must have at most {MAX_LENGTH} characters, got {len(grammar)}")
+            raise ParameterError(field, f"have at most {MAX_LENGTH} characters", len(grammar))
 
         with self._lock:
             tables = self._load(llguidance)
@@ -69,7 +70,7 @@ class Grammars:
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
             if compiled.is_error():
-                raise ValueError(f"{field} must be one that can be followed: {compiled.get_error().strip()}")
+                raise ParameterError(field, "be a structure that can be followed", compiled.get_error().strip()[:400])
             return compiled.deep_copy()
 
     def masks(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
@@ -83,10 +84,14 @@ class Grammars:
     def _load(self, llguidance: Any) -> Any:
         if self._tables is None:
             if self._tokenizer is None:
-                raise ValueError("structured must be None: this engine has no tokenizer")
+                raise ParameterError(
+                    "structured", "be None because this engine has no tokenizer", "a structure", "no_tokenizer"
+                )
             end_ids = self._end_ids or [x for x in [self._tokenizer.eos_token_id] if x is not None]
             if not end_ids:
-                raise ValueError("structured must be None: neither model nor tokenizer names an end-of-sequence token")
+                raise ParameterError(
+                    "structured", "be None because the model has no end-of-sequence token", "a structure", "unsupported"
+                )
             text = self._tokenizer.backend_tokenizer.to_str()
             self._tables = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end_ids)
             self._executor = llguidance.LLExecutor()
@@ -126,7 +131,7 @@ def _grammar(matcher: Any, structured: StructuredOutput) -> tuple[str, str]:
         schema = structured.json_schema
         schema = json.loads(schema) if isinstance(schema, str) else json.loads(json.dumps(dict(schema or {})))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"json_schema must be JSON: {error}") from None
+        raise ParameterError("json_schema", "be JSON", str(error)) from None
     if not isinstance(schema, dict):
-        raise ValueError(f"json_schema must be an object, got {schema!r}")
+        raise ParameterError("json_schema", "be an object", schema)
     return "json_schema", matcher.grammar_from_json_schema(schema, overrides=WHITESPACE)

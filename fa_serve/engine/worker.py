@@ -33,8 +33,10 @@ from typing import Any, Protocol
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine import Engine, EngineStats
+from fa_serve.engine.errors import QueueFullError
+from fa_serve.engine.events import OnPhase, Phase
 from fa_serve.engine.loading import load_tokenizer
-from fa_serve.engine.request import QueueFullError, RequestOutput, SamplingParams
+from fa_serve.engine.request import RequestOutput, SamplingParams
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -60,7 +62,7 @@ Commands = queue.SimpleQueue[Command]
 
 
 @dataclass(slots=True)
-class Message:
+class StepOutputs:
     """What one step produced, and what became of the commands before it. `rejected` requests were never added."""
 
     stats: EngineStats
@@ -84,7 +86,7 @@ class Worker(Protocol):
     def stop(self) -> None: ...
 
 
-def serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None]) -> None:
+def serve(engine: Engine, commands: Commands, deliver: Callable[[StepOutputs], None]) -> None:
     """Run the engine until the command None comes. A request whose grammar takes time comes again when it is compiled."""
     preparing: set[str] = set()
     pool = ThreadPoolExecutor(2, thread_name_prefix="fa_serve-grammar")
@@ -134,13 +136,18 @@ def serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None]
                 known = isinstance(error, (ValueError, QueueFullError))  # another may pickle and not unpickle
                 rejected.append((command.request_id, error if known else RuntimeError(f"{type(error).__name__}: {error}")))
         outputs += engine.step()
-        deliver(Message(engine.stats(), outputs, rejected))
+        deliver(StepOutputs(engine.stats(), outputs, rejected))
 
 
 class ThreadWorker:
     def __init__(
-        self, source: Engine | EngineConfig | None, on_message: Callable[[Message], None], on_death: Callable[[str], None]
+        self,
+        source: Engine | EngineConfig | None,
+        on_message: Callable[[StepOutputs], None],
+        on_death: Callable[[str], None],
+        on_phase: OnPhase | None = None,
     ) -> None:
+        self._on_phase = on_phase
         self._source = source
         self._on_message = on_message
         self._on_death = on_death
@@ -148,7 +155,7 @@ class ThreadWorker:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Ready:
-        engine = self._source if isinstance(self._source, Engine) else Engine(self._source)
+        engine = self._source if isinstance(self._source, Engine) else Engine(self._source, on_phase=self._on_phase)
         self._thread = threading.Thread(target=self._run, args=(engine,), name="fa_serve-engine", daemon=True)
         self._thread.start()
         return Ready(engine.config, engine.vocab_size, engine.stats(), engine.tokenizer)
@@ -172,8 +179,13 @@ class ThreadWorker:
 
 class ProcessWorker:
     def __init__(
-        self, config: EngineConfig | None, on_message: Callable[[Message], None], on_death: Callable[[str], None]
+        self,
+        config: EngineConfig | None,
+        on_message: Callable[[StepOutputs], None],
+        on_death: Callable[[str], None],
+        on_phase: OnPhase | None = None,
     ) -> None:
+        self._on_phase = on_phase
         self._config = config or EngineConfig()
         self._on_message = on_message
         self._on_death = on_death
@@ -211,6 +223,10 @@ class ProcessWorker:
                 return received
             if isinstance(received, Exception):
                 raise received
+            if isinstance(received, Phase):
+                if self._on_phase is not None:
+                    self._on_phase(received)
+                continue
             logging.getLogger(received.name).handle(received)
         self._process.join()
         how = "was stopped" if self._stopping else f"ended with exit code {self._process.exitcode}"
@@ -232,7 +248,7 @@ class ProcessWorker:
     def _read(self, arrivals: Iterator[Any]) -> None:
         error = None
         for received in arrivals:
-            if isinstance(received, Message):
+            if isinstance(received, StepOutputs):
                 self._on_message(received)
             elif isinstance(received, Exception):
                 error = received
@@ -259,7 +275,7 @@ def _main(config: EngineConfig, connection: Connection) -> None:
     writer = threading.Thread(target=_forward, args=(messages, connection))
     writer.start()
 
-    def deliver(message: Message) -> None:
+    def deliver(message: StepOutputs) -> None:
         for output in message.outputs:
             output.prompt_token_ids = []  # the other side knows them
         messages.put(message)
@@ -267,7 +283,7 @@ def _main(config: EngineConfig, connection: Connection) -> None:
     try:
         ready = threading.Event()
         threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
-        engine = Engine(config)
+        engine = Engine(config, on_phase=messages.put)
         ready.set()
         gc.collect()
         gc.freeze()  # a collection that goes through all that has been loaded takes a quarter of a second
