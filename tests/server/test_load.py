@@ -12,7 +12,8 @@ import time
 from collections import Counter
 
 import httpx
-from fa_serve.server.bench import Load, run
+
+from fa_serve.client.bench import Load, run
 
 FULL = os.environ.get("FA_SERVE_LOAD") == "full"
 

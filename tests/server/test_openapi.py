@@ -21,9 +21,9 @@ import pytest
 from fa_serve.server import errors, routes
 from fa_serve.server.app import create_app
 from fa_serve.server.process import Server
-from fa_serve.server.service import Service
 from fa_serve.server.settings import Settings
 from fa_serve.server.streaming import EventStream
+from fa_serve.server.tokenization import Tokenization
 from starlette.responses import JSONResponse
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -208,11 +208,11 @@ def test_what_is_loaded_is_not_searched_for_garbage_again(engine):
 
 
 def a_handler_fails(monkeypatch):
-    monkeypatch.setattr(Service, "encode", lambda *_: 1 / 0)
+    monkeypatch.setattr(Tokenization, "encode", lambda *_: 1 / 0)
 
 
 def errors_are_fastapis_own(monkeypatch):
-    monkeypatch.setattr(errors, "bad_request", lambda found: Plain(str(found)))
+    monkeypatch.setattr(errors, "validation_refused", lambda found: Plain(str(found)))
 
 
 class Plain(errors.BadRequest):

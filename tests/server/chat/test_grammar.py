@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from fa_serve.server.grammar import ANY_TEXT, calls, compose, rule
-from fa_serve.server.schemas import Tool
-from fa_serve.server.tools import FORMATS, ToolFormat, ToolReader
+from fa_serve.server.chat.conversation import Tool
+from fa_serve.server.chat.grammar import ANY_TEXT, call_rules, compose, rule
+from fa_serve.server.chat.tools import FORMATS, ToolFormat, ToolReader
 
 from fa_serve.engine import StructuredOutput
 
@@ -45,7 +45,7 @@ def accepts(request, engine):
 
 def held(accepts, style: ToolFormat, answer: StructuredOutput = ANY_TEXT, thoughts: bool | None = False, single=False) -> str:
     free = answer is ANY_TEXT
-    start, rules = calls(style, TOOLS, single, accepts.mark, text=free)
+    start, rules = call_rules(style, TOOLS, single, accepts.mark, with_text=free)
     return (
         compose(start, rules, thoughts, accepts.mark)
         if free

@@ -1,4 +1,4 @@
-"""A process that falls behind: what its streams have gained meanwhile is one event each, and nothing is lost."""
+"""Streams of a process that falls behind: what a stream has gained meanwhile becomes one event, and nothing is lost."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from fa_serve.server.settings import Settings
 
 from fa_serve.engine import AsyncEngine, EngineConfig, RequestOutput, TokenLogprob, async_engine
 from fa_serve.engine.engine import EngineStats
-from fa_serve.engine.worker import Add, Message, Ready
+from fa_serve.engine.worker import Add, Ready, StepOutputs
 
 pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>'
@@ -21,7 +21,7 @@ PATHS = {"text": "/v1/completions", "chat": "/v1/chat/completions"}
 class Script:
     """A worker whose steps are the test's: `step` gives every request its next word."""
 
-    def __init__(self, source, on_message, on_death):
+    def __init__(self, source, on_message, on_death, on_phase=None):
         self.on_message = on_message
         self.requests = {}
         Script.now = self
@@ -41,7 +41,7 @@ class Script:
     def step(self, number, words):
         last = number + 1 == len(words)
         self.on_message(
-            Message(
+            StepOutputs(
                 self.stats(),
                 [
                     RequestOutput(
