@@ -34,6 +34,8 @@ FLOORS = {
     "fa_serve.hf": 3,
     "fa_serve": 3,  # the package itself, not what is in it
     "fa_serve.engine": 4,
+    "fa_serve.client": 5,
+    "fa_serve.info_tables": 5,
     "fa_serve.server": 5,
     "fa_serve.__main__": 5,
     "fa_serve.testing": 6,
@@ -55,10 +57,11 @@ GUESTS = {
     "pydantic": ("fa_serve.server",),
     "pydantic_settings": ("fa_serve.server",),
     "prometheus_client": ("fa_serve.server",),
-    "asyncio": ("fa_serve.engine.async_engine", "fa_serve.server", "fa_serve.__main__"),
+    "asyncio": ("fa_serve.engine.async_engine", "fa_serve.client", "fa_serve.server", "fa_serve.__main__"),
     "server": (),  # our folder is installed as fa_serve.server and has no other name
 }
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "opentelemetry": "opentelemetry_sdk"}
+WITH_EXTRAS = ("fa_serve.client", "fa_serve.server", "fa_serve.info_tables", "fa_serve.__main__")  # need the extra [server]
 BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))
 KERNELS = ("fa_serve.backends.triton", "fa_serve.backends.hopper")
 KERNEL_MODULE_LINES = 800
@@ -282,7 +285,7 @@ def imports_are_declared(house: House) -> Iterator[str]:
         for lines in (project["dependencies"], extras["server"] + extras.get("otel", []))
     )
     for module in house:
-        declared = plain | extra if inside(module.name, "fa_serve.server", "fa_serve.__main__") else plain
+        declared = plain | extra if inside(module.name, *WITH_EXTRAS) else plain
         for target, relative in module.imports:
             name = target.partition(".")[0]
             ours = relative or name == "fa_serve" or name in sys.stdlib_module_names
