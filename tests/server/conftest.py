@@ -143,7 +143,7 @@ def serving(engine: FakeEngine) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def conforms() -> Callable[[str, Any], None]:
-    """`conforms(name, reply)`: the reply is an instance of OpenAI's published schema of that name, with no key beyond it."""
+    """`conforms(name, reply)`: assert that the reply is an instance of OpenAI's schema of that name and has no further keys."""
     document = json.loads((Path(__file__).parent / "openai_schemas.json").read_text())
     schemas = _json_schema(document["components"]["schemas"])
 

@@ -19,7 +19,7 @@ PATHS = {"text": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 class Script:
-    """A worker whose steps are the test's: `step` gives every request its next word."""
+    """A worker that the test drives: `step` gives every request its next word."""
 
     def __init__(self, source, on_message, on_death, on_phase=None):
         self.on_message = on_message
@@ -64,7 +64,10 @@ class Script:
 
 @pytest.fixture
 def ask(engine, monkeypatch):
-    """`await ask(kind, words, behind)`: two streams of the words, one a step; `behind`: all steps while the loop is busy."""
+    """`await ask(kind, words, behind)`: two streams of the words, one word in each step.
+
+    behind: all steps happen while the event loop is busy
+    """
     monkeypatch.setattr(async_engine, "ThreadWorker", Script)
     engine.tokenizer.chat_template = "{{ tools }}{{ messages[0].content }}"
     Script.tokenizer = engine.tokenizer

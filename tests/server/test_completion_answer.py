@@ -81,7 +81,7 @@ async def test_completion_logprobs(serving, conforms):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 async def test_logprobs_of_an_echo(serving, engine, stream):
-    """The prompt is three bytes, whose tokens are their letters; nothing is before the first."""
+    """The prompt has three tokens of one byte each. The first has no log-probability, because no token comes before it."""
     body = {"model": "fake", "prompt": "abc", "echo": True, "logprobs": 1, "n": 2, "stream": stream}
     async with serving() as client:
         response = await client.post("/v1/completions", json=body)

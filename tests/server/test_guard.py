@@ -1,11 +1,10 @@
 """The middleware: request ids and the access log, API keys, the size of a body."""
 
-import asyncio
 import base64
-import json
 import logging
 
 import pytest
+from asgi_connection import Connection
 from fa_serve.server.app import create_app
 from fa_serve.server.settings import Settings
 
@@ -13,42 +12,6 @@ pytestmark = pytest.mark.anyio
 
 
 TEXT = {"model": "fake", "prompt": "Hi"}
-
-
-class Connection:
-    """One raw ASGI request: `reading` clear means that the client leaves what it gets unread, `leave()` that it hangs up."""
-
-    def __init__(self, app, body, path="/v1/completions"):
-        self.sent = []
-        self.reading = asyncio.Event()
-        self._left = asyncio.Event()
-        self.reading.set()
-        self._body = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "method": "POST",
-            "path": path,
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-        }
-        self.task = asyncio.create_task(app(scope, self._receive, self._send))
-
-    async def _receive(self):
-        if self._body:
-            return self._body.pop()
-        await self._left.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message):
-        self.sent.append(message)
-        await self.reading.wait()
-
-    def leave(self):
-        self._left.set()
 
 
 async def test_keys(serving, conforms):

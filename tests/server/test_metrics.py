@@ -41,7 +41,7 @@ TEXT = {"model": "fake", "prompt": "a secret"}
 
 
 def names(text: str) -> set[str]:
-    """Of the series that a page of metrics could have, given its types."""
+    """The names of the series that a page of metrics can have, by the types of its metrics."""
     found = set()
     for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE):
         found |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}

@@ -39,7 +39,7 @@ def test_second_signal_ends_at_once_and_all_that_is_logged_is_json(start_server,
     body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 1900, "ignore_eos": True}
     try:
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as response:
-            pieces = response.iter_raw()  # to be kept: its end would close the connection
+            pieces = response.iter_raw()  # kept in a variable, because the end of the iterator would close the connection
             next(pieces)
             served.process.send_signal(signal.SIGTERM)
             eventually(lambda: httpx.get(f"{served.url}/ready").status_code == 503)

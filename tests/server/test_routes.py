@@ -72,7 +72,7 @@ async def test_no_json_object(serving, conforms, content):
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 async def test_only_json_is_read(serving, path, content_type, status):
-    """A page elsewhere can have a browser send other types without asking first."""
+    """A page of another origin can make a browser send other content types without a preflight request."""
     body = TEXT if path == "/v1/completions" else {"prompt": "x"}
     async with serving() as client:
         response = await client.post(path, content=json.dumps(body), headers={"content-type": content_type})

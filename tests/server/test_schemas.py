@@ -162,7 +162,7 @@ ROUTES = [("/v1/completions", TEXT, CompletionRequest), ("/v1/chat/completions",
 
 @pytest.mark.parametrize(("path", "body", "kind"), ROUTES, ids=["completions", "chat"])
 async def test_odd_values_of_every_field(serving, conforms, path, body, kind):
-    """Whatever a field is given, it is honoured or refused in OpenAI's shape, and nothing is left behind."""
+    """Every value of every field is honoured, or refused with an error in OpenAI's shape. No sequence stays in flight."""
     fields = [*kind.model_fields, *kind.UNSUPPORTED]
     async with serving(max_n=4) as client:
         for field in fields:

@@ -1,9 +1,9 @@
 """Connections that end before their answer does."""
 
 import asyncio
-import json
 
 import pytest
+from asgi_connection import Connection
 from fa_serve.server.app import create_app
 from fa_serve.server.errors import ClientGone, TimedOut
 from fa_serve.server.settings import Settings
@@ -13,42 +13,6 @@ pytestmark = pytest.mark.anyio
 
 
 TEXT = {"model": "fake", "prompt": "Hi"}
-
-
-class Connection:
-    """One raw ASGI request: `reading` clear means that the client leaves what it gets unread, `leave()` that it hangs up."""
-
-    def __init__(self, app, body, path="/v1/completions"):
-        self.sent = []
-        self.reading = asyncio.Event()
-        self._left = asyncio.Event()
-        self.reading.set()
-        self._body = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "method": "POST",
-            "path": path,
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-        }
-        self.task = asyncio.create_task(app(scope, self._receive, self._send))
-
-    async def _receive(self):
-        if self._body:
-            return self._body.pop()
-        await self._left.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message):
-        self.sent.append(message)
-        await self.reading.wait()
-
-    def leave(self):
-        self._left.set()
 
 
 async def until(condition):
@@ -97,7 +61,7 @@ async def test_slow_is_not_cut_off(engine):
 
 
 async def test_request_timeout(serving, engine, conforms):
-    async with serving(request_timeout=0.5) as client:  # long enough for a busy machine to hand both to the engine
+    async with serving(request_timeout=0.5) as client:  # a busy machine needs that long to hand both requests to the engine
         engine.gate.clear()
         plain = await client.post("/v1/completions", json=TEXT)
         stream = await client.post("/v1/completions", json={**TEXT, "stream": True})

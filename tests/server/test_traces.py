@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Takes what an OTLP exporter sends."""
+    """A collector that keeps the bodies that an OTLP exporter sends."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["content-length"]))

@@ -13,7 +13,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def teller(engine, serving):
-    """`async with teller(words, template) as client`: openai-python over an engine that says these words."""
+    """`async with teller(words, template) as client`: an application over an engine that answers with these words."""
 
     def start(words: tuple[str, ...], template: str = TEMPLATE, **settings: Any):
         engine.words = words

@@ -46,7 +46,7 @@ def spoken_by(client) -> openai.AsyncOpenAI:
 
 
 async def both(client, conforms, **body):
-    """The plain reply and the one that openai-python puts together from a stream of it; they must agree but for ids."""
+    """The plain reply, and the chunks of its stream. openai-python's sum of the chunks must equal the reply, except for ids."""
     api = spoken_by(client)
     plain = await api.chat.completions.create(**body)
     conforms("CreateChatCompletionResponse", trimmed(plain))
@@ -73,7 +73,7 @@ def called(message) -> list[tuple[str, str]]:
 
 
 def trimmed(reply) -> Any:
-    """Without reasoning_content, which is vLLM's, to be held against OpenAI's schemas."""
+    """The reply without reasoning_content, which OpenAI's schemas do not have."""
     data = reply.model_dump(exclude_unset=True)
     for choice in data["choices"]:
         choice.get("message", choice.get("delta")).pop("reasoning_content", None)
@@ -126,7 +126,9 @@ async def test_forced(teller, conforms, engine, choice):
         plain, _ = await both(client, conforms, **CHAT, tool_choice=choice, parallel_tool_calls=False)
     [message] = [choice.message for choice in plain.choices]
     assert (message.content, called(message)) == (None, [("add", arguments)])
-    assert plain.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop"), "as OpenAI has it"
+    assert plain.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop"), (
+        "OpenAI says stop for a named function"
+    )
     schema = engine.seen[0].params.structured.json_schema
     if choice == "required":
         assert (schema["minItems"], schema["maxItems"], len(schema["items"]["anyOf"])) == (1, 1, 2)
@@ -136,7 +138,7 @@ async def test_forced(teller, conforms, engine, choice):
 
 
 async def test_history(teller, engine):
-    """As a client sends it: the reply's own message, and the tool's answer."""
+    """A client sends the message of the reply back, together with the tool's answer."""
     async with teller(CALLS) as client:
         api = spoken_by(client)
         reply = (await api.chat.completions.create(**CHAT)).choices[0].message
@@ -210,7 +212,7 @@ async def test_what_the_engine_is_told_to_hold_to(teller, engine):
         return output and (output.grammar.split("\n")[0] if output.grammar else output.json_schema)
 
     async with teller(("a",)) as client:
-        assert await held(client, tools=[ADD]) is None, "no grammar that nobody asked for"
+        assert await held(client, tools=[ADD]) is None, "nothing asks for a grammar"
         assert await held(client, tools=[ADD, strict | NOW]) is None
         assert await held(client, tools=[strict]) == "start: (call (WS call)* | TEXT?)"
         assert await held(client, tools=[strict], parallel_tool_calls=False) == "start: (call | TEXT?)"
@@ -224,7 +226,7 @@ async def test_what_the_engine_is_told_to_hold_to(teller, engine):
         assert await held(client, **schema) == 'start: ("<think>" thoughts WS)? (answer)'
         assert await held(client, **schema, chat_template_kwargs={"open": True}) == "start: thoughts WS (answer)"
         assert await held(client, **schema, chat_template_kwargs={"enable_thinking": False}) == NUMBERS
-        assert await held(client, **grammar) == 'start: "a"', "which has no place for thoughts"
+        assert await held(client, **grammar) == 'start: "a"', "the grammar of a request constrains the whole answer"
         assert await held(client, guided_json="{") == "guided_json"
 
 
@@ -260,7 +262,7 @@ async def test_chat_stream(serving, conforms):
 
 
 def top(token, logprob):
-    """What the fake engine's token ids are as text: the byte-level alphabet in order, which begins with "!"."""
+    """An entry for a token of the fake engine, whose ids count the characters of the byte-level alphabet from "!" on."""
     return {"token": chr(0x21 + token), "logprob": logprob, "bytes": [0x21 + token]}
 
 

@@ -1,4 +1,4 @@
-"""Which answers a composed grammar lets through, token by token, with markers that are text and markers that are tokens."""
+"""Which answers a composed grammar accepts, token by token, if markers are text and if markers are special tokens."""
 
 import json
 
@@ -26,7 +26,7 @@ BAD = '{"name": "f", "arguments": {"a": 3}}'
 
 @pytest.fixture(params=[False, True], ids=["text", "special"])
 def accepts(request, engine):
-    """`accepts(grammar, text)`: None if it cannot begin like that, else whether it can end there."""
+    """`accepts(grammar, text)`: None if no answer begins with the text, else whether the text is a complete answer."""
     tokenizer = engine.tokenizer
     if request.param:
         tokenizer.add_special_tokens({"additional_special_tokens": list(MARKERS)})

@@ -12,7 +12,7 @@ PARIS = '{"city": "Paris \\"]}\\u00e9", "days": [1, {"x": "{"}]}'
 
 
 def read(style: str, *pieces: str, single: bool = False) -> tuple[str, list[tuple[str, str]]]:
-    """Content, and name and arguments of each call, put together as a client does."""
+    """The content and the name and arguments of each call, assembled from the deltas as a client does."""
     reader = ToolReader(FORMATS.get(style, REQUIRED), OFFERED, single)
     content = ""
     calls = {}
