@@ -57,7 +57,10 @@ class PromptReader:
                 f"{self._max_chars} characters"
             )
             raise ParameterError("prompt", rule, len(text), "context_length_exceeded")
-        text.encode()  # a ValueError for half of a surrogate pair
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ParameterError("prompt", "be a text that UTF-8 can encode", text[error.start : error.end]) from None
         ids: list[int] = self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
         return ids
 
