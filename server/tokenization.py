@@ -111,8 +111,6 @@ class Tokenization:
             return self._engine.reader.encode(text, special)
         except ParameterError as error:
             raise parameter_refused(error, param) from None
-        except UnicodeError as error:
-            raise BadRequest(f"{param} must be valid Unicode: {error}.", param=param, code="invalid_value") from None
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -44,3 +44,11 @@ async def test_parsed_templates_are_bounded(serving, engine):
             body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": f"{number}"}
             assert (await client.post("/tokenize", json=body)).status_code == 200
         assert client.service.tokenization._parsed.cache_info().currsize == MAX_TEMPLATES
+
+
+async def test_a_template_that_makes_half_of_a_surrogate_pair_is_refused(serving, engine):
+    body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ '\\ud800' }}"}
+    async with serving(allow_request_chat_template=True) as client:
+        response = await client.post("/tokenize", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages"
