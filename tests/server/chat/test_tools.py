@@ -1,17 +1,18 @@
-"""Tool calls and thoughts in texts as models write them, cut at every position: what is found does not depend on the cuts."""
+"""Tool calls in texts as models write them, cut at every position: the result does not depend on the cuts."""
 
 import pytest
-from fa_serve.server.reasoning import ThoughtReader, opened_by
-from fa_serve.server.tools import FORMATS, REQUIRED, ToolReader, detect_format
+from fa_serve.server.chat.tools import FORMATS, REQUIRED, ToolReader, detect_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 OFFERED = ("get_weather", "add")
+
+
 PARIS = '{"city": "Paris \\"]}\\u00e9", "days": [1, {"x": "{"}]}'
 
 
 def read(style: str, *pieces: str, single: bool = False) -> tuple[str, list[tuple[str, str]]]:
-    """Content, and name and arguments of each call, put together as a client does."""
+    """The content and the name and arguments of each call, assembled from the deltas as a client does."""
     reader = ToolReader(FORMATS.get(style, REQUIRED), OFFERED, single)
     content = ""
     calls = {}
@@ -36,6 +37,8 @@ def call(name: str = "get_weather", arguments: str = PARIS, key: str = "argument
 
 
 ADD = ("add", '{"a": 1, "b": 2}')
+
+
 TEXTS = [
     pytest.param("hermes", f"<tool_call>\n{call()}\n</tool_call>", "", [("get_weather", PARIS)], id="hermes"),
     pytest.param(
@@ -169,37 +172,6 @@ def test_one_call_alone_and_ids():
     assert read("hermes", *f"<tool_call>{call(*ADD)}</tool_call><tool_call>{call()}</tool_call>", single=True) == ("", [ADD])
     [delta] = ToolReader(FORMATS["mistral"], OFFERED).read(f"[TOOL_CALLS][{call(*ADD)}]", last=True)[1]
     assert (len(delta["id"]), delta["id"].isalnum()) == (9, True), "Mistral's templates check it"
-
-
-def think(inside: bool | None, *pieces: str) -> tuple[str, str]:
-    reader = ThoughtReader(inside)
-    parts = [reader.read(piece, last=i + 1 == len(pieces)) for i, piece in enumerate(pieces)]
-    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
-
-
-THOUGHTS = [
-    pytest.param(None, "<think>\nOne <two.\n</think>\n\n Four.\n", ("One <two.", "Four.\n"), id="its own tag"),
-    pytest.param(True, "\nOne.</thin\n\n</think>Four.", ("One.</thin", "Four."), id="opened by the prompt"),
-    pytest.param(None, " 4 <think>no</think>", ("", " 4 <think>no</think>"), id="none"),
-    pytest.param(False, "<think>4", ("", "<think>4"), id="closed by the prompt"),
-    pytest.param(None, "<think>One and </thi", ("One and </thi", ""), id="cut off"),
-    pytest.param(None, " <thi", ("", " <thi"), id="cut off in the tag"),
-    pytest.param(None, "<think></think>4", ("", "4"), id="empty"),
-    pytest.param(True, "a</think>b</think>", ("a", "b</think>"), id="closed twice"),
-]
-
-
-@pytest.mark.parametrize(("inside", "text", "parts"), THOUGHTS)
-def test_thoughts_wherever_the_text_is_cut(inside, text, parts):
-    assert think(inside, text) == parts
-    assert think(inside, *text) == parts
-    for cut in range(1, len(text)):
-        assert think(inside, text[:cut], text[cut:]) == parts, text[:cut]
-
-
-def test_what_the_prompt_says():
-    ends = {"<|assistant|>": None, "<|assistant|><think>\n": True, "<|assistant|><think>\n\n</think>\n\n": False}
-    assert {end: opened_by(end) for end in ends} == ends
 
 
 TEMPLATES = {

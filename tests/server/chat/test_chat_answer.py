@@ -1,27 +1,32 @@
-"""Tools and thoughts over a fake engine that says what a model would say, read by openai-python's own stream reader."""
+"""Chats over a fake engine that says what a model would say, with tools and thoughts, read by openai-python's stream reader."""
 
 import json
 from typing import Any
 
 import openai
 import pytest
-from fa_serve.server.sampling import call_schemas
-from fa_serve.server.schemas import Tool
 
 pytestmark = pytest.mark.anyio
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% if x %}<tool_call></tool_call>{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% for call in message.tool_calls or [] %}"
-    "[{{ call.id }}:{{ call.function.name }}:{{ call.function.arguments.a + 1 }}]{% endfor %}{% endfor %}<|assistant|>"
-)
+
+
 THINKING = (
     "{% for message in messages %}{{ message.content.split('</think>')[-1] }}{% endfor %}"
     "{% if open %}<think>\n{% elif enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 )
+
+
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+
+
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": NUMBERS}}
+
+
 NOW = {"type": "function", "function": {"name": "now"}}
+
+
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "tools": [ADD, NOW]}
+
+
 CALLS = (
     "I",
     " add",
@@ -36,25 +41,12 @@ CALLS = (
 )
 
 
-@pytest.fixture
-def teller(engine, serving):
-    """`async with teller(words, template) as client`: openai-python over an engine that says these words."""
-
-    def start(words: tuple[str, ...], template: str = TEMPLATE, **settings: Any):
-        engine.words = words
-        engine.max_model_len = 4096
-        engine.tokenizer.chat_template = template
-        return serving(**settings)
-
-    return start
-
-
 def spoken_by(client) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", max_retries=0, http_client=client)
 
 
 async def both(client, conforms, **body):
-    """The plain reply and the one that openai-python puts together from a stream of it; they must agree but for ids."""
+    """The plain reply, and the chunks of its stream. openai-python's sum of the chunks must equal the reply, except for ids."""
     api = spoken_by(client)
     plain = await api.chat.completions.create(**body)
     conforms("CreateChatCompletionResponse", trimmed(plain))
@@ -81,7 +73,7 @@ def called(message) -> list[tuple[str, str]]:
 
 
 def trimmed(reply) -> Any:
-    """Without reasoning_content, which is vLLM's, to be held against OpenAI's schemas."""
+    """The reply without reasoning_content, which OpenAI's schemas do not have."""
     data = reply.model_dump(exclude_unset=True)
     for choice in data["choices"]:
         choice.get("message", choice.get("delta")).pop("reasoning_content", None)
@@ -134,7 +126,9 @@ async def test_forced(teller, conforms, engine, choice):
         plain, _ = await both(client, conforms, **CHAT, tool_choice=choice, parallel_tool_calls=False)
     [message] = [choice.message for choice in plain.choices]
     assert (message.content, called(message)) == (None, [("add", arguments)])
-    assert plain.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop"), "as OpenAI has it"
+    assert plain.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop"), (
+        "OpenAI says stop for a named function"
+    )
     schema = engine.seen[0].params.structured.json_schema
     if choice == "required":
         assert (schema["minItems"], schema["maxItems"], len(schema["items"]["anyOf"])) == (1, 1, 2)
@@ -143,18 +137,8 @@ async def test_forced(teller, conforms, engine, choice):
         assert schema == NUMBERS
 
 
-def test_references_move_with_their_schema():
-    inner = {"$defs": {"N": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/N"}, "b": {"items": [{"$ref": "#"}]}}}
-    calls, definitions = call_schemas(
-        [Tool(**{"type": "function", "function": {"name": "f", "parameters": inner}})], "arguments"
-    )
-    assert calls[0]["properties"] == {"name": {"const": "f"}, "arguments": {"$ref": "#/$defs/f"}}
-    moved = definitions["f"]["properties"]
-    assert moved == {"a": {"$ref": "#/$defs/f/$defs/N"}, "b": {"items": [{"$ref": "#/$defs/f"}]}}
-
-
 async def test_history(teller, engine):
-    """As a client sends it: the reply's own message, and the tool's answer."""
+    """A client sends the message of the reply back, together with the tool's answer."""
     async with teller(CALLS) as client:
         api = spoken_by(client)
         reply = (await api.chat.completions.create(**CHAT)).choices[0].message
@@ -168,7 +152,7 @@ async def test_history(teller, engine):
 async def test_special_tokens_are_shown_where_they_are_markers(teller, engine):
     async with teller(CALLS) as client:
         await client.post("/v1/chat/completions", json=CHAT)
-        del client.service.special_tokens
+        del client.service.tokenization.special_tokens
         engine.tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
         await client.post("/v1/chat/completions", json=CHAT)
         await client.post("/v1/chat/completions", json={**CHAT, "tool_choice": "none"})
@@ -178,22 +162,16 @@ async def test_special_tokens_are_shown_where_they_are_markers(teller, engine):
 
 async def test_the_operator_names_the_format(teller, conforms):
     words = ("[TOOL_CALLS]", "now[ARGS]", '{"a": 1}')
-    plain_template = TEMPLATE.replace("<tool_call></tool_call>", "")
+    plain_template = teller.template.replace("<tool_call></tool_call>", "")
     async with teller(words, plain_template, tool_call_parser="mistral") as client:
         plain, _ = await both(client, conforms, **CHAT)
     [call] = plain.choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments, len(call.id)) == ("now", '{"a": 1}', 9)
 
 
-async def test_a_template_without_tools_names_them(teller, conforms):
-    async with teller(("a",), THINKING) as client:
-        for choice in ("required", "auto"):
-            response = await client.post("/v1/chat/completions", json={**CHAT, "tool_choice": choice})
-            assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
-            conforms("ErrorResponse", response.json())
-
-
 THOUGHTS = ("<thi", "nk>\nOne", "\nand", "\n", "</think>", "\n\n", "Four", ".")
+
+
 ASK = {"model": "fake", "messages": CHAT["messages"]}
 
 
@@ -214,27 +192,11 @@ async def test_thoughts(teller, conforms, mode):
 
 
 async def test_thoughts_before_a_call(teller, conforms):
-    async with teller((*THOUGHTS, *CALLS), THINKING + TEMPLATE) as client:
+    async with teller((*THOUGHTS, *CALLS), THINKING + teller.template) as client:
         plain, _ = await both(client, conforms, **CHAT)
     message = plain.choices[0].message
     assert (message.reasoning_content, message.content) == ("One\nand", "Four.I add.")
     assert len(message.tool_calls) == 2
-
-
-async def test_a_template_of_the_request(teller, engine):
-    async with teller(("a",), allow_request_chat_template=True) as client:
-        own = {**ASK, "chat_template": "<{{ messages[0].content }}{{ x }}>", "chat_template_kwargs": {"x": 3}}
-        assert (await client.post("/v1/chat/completions", json=own)).status_code == 200
-        for bad in ("{% if %}", "{{ messages.append(1) }}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}", "{{ x.y.z }}"):
-            response = await client.post("/v1/chat/completions", json={**ASK, "chat_template": bad})
-            assert response.status_code == 400, bad
-    assert engine.tokenizer.decode(engine.seen[0].prompt) == "<Hi3>"
-
-
-async def test_effort_is_the_templates(teller, engine):
-    async with teller(("a",), "{{ reasoning_effort }}") as client:
-        assert (await client.post("/v1/chat/completions", json={**ASK, "reasoning_effort": "low"})).status_code == 200
-    assert engine.tokenizer.decode(engine.seen[0].prompt) == "low"
 
 
 async def test_what_the_engine_is_told_to_hold_to(teller, engine):
@@ -250,7 +212,7 @@ async def test_what_the_engine_is_told_to_hold_to(teller, engine):
         return output and (output.grammar.split("\n")[0] if output.grammar else output.json_schema)
 
     async with teller(("a",)) as client:
-        assert await held(client, tools=[ADD]) is None, "no grammar that nobody asked for"
+        assert await held(client, tools=[ADD]) is None, "nothing asks for a grammar"
         assert await held(client, tools=[ADD, strict | NOW]) is None
         assert await held(client, tools=[strict]) == "start: (call (WS call)* | TEXT?)"
         assert await held(client, tools=[strict], parallel_tool_calls=False) == "start: (call | TEXT?)"
@@ -264,5 +226,59 @@ async def test_what_the_engine_is_told_to_hold_to(teller, engine):
         assert await held(client, **schema) == 'start: ("<think>" thoughts WS)? (answer)'
         assert await held(client, **schema, chat_template_kwargs={"open": True}) == "start: thoughts WS (answer)"
         assert await held(client, **schema, chat_template_kwargs={"enable_thinking": False}) == NUMBERS
-        assert await held(client, **grammar) == 'start: "a"', "which has no place for thoughts"
+        assert await held(client, **grammar) == 'start: "a"', "the grammar of a request constrains the whole answer"
         assert await held(client, guided_json="{") == "guided_json"
+
+
+def frames(text: str) -> list[Any]:
+    lines = [line for line in text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+async def test_chat(serving, conforms, engine):
+    async with serving() as client:
+        reply = (await client.post("/v1/chat/completions", json=ASK)).json()
+    conforms("CreateChatCompletionResponse", reply)
+    message = {"role": "assistant", "content": "Hello, wörld", "refusal": None}
+    assert reply["choices"] == [{"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}]
+    assert engine.tokenizer.decode(engine.seen[0].prompt) == "<|user|>Hi<|assistant|>"
+    assert engine.seen[0].params.max_tokens == engine.max_model_len - len(engine.seen[0].prompt)
+
+
+async def test_chat_stream(serving, conforms):
+    async with serving() as client:
+        response = await client.post("/v1/chat/completions", json={**ASK, "stream": True})
+    chunks = frames(response.text)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    for chunk in chunks:
+        conforms("CreateChatCompletionStreamResponse", chunk)
+        assert "usage" not in chunk
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [c["choices"][0]["delta"].get("content") for c in chunks[1:]] == ["Hello", ",", " wörld"]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None, None, None, "stop"]
+    assert len({c["id"] for c in chunks}) == 1
+
+
+def top(token, logprob):
+    """An entry for a token of the fake engine, whose ids count the characters of the byte-level alphabet from "!" on."""
+    return {"token": chr(0x21 + token), "logprob": logprob, "bytes": [0x21 + token]}
+
+
+async def test_chat_logprobs(serving, conforms):
+    async with serving() as client:
+        body = {**ASK, "logprobs": True, "top_logprobs": 2}
+        reply = (await client.post("/v1/chat/completions", json=body)).json()
+        chunks = frames((await client.post("/v1/chat/completions", json={**body, "stream": True})).text)
+        none = (await client.post("/v1/chat/completions", json={**ASK, "logprobs": True})).json()
+        for wrong in ({"top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}):
+            assert (await client.post("/v1/chat/completions", json={**ASK, **wrong})).status_code == 400
+    conforms("CreateChatCompletionResponse", reply)
+    content = [{**top(i, -0.5), "top_logprobs": [top(i + 1, -0.25), top(i + 2, -9999.0)]} for i in range(3)]
+    assert reply["choices"][0]["logprobs"] == {"content": content, "refusal": None}
+    for chunk in chunks:
+        conforms("CreateChatCompletionStreamResponse", chunk)
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry for logprobs in streamed if logprobs for entry in logprobs["content"]] == content
+    assert [entry["top_logprobs"] for entry in none["choices"][0]["logprobs"]["content"]] == [[], [], []]

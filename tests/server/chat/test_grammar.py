@@ -1,11 +1,11 @@
-"""Which answers a composed grammar lets through, token by token, with markers that are text and markers that are tokens."""
+"""Which answers a composed grammar accepts, token by token, if markers are text and if markers are special tokens."""
 
 import json
 
 import pytest
-from fa_serve.server.grammar import ANY_TEXT, calls, compose, rule
-from fa_serve.server.schemas import Tool
-from fa_serve.server.tools import FORMATS, ToolFormat, ToolReader
+from fa_serve.server.chat.conversation import Tool
+from fa_serve.server.chat.grammar import ANY_TEXT, call_rules, compose, rule
+from fa_serve.server.chat.tools import FORMATS, ToolFormat, ToolReader
 
 from fa_serve.engine import StructuredOutput
 
@@ -26,7 +26,7 @@ BAD = '{"name": "f", "arguments": {"a": 3}}'
 
 @pytest.fixture(params=[False, True], ids=["text", "special"])
 def accepts(request, engine):
-    """`accepts(grammar, text)`: None if it cannot begin like that, else whether it can end there."""
+    """`accepts(grammar, text)`: None if no answer begins with the text, else whether the text is a complete answer."""
     tokenizer = engine.tokenizer
     if request.param:
         tokenizer.add_special_tokens({"additional_special_tokens": list(MARKERS)})
@@ -45,7 +45,7 @@ def accepts(request, engine):
 
 def held(accepts, style: ToolFormat, answer: StructuredOutput = ANY_TEXT, thoughts: bool | None = False, single=False) -> str:
     free = answer is ANY_TEXT
-    start, rules = calls(style, TOOLS, single, accepts.mark, text=free)
+    start, rules = call_rules(style, TOOLS, single, accepts.mark, with_text=free)
     return (
         compose(start, rules, thoughts, accepts.mark)
         if free

@@ -1,15 +1,19 @@
-"""The load client, against a server of a few lines that counts its connections."""
+"""The load of `fa-serve bench`, against a real server and against a server of a few lines that counts its connections."""
 
 import asyncio
+import json
+import subprocess
+import sys
 
 import pytest
-from fa_serve.server.bench import Load, _quantiles, run
+
+from fa_serve.client.bench import Load, LoadError, run
 
 EVENTS = [b'{"choices":[{"text":"a"}]}', b'{"usage":{"completion_tokens":1}}', b"[DONE]"]
 
 
 async def report(header: bytes = b"", events: list[bytes] = EVENTS, cut: bool = False) -> tuple[dict, int]:
-    """Of six requests, two at once, and how many connections they took."""
+    """The report of six requests, two at once, and the number of connections that they took."""
     connections = 0
 
     async def answer(reader, writer):
@@ -51,7 +55,29 @@ def test_an_answer_that_is_cut_off_has_failed():
     assert (found["failed"], found["errors"]) == (6, ["the stream ended without [DONE]"])
 
 
-def test_quantiles_are_those_of_the_nearest_rank():
-    found = _quantiles([number / 1000 for number in range(1, 101)])
-    assert (found["p50"], found["p90"], found["p99"]) == (50, 90, 99)
-    assert _quantiles([0.002, 0.001])["p50"] == 1
+def bench(served, *arguments):
+    command = [sys.executable, "-m", "fa_serve", "bench", "--url", served.url, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_command_writes_a_report(served, tmp_path, processes):
+    load = ["--requests", "12", "--concurrency", "4", "--prompt-tokens", "20", "--output-tokens", "5"]
+    done = bench(served, *load, "--processes", str(processes), "--json", str(tmp_path / "report.jsonl"))
+    assert done.returncode == 0, done.stderr
+    assert "fa-serve-demo: 12 of 12 requests" in done.stdout
+    report = json.loads((tmp_path / "report.jsonl").read_text())
+    assert (report["requests"], report["failed"], report["model"]) == (12, 0, "fa-serve-demo")
+    assert report["output_tokens_per_s"] == pytest.approx(60 / report["seconds"], rel=0.01)
+    assert 0 < report["ttft_ms"]["p50"] <= report["ttft_ms"]["p99"] <= report["e2e_ms"]["p99"]
+
+
+def test_the_command_fails_if_the_server_refuses(served):
+    refused = bench(served, "--prompt-tokens", "5000")
+    assert refused.returncode == 1
+    assert "context length" in refused.stderr
+
+
+def test_a_server_that_cannot_be_reached():
+    with pytest.raises(LoadError, match=r"127\.0\.0\.1:1"):
+        asyncio.run(run(Load(url="http://127.0.0.1:1")))

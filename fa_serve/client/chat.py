@@ -1,15 +1,16 @@
-"""A terminal client: `fa-serve chat`. Answers stream as they come; Ctrl-C stops one, Ctrl-D leaves, /reset forgets.
+"""A conversation in the terminal: `fa-serve chat`.
 
     with Conversation("http://127.0.0.1:8000") as conversation:
         for text in conversation.ask("What is 17 + 25?"):
             print(text, end="", flush=True)
 
-It speaks OpenAI's API and nothing of ours, so it works with other servers too.
+Answers are printed while they stream. Ctrl-C stops an answer, Ctrl-D leaves, and /reset forgets the conversation.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -18,11 +19,16 @@ import httpx
 
 
 class ChatError(Exception):
-    """The server refused, in its own words, or could not be reached."""
+    """The server refuses the request, in the server's words, or cannot be reached."""
 
 
 class Conversation:
-    """The messages so far; an answer that was stopped is kept as far as it came."""
+    """The messages so far. An answer that was stopped is kept as far as it has arrived.
+
+    url, key, model: as in `fa-serve chat`; no model takes the first that the server lists
+    system:          a system message, which stays after a reset
+    options:         further fields of each request; None leaves a field out
+    """
 
     def __init__(
         self, url: str, *, key: str | None = None, model: str | None = None, system: str | None = None, **options: Any
@@ -44,7 +50,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = list(self._system)
 
     def ask(self, question: str) -> Iterator[str]:
-        """The answer's pieces. Raises ChatError; then the question is not part of the conversation."""
+        """The answer, in parts as they arrive. Raises ChatError; then the conversation does not contain the question."""
         messages = [*self.messages, {"role": "user", "content": question}]
         answer: list[str] = []
         try:
@@ -55,7 +61,8 @@ class Conversation:
                 if response.is_error:
                     response.read()
                 for line in _checked(response).iter_lines():
-                    if text := _text(line):
+                    text = _text(line)
+                    if text:
                         answer.append(text)
                         yield text
         except httpx.HTTPError as error:
@@ -65,12 +72,44 @@ class Conversation:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
 
+def answer_once(conversation: Conversation, question: str) -> None:
+    """Print the answer to one question. Raises ChatError."""
+    _print_answer(conversation, question)
+    print()
+
+
+def talk(conversation: Conversation) -> None:
+    """Read questions and print answers until the input ends."""
+    while True:
+        try:
+            question = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if question == "/reset":
+            conversation.reset()
+            continue
+        try:
+            _print_answer(conversation, question)
+        except ChatError as error:
+            print(f"fa-serve: {error}", end="", file=sys.stderr)
+        print()
+
+
+def _print_answer(conversation: Conversation, question: str) -> None:
+    try:
+        for text in conversation.ask(question):
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" (stopped)", end="")
+
+
 def _checked(response: httpx.Response) -> httpx.Response:
     if response.is_error:
         try:
             message = response.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
-            message = f"status {response.status_code}"
+            message = f"the server answered with status {response.status_code}"
         raise ChatError(message)
     return response
 
@@ -78,7 +117,7 @@ def _checked(response: httpx.Response) -> httpx.Response:
 def _text(line: str) -> str:
     if not line.startswith("data: ") or line == "data: [DONE]":
         return ""
-    event = json.loads(line[6:])
+    event = json.loads(line.removeprefix("data: "))
     if "error" in event:
         raise ChatError(event["error"]["message"])
     return "".join(choice["delta"].get("content") or "" for choice in event["choices"])

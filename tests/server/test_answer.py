@@ -1,4 +1,4 @@
-"""A process that falls behind: what its streams have gained meanwhile is one event each, and nothing is lost."""
+"""Streams of a process that falls behind: what a stream has gained meanwhile becomes one event, and nothing is lost."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from fa_serve.server.settings import Settings
 
 from fa_serve.engine import AsyncEngine, EngineConfig, RequestOutput, TokenLogprob, async_engine
 from fa_serve.engine.engine import EngineStats
-from fa_serve.engine.worker import Add, Message, Ready
+from fa_serve.engine.worker import Add, Ready, StepOutputs
 
 pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>'
@@ -19,9 +19,9 @@ PATHS = {"text": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 class Script:
-    """A worker whose steps are the test's: `step` gives every request its next word."""
+    """A worker that the test drives: `step` gives every request its next word."""
 
-    def __init__(self, source, on_message, on_death):
+    def __init__(self, source, on_message, on_death, on_phase=None):
         self.on_message = on_message
         self.requests = {}
         Script.now = self
@@ -41,7 +41,7 @@ class Script:
     def step(self, number, words):
         last = number + 1 == len(words)
         self.on_message(
-            Message(
+            StepOutputs(
                 self.stats(),
                 [
                     RequestOutput(
@@ -64,7 +64,10 @@ class Script:
 
 @pytest.fixture
 def ask(engine, monkeypatch):
-    """`await ask(kind, words, behind)`: two streams of the words, one a step; `behind`: all steps while the loop is busy."""
+    """`await ask(kind, words, behind)`: two streams of the words, one word in each step.
+
+    behind: all steps happen while the event loop is busy
+    """
     monkeypatch.setattr(async_engine, "ThreadWorker", Script)
     engine.tokenizer.chat_template = "{{ tools }}{{ messages[0].content }}"
     Script.tokenizer = engine.tokenizer
