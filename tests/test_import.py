@@ -1,4 +1,4 @@
-"""`import fa_serve` costs little, and has its names; tests/test_hf_plugin.py has what it does to transformers or without it."""
+"""`import fa_serve` loads nothing heavy and has its public names. Its registration with transformers is tested under hf/."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The engine for asyncio: streams of outputs, one for each request. The only place where the two meet.
+"""The engine for asyncio: a stream of outputs for each request. Only this module of the engine uses asyncio.
 
     engine = AsyncEngine(EngineConfig())
     await engine.start()
@@ -6,12 +6,12 @@
         print(output.text, end="")
     await engine.shutdown()
 
-The engine runs in a thread or a process (worker.py). A step's message is dealt to the requests' mailboxes. A mailbox holds at
-most one output for each answer: what comes before the consumer is back is joined to it, so a slow consumer neither holds up a
-step nor piles up memory.
+The engine runs in a thread or a process (worker.py). The outputs of a step are put into the mailboxes of their requests. A
+mailbox holds at most one output for each answer: an output that comes before the consumer is back is appended to the one that
+waits. So a slow consumer neither delays a step nor fills the memory.
 
-If the engine ends by an exception, or its process dies, every unfinished request ends with an error at once, and later ones
-raise EngineDeadError: for good, or until a new engine has been loaded (EngineConfig.max_restarts).
+If the engine raises an exception, or its process dies, every unfinished request ends with an error at once, and later requests
+raise EngineDeadError, either for good or until a new worker has loaded the model (EngineConfig.max_restarts).
 """
 
 from __future__ import annotations
@@ -24,30 +24,37 @@ from itertools import count
 from typing import Any
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.engine import Engine, EngineStats
+from fa_serve.engine.engine import Engine
+from fa_serve.engine.engine_loop import Abort, Add, StepOutputs
+from fa_serve.engine.errors import EngineDeadError, RequestError
+from fa_serve.engine.events import OnPhase
+from fa_serve.engine.outputs import FinishReason, RequestOutput
 from fa_serve.engine.prompts import PromptReader
-from fa_serve.engine.request import FinishReason, RequestOutput, SamplingParams
-from fa_serve.engine.worker import Abort, Add, Message, ProcessWorker, Ready, ThreadWorker, Worker
-from fa_serve.spec import FaServeError
+from fa_serve.engine.sampling_params import SamplingParams
+from fa_serve.engine.stats import EngineStats
+from fa_serve.engine.worker import ProcessWorker, Ready, ThreadWorker, Worker
+from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
 
-class EngineDeadError(FaServeError, RuntimeError):
-    """The engine has ended; the text says by what."""
-
-
 class _Mailbox:
-    """What a request's answers have gained since their consumer looked last; lives on the event loop."""
+    """What the answers to a request have gained since their consumer looked last. Used only on the event loop.
+
+    unfinished: indices of the answers that have not ended
+    sent:       whether the request has been sent to the worker
+    """
 
     def __init__(self, num_answers: int) -> None:
         self.unfinished = set(range(num_answers))
-        self.sent = False  # to the worker
+        self.sent = False
         self._content: dict[int, RequestOutput] = {}
         self._error: Exception | None = None
-        self._waiting: asyncio.Future[None] | None = None  # the consumer, of which there is one; an Event would cost more
+        # wakes the consumer, of which there is one; an asyncio.Event would cost more
+        self._waiting: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
+        """Add an output and wake the consumer."""
         if output.index in self._content:
             self._content[output.index].absorb(output)
         else:
@@ -57,6 +64,7 @@ class _Mailbox:
         self._wake()
 
     def refuse(self, error: Exception) -> None:
+        """Let `get` raise an error."""
         self._error = error
         self._wake()
 
@@ -65,10 +73,11 @@ class _Mailbox:
             self._waiting.set_result(None)
 
     def drained(self) -> bool:
-        """Whether there will be nothing more to get."""
+        """Whether there will be no more outputs."""
         return not self.unfinished and not self._content
 
     async def get(self) -> RequestOutput:
+        """The next output. Waits until there is one."""
         if not self._content and self._error is None:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
@@ -78,16 +87,22 @@ class _Mailbox:
 
 
 class AsyncEngine:
-    """Owner of the worker and its mailboxes. All methods are for the event loop that called `start`."""
+    """Owner of the worker and of the mailboxes. All methods are to be called on the event loop that called `start`.
 
-    def __init__(self, engine: Engine | EngineConfig | None = None) -> None:
-        """An engine is run in a thread; a config says where its engine is run."""
+    engine:   an engine, which is run in a thread; or a config, which says where its engine is run
+    on_phase: called with each `Phase` of a start-up when it has ended, from another thread
+    reader:   turns texts into token ids, from any thread; None before `start` has returned
+    """
+
+    def __init__(self, engine: Engine | EngineConfig | None = None, *, on_phase: OnPhase | None = None) -> None:
         self._source = engine
+        self._on_phase = on_phase
         self._worker: Worker | None = None
         self._ready: Ready | None = None
-        self.reader: PromptReader | None = None  # of texts, from any thread, once the engine is loaded
-        self._mailboxes: dict[str, _Mailbox] = {}  # by the name that the worker knows a request by
-        self._names: dict[str, str] = {}  # by request id; no two requests have one name, even if an id is used again
+        self.reader: PromptReader | None = None
+        # The worker knows each request by a name that is never used again, even if its id is.
+        self._mailboxes: dict[str, _Mailbox] = {}  # by name
+        self._names: dict[str, str] = {}  # by request id
         self._serial = count()
         self._stats: EngineStats | None = None
         self._error: EngineDeadError | None = None
@@ -95,36 +110,38 @@ class AsyncEngine:
         self._restarting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the model, if it is not there yet, and start the worker."""
+        """Start the worker, which loads the model if a config was given. Raises what loading raises."""
         if self._worker is not None:
-            raise RuntimeError("the engine has been started already")
+            raise RuntimeError("cannot start the engine: it has been started already")
         await self._start()
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
         source = self._source
 
-        def on_message(message: Message) -> None:
-            _call(loop, self._deliver, message)
+        def on_outputs(step: StepOutputs) -> None:
+            _call(loop, self._deliver, step)
 
         def on_death(reason: str) -> None:
-            _call(loop, self._mourn, reason)
+            _call(loop, self._handle_death, reason)
 
-        if not isinstance(source, Engine) and (source or EngineConfig()).in_process:
-            self._worker = ProcessWorker(source, on_message, on_death)
+        if not isinstance(source, Engine) and (source or EngineConfig()).uses_process:
+            self._worker = ProcessWorker(source, on_outputs, on_death, self._on_phase)
         else:
-            self._worker = ThreadWorker(source, on_message, on_death)
+            self._worker = ThreadWorker(source, on_outputs, on_death, self._on_phase)
         ready = await asyncio.to_thread(self._worker.start)
         assert ready.config.max_model_len is not None
         self.reader = PromptReader(ready.tokenizer, ready.vocab_size, ready.config.max_model_len)
         self._ready = ready
         self._stats = None
 
-    def _mourn(self, reason: str) -> None:
-        """The worker has died: its requests end, and if the config says so there will be another."""
-        again = not isinstance(self._source, Engine) and self._restarts < self.config.max_restarts and self._restarting is None
-        self._die(EngineDeadError(f"the engine has ended: {reason}" + ("; it is being restarted" if again else "")))
-        if again:
+    def _handle_death(self, reason: str) -> None:
+        """The worker has died: end its requests, and start another worker if the config allows it."""
+        restarts = (
+            not isinstance(self._source, Engine) and self._restarts < self.config.max_restarts and self._restarting is None
+        )
+        self._end_all(EngineDeadError(f"the engine has ended: {reason}" + ("; it is being restarted" if restarts else "")))
+        if restarts:
             self._restarts += 1
             self._restarting = asyncio.create_task(self._restart())
 
@@ -136,26 +153,27 @@ class AsyncEngine:
             log.exception("the engine could not be restarted")
         else:
             self._error = None
-            log.warning("the engine has been restarted, %d of %d times", self._restarts, self.config.max_restarts)
+            log.warning("the engine has been restarted: restart %d of %d", self._restarts, self.config.max_restarts)
         finally:
             self._restarting = None
 
     async def shutdown(self) -> None:
-        """End the engine after the step that it is in; unfinished requests end with an error."""
+        """End the engine after the step that it is in. Unfinished requests end with an error."""
         if self._worker is not None:
             await asyncio.to_thread(self._worker.stop)
             if self._restarting is not None:
                 await self._restarting
                 await asyncio.to_thread(self._worker.stop)
-            self._die(EngineDeadError("the engine was shut down"))
+            self._end_all(EngineDeadError("the engine was shut down"))
 
     @property
     def is_alive(self) -> bool:
+        """Whether the engine takes requests."""
         return self._ready is not None and self._error is None
 
     @property
     def is_restarting(self) -> bool:
-        """It has died, and another is being loaded."""
+        """Whether the worker has died and another one is loading the model."""
         return self._restarting is not None
 
     @property
@@ -164,7 +182,7 @@ class AsyncEngine:
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine was loaded with; nothing in it is "auto" any more."""
+        """The engine's settings. Nothing in them is "auto" any more."""
         return self._loaded.config
 
     @property
@@ -189,25 +207,27 @@ class AsyncEngine:
         priority: int = 0,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The increments of the answers, each one's last with `finished`. Leaving the iterator early aborts the request.
+        """The increments of all answers; the last one of each answer is `finished`. Leaving the iterator aborts the request.
 
-        Raises ValueError for a bad prompt or id and QueueFullError before anything is yielded, EngineDeadError when the engine
-        has ended.
+        Before the first output it raises ParameterError as `Engine.add_request` does, QueueFullError when too many requests
+        wait, and EngineDeadError when the engine has ended or has not been started.
         """
         if not self.is_alive or self._worker is None or self.reader is None:
             raise self._error or EngineDeadError("the engine has not been started")
         if request_id in self._names:
-            raise ValueError(f"request_id must be unique among unfinished requests, got {request_id!r}")
+            raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         worker = self._worker
         read = self.reader.read
-        name = self._names[request_id] = f"{request_id}-{next(self._serial)}"
-        mailbox = self._mailboxes[name] = _Mailbox(1 if params is None else params.n)
+        name = f"{request_id}-{next(self._serial)}"
+        mailbox = _Mailbox(1 if params is None else params.n)
+        self._names[request_id] = name
+        self._mailboxes[name] = mailbox
         try:
-            # a long text takes a tokenizer a while, which neither the event loop nor a step should wait for
+            # Tokenizing a long text takes a while, and neither the event loop nor a step should wait for it.
             tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
             if self._error is not None:
                 raise self._error
-            if mailbox.unfinished:  # not aborted meanwhile
+            if mailbox.unfinished:  # else it was aborted meanwhile
                 worker.send(Add(name, tokens, params, priority, timeout))
                 mailbox.sent = True
             while not mailbox.drained():
@@ -221,14 +241,14 @@ class AsyncEngine:
                 worker.send(Abort(name))
 
     async def abort(self, request_id: str) -> None:
-        """End a request now; its consumer gets a last output. Unknown ids are ignored: the request may just have ended."""
+        """End a request now. Its consumer gets a last output. Unknown ids are ignored: the request may just have ended."""
         if self._worker is not None and request_id in self._names:
             name = self._names[request_id]
             mailbox = self._mailboxes[name]
             if mailbox.sent:
                 self._worker.send(Abort(name, len(mailbox.unfinished)))
             else:
-                self._end(name, "abort")
+                self._end(name, "abort", None)
 
     @property
     def _loaded(self) -> Ready:
@@ -236,25 +256,30 @@ class AsyncEngine:
             raise RuntimeError("the engine has not been started")
         return self._ready
 
-    def _deliver(self, message: Message) -> None:
-        self._stats = message.stats
-        for name, error in message.rejected:
+    def _deliver(self, step: StepOutputs) -> None:
+        """Put the outputs of a step into the mailboxes of their requests."""
+        self._stats = step.stats
+        for name, error in step.rejected:
             if name in self._mailboxes:
                 self._mailboxes[name].refuse(error)
-        for output in message.outputs:
+        for output in step.outputs:
             if output.request_id in self._mailboxes:
                 self._mailboxes[output.request_id].put(output)
 
-    def _die(self, error: EngineDeadError) -> None:
+    def _end_all(self, error: EngineDeadError) -> None:
+        """End every unfinished request with an error, and let later ones raise it."""
         self._error = self._error or error
         for name in self._mailboxes:
-            self._end(name, "error", str(error))
+            self._end(name, "error", RequestError("engine_dead", str(error)))
 
-    def _end(self, name: str, reason: FinishReason, error: str | None = None) -> None:
-        for index in sorted((mailbox := self._mailboxes[name]).unfinished):
+    def _end(self, name: str, reason: FinishReason, error: RequestError | None) -> None:
+        """Give each unfinished answer of a request its last output."""
+        mailbox = self._mailboxes[name]
+        for index in sorted(mailbox.unfinished):
             mailbox.put(RequestOutput(name, [], finished=True, finish_reason=reason, error=error, index=index))
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> None:
-    with suppress(RuntimeError):  # the loop has been closed: nobody is listening any more
+    """Call a function on the event loop, from any thread."""
+    with suppress(RuntimeError):  # the loop has been closed, so no consumer is left
         loop.call_soon_threadsafe(function, argument)

@@ -1,9 +1,9 @@
-"""The engine's settings: one frozen dataclass, checked when it is made.
+"""The engine's settings: one frozen dataclass that is checked when it is made.
 
     config = EngineConfig(model="Qwen/Qwen3-0.6B", max_num_seqs=64)
 
-`None` and "auto" mean that the engine decides once, when the model is loaded; `Engine.config` holds what it decided. Left
-out: how to sample (request.SamplingParams) and everything about HTTP.
+`None` and "auto" mean that the engine decides when it loads the model. `Engine.config` holds what it decided. Left out: how to
+sample (sampling_params.py) and everything about HTTP.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ from pathlib import Path
 
 import torch
 
+from fa_serve.spec import ParameterError
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """
+    """Settings of one engine. A value that is not allowed raises a ParameterError, a ValueError that names the field.
+
     model:                  hub name or local folder; None is the embedded model
-    trust_remote_code:      run code that comes with the model; else one that needs its own is refused
-    dtype:                  "auto" (the checkpoint's), "float16", "bfloat16", "float32"
+    trust_remote_code:      run code that comes with the model; otherwise a model that needs such code is refused
+    dtype:                  "auto" (the checkpoint's), "float16", "bfloat16" or "float32"
     device:                 "auto" (cuda if there is one, else cpu), or a torch device
     page_size:              tokens in a page of the KV cache
-    num_pages:              pages of the KV cache; None sizes it by memory
-    kv_cache_dtype:         "auto" (the model's) or "fp8": half the memory of 16-bit numbers, tokens may differ
+    num_pages:              pages of the KV cache; None fits them into the memory
+    kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together
     max_num_seqs:           sequences that run at once
-    max_waiting:            requests that may wait beyond the running ones
-    max_num_batched_tokens: tokens in one step, prompts' chunks and single tokens together
+    max_waiting:            requests that may wait in addition to the running ones
+    max_num_batched_tokens: tokens in one step, chunks of prompts and single tokens together
     max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
-    prefix_caching:         keep the pages of finished requests for prompts that begin alike
+    prefix_caching:         keep the pages of finished requests for prompts with the same prefix
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
-    fusion:                 layers of the Llama kind are computed by fewer and fused kernels, proven when the model is loaded
-    deterministic:          a request's tokens and log-probabilities are bitwise the same alone and in any batch; slower
-    process:                the async engine runs in a process of its own; None: if it is on a GPU
-    max_restarts:           how often the async engine starts a new one when its engine has died; 0: it ends for good
-    seed:                   from which requests without a seed draw theirs; None is a fresh one each time
+    fusion:                 compute layers of the Llama kind with fewer, fused kernels, which are verified at start-up
+    deterministic:          tokens and log-probabilities of a request are bitwise the same alone and in any batch; slower
+    process:                run the async engine in a separate process; None does so on a GPU
+    max_restarts:           how often the async engine starts a new worker after a worker has died
+    seed:                   seed of the seeds of requests that give none; None is different at each start
     """
 
     model: str | Path | None = None
@@ -61,44 +64,49 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             value = getattr(self, name)
-            if not (value is None and name in ("num_pages", "max_model_len")) and (not _is_integer(value) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            if value is None and name in ("num_pages", "max_model_len"):
+                continue
+            if not _is_integer(value) or value < 1:
+                raise ParameterError(name, "be a positive integer", value)
         for name in ("max_waiting", "max_restarts"):
-            if not _is_integer(getattr(self, name)) or getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or a positive integer, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not _is_integer(value) or value < 0:
+                raise ParameterError(name, "be 0 or a positive integer", value)
         if self.seed is not None and not _is_integer(self.seed):
-            raise ValueError(f"seed must be an integer or None, got {self.seed!r}")
+            raise ParameterError("seed", "be an integer or None", self.seed)
         if self.dtype not in ("auto", "float16", "bfloat16", "float32"):
-            raise ValueError(f"dtype must be auto, float16, bfloat16 or float32, got {self.dtype!r}")
+            raise ParameterError("dtype", "be auto, float16, bfloat16 or float32", self.dtype)
         if self.kv_cache_dtype not in ("auto", "fp8"):
-            raise ValueError(f"kv_cache_dtype must be auto or fp8, got {self.kv_cache_dtype!r}")
+            raise ParameterError("kv_cache_dtype", "be auto or fp8", self.kv_cache_dtype)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
-            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
+            raise ParameterError("gpu_memory_utilization", "be above 0 and at most 1", share)
 
     @property
     def model_name(self) -> str:
-        """The name to show: the hub name, or the folder's own name."""
+        """The name to show: the hub name, or the name of the folder."""
         if self.model is None:
             return "fa-serve-demo"
         path = Path(self.model)
         return path.resolve().name if path.exists() else str(self.model)
 
     def model_path(self) -> str:
-        """What transformers loads: the hub name or folder, that of the embedded model if none is named."""
+        """What transformers loads: the hub name or folder; the folder of the embedded model if `model` is None."""
         if self.model is None:
             from fa_serve.demo import model_path
 
             return str(model_path())
         if (isinstance(self.model, Path) or self.model.startswith(("/", "."))) and not Path(self.model).is_dir():
-            raise ValueError(f"model must be a hub name or an existing folder, got {self.model}")
+            raise ParameterError("model", "be a hub name or an existing folder", str(self.model))
         return str(self.model)
 
     def resolve_device(self) -> str:
+        """The device to load the model on: `device`, with "auto" resolved."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
     @property
-    def in_process(self) -> bool:
+    def uses_process(self) -> bool:
+        """Whether the async engine runs its engine in a separate process."""
         return self.resolve_device().startswith("cuda") if self.process is None else self.process
 
 

@@ -1,24 +1,27 @@
-"""Steps as CUDA graphs: the launches of a whole forward, recorded once for each shape and replayed in one call.
+"""CUDA graphs of whole steps: the launches of a forward are captured once for each shape and replayed in one call.
 
-    graphs = StepGraphs(forward, inputs, device, max_batch=256, max_tokens=8192, max_keys=4096, vocab=32000, dtype=dtype)
+    graphs = StepGraphs(forward, inputs, device, max_batch=256, max_tokens=8192, max_keys=4096, vocab=32000, dtype=dtype, ...)
     shape = graphs.shape_for(13, 13, 700, decoding=True)         # Shape(16, 16, 1, 1024), to which the caller pads
     views = send(pad(arrays, shape), device, graphs.block)
     logits = graphs.run(shape)               # (shape.batch, vocab); overwritten by the next run
 
-A graph reads and writes the same addresses each time, so a step's numbers are sent into a fixed block of memory, one for all
-graphs: first those of `pad`, then whatever the caller likes. The pages of each sequence are taken from its row of the device's
-table. How attention splits its keys among the SMs is fixed when it is recorded and depends on the longest sequence, so there
-are graphs for a few lengths (LENGTHS) of each size. What is decided by lengths that only the device knows is decided anew.
+A graph reads and writes the same addresses each time. Therefore the numbers of a step are sent into a fixed block of memory,
+one block for all graphs: first the fields of `pad`, then whatever else the caller sends. The pages of each sequence come from
+its row of the device's block table. How attention splits its keys among the SMs is fixed at capture and depends on the longest
+sequence, so there are graphs for a few key lengths (KEY_LENGTHS) of each size. Decisions that depend on lengths known only to
+the device are made at each replay.
 
-Decoding has a graph for each size of batch: the largest is captured at the start, the others when a step of their shape first
-comes. Steps with prompts are of too many shapes for that: one is captured when it has come SIGHTINGS times, and never more than
-MOST of them, padded to TOKENS. So the GPU does not wait for the launches of small models, and of small steps of large ones. In
-idle moments `prepare_one` captures in advance what is likely, and has kernels of the other prompts compiled. Who prepares would
-rather not wait for a capture: a step then takes a graph that is a little too large, if there is one. All graphs share one pool
-of memory; of prompts the largest is captured before any other, so that the pool is as large as it ever gets.
+Decoding has one graph for each batch size. The largest is captured at start-up, the others when a step of their shape first
+comes. Steps with prompts have too many shapes for that: a shape is captured when it has come CAPTURE_AFTER times, padded to a
+multiple of TOKEN_MULTIPLE, and there are never more than MAX_PROMPT_GRAPHS of them. With graphs the GPU does not wait for the
+launches of small models, nor of small steps of large models.
 
-The forward is the one that eager steps take. A model that cannot be captured (one that reads something back from the device)
-stays eager, and the log says why. Left out: steps that want log-probabilities of prompts.
+When there is no request, `prepare_one` captures likely shapes in advance and compiles the kernels of other prompts. While it is
+in use, no step waits for a capture if a captured graph is only a little too large: the step is padded to that graph. All graphs
+share one memory pool. The largest step with prompts is captured before any other, so that the pool never grows later.
+
+Graphs run the same forward as eager steps. A model that cannot be captured, for example because it reads something back from
+the device, stays eager, and the log says why. Left out: steps that want log-probabilities of prompts.
 """
 
 from __future__ import annotations
@@ -43,7 +46,12 @@ log = logging.getLogger("fa_serve.engine")
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What one forward takes. input_ids (total,) int64: -(slot + 1) stands for the last token sampled in that slot."""
+    """What one forward takes.
+
+    input_ids:      (total,) int64; -(slot + 1) stands for the last token sampled in that slot
+    position_ids:   (total,) int64
+    logits_indices: (n,) int64, the tokens whose logits are wanted
+    """
 
     input_ids: Tensor
     position_ids: Tensor
@@ -52,7 +60,10 @@ class Inputs:
 
 
 class Shape(NamedTuple):
-    """Upper bounds of a recorded step: tokens, sequences, tokens of one sequence (1: each decodes), keys of one."""
+    """The padded sizes of a captured step.
+
+    tokens: of all sequences; batch: sequences; queries: tokens of one sequence, 1 if all decode; keys: of one sequence
+    """
 
     tokens: int
     batch: int
@@ -61,28 +72,47 @@ class Shape(NamedTuple):
 
 
 class MakeInputs(Protocol):
-    """fields: those of `pad`, on the device"""
+    """Makes the inputs of a forward from the fields of `pad`, on the device."""
 
-    def __call__(self, fields: Mapping[str, Tensor], queries: int, keys: int, *, fresh: bool = False) -> Inputs: ...
+    def __call__(
+        self, fields: Mapping[str, Tensor], max_seqlen_q: int, max_seqlen_k: int, *, fresh: bool = False
+    ) -> Inputs: ...
 
 
-LENGTHS = (1024, 4096, 16384)  # keys of the longest sequence, beside the longest there can be
-ROOM = 1 << 20  # bytes of the block for what comes after the fields
-TOKENS = 64  # steps with prompts are padded to a multiple of it: little beside what a step that must wait for launches costs
-BATCHES = (16, 64)  # sequences of such steps, beside the most there can be
-SIGHTINGS = 2  # recording takes the host about as long as one step that it saves: 9 to 18 ms on an H200, with 28 layers
-MOST = 256
-AHEAD = 512  # tokens of a step with prompts up to which it is captured in advance, and the longest there can be
-# Steps with prompts that differ in the kernels that they compile: (decoding sequences, tokens of a prompt). Attention has tiles
-# for up to 64 queries and for more, and shares keys in another way with the batch. On Hopper, 512 requests of many lengths were
-# left with one kernel to compile after these and the captures, with 18 before: that of their sampling.
-REHEARSALS = ((0, 128), (20, 128), (40, 128), (100, 128), (1, 128), (1, 48), (0, 48))
+KEY_LENGTHS = (1024, 4096, 16384)
+"""Lengths of the longest sequence for which there are graphs, in addition to the longest possible one."""
+EXTRA_BYTES = 1 << 20
+"""Bytes of the block for what comes after the fields of `pad`."""
+TOKEN_MULTIPLE = 64
+"""Steps with prompts are padded to a multiple of this. The padding costs little beside waiting for launches."""
+PROMPT_BATCHES = (16, 64)
+"""Numbers of sequences in steps with prompts for which there are graphs, in addition to the largest possible one."""
+CAPTURE_AFTER = 2
+"""How often a step with prompts must come before it is captured.
+
+A capture takes the host about as long as one step that it saves: 9 to 18 ms on an H200 with 28 layers.
+"""
+MAX_PROMPT_GRAPHS = 256
+"""Number of graphs of steps with prompts."""
+MAX_TOKENS_AHEAD = 512
+"""Steps with prompts of up to so many tokens are captured in advance, and the largest possible one."""
+WARM_UPS = ((0, 128), (20, 128), (40, 128), (100, 128), (1, 128), (1, 48), (0, 48))
+"""Steps with prompts that differ in the kernels that they compile: (decoding sequences, tokens of a prompt).
+
+Attention has one tile for up to 64 queries and another one for more, and the batch decides how it splits keys. On Hopper, after
+these steps and the captures, 512 requests of many lengths had to compile one more kernel, that of their sampling. Without these
+steps they had to compile 18.
+"""
 
 
 class StepGraphs:
-    """Owner of the graphs. `forward` takes what `inputs` makes and returns logits (n, vocab).
+    """Owner of the graphs and of the memory that they read and write.
 
-    prompts: record steps with prompts too; rehearse: run some of them in idle moments
+    forward:    takes what `inputs` makes and returns logits (n, vocab)
+    max_batch:  sequences in a step; max_tokens: tokens in a step; max_keys: keys of a sequence
+    vocab, dtype: of the logits
+    prompts:    capture steps with prompts too
+    warm_up:    run the steps of WARM_UPS when there is no request
     """
 
     def __init__(
@@ -97,32 +127,35 @@ class StepGraphs:
         vocab: int,
         dtype: torch.dtype,
         prompts: bool,
-        rehearse: bool,
+        warm_up: bool,
     ) -> None:
         self._forward = forward
         self._make_inputs = inputs
         self._device = device
         self._prompts = prompts
         self.sizes = batch_sizes(max_batch)
-        self.lengths = [*(length for length in LENGTHS if length < max_keys), max_keys]
-        self._batches = [*(size for size in BATCHES if size < max_batch), max_batch]
-        most = _rounded(max_tokens)
-        self._largest = Shape(most, max_batch, most, max_keys)
-        self.block = torch.zeros(packed_size(padding(self._largest)) + ROOM, dtype=torch.uint8, device=device)
+        self.key_lengths = [*(length for length in KEY_LENGTHS if length < max_keys), max_keys]
+        self._prompt_batches = [*(size for size in PROMPT_BATCHES if size < max_batch), max_batch]
+        tokens = _rounded(max_tokens)
+        self._largest = Shape(tokens, max_batch, tokens, max_keys)
+        self.block = torch.zeros(packed_size(padding(self._largest)) + EXTRA_BYTES, dtype=torch.uint8, device=device)
         self._logits = torch.zeros(max_batch, vocab, dtype=dtype, device=device)
+        # Shapes come from fixed lists of sizes, so these two hold a few thousand entries at most.
         self._replays: dict[Shape, Callable[[], None]] = {}
-        self._seen: Counter[Shape] = Counter()
+        self._num_seen: Counter[Shape] = Counter()
         self._pool: Any = None
-        self._missing: list[Shape] | None = None  # to be captured, the next one last; None: nobody prepares
-        self._rehearsals = list(reversed(REHEARSALS)) if rehearse else []
+        # shapes to capture in advance, the next one last; None until `prepare_one` is called
+        self._missing: list[Shape] | None = None
+        self._warm_ups = list(reversed(WARM_UPS)) if warm_up else []
 
-    def shape_for(self, tokens: int, batch: int, longest: int, *, decoding: bool) -> Shape | None:
-        """The smallest shape that holds so many tokens of so many sequences, the longest of which has so many keys.
+    def shape_for(self, tokens: int, batch: int, max_seqlen_k: int, *, decoding: bool) -> Shape | None:
+        """The shape for a step of `batch` sequences with `tokens` tokens, the longest sequence having `max_seqlen_k` keys.
 
-        If it is not captured: another one that is, of as many tokens or, while decoding steps are being prepared, up to a
-        quarter more. None for a step with prompts that is not worth a capture.
+        That is the smallest shape that holds the step. If it is not captured, it is a captured one with as many tokens, or,
+        for decoding while `prepare_one` is in use, with up to a quarter more. None means that a step with prompts is not worth
+        a capture.
         """
-        keys = next(length for length in self.lengths if length >= longest)
+        keys = next(length for length in self.key_lengths if length >= max_seqlen_k)
         if decoding:
             size = next(size for size in self.sizes if size >= batch)
             shape = Shape(size, size, 1, keys)
@@ -130,7 +163,7 @@ class StepGraphs:
         else:
             tokens = _rounded(tokens)
             limit = tokens
-            size = next(size for size in self._batches if size >= batch)
+            size = next(size for size in self._prompt_batches if size >= batch)
             shape = Shape(tokens, size, tokens, keys)
         if shape in self._replays or (decoding and self._missing is None):
             return shape
@@ -141,50 +174,44 @@ class StepGraphs:
         ]
         if held or decoding:
             return min(held, default=shape)
-        self._seen[shape] += 1
-        return shape if self._seen[shape] >= SIGHTINGS and self._make_room() else None
+        self._num_seen[shape] += 1
+        return shape if self._num_seen[shape] >= CAPTURE_AFTER and self._may_capture_prompts() else None
 
-    def _make_room(self) -> bool:
-        """Whether another step with prompts may be captured; the largest one has been."""
+    def _may_capture_prompts(self) -> bool:
+        """Whether another step with prompts may be captured. The largest one is captured first."""
         if self._prompts and self._largest not in self._replays:
             try:
                 self._capture_empty(self._largest)
             except Exception as error:
-                log.warning("steps with prompts run without CUDA graphs: %s", error)
+                log.warning("steps with prompts run without CUDA graphs, because a capture failed: %s", error)
                 self._prompts = False
-        return self._prompts and sum(x.queries > 1 for x in self._replays) < MOST
+        return self._prompts and sum(x.queries > 1 for x in self._replays) < MAX_PROMPT_GRAPHS
 
     def prepare_one(self) -> bool:
-        """For an idle moment, between steps: one step with a prompt, or the capture of one shape. False if nothing is left.
+        """Run one warm-up step or capture one shape, between steps. Returns False if nothing is left.
 
-        A failure is logged, and nothing is prepared any more; steps still record what they need.
+        A failure is logged and ends all preparation. Steps still capture what they need.
         """
         if self._missing is None:
-            shapes = [Shape(size, size, 1, keys) for keys in self.lengths for size in self.sizes]
-            if self._prompts:
-                few = range(TOKENS, min(AHEAD, self._largest.tokens) + 1, TOKENS)
-                sizes = [(tokens, batch) for tokens in {*few, self._largest.tokens} for batch in self._batches]
-                shapes += [Shape(tokens, batch, tokens, keys) for tokens, batch in sizes for keys in self.lengths[:2]]
-            # those of few keys first, of these decoding before prompts, and of these the powers of two
-            self._missing = sorted(shapes, key=lambda x: (x.keys, x.queries > 1, x.batch & (x.batch - 1) != 0, x), reverse=True)
+            self._missing = self._shapes_ahead()
         try:
-            if self._rehearsals:
-                self._forward(self._rehearsal(*self._rehearsals.pop()))
+            if self._warm_ups:
+                self._forward(self._warm_up_inputs(*self._warm_ups.pop()))
                 return True
             while self._missing:
                 shape = self._missing.pop()
-                if shape not in self._replays and (shape.queries == 1 or self._make_room()):
+                if shape not in self._replays and (shape.queries == 1 or self._may_capture_prompts()):
                     if shape != self._largest:
                         self._capture_empty(shape)
                     return True
-        except Exception as error:  # Triton's are no RuntimeErrors, and a step fails by itself if it has to
-            log.warning("no more steps are captured in advance: %s", error)
+        except Exception as error:  # Triton's errors are no RuntimeErrors; and a step that has the same problem will report it
+            log.warning("no more graphs are captured in advance, because a capture failed: %s", error)
             self._missing = []
-            self._rehearsals = []
+            self._warm_ups = []
         return False
 
     def run(self, shape: Shape) -> Tensor:
-        """Logits of the step in the block, whose arrays have been padded to the shape; valid until the next run."""
+        """Logits of the step in the block, which has been padded to `shape`. They are valid until the next run."""
         if shape in self._replays:
             self._replays[shape]()
         else:
@@ -192,43 +219,56 @@ class StepGraphs:
         return self._logits[: shape.batch]
 
     def capture_largest(self) -> None:
-        """Of decoding; to be called first. Raises whatever the model or a kernel does that a graph cannot hold."""
-        self._capture_empty(Shape(self.sizes[-1], self.sizes[-1], 1, self.lengths[-1]))
+        """Capture the largest decoding step. To be called first. Raises what the capture raises."""
+        self._capture_empty(Shape(self.sizes[-1], self.sizes[-1], 1, self.key_lengths[-1]))
 
     def inputs(self, shape: Shape) -> Inputs:
-        """What is in the block."""
+        """The inputs in the block, which has been padded to `shape`."""
         return self._make_inputs(unpack(self.block, padding(shape)), shape.queries, shape.keys)
 
-    def _rehearsal(self, decoding: int, length: int) -> Inputs:
-        """A step that writes no keys and reads what slot 0 had, whatever it is."""
+    def _shapes_ahead(self) -> list[Shape]:
+        """The shapes to capture in advance, the next one last.
+
+        Shapes of few keys come first, among these decoding before prompts, and among these batches of a power of two.
+        """
+        shapes = [Shape(size, size, 1, keys) for keys in self.key_lengths for size in self.sizes]
+        if self._prompts:
+            few = range(TOKEN_MULTIPLE, min(MAX_TOKENS_AHEAD, self._largest.tokens) + 1, TOKEN_MULTIPLE)
+            sizes = [(tokens, batch) for tokens in {*few, self._largest.tokens} for batch in self._prompt_batches]
+            shapes += [Shape(tokens, batch, tokens, keys) for tokens, batch in sizes for keys in self.key_lengths[:2]]
+        return sorted(shapes, key=lambda x: (x.keys, x.queries > 1, x.batch & (x.batch - 1) != 0, x), reverse=True)
+
+    def _warm_up_inputs(self, decoding: int, length: int) -> Inputs:
+        """A step that writes no keys and reads the pages that slot 0 had last, whatever they hold."""
         decoding = min(decoding, self.sizes[-1] - 1)
-        length = min(length, self.lengths[-1])
+        length = min(length, self.key_lengths[-1])
         lengths = np.array([1] * decoding + [length], dtype=np.int32)
         arrays = padding(Shape(decoding + length, decoding + 1, length, length))
         arrays |= {"seqused_k": lengths, "cu_seqlens_q": np.cumsum([0, *lengths], dtype=np.int32)}
         return self._make_inputs(send(arrays, self._device), length, length, fresh=decoding == 0)
 
     def _capture_empty(self, shape: Shape) -> None:
-        """Capture a step of padding alone."""
+        """Capture a step that consists of padding only."""
         send(padding(shape), self._device, self.block)
         self._capture(shape)
 
     def _capture(self, shape: Shape) -> None:
-        """Compute the step in the block, and record how."""
+        """Compute the step in the block, and capture its launches."""
 
         def step() -> None:
             self._logits[: shape.batch].copy_(self._forward(self.inputs(shape)))
 
-        step()  # compiles kernels and makes workspaces, which must not happen while recording
+        step()  # compiles kernels and allocates workspaces, which must not happen during the capture
         try:
-            self._replays[shape], self._pool = record(step, self._pool)
+            self._replays[shape], self._pool = capture(step, self._pool)
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # which torch does not do by itself while it records
-            self._replays[shape], self._pool = record(step, self._pool)
+            torch.cuda.empty_cache()  # torch does not do this by itself during a capture
+            self._replays[shape], self._pool = capture(step, self._pool)
 
 
 def padding(shape: Shape) -> dict[str, NDArray[Any]]:
-    """What a step sends, here of sequences that hold no keys, of one token each while there are tokens, and write none."""
+    """The fields of a step that consists of padding: its sequences have no keys, one token each while there are tokens, and
+    write nothing."""
     tokens = shape.tokens
     batch = shape.batch
     return {
@@ -243,7 +283,7 @@ def padding(shape: Shape) -> dict[str, NDArray[Any]]:
 
 
 def pad(arrays: Mapping[str, NDArray[Any]], shape: Shape) -> dict[str, NDArray[Any]]:
-    """A step with padding behind it, up to the shape."""
+    """The fields of a step, followed by padding up to `shape`."""
     padded = padding(shape)
     batch = len(arrays["slots"])
     for name, array in arrays.items():
@@ -254,24 +294,24 @@ def pad(arrays: Mapping[str, NDArray[Any]], shape: Shape) -> dict[str, NDArray[A
 
 
 def _rounded(tokens: int) -> int:
-    return -(-tokens // TOKENS) * TOKENS
+    return -(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, ...: at most 8 rows of padding, and never more than half."""
+    """1, 2, 4, 8, 16, 24, ...: a step has at most 7 rows of padding, and never more than half of its rows."""
     return [size for size in (1, 2, 4) if size < largest] + [*range(8, largest, 8), largest]
 
 
-def record(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
-    """A function's kernels as one call, and the pool its memory is from: a new one if None is given.
+def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
+    """The launches of a function as one call, and the memory pool that it uses. If `pool` is None, it makes a new one.
 
-    Unlike `torch.cuda.graph` it leaves the allocator its cache, which the next prompts would have to fill again.
+    Unlike `torch.cuda.graph` this does not empty the allocator's cache, which the next prompts would have to fill again.
     """
     graph = torch.cuda.CUDAGraph()
     stream = _capture_stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        # other threads may allocate pinned memory meanwhile
+        # other threads may allocate pinned memory during the capture
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             function()
@@ -282,6 +322,6 @@ def record(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None],
 
 @lru_cache(maxsize=1)
 def _capture_stream() -> Any:
-    """One for all graphs, because cuBLAS keeps a workspace for each stream."""
+    """The stream of all captures. There is one, because cuBLAS keeps a workspace for each stream."""
     stream: Any = torch.cuda.Stream
     return stream()

@@ -1,14 +1,14 @@
-"""Tokens into text, as they come: never half a character, never any part of a stop string.
+"""Tokens become text as they come: never half a character, never any part of a stop string.
 
     stream = TextStream(tokenizer, context=prompt_token_ids, stop=("\\n\\n",))
-    text += stream.push(token)               # what may be shown now; often all of it, sometimes nothing yet
+    text += stream.push(token)               # what may be shown now: often all of it, sometimes nothing yet
     text += stream.flush()                   # at the end: what was held back
 
-A character may take several tokens: `tokenizers.DecodeStream` waits for the last of them. A stop string may begin anywhere
-and take several tokens: text that could be the beginning of one is held back until it is known. Bytes that never become a
-character are shown as U+FFFD once the next character settles that, and left out at the very end.
+A character may take several tokens: `tokenizers.DecodeStream` waits for the last of them. A stop string may begin anywhere and
+take several tokens: text that could be the beginning of a stop string is held back until the next tokens decide. Bytes that
+never become a character are shown as U+FFFD as soon as the next character settles that, and are left out at the very end.
 
-The stream starts from the prompt's last tokens, because some tokenizers write a word differently at the start of a text.
+The stream starts from the last tokens of the prompt, because some tokenizers write a word differently at the start of a text.
 """
 
 from __future__ import annotations
@@ -18,18 +18,26 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-CONTEXT = 6  # tokens of the prompt that the first word is written after
-MAX_UNSETTLED = 32  # tokens without a whole character, after which their bytes are taken for what they are: not text
+CONTEXT = 6
+"""Tokens of the prompt that the stream starts from."""
+MAX_UNSETTLED = 32
+"""Tokens without a whole character after which their bytes are shown as U+FFFD."""
 REPLACEMENT = "\ufffd"
 
 
 class TextStream:
+    """The text of one answer.
+
+    context: the prompt's token ids; stop: stop strings; skip_special_tokens: leave special tokens out of the text
+    stopped: whether a stop string has ended the text
+    """
+
     def __init__(
         self, tokenizer: Tokenizer, context: Sequence[int] = (), stop: Sequence[str] = (), skip_special_tokens: bool = True
     ) -> None:
         context = list(context[-CONTEXT:])
         if tokenizer.decode(context).endswith(REPLACEMENT):
-            context = []  # it ends inside a character
+            context = []  # the prompt ends inside a character
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._decoder = DecodeStream(ids=context, skip_special_tokens=self._skip)
@@ -39,21 +47,22 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int, may_stop: bool = True) -> str:
-        """The text that this token settles. After a stop string `stopped` is set, and there is no more text."""
+        """The text that this token settles. When a stop string is complete, `stopped` is set and the text has ended."""
         text = self._held + self._decode(token)
-        for end in range(len(self._held) + 1, len(text) + 1) if self._stop and may_stop else ():
-            # the stop string that is complete first wins; of two that end together, the longer
+        ends = range(len(self._held) + 1, len(text) + 1) if self._stop and may_stop else ()
+        for end in ends:
+            # The stop string that is complete first ends the text. If two end at the same place, the longer one does.
             matches = [stop for stop in self._stop if text.endswith(stop, 0, end)]
             if matches:
                 self.stopped = True
                 self._held = ""
                 return text[: end - max(map(len, matches))]
-        keep = self._longest_beginning(text) if may_stop else 0
+        keep = self._longest_prefix(text) if may_stop else 0
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """At the end of the request: the text held back because a stop string might have begun."""
+        """The text that was held back because a stop string might have begun. The answer has ended."""
         held = self._held
         self._held = ""
         return held
@@ -63,7 +72,7 @@ class TextStream:
         try:
             text = self._decoder.step(self._tokenizer, token)
         except Exception:
-            # tokenizers has no error class of its own: "Invalid prefix", for a decoder that rewrites what it has said
+            # tokenizers raises a bare Exception, "Invalid prefix", for a decoder that changes text it has returned before
             text = self._restart()
         if text is None and len(self._unsettled) >= MAX_UNSETTLED:
             text = self._restart()
@@ -72,13 +81,14 @@ class TextStream:
         return text or ""
 
     def _restart(self) -> str:
+        """Decode the unsettled tokens by themselves and start a new stream after them."""
         text: str = self._tokenizer.decode(self._unsettled, skip_special_tokens=self._skip)
         self._unsettled.clear()
         self._decoder = DecodeStream(skip_special_tokens=self._skip)
         return text
 
-    def _longest_beginning(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
+    def _longest_prefix(self, text: str) -> int:
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):

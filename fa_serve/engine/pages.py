@@ -1,23 +1,23 @@
-"""Who holds which page of the KV cache, and which pages are worth keeping. Plain Python, no torch.
+"""Which sequences hold which pages of the KV cache, and which pages are worth keeping. Plain Python, no torch.
 
     pages = table.allocate(3)
-    table.register(pages[0], page_hash)      # it holds these tokens' keys and values: others may share it
+    table.register(pages[0], page_hash)      # the page holds these tokens' keys and values: others may share it
     table.release(pages)
-    shared = table.match(hashes)             # the longest known prefix
-    table.acquire(shared)                    # held once more
+    shared = table.match(hashes)             # the pages of the longest known prefix
+    table.acquire(shared)                    # one more sequence holds them
 
 A page is in exactly one of three states:
 
-    free    nobody holds it and its content is worth nothing
-    cached  nobody holds it, but its content is registered under a hash; the least recently used is evicted first
-    held    by as many sequences as its reference count
+    free    no sequence holds it and its content is worthless
+    cached  no sequence holds it, but its content is registered under a hash; the least recently used page is evicted first
+    held    as many sequences hold it as its reference count says
 
 A sequence writes only to pages that it alone holds: pages are shared when they are full, and full pages are never written
-again. So nothing is ever copied, and `n` answers to one prompt share its full pages and recompute at most one.
+again. Therefore nothing is ever copied, and `n` answers to one prompt share its full pages and compute at most one page each.
 
-Hashes are chained (a page's hash covers every token before it) and keyed with a secret of this table's own, so that nobody
-can craft a prompt that collides with another's. Left out: which request gets pages when (scheduler.py), and the memory
-itself (kv_cache.py). Source of the idea: vLLM (Kwon et al. 2023, arXiv:2309.06180).
+Hashes are chained (the hash of a page covers every token before it) and keyed with a secret of this table, so that a client
+cannot craft a prompt that collides with another client's prompt. Left out: which sequence gets pages when (scheduler.py), and
+the memory itself (kv_cache.py). The idea comes from vLLM (Kwon et al. 2023, arXiv:2309.06180).
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from hashlib import blake2b
 
 
 class PageTable:
-    """Reference counts, the free list and the prefix cache of `num_pages` pages; every operation is O(1) per page."""
+    """Reference counts, the free list and the prefix cache of `num_pages` pages. Every operation is O(1) per page.
+
+    page_size: tokens in a page; salt: key of the hashes, random unless it is given
+    """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True, salt: bytes | None = None) -> None:
         self.num_pages = num_pages
@@ -50,15 +53,17 @@ class PageTable:
 
     @property
     def num_held(self) -> int:
+        """Pages that sequences hold."""
         return self.num_pages - self.num_available
 
     def pages_for(self, num_tokens: int) -> int:
+        """The number of pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages that nobody else holds; cached ones are evicted when the free list is empty."""
+        """`count` pages that no other sequence holds. Cached pages are evicted when no page is free."""
         if count > self.num_available:
-            raise RuntimeError(f"{count} pages asked for, {self.num_available} available of {self.num_pages}")
+            raise RuntimeError(f"cannot allocate {count} pages: {self.num_available} of {self.num_pages} are available")
         pages = []
         for _ in range(count):
             if self._free:
@@ -71,10 +76,10 @@ class PageTable:
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Let go of each page once. The later pages of a sequence are evicted before the ones they build upon."""
+        """Release each page once, the last one first: later pages are evicted before those that they depend on."""
         for page in reversed(pages):
             if self._references[page] == 0:
-                raise RuntimeError(f"page {page} is released, but nobody holds it")
+                raise RuntimeError(f"cannot release page {page}: no sequence holds it")
             self._references[page] -= 1
             if self._references[page] == 0:
                 if page in self._hash_of:
@@ -83,7 +88,7 @@ class PageTable:
                     self._free.append(page)
 
     def hash_pages(self, token_ids: Sequence[int], known: list[bytes]) -> None:
-        """Extend `known`, the hashes of a sequence's first pages, to all pages that `token_ids` fills."""
+        """Extend `known`, the hashes of a sequence's first pages, to all pages that `token_ids` fills. `known` is changed."""
         if not self.prefix_caching:
             return
         for start in range(len(known) * self.page_size, len(token_ids) - self.page_size + 1, self.page_size):
@@ -92,7 +97,7 @@ class PageTable:
             known.append(blake2b(parent + content, digest_size=16, key=self._salt).digest())
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known prefix. Nothing is held yet."""
+        """The pages of the longest known prefix. They are not held yet: see `acquire`."""
         pages = []
         for page_hash in hashes:
             page = self._page_of.get(page_hash)
@@ -102,34 +107,34 @@ class PageTable:
         return pages
 
     def num_evictable(self, pages: Sequence[int]) -> int:
-        """How many of these pages count as available now, and would not once they are held."""
+        """How many of these pages are available now and would not be after `acquire`."""
         return sum(self._references[page] == 0 for page in pages)
 
     def acquire(self, pages: Sequence[int]) -> None:
-        """Hold pages that `match` found once more."""
+        """One more sequence holds these pages, which `match` has found."""
         for page in pages:
             if self._references[page] == 0:
                 del self._cached[page]
             self._references[page] += 1
 
     def register(self, page: int, page_hash: bytes) -> None:
-        """The page's content is complete. If another page already has that content, this one stays private."""
+        """The content of this page is complete. If another page has the same content already, this one is not shared."""
         if page not in self._hash_of and page_hash not in self._page_of:
             self._hash_of[page] = page_hash
             self._page_of[page_hash] = page
 
     def unregister(self, pages: Sequence[int]) -> None:
-        """The content of these pages, which somebody holds, is not to be trusted: nobody else may take them over."""
+        """The content of these held pages is not valid: keep other sequences from sharing it."""
         for page in pages:
             if page in self._hash_of:
                 del self._page_of[self._hash_of.pop(page)]
 
     def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
-        """free + cached + held == total, and the reference counts are those of `holders` (each sequence's pages)."""
+        """Assert that free + cached + held == total, and that reference counts are those of `holders` (pages by sequence)."""
         free = set(self._free)
         cached = set(self._cached)
         held = {page for page, count in enumerate(self._references) if count}
-        assert len(free) == len(self._free), "a page is twice in the free list"
+        assert len(free) == len(self._free), "a page is in the free list twice"
         assert len(free) + len(cached) + len(held) == self.num_pages, (
             f"free {len(free)} + cached {len(cached)} + held {len(held)} != {self.num_pages}"
         )

@@ -1,4 +1,4 @@
-"""Prompts into token ids, checked. It stands apart from the engine so that another process can do it.
+"""Prompts become checked lists of token ids. The module needs no engine, so that another process can do this work.
 
 tokens = PromptReader(tokenizer, vocab_size=32000, max_model_len=4096).read("Once upon a time")
 """
@@ -12,54 +12,80 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from fa_serve.spec import ParameterError
+
 
 class PromptReader:
-    """tokenizer: of transformers, or None: then prompts are token ids. Safe to use from any thread."""
+    """Turns prompts into token ids. Safe to use from any thread.
+
+    tokenizer: a fast tokenizer of transformers, or None; then prompts must be token ids
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._max_chars = 0 if tokenizer is None else max_model_len * _longest(tokenizer.backend_tokenizer)
+        self._max_chars = 0 if tokenizer is None else max_model_len * _most_characters(tokenizer.backend_tokenizer)
 
     def read(self, prompt: str | Sequence[int]) -> list[int]:
-        """Raises ValueError for a prompt that is empty, too long, or not of this vocabulary."""
+        """The token ids of a text, or a checked copy of token ids.
+
+        Raises ParameterError("prompt") for a prompt that is empty, too long, or has ids outside the vocabulary.
+        """
         if not isinstance(prompt, str):
-            try:
-                numbers = np.frombuffer(array("q", prompt), dtype=np.int64)  # whatever is no integer shows here, not in a step
-            except (TypeError, OverflowError) as error:
-                raise ValueError(f"prompt must hold token ids from 0 to {self._vocab_size - 1}: {error}") from None
-            least, largest = (numbers.min(), numbers.max()) if len(numbers) else (0, 0)
-            if not 0 <= least <= largest < self._vocab_size:
-                raise ValueError(f"prompt must hold token ids from 0 to {self._vocab_size - 1}, got {least} to {largest}")
-            tokens: list[int] = numbers.tolist()
+            tokens = self._checked(prompt)
         elif self._tokenizer is None:
-            raise ValueError("prompt must be token ids: this engine has no tokenizer")
+            raise ParameterError("prompt", "be token ids because this engine has no tokenizer", prompt, "no_tokenizer")
         else:
             tokens = self.encode(prompt)
         if not tokens:
-            raise ValueError("prompt must have at least one token, got none")
+            raise ParameterError("prompt", "have at least one token", prompt)
         if len(tokens) >= self._max_model_len:
-            raise ValueError(
-                f"prompt must be shorter than max_model_len = {self._max_model_len} tokens, to leave room for an answer, "
-                f"got {len(tokens)}"
-            )
+            rule = f"be shorter than max_model_len = {self._max_model_len} tokens, to leave room for an answer"
+            raise ParameterError("prompt", rule, len(tokens), "context_length_exceeded")
         return tokens
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Straight to tokenizers: transformers around it takes longer, and warns of texts longer than the model's limit. As a
-        batch of one, because that lets go of the interpreter meanwhile. Raises ValueError for a text that cannot fit."""
+        """The token ids of a text.
+
+        This calls tokenizers without transformers, which takes longer and warns of texts longer than the model's limit. The
+        text is sent as a batch of one, because that releases the interpreter's lock.
+
+        Raises ParameterError("prompt") for a text that is too long or cannot be encoded as UTF-8.
+        """
         if len(text) > self._max_chars:
-            # tokenizing a text of many megabytes takes seconds of a thread, to be refused after all
-            raise ValueError(
-                f"prompt must be shorter than max_model_len = {self._max_model_len} tokens, and so than {self._max_chars} "
-                f"characters, got {len(text)}"
-            )
-        text.encode()  # a ValueError for half of a surrogate pair
+            # Tokenizing many megabytes takes a thread several seconds, and the text would be refused anyway.
+            limit = f"{self._max_model_len} tokens, and so have at most {self._max_chars} characters"
+            raise ParameterError("prompt", f"be shorter than max_model_len = {limit}", len(text), "context_length_exceeded")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            rule = f"be a text that UTF-8 can encode, without half of a surrogate pair at character {error.start}"
+            raise ParameterError("prompt", rule, text[error.start : error.end]) from None
         ids: list[int] = self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
         return ids
 
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        """Token ids are checked here, because a bad one would fail a whole step later."""
+        rule = f"hold token ids from 0 to {self._vocab_size - 1}"
+        try:
+            numbers = np.frombuffer(array("q", prompt), dtype=np.int64)
+        except (TypeError, OverflowError) as error:
+            raise ParameterError("prompt", f"{rule} ({error})", prompt) from None
+        if not len(numbers):
+            return []
+        least = int(numbers.min())
+        largest = int(numbers.max())
+        if least < 0 or largest >= self._vocab_size:
+            raise ParameterError("prompt", rule, least if least < 0 else largest)
+        tokens: list[int] = numbers.tolist()
+        return tokens
 
-def _longest(tokenizer: Tokenizer) -> int:
-    """Characters that one token stands for at most: those of its name, or a few times as many if texts are normalised."""
-    return max(map(len, tokenizer.get_vocab()), default=1) * (1 if tokenizer.normalizer is None else 4)
+
+def _most_characters(tokenizer: Tokenizer) -> int:
+    """How many characters of a text one token stands for at most.
+
+    That is the length of its name. A normaliser may shorten the text, which is taken into account by a factor of 4.
+    """
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    return longest * (1 if tokenizer.normalizer is None else 4)

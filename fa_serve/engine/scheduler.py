@@ -1,289 +1,350 @@
-"""Which tokens of which requests the next step computes. Plain Python, no torch: testable in microseconds.
+"""Which tokens of which sequences the next step computes. Plain Python, no torch: its tests take microseconds.
 
+    sequence = scheduler.add(request)
     batch = scheduler.schedule()             # chunks of prompts and single tokens, within the token budget
     tokens = run(batch)
-    for request, token in scheduler.commit(batch, tokens): ...
+    for sequence, token in scheduler.commit(batch, tokens): ...
     scheduler.abort("request-7")             # at any moment; its pages are free when this returns
 
-Requests are served in order of rank (arrival, shifted by priority), running ones first. A request takes the pages of its
-known tokens when it is admitted, so only growth by sampled tokens can run out of pages. Then the request of the last rank
-is preempted: it loses its pages, goes back to its place in the queue and is computed again later. The first of all is never
-preempted by another, so there is always progress, and since rank never changes nobody starves.
+Sequences are served in the order of their rank (arrival, shifted by priority), running ones first. A sequence takes the pages
+of all its known tokens when it is admitted, so only sampled tokens can make it run out of pages. Then the sequence with the
+last rank is preempted: it loses its pages, goes back to its place in the queue and is computed again later. The first sequence
+is never preempted by another one, so there is always progress. A rank never changes, so no sequence starves.
 
-Pages are offered to other requests as soon as the step that fills them is scheduled, not when it is done: steps run in order,
-and within a step every layer writes all keys and values before it reads any. So requests with a common beginning share it even
-when they come in the same step.
+Pages are offered to other sequences when the step that fills them is scheduled, not when it has run. This is safe because steps
+run in order, and within a step every layer writes all keys and values before it reads any. Therefore sequences with a common
+prefix share it even when they come in the same step.
 
-`schedule` may run ahead of `commit` (the device computes step n while step n + 1 is prepared): a request whose sampled token
-is not known yet is scheduled with a pending token, which the model runner keeps on the device. Whatever a request that has
-ended meanwhile gets from a step in flight is dropped.
+`schedule` may run ahead of `commit`, because the device computes step n while the host prepares step n + 1. A sequence whose
+sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence ends
+while a step is in flight, the token that this step samples for it is dropped.
 
-Left out: tensors, text, time. Source of the ideas: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al.
+Left out: tensors, text and time. The ideas come from Orca (Yu et al. 2022), vLLM (Kwon et al. 2023) and Sarathi (Agrawal et al.
 2023).
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fa_serve.engine.errors import RequestError
+from fa_serve.engine.outputs import FinishReason
 from fa_serve.engine.pages import PageTable
-from fa_serve.engine.request import FinishReason, Request
+from fa_serve.engine.request import Request
+from fa_serve.engine.sequence import SequenceState
 
-INVALID_TOKEN = -1  # what the sampler returns for logits that are not numbers
-WINDOW_TILE = 128  # keys that a kernel may read at once: of a tile with keys in the window, nothing is given away
-PROMPT_ROWS = 256  # tokens of prompts in a step whose logits are wanted: logits are large
+INVALID_TOKEN = -1
+"""What the sampler returns for a row without a token: its logits are not finite, or no token is allowed."""
+MAX_PROMPT_LOGITS = 256
+"""Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens start .. start + length of one request. If they reach its last token, the step samples the next one.
+    """Tokens start .. start + length - 1 of one sequence.
 
-    prompt_rows: of how many, from the first on, the log-probability of the token after it is wanted
+    samples: whether the chunk reaches the last token, so that the step samples the next one
+    num_prompt_logits: number of tokens, from the first of the chunk on, whose logits are wanted for `prompt_logprobs`
     """
 
-    request: Request
+    sequence: SequenceState
     slot: int
     start: int
     length: int
     samples: bool
-    prompt_rows: int = 0
+    num_prompt_logits: int = 0
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step. `admitted` are the requests that have just been given a slot."""
+    """What one step computes. `admitted` are the sequences that have been given a slot for this step."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
+    admitted: list[SequenceState] = field(default_factory=list)
+    num_tokens: int = 0
+    num_prompt_logits: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
-
-    @property
-    def num_prompt_rows(self) -> int:
-        return sum(chunk.prompt_rows for chunk in self.chunks)
+    def append(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.num_tokens += chunk.length
+        self.num_prompt_logits += chunk.num_prompt_logits
 
     def __bool__(self) -> bool:
         return bool(self.chunks)
 
 
 class Scheduler:
-    """Owner of the queues. `waiting` and `running` are sorted by rank.
+    """Owner of the queues and of every `SequenceState` in them. `waiting` and `running` are sorted by rank.
 
-    window: keys before a token that any layer looks at; None if one looks at all. What is behind it is given back
+    max_num_seqs:           number of slots, which is the limit of running sequences
+    max_num_batched_tokens: token budget of a step
+    keys_per_tile:          largest number of keys that a kernel reads as one aligned tile
+    window:                 number of keys before a token that any layer attends to; None if a layer attends to all.
+                            Pages are released when all their tiles lie behind the window
     """
 
-    def __init__(self, pages: PageTable, *, max_num_seqs: int, max_num_batched_tokens: int, window: int | None = None) -> None:
-        self.window = window
+    def __init__(
+        self,
+        pages: PageTable,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        keys_per_tile: int,
+        window: int | None = None,
+    ) -> None:
         self.pages = pages
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.requests: dict[str, Request] = {}
+        self.keys_per_tile = keys_per_tile
+        self.window = window
+        self.waiting: list[SequenceState] = []
+        self.running: list[SequenceState] = []
+        self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
         self._slots = list(range(max_num_seqs - 1, -1, -1))
 
-    def add(self, request: Request) -> None:
-        self.requests[request.request_id] = request
-        insort(self.waiting, request, key=_rank)
+    def add(self, request: Request) -> SequenceState:
+        """Queue a request."""
+        sequence = SequenceState(request)
+        self.sequences[request.request_id] = sequence
+        insort(self.waiting, sequence, key=_rank)
+        return sequence
 
     def schedule(self) -> ScheduledBatch:
-        """The next step's tokens; empty when there is nothing to compute."""
+        """The next step's tokens. The batch is empty when there is nothing to compute."""
         batch = ScheduledBatch()
-        budget = self.max_num_batched_tokens
-        preemptions = self.num_preemptions
-        index = 0
-        while index < len(self.running) and budget:
-            request = self.running[index]
-            length = self._length(batch, request, budget)
-            if request.num_output_tokens + request.num_pending >= request.max_tokens:
-                length = 0  # its last token is on its way
-            if length and not self._grow(request, request.num_computed + length):
-                break
-            if length:
-                budget -= self._append(batch, request, length)
-            index += 1
-        while self.waiting and self._slots and self.num_preemptions == preemptions:
-            request = self.waiting[0]
-            if not self._length(batch, request, budget) or not self._admit(request):
-                break
-            self.waiting.pop(0)
-            insort(self.running, request, key=_rank)
-            batch.admitted.append(request)
-            budget -= self._append(batch, request, self._length(batch, request, budget))
+        before = self.num_preemptions
+        budget = self._continue_running(batch, self.max_num_batched_tokens)
+        if self.num_preemptions == before:
+            self._admit_waiting(batch, budget)
         return batch
 
-    def commit(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[tuple[Request, int]]:
-        """Take in a step's sampled tokens, one for each chunk that samples, in order.
+    def commit(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[tuple[SequenceState, int | None]]:
+        """Take in the sampled tokens of a step, one for each chunk that samples, in order.
 
-        Returns the requests that gained a token, with the token; those that it ends have their `finish_reason` set.
+        Returns the sequences that gained a token, with the token, and those that ended without one, with None. The
+        `finish_reason` of every sequence that has ended is set.
         """
         sampled = iter(tokens)
-        gained = []
+        changed: list[tuple[SequenceState, int | None]] = []
         for chunk in batch.chunks:
-            token = next(sampled) if chunk.samples else None
-            request = chunk.request
-            if request.finished or token is None:
+            if not chunk.samples:
                 continue
-            request.num_pending -= 1
+            token = next(sampled)
+            sequence = chunk.sequence
+            if sequence.finished:
+                continue
             if token == INVALID_TOKEN:
-                if request.params.narrowed:
-                    self._withdraw(request, 0)
-                else:  # what it shared may hold what is not finite as well
-                    self.pages.unregister(request.pages[request.num_released :])
-                self.finish(request, "error", "the model's logits are not finite, or the parameters leave no token")
+                self._end_without_token(sequence)
+                changed.append((sequence, None))
                 continue
-            request.tokens.append(token)
-            gained.append((request, token))
-            self._offer_pages(request)
-            if token in request.end_ids:
-                self.finish(request, "stop")
-            elif request.num_output_tokens >= request.max_tokens:
-                self.finish(request, "length")
-        return gained
+            sequence.append(token)
+            changed.append((sequence, token))
+            self._offer_pages(sequence)
+            if token in sequence.request.end_ids:
+                self.finish(sequence, "stop")
+            elif sequence.num_output_tokens >= sequence.request.max_tokens:
+                self.finish(sequence, "length")
+        return changed
 
-    def abort(self, request_id: str) -> Request | None:
-        """End a request now; None if there is no such request any more."""
-        request = self.requests.get(request_id)
-        if request is not None:
-            self.finish(request, "abort")
-        return request
+    def abort(self, request_id: str) -> SequenceState | None:
+        """End a sequence now. Returns None if there is none with this id any more."""
+        sequence = self.sequences.get(request_id)
+        if sequence is not None:
+            self.finish(sequence, "abort")
+        return sequence
 
-    def fail(self, batch: ScheduledBatch, error: str) -> list[Request]:
-        """End every request of a step that could not be computed."""
-        alive = [chunk for chunk in batch.chunks if not chunk.request.finished]
+    def stop(self, sequence: SequenceState) -> None:
+        """End a sequence because its last token completes its text or its grammar.
+
+        If the same token was the last one allowed, "stop" replaces the finish reason "length".
+        """
+        if sequence.finished:
+            sequence.finish("stop")
+        else:
+            self.finish(sequence, "stop")
+
+    def fail(self, batch: ScheduledBatch, error: RequestError) -> list[SequenceState]:
+        """End every sequence of a step that could not be computed."""
+        alive = [chunk for chunk in batch.chunks if not chunk.sequence.finished]
         for chunk in alive:
-            self._withdraw(chunk.request, chunk.start)
-            self.finish(chunk.request, "error", error)
-        return [chunk.request for chunk in alive]
+            self._withdraw(chunk.sequence, chunk.start)
+            self.finish(chunk.sequence, "error", error)
+        return [chunk.sequence for chunk in alive]
 
     def rollback(self, batch: ScheduledBatch) -> None:
-        """Undo the last `schedule`, however much of its step has been computed: its requests wait to be admitted anew, which
-        starts from their tokens and trusts nothing that the device remembers of them."""
-        for chunk in batch.chunks:
-            if not chunk.request.finished:
-                self._withdraw(chunk.request, chunk.start)
-                chunk.request.num_pending -= chunk.samples
-                self._requeue(chunk.request)
+        """Undo the last `schedule`, however much of its step has been computed.
 
-    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request and free what it holds."""
-        request.finish_reason = reason
-        request.error = error
-        del self.requests[request.request_id]
-        if request.slot >= 0:
-            self._leave(request)
+        Its sequences wait to be admitted again. They then start from their tokens, and nothing that the device remembers of
+        them is used.
+        """
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            if sequence.finished:
+                continue
+            self._withdraw(sequence, chunk.start)
+            if chunk.samples:
+                sequence.drop_pending()
+            self._requeue(sequence)
+
+    def finish(self, sequence: SequenceState, reason: FinishReason, error: RequestError | None = None) -> None:
+        """End a sequence and release what it holds."""
+        sequence.finish(reason, error)
+        del self.sequences[sequence.request.request_id]
+        if sequence.slot >= 0:
+            self._leave(sequence)
         else:
-            self.waiting.remove(request)
+            self.waiting.remove(sequence)
+
+    def abandon(self, sequences: Iterable[SequenceState], error: RequestError) -> None:
+        """End sequences without releasing anything: the state of this scheduler is not to be trusted, and it is given up."""
+        for sequence in sequences:
+            sequence.finish("error", error)
 
     def check_integrity(self) -> None:
-        self.pages.check_integrity([request.pages[request.num_released :] for request in self.running])
-        assert sorted(self._slots + [request.slot for request in self.running]) == list(range(self.max_num_seqs))
-        assert all(request.slot == -1 and not request.pages for request in self.waiting)
-        assert sorted(self.requests) == sorted(request.request_id for request in self.waiting + self.running)
+        """Assert that every page and slot is accounted for and that both queues are sorted."""
+        self.pages.check_integrity([sequence.held_pages for sequence in self.running])
+        assert sorted(self._slots + [sequence.slot for sequence in self.running]) == list(range(self.max_num_seqs))
+        assert all(sequence.slot == -1 and not sequence.pages for sequence in self.waiting)
+        assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in self.waiting + self.running)
         for queue in (self.waiting, self.running):
             assert queue == sorted(queue, key=_rank), "a queue is out of order"
 
-    def _length(self, batch: ScheduledBatch, request: Request, budget: int) -> int:
-        """How many tokens of the request fit into the step."""
-        length = min(request.num_tokens - request.num_computed, budget)
-        if _prompt_rows(request, length):
-            length = min(length, PROMPT_ROWS - batch.num_prompt_rows)
+    def _continue_running(self, batch: ScheduledBatch, budget: int) -> int:
+        """Schedule the running sequences, by rank. Returns what is left of the budget."""
+        index = 0
+        while index < len(self.running) and budget:
+            sequence = self.running[index]
+            index += 1
+            if sequence.num_output_tokens + sequence.num_pending >= sequence.request.max_tokens:
+                continue  # its last token is pending
+            length = self._length(batch, sequence, budget)
+            if not length:
+                continue
+            if not self._grow(sequence, sequence.num_computed + length):
+                break
+            budget -= self._append(batch, sequence, length)
+        return budget
+
+    def _admit_waiting(self, batch: ScheduledBatch, budget: int) -> None:
+        """Schedule waiting sequences, by rank, until one of them has to wait."""
+        while self.waiting and self._slots:
+            sequence = self.waiting[0]
+            if not self._length(batch, sequence, budget) or not self._admit(sequence):
+                break
+            self.waiting.pop(0)
+            insort(self.running, sequence, key=_rank)
+            batch.admitted.append(sequence)
+            budget -= self._append(batch, sequence, self._length(batch, sequence, budget))
+
+    def _length(self, batch: ScheduledBatch, sequence: SequenceState, budget: int) -> int:
+        """How many tokens of the sequence fit into the step."""
+        length = min(sequence.num_tokens - sequence.num_computed, budget)
+        if _num_prompt_logits(sequence, length):
+            length = min(length, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
         return length
 
-    def _append(self, batch: ScheduledBatch, request: Request, length: int) -> int:
-        start = request.num_computed
-        samples = start + length == request.num_tokens
-        batch.chunks.append(Chunk(request, request.slot, start, length, samples, _prompt_rows(request, length)))
-        request.num_computed += length
-        request.num_pending += samples
-        self._offer_pages(request)
+    def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int) -> int:
+        """Add the sequence's next `length` tokens to the step. Returns `length`."""
+        start = sequence.num_computed
+        samples = start + length == sequence.num_tokens
+        batch.append(Chunk(sequence, sequence.slot, start, length, samples, _num_prompt_logits(sequence, length)))
+        sequence.advance(length, samples)
+        self._offer_pages(sequence)
         if self.window is not None:
-            # steps run in order: those in flight have read these pages before anybody writes to them
-            behind = max(start - self.window, 0) // WINDOW_TILE * WINDOW_TILE // self.pages.page_size
-            if behind > request.num_released:
-                self.pages.release(request.pages[request.num_released : behind])
-                request.num_released = behind
+            self._release_behind(sequence, start - self.window)
         return length
 
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Give a running request the pages for so many tokens; False if it had to be preempted itself."""
-        need = self.pages.pages_for(num_tokens) - len(request.pages)
+    def _release_behind(self, sequence: SequenceState, first_key: int) -> None:
+        """Release the pages that lie before the tile of `first_key`, the first key that this step attends to.
+
+        Steps run in order, so steps in flight have read these pages before another sequence writes to them.
+        """
+        first_in_tile = max(first_key, 0) // self.keys_per_tile * self.keys_per_tile
+        num_pages = first_in_tile // self.pages.page_size
+        if num_pages > sequence.num_released:
+            self.pages.release(sequence.pages[sequence.num_released : num_pages])
+            sequence.release_before(num_pages)
+
+    def _grow(self, sequence: SequenceState, num_tokens: int) -> bool:
+        """Give a running sequence the pages for `num_tokens` tokens. Returns False if it had to be preempted itself."""
+        need = self.pages.pages_for(num_tokens) - len(sequence.pages)
         while need > self.pages.num_available:
             victim = self.running[-1]
             self.num_preemptions += 1
             self._requeue(victim)
-            if victim is request:
+            if victim is sequence:
                 return False
         if need > 0:
-            request.pages += self.pages.allocate(need)
+            sequence.grow(self.pages.allocate(need))
         return True
 
-    def _admit(self, request: Request) -> bool:
-        """Give a waiting request a slot and pages, shared ones first; False if it has to wait.
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait.
 
-        One page is left for each running sequence to grow into, lest the newcomer be preempted at once.
+        One page is left for each running sequence to grow into. Otherwise the newcomer might be preempted at once.
         """
-        if request.num_pending:
-            return False  # preempted while its token was on the way, which nobody keeps on the device for it
-        self.pages.hash_pages(request.tokens, request.page_hashes)
-        # the last token is computed in any case: its logits are wanted
-        known = 0 if _prompt_rows(request, 2) else (request.num_tokens - 1) // self.pages.page_size
-        shared = self.pages.match(request.page_hashes[:known])
-        need = self.pages.pages_for(request.num_tokens) - len(shared)
+        if sequence.num_pending:
+            return False  # it was preempted while a token was pending, and the device keeps no token without a slot
+        self.pages.hash_pages(sequence.tokens, sequence.page_hashes)
+        # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
+        known = 0 if _num_prompt_logits(sequence, 2) else (sequence.num_tokens - 1) // self.pages.page_size
+        shared = self.pages.match(sequence.page_hashes[:known])
+        need = self.pages.pages_for(sequence.num_tokens) - len(shared)
         if need + self.pages.num_evictable(shared) + len(self.running) > self.pages.num_available:
             return False
         self.pages.acquire(shared)
-        request.pages = shared + self.pages.allocate(need)
-        request.num_computed = len(shared) * self.pages.page_size
-        request.num_shared = request.num_offered = len(shared)
-        if not request.num_output_tokens:
-            request.num_cached_tokens = request.num_computed
-        request.slot = self._slots.pop()
+        pages = shared + self.pages.allocate(need)
+        sequence.start(self._slots.pop(), pages, len(shared), self.pages.page_size)
         return True
 
-    def _offer_pages(self, request: Request) -> None:
+    def _offer_pages(self, sequence: SequenceState) -> None:
         """Register the pages that are full, or will be when the launched steps have run."""
-        full = min(request.num_computed, len(request.tokens)) // self.pages.page_size
-        if full <= request.num_offered or not self.pages.prefix_caching:
+        full = min(sequence.num_computed, len(sequence.tokens)) // self.pages.page_size
+        if full <= sequence.num_offered or not self.pages.prefix_caching:
             return
-        self.pages.hash_pages(request.tokens, request.page_hashes)
-        for index in range(request.num_offered, full):
-            self.pages.register(request.pages[index], request.page_hashes[index])
-        request.num_offered = full
+        self.pages.hash_pages(sequence.tokens, sequence.page_hashes)
+        for index in range(sequence.num_offered, full):
+            self.pages.register(sequence.pages[index], sequence.page_hashes[index])
+        sequence.offer(full)
 
-    def _withdraw(self, request: Request, start: int) -> None:
-        """Nobody may take over what this request was to write from token `start` on: it was not, or it is not finite."""
-        first = max(start // self.pages.page_size, request.num_shared, request.num_released)
-        self.pages.unregister(request.pages[first:])
-        request.num_offered = min(request.num_offered, first)
+    def _end_without_token(self, sequence: SequenceState) -> None:
+        """End a sequence for which the sampler found no token, and keep its pages from being shared."""
+        if sequence.request.params.narrowed:
+            self._withdraw(sequence, 0)
+            error = RequestError("no_token_left", "the request's parameters leave no token to choose")
+        else:
+            # The shared pages may be where the values that are not finite come from.
+            self.pages.unregister(sequence.held_pages)
+            error = RequestError("not_finite", "the model's logits are not finite")
+        self.finish(sequence, "error", error)
 
-    def _requeue(self, request: Request) -> None:
-        self._leave(request)
-        request.num_computed = 0
-        insort(self.waiting, request, key=_rank)
+    def _withdraw(self, sequence: SequenceState, start: int) -> None:
+        """Keep others from sharing what this sequence was to write from token `start` on: it is missing or not finite."""
+        first = max(start // self.pages.page_size, sequence.num_shared, sequence.num_released)
+        self.pages.unregister(sequence.pages[first:])
+        sequence.offer(min(sequence.num_offered, first))
 
-    def _leave(self, request: Request) -> None:
-        self.running.remove(request)
-        self.pages.release(request.pages[request.num_released :])
-        self._slots.append(request.slot)
-        request.pages = []
-        request.slot = -1
-        request.num_shared = 0
-        request.num_offered = 0
-        request.num_released = 0
+    def _requeue(self, sequence: SequenceState) -> None:
+        self._leave(sequence)
+        insort(self.waiting, sequence, key=_rank)
+
+    def _leave(self, sequence: SequenceState) -> None:
+        """Take a sequence out of the running ones; its pages and its slot are free."""
+        self.running.remove(sequence)
+        self.pages.release(sequence.held_pages)
+        self._slots.append(sequence.slot)
+        sequence.pause()
 
 
-def _prompt_rows(request: Request, length: int) -> int:
-    """Of how many of its next tokens the log-probability of the one after is wanted."""
-    if request.params.prompt_logprobs is None or request.num_output_tokens + request.num_pending:
+def _num_prompt_logits(sequence: SequenceState, length: int) -> int:
+    """Of how many of the next `length` tokens the logits are wanted for `prompt_logprobs`."""
+    if sequence.request.params.prompt_logprobs is None or sequence.num_output_tokens + sequence.num_pending:
         return 0
-    return max(min(length, len(request.prompt) - 1 - request.num_computed), 0)
+    return max(min(length, sequence.num_prompt_tokens - 1 - sequence.num_computed), 0)
 
 
-def _rank(request: Request) -> tuple[float, int]:
-    return request.rank
+def _rank(sequence: SequenceState) -> tuple[float, int]:
+    return sequence.request.rank

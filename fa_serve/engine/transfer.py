@@ -1,10 +1,10 @@
-"""Arrays of several types to the device in one copy.
+"""Sends arrays of several types to the device in one copy.
 
-    tensors = send({"ids": ids, "lengths": lengths}, device)             # in memory of their own
+    tensors = send({"ids": ids, "lengths": lengths}, device)             # in new memory
     tensors = send({"ids": ids, "lengths": lengths}, device, block)      # at fixed addresses
 
-Arrays lie one after another in the order of the dict, so where each lies depends on the sizes of those before it alone. The
-host does not wait; work on the current stream comes after the copy.
+Arrays lie one after another in the order of the dict, so the place of each depends only on the sizes of those before it. The
+host does not wait for the copy; work that is queued later on the current stream runs after it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ALIGN = 16  # bytes, of each array in the block
+ALIGN = 16
+"""Bytes that the address of each array is a multiple of."""
 
 
 def send(arrays: Mapping[str, NDArray[Any]], device: torch.device, block: Tensor | None = None) -> dict[str, Tensor]:
-    """block: (at least packed_size(arrays),) uint8, on the device"""
+    """The arrays as tensors on the device, by the same names.
+
+    block: (at least packed_size(arrays),) uint8, on the device; None allocates new memory
+    """
     if device.type == "cpu" and block is None:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     size = packed_size(arrays)
-    # the pinned memory goes back to torch's cache, which waits for the copy before it hands it out again
+    # torch's cache takes the pinned memory back and waits for the copy before it gives the memory out again.
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for name, place in unpack(host, arrays).items():
         place.numpy()[...] = arrays[name]
@@ -35,12 +39,12 @@ def send(arrays: Mapping[str, NDArray[Any]], device: torch.device, block: Tensor
 
 
 def packed_size(arrays: Mapping[str, NDArray[Any]]) -> int:
-    """Bytes of the block."""
+    """Bytes that a block needs for such arrays."""
     return sum(_padded(array) for array in arrays.values())
 
 
 def unpack(block: Tensor, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-    """Views of the places of such arrays, whose contents do not matter."""
+    """Views of a block, one for each array. Only the types and shapes of `arrays` matter, not their contents."""
     views = {}
     start = 0
     for name, array in arrays.items():

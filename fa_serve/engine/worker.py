@@ -1,16 +1,17 @@
-"""The engine's loop, in a thread or in a process of its own, behind one small interface.
+"""Runs the engine's loop in a thread or in a separate process, behind one small interface.
 
-    worker = ProcessWorker(config, on_message=..., on_death=...)
-    ready = worker.start()                   # loads the model; returns when it serves
+    worker = ProcessWorker(config, on_outputs=..., on_death=...)
+    ready = worker.start()                   # loads the model; returns when it is ready to serve
     worker.send(Add("request-1", [1, 2, 3], params))
     worker.stop()
 
-Commands go in one by one; what a step produced comes out as one message, whatever the number of requests. `on_message` and
-`on_death` are called from a thread of the worker's. Neither way does a step wait for anybody: the thread's commands lie in a
-queue, and in a process two more threads do nothing but read from the pipe and write to it.
+`on_outputs` is called once for each step, whatever the number of requests. It and `on_death` are called from a thread of the
+worker; `on_phase` is called from the thread that is in `start`. In neither worker does a step wait for a client: the commands
+of a thread are in a queue, and a process has two more threads that only read from the pipe and write to it.
 
-A thread shares the interpreter with its surroundings, which is fine for small machines and for tests. A process has one of its
-own: at tens of thousands of tokens a second, turning them into replies takes a core. Left out: asyncio (async_engine.py).
+A thread shares the interpreter with the server, which is enough for small machines and for tests. A process has an interpreter
+to itself: at tens of thousands of tokens a second, turning them into replies takes a whole core. Left out: asyncio
+(async_engine.py).
 """
 
 from __future__ import annotations
@@ -23,54 +24,30 @@ import os
 import queue
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.engine import Engine, EngineStats
+from fa_serve.engine.engine import Engine
+from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs
+from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.loading import load_tokenizer
-from fa_serve.engine.request import QueueFullError, RequestOutput, SamplingParams
+from fa_serve.engine.stats import EngineStats
 
 log = logging.getLogger("fa_serve.engine")
 
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    request_id: str
-    prompt: list[int]
-    params: SamplingParams | None
-    priority: int = 0
-    timeout: float | None = None
-    prepared: bool = False  # its structured output has been compiled
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    request_id: str
-    num_answers: int = 1
-
-
-Command = Add | Abort | None  # None ends the engine
-Commands = queue.SimpleQueue[Command]
-
-
-@dataclass(slots=True)
-class Message:
-    """What one step produced, and what became of the commands before it. `rejected` requests were never added."""
-
-    stats: EngineStats
-    outputs: list[RequestOutput] = field(default_factory=list)
-    rejected: list[tuple[str, Exception]] = field(default_factory=list)
+OnOutputs = Callable[[StepOutputs], None]
+OnDeath = Callable[[str], None]
+STOP_SECONDS = 30
+"""How long a process may take for the step that it is in before it is killed."""
 
 
 @dataclass(slots=True)
 class Ready:
-    """What the world outside has to know of a loaded engine. `config` is resolved."""
+    """What others need to know of a loaded engine. Nothing in `config` is "auto" any more."""
 
     config: EngineConfig
     vocab_size: int
@@ -79,81 +56,39 @@ class Ready:
 
 
 class Worker(Protocol):
+    """A thread or process that runs an engine."""
+
     def start(self) -> Ready: ...
     def send(self, command: Add | Abort) -> None: ...
     def stop(self) -> None: ...
 
 
-def serve(engine: Engine, commands: Commands, deliver: Callable[[Message], None]) -> None:
-    """Run the engine until the command None comes. A request whose grammar takes time comes again when it is compiled."""
-    preparing: set[str] = set()
-    pool = ThreadPoolExecutor(2, thread_name_prefix="fa_serve-grammar")
-
-    def prepare(command: Add, since: float) -> None:
-        with suppress(Exception):  # which add_request raises again
-            engine.prepare(command.params or SamplingParams())
-        left = command.timeout and max(command.timeout - (time.monotonic() - since), 1e-3)  # to end as any other does
-        commands.put(replace(command, prepared=True, timeout=left))
-
-    while True:
-        outputs: list[RequestOutput] = []
-        rejected: list[tuple[str, Exception]] = []
-        # wait for a command only when there is nothing to compute and nothing to deliver
-        while not commands.empty() or not (engine.has_unfinished() or outputs or rejected):
-            while commands.empty() and not (outputs or rejected) and engine.prepare_one():
-                pass  # a command that comes now waits for one of these at most
-            command = commands.get()
-            if command is None:
-                pool.shutdown(wait=False, cancel_futures=True)
-                return
-            if isinstance(command, Abort):
-                if command.request_id in preparing:
-                    preparing.remove(command.request_id)
-                    end = RequestOutput(command.request_id, [], finished=True, finish_reason="abort")
-                    outputs += [replace(end, index=index) for index in range(command.num_answers)]
-                else:
-                    outputs += engine.abort(command.request_id)
-                continue
-            if command.prepared:
-                if command.request_id not in preparing:
-                    continue  # it has been aborted meanwhile
-                preparing.remove(command.request_id)
-            elif command.params is not None and command.params.structured is not None:
-                if len(preparing) < max(engine.config.max_waiting, 1):
-                    preparing.add(command.request_id)
-                    pool.submit(prepare, command, time.monotonic())
-                else:
-                    full = QueueFullError(f"{len(preparing)} grammars are being compiled already")
-                    rejected.append((command.request_id, full))
-                continue
-            try:
-                engine.add_request(
-                    command.request_id, command.prompt, command.params, priority=command.priority, timeout=command.timeout
-                )
-            except Exception as error:
-                known = isinstance(error, (ValueError, QueueFullError))  # another may pickle and not unpickle
-                rejected.append((command.request_id, error if known else RuntimeError(f"{type(error).__name__}: {error}")))
-        outputs += engine.step()
-        deliver(Message(engine.stats(), outputs, rejected))
-
-
 class ThreadWorker:
+    """Runs an engine, or loads one and runs it, in a thread."""
+
     def __init__(
-        self, source: Engine | EngineConfig | None, on_message: Callable[[Message], None], on_death: Callable[[str], None]
+        self,
+        source: Engine | EngineConfig | None,
+        on_outputs: OnOutputs,
+        on_death: OnDeath,
+        on_phase: OnPhase | None = None,
     ) -> None:
         self._source = source
-        self._on_message = on_message
+        self._on_outputs = on_outputs
         self._on_death = on_death
+        self._on_phase = on_phase
         self._commands: Commands = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> Ready:
-        engine = self._source if isinstance(self._source, Engine) else Engine(self._source)
+        """Load the engine in this thread and start its loop in another one."""
+        engine = self._source if isinstance(self._source, Engine) else Engine(self._source, on_phase=self._on_phase)
         self._thread = threading.Thread(target=self._run, args=(engine,), name="fa_serve-engine", daemon=True)
         self._thread.start()
         return Ready(engine.config, engine.vocab_size, engine.stats(), engine.tokenizer)
 
     def send(self, command: Add | Abort) -> None:
+        """Queue a command."""
         self._commands.put(command)
 
     def stop(self) -> None:
@@ -164,84 +99,102 @@ class ThreadWorker:
 
     def _run(self, engine: Engine) -> None:
         try:
-            serve(engine, self._commands, self._on_message)
+            EngineLoop(engine, self._commands, self._on_outputs).run()
         except BaseException as error:
             log.exception("the engine has ended")
             self._on_death(f"{type(error).__name__}: {error}")
 
 
 class ProcessWorker:
+    """Loads an engine and runs it in a separate process. Its phases, its log and its outputs come through a pipe."""
+
     def __init__(
-        self, config: EngineConfig | None, on_message: Callable[[Message], None], on_death: Callable[[str], None]
+        self,
+        config: EngineConfig | None,
+        on_outputs: OnOutputs,
+        on_death: OnDeath,
+        on_phase: OnPhase | None = None,
     ) -> None:
         self._config = config or EngineConfig()
-        self._on_message = on_message
+        self._on_outputs = on_outputs
         self._on_death = on_death
+        self._on_phase = on_phase or log_phase
         self._commands: Commands = queue.SimpleQueue()
-        self._stopping = self._ready = False
+        self._stopping = False
+        self._ready = False
         self._process: Any = None
 
     def start(self) -> Ready:
-        # a fresh interpreter: a fork would inherit threads' locks and a CUDA context that is none
+        """Start the process and wait until its engine is loaded. Raises what loading raises."""
+        # A spawned process is a fresh interpreter. A forked one would inherit locks of threads and an unusable CUDA context.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(self._config, theirs), name="fa_serve-engine", daemon=True)
         self._process.start()
         theirs.close()
-        if self._stopping:  # `stop` came before there was a process
+        if self._stopping:  # `stop` was called before there was a process
             self._process.kill()
         try:
             tokenizer = load_tokenizer(self._config)
-            arrivals = _arrivals(ours)
-            ready = self._wait(arrivals)
+            received = _receive(ours)
+            ready = self._wait(received)
         except BaseException:
-            self._process.join(1)  # it is about to end by itself, and tidies up
+            self._process.join(1)  # it usually ends by itself and cleans up
             self._process.kill()
             self._process.join()
             raise
         ready.tokenizer = tokenizer
         self._ready = True
-        threading.Thread(target=self._read, args=(arrivals,), name="fa_serve-engine-read", daemon=True).start()
-        threading.Thread(target=_forward, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
+        threading.Thread(target=self._read, args=(received,), name="fa_serve-engine-read", daemon=True).start()
+        threading.Thread(target=_send, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
         return ready
 
-    def _wait(self, arrivals: Iterator[Any]) -> Ready:
-        for received in arrivals:
-            if isinstance(received, Ready):
-                return received
-            if isinstance(received, Exception):
-                raise received
-            logging.getLogger(received.name).handle(received)
-        self._process.join()
-        how = "was stopped" if self._stopping else f"ended with exit code {self._process.exitcode}"
-        raise RuntimeError(f"the engine's process {how} while loading")
-
     def send(self, command: Add | Abort) -> None:
+        """Queue a command."""
         self._commands.put(command)
 
     def stop(self) -> None:
-        """End the process after the step that it is in; kill it if that takes more than half a minute, or if it loads still."""
+        """End the process after the step that it is in. It is killed if that takes too long, or if it is still loading."""
         self._stopping = True
         self._commands.put(None)
         if self._process is not None:
             if self._ready:
-                self._process.join(30)
+                self._process.join(STOP_SECONDS)
             self._process.kill()
             self._process.join()
 
-    def _read(self, arrivals: Iterator[Any]) -> None:
-        error = None
-        for received in arrivals:
-            if isinstance(received, Message):
-                self._on_message(received)
-            elif isinstance(received, Exception):
-                error = received
-            else:
-                logging.getLogger(received.name).handle(received)
-        self._process.join(10)
-        self._process.kill()  # it lives if what it sent could not be read
+    def _wait(self, received: Iterator[Any]) -> Ready:
+        """Pass on phases and log records until the engine is loaded."""
+        for item in received:
+            if isinstance(item, Ready):
+                return item
+            if isinstance(item, Exception):
+                raise item
+            self._pass_on(item)
         self._process.join()
-        self._commands.put(None)  # the end of the thread that writes to it
+        how = "was stopped" if self._stopping else f"ended with exit code {self._process.exitcode}"
+        raise RuntimeError(f"the engine's process {how} while it was loading the model")
+
+    def _pass_on(self, item: Phase | logging.LogRecord) -> None:
+        if isinstance(item, logging.LogRecord):
+            logging.getLogger(item.name).handle(item)
+        else:
+            self._on_phase(item)
+
+    def _read(self, received: Iterator[Any]) -> None:
+        """Pass on what the process sends until it ends. Runs in a thread."""
+        error = None
+        for item in received:
+            if isinstance(item, StepOutputs):
+                self._on_outputs(item)
+            elif isinstance(item, Exception):
+                error = item
+            else:
+                self._pass_on(item)
+        self._process.join(10)
+        self._process.kill()  # the process is alive if something that it sent could not be read
+        self._process.join()
+        self._commands.put(None)  # ends the thread that writes to the process
         if error is not None:
             self._on_death(f"{type(error).__name__}: {error}")
         elif not self._stopping:
@@ -250,52 +203,56 @@ class ProcessWorker:
 
 
 def _main(config: EngineConfig, connection: Connection) -> None:
-    """The process: its main thread runs the engine, one thread reads commands and one writes messages."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which then drains and stops us
+    """The process: its main thread runs the engine, one thread reads commands and one writes what goes to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which finishes requests and then stops us
     commands: Commands = queue.SimpleQueue()
-    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    logging.getLogger().addHandler(logging.handlers.QueueHandler(messages))
+    outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    logging.getLogger().addHandler(logging.handlers.QueueHandler(outgoing))
     logging.getLogger("fa_serve").setLevel(logging.INFO)
-    writer = threading.Thread(target=_forward, args=(messages, connection))
+    writer = threading.Thread(target=_send, args=(outgoing, connection))
     writer.start()
 
-    def deliver(message: Message) -> None:
-        for output in message.outputs:
-            output.prompt_token_ids = []  # the other side knows them
-        messages.put(message)
+    def deliver(step: StepOutputs) -> None:
+        for output in step.outputs:
+            output.prompt_token_ids = []  # the parent knows them
+        outgoing.put(step)
 
     try:
         ready = threading.Event()
         threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
-        engine = Engine(config)
+        engine = Engine(config, on_phase=outgoing.put)
         ready.set()
         gc.collect()
-        gc.freeze()  # a collection that goes through all that has been loaded takes a quarter of a second
-        messages.put(Ready(engine.config, engine.vocab_size, engine.stats(), None))
+        gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second
+        outgoing.put(Ready(engine.config, engine.vocab_size, engine.stats(), None))
         try:
-            serve(engine, commands, deliver)
+            EngineLoop(engine, commands, deliver).run()
         except Exception:
             log.exception("the engine has ended")
             raise
     except Exception as error:
-        messages.put(error)
+        outgoing.put(error)
     finally:
-        messages.put(None)
+        outgoing.put(None)
         writer.join()
 
 
 def _listen(connection: Connection, commands: Commands, ready: threading.Event) -> None:
-    for command in _arrivals(connection):
+    """Read commands from the parent. Runs in a thread of the process."""
+    for command in _receive(connection):
         commands.put(command)
     if not ready.is_set():
-        os._exit(1)  # nobody waits for what is being loaded
-    commands.put(None)  # the parent wants us to end, or is no more
+        os._exit(1)  # the parent is gone or does not want the model that is being loaded
+    commands.put(None)  # the parent wants the loop to end, or is gone
 
 
-def _forward(source: queue.SimpleQueue[Any], connection: Connection) -> None:
-    """Send what comes, up to and with None: all that waits at once, so that a reader who falls behind catches up."""
+def _send(source: queue.SimpleQueue[Any], connection: Connection) -> None:
+    """Send the items of a queue up to and including None.
+
+    All items that wait are sent at once, so that a slow reader catches up.
+    """
     batch: list[Any] = []
-    with suppress(OSError):  # nobody is there any more; whoever reads from the other end notices too
+    with suppress(OSError):  # the other end is closed, which its reader notices as well
         while not (batch and batch[-1] is None):
             batch = [source.get()]
             while batch[-1] is not None and not source.empty():
@@ -303,8 +260,8 @@ def _forward(source: queue.SimpleQueue[Any], connection: Connection) -> None:
             connection.send(batch)
 
 
-def _arrivals(connection: Connection) -> Iterator[Any]:
-    """What the other end forwards, one by one, until it says or shows that this was all, or sends what cannot be read."""
+def _receive(connection: Connection) -> Iterator[Any]:
+    """The items that the other end sends, one by one, until it sends None, closes, or sends what cannot be read."""
     try:
         while True:
             for item in connection.recv():
@@ -313,5 +270,5 @@ def _arrivals(connection: Connection) -> Iterator[Any]:
                 yield item
     except (EOFError, OSError):
         return
-    except Exception:  # somebody's that pickles and does not unpickle
-        log.exception("a message between the engine's process and this one could not be read")
+    except Exception:  # an exception class that can be pickled but not unpickled
+        log.exception("an item from the pipe between the engine's process and the server cannot be read")

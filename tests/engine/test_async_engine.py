@@ -1,24 +1,21 @@
-"""The engine in its thread: streams, aborts, slow consumers, and what happens when it dies."""
+"""The engine for asyncio: streams, aborts, slow consumers, and what happens when the worker dies."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import multiprocessing
 import os
-import queue
 import signal
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from streams import GREEDY, collect, until
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, QueueFullError, SamplingParams, worker
-
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, RequestError, SamplingParams
+from fa_serve.spec import ParameterError
 
 
 @asynccontextmanager
@@ -29,18 +26,6 @@ async def started(engine: Engine) -> AsyncIterator[AsyncEngine]:
         yield running
     finally:
         await running.shutdown()
-
-
-async def collect(engine: AsyncEngine, prompt, params=GREEDY, name="request"):
-    return [output async for output in engine.generate(prompt, params, name)]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    for _ in range(int(200 * seconds)):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise TimeoutError
 
 
 def hold_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
@@ -143,19 +128,22 @@ def test_leaving_a_stream_frees_its_pages_within_a_step(make_engine, monkeypatch
 def test_a_bad_request_raises_before_the_first_output(make_engine) -> None:
     async def main():
         async with started(make_engine(max_model_len=20)) as engine:
-            with pytest.raises(ValueError, match="max_model_len = 20"):
+            with pytest.raises(ParameterError) as long:
                 await collect(engine, [1] * 20)
+            assert (long.value.field, long.value.code) == ("prompt", "context_length_exceeded")
             stream = engine.generate([1], GREEDY, "twice")
             await anext(stream)
-            with pytest.raises(ValueError, match="unique"):
+            with pytest.raises(ParameterError) as twice:
                 await collect(engine, [1], name="twice")
+            assert (twice.value.field, twice.value.code) == ("request_id", "duplicate_request_id")
             await stream.aclose()
             assert (await collect(engine, [1]))[-1].finished
 
         without = Engine(EngineConfig(device="cpu", num_pages=32), model=make_model())
         async with started(without) as engine:
-            with pytest.raises(ValueError, match="stop must be empty"):
+            with pytest.raises(ParameterError) as stop:
                 await collect(engine, [1], SamplingParams(stop=("x",)))
+            assert (stop.value.field, stop.value.code) == ("stop", "no_tokenizer")
 
     asyncio.run(main())
 
@@ -171,7 +159,8 @@ def test_a_dead_engine_fails_its_requests_and_refuses_new_ones(make_engine, monk
             gate.release()
             for outputs in await asyncio.gather(*streams):
                 assert outputs[-1].finish_reason == "error"
-                assert "the engine has ended: ZeroDivisionError" in outputs[-1].error
+                assert outputs[-1].error.code == "engine_dead"
+                assert "the engine has ended: ZeroDivisionError" in outputs[-1].error.message
             assert not engine.is_alive
             with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
                 await collect(engine, [1])
@@ -186,13 +175,14 @@ def test_shutdown_ends_unfinished_requests(make_engine) -> None:
         with pytest.raises(EngineDeadError, match="not been started"):
             await collect(engine, [1])
         await engine.start()
-        with pytest.raises(RuntimeError, match="started already"):
+        with pytest.raises(RuntimeError, match="has been started already"):
             await engine.start()
         task = asyncio.create_task(collect(engine, [1], SamplingParams(max_tokens=200)))
         await until(lambda: engine.stats().num_output_tokens > 0)
         await engine.shutdown()
         outputs = await task
-        assert (outputs[-1].finish_reason, outputs[-1].error) == ("error", "the engine was shut down")
+        assert outputs[-1].finish_reason == "error"
+        assert outputs[-1].error == RequestError("engine_dead", "the engine was shut down")
         assert not engine.is_alive
 
     asyncio.run(main())
@@ -211,66 +201,6 @@ def test_start_loads_the_model(model_folder) -> None:
     assert tokens == greedy(make_model(), prompt, 12)
 
 
-def test_a_process_of_its_own(model_folder, caplog) -> None:
-    """Streams, rejections, an abort, and at last the process is killed from outside."""
-
-    async def main():
-        config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_num_seqs=4, max_waiting=4)
-        engine = AsyncEngine(config)
-        await engine.start()
-        assert (engine.config.num_pages, engine.max_model_len, engine.is_alive) == (64, 256, True)
-        streams = await asyncio.gather(*(collect(engine, [i, 5], name=f"r{i}") for i in range(6)))
-        long = SamplingParams(max_tokens=250, logprobs=1)
-        crowd = [asyncio.create_task(collect(engine, [3, 4, 5], long, name=f"c{i}")) for i in range(9)]
-        rejected = await asyncio.wait(crowd, return_when=asyncio.FIRST_EXCEPTION)
-        with pytest.raises(QueueFullError, match="4 requests wait already"):
-            await rejected[0].pop()
-        await engine.abort("c0")
-        assert (await crowd[0])[-1].finish_reason == "abort"
-        await until(lambda: engine.stats().num_running > 0)
-        (process,) = multiprocessing.active_children()
-        os.kill(process.pid, signal.SIGKILL)
-        ends = [(await task)[-1] for task in crowd[1:8]]
-        with pytest.raises(EngineDeadError, match="exit code -9"):
-            await collect(engine, [1])
-        await engine.shutdown()
-        return streams, ends
-
-    with caplog.at_level(logging.INFO, "fa_serve.engine"):
-        streams, ends = asyncio.run(main())
-    reference = make_model()
-    for i, outputs in enumerate(streams):
-        assert outputs[0].prompt_token_ids == [i, 5]
-        assert [t for output in outputs for t in output.token_ids] == greedy(reference, [i, 5], 12)
-    assert {(end.finish_reason, end.error) for end in ends} == {
-        ("error", "the engine has ended: its process ended with exit code -9")
-    }
-    assert "KV cache: 64 pages" in caplog.text, "the process tells its phases here"
-
-
-def test_a_process_that_cannot_start_says_why(model_folder) -> None:
-    config = EngineConfig(model=model_folder, device="cpu", num_pages=4, max_model_len=100, process=True)
-    with pytest.raises(ValueError, match="max_model_len must be at most 64, what 4 pages of 16 tokens hold, got 100"):
-        asyncio.run(AsyncEngine(config).start())
-    assert not multiprocessing.active_children()
-
-
-def test_a_process_is_not_waited_for_while_it_loads(model_folder) -> None:
-    async def main() -> float:
-        engine = AsyncEngine(EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True))
-        loading = asyncio.create_task(engine.start())
-        await until(lambda: bool(multiprocessing.active_children()))
-        start = time.perf_counter()
-        await engine.shutdown()
-        took = time.perf_counter() - start
-        with pytest.raises(RuntimeError, match="was stopped while loading"):
-            await loading
-        return took
-
-    assert asyncio.run(main()) < 15, "it would take the half minute that a step may take"
-    assert not multiprocessing.active_children()
-
-
 def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) -> None:
     async def main() -> None:
         config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_restarts=1)
@@ -283,7 +213,7 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
             os.kill(process.pid, signal.SIGKILL)
             end = (await task)[-1]
             assert (end.finish_reason, engine.is_alive) == ("error", False)
-            assert end.error.endswith("; it is being restarted") == (death == 0)
+            assert end.error.message.endswith("; it is being restarted") == (death == 0)
             with pytest.raises(EngineDeadError, match="exit code -9"):
                 await collect(engine, [1])
             await until(lambda: "fa_serve-engine-write" not in [thread.name for thread in threading.enumerate()])
@@ -294,29 +224,8 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
         await engine.shutdown()
 
     asyncio.run(main())
-    assert "has been restarted, 1 of 1 times" in caplog.text
+    assert "has been restarted: restart 1 of 1" in caplog.text
     assert not multiprocessing.active_children()
-
-
-class TwoArgumentsError(Exception):
-    """It can be pickled, and not unpickled."""
-
-    def __init__(self, a, b):
-        super().__init__(a + b)
-
-
-def test_a_message_that_cannot_be_read_is_a_death(monkeypatch) -> None:
-    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
-    process = worker.ProcessWorker(None, lambda _: None, deaths.put)
-    ours, theirs = multiprocessing.Pipe()
-    process._process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
-    process._process.start()
-    theirs.send([TwoArgumentsError("lost ", "device")])
-    reader = threading.Thread(target=process._read, args=(worker._arrivals(ours),))
-    monkeypatch.setattr(process._process, "join", lambda wait=None, join=process._process.join: join(wait and 0.1))
-    reader.start()
-    assert deaths.get(timeout=20) == "its process ended with exit code -9"
-    reader.join()
 
 
 def test_an_abort_while_the_prompt_is_tokenized(make_engine, monkeypatch) -> None:
@@ -333,17 +242,3 @@ def test_an_abort_while_the_prompt_is_tokenized(make_engine, monkeypatch) -> Non
             assert engine.stats().num_steps == 0
 
     asyncio.run(main())
-
-
-def test_what_waits_crosses_the_pipe_at_once():
-    """A reader that falls behind gets all of it by one read; what lies behind the end is nobody's."""
-    items, (ours, theirs) = queue.SimpleQueue(), multiprocessing.Pipe()
-    for item in (1, 2, 3, None, 4):
-        items.put(item)
-    worker._forward(items, theirs)
-    assert ours.recv() == [1, 2, 3, None]
-    for batch in ([1], [2, 3], [4, None, 5]):
-        theirs.send(batch)
-    assert list(worker._arrivals(ours)) == [1, 2, 3, 4]
-    theirs.close()
-    assert list(worker._arrivals(ours)) == [], "the other process has died"

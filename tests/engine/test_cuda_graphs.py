@@ -1,36 +1,19 @@
-"""Steps through fixed buffers give the tokens of eager steps. What records kernels is replaced by a plain call: the rest,
-buffers, padding and sizes, is what runs on a GPU."""
+"""Steps through fixed buffers give the tokens of eager steps.
+
+The fixture `replays` replaces a capture by a plain call. Everything else, buffers, padding and sizes, is what runs on a GPU.
+"""
 
 from __future__ import annotations
-
-import time
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import greedy, make_model, random_prompts
 
-from fa_serve.engine import SamplingParams, cuda_graphs, model_runner
+from fa_serve.engine import SamplingParams, cuda_graphs
 from fa_serve.engine.cuda_graphs import Shape, batch_sizes, pad
-from fa_serve.engine.worker import Add, ThreadWorker
 
 PROMPTS = [[3, 4, 5], [6] * 9, [7, 8], [9], [10, 11, 12, 13]]
-
-
-@pytest.fixture
-def recorded(monkeypatch) -> list[int]:
-    """The number of kernels' worth of calls so far, by replay."""
-    calls: list[int] = []
-
-    def record(function, pool):
-        def replay():
-            calls.append(1)
-            function()
-
-        return replay, pool or (0, 1)
-
-    monkeypatch.setattr(cuda_graphs, "record", record)
-    return calls
 
 
 def decoding(engine) -> list[tuple[int, int]]:
@@ -44,7 +27,7 @@ def prompts(engine) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_replayed_steps_give_the_same_tokens(make_engine, recorded, family) -> None:
+def test_replayed_steps_give_the_same_tokens(make_engine, replays, family) -> None:
     engine = make_engine(family, max_num_seqs=5)
     engine._runner.make_graphs()
     assert decoding(engine) == [(5, 256)], "the largest first"
@@ -55,13 +38,13 @@ def test_replayed_steps_give_the_same_tokens(make_engine, recorded, family) -> N
     assert [c.token_ids for c in completions] == expected
     # all prompts in one eager step, then 3, 4, 4, 4 and 4 steps with 5 to 1 sequences; the first of sizes 4, 2 and 1 records
     assert engine.stats().num_steps - 1 == 19
-    assert len(recorded) == 19 - 3
+    assert len(replays) == 19 - 3
     assert sorted(decoding(engine)) == [(1, 256), (2, 256), (4, 256), (5, 256)]
     assert not prompts(engine)
     engine.check_integrity()
 
 
-def test_sampling_and_logprobs_are_the_same(make_engine, recorded) -> None:
+def test_sampling_and_logprobs_are_the_same(make_engine, replays) -> None:
     params = [SamplingParams(max_tokens=9, seed=i, top_p=0.9, presence_penalty=0.5, logprobs=2) for i in range(5)]
     eager = make_engine()
     graphs = make_engine()
@@ -69,58 +52,58 @@ def test_sampling_and_logprobs_are_the_same(make_engine, recorded) -> None:
     for ours, theirs in zip(graphs.generate(PROMPTS, params), eager.generate(PROMPTS, params), strict=True):
         assert ours.token_ids == theirs.token_ids
         assert [x.logprob for x in ours.logprobs] == pytest.approx([x.logprob for x in theirs.logprobs], abs=1e-4)
-    assert recorded
+    assert replays
 
 
-def test_a_chunk_of_one_token_is_not_taken_for_decoding(make_engine, recorded) -> None:
+def test_a_chunk_of_one_token_is_not_taken_for_decoding(make_engine, replays) -> None:
     engine = make_engine(max_num_batched_tokens=2)
     engine._runner.make_graphs()
     completions = engine.generate(PROMPTS, SamplingParams(max_tokens=5, temperature=0.0))
     assert [c.token_ids for c in completions] == [greedy(make_model(), p, 5) for p in PROMPTS]
 
 
-def test_a_model_that_cannot_be_recorded_stays_eager(make_engine, monkeypatch, caplog) -> None:
-    def record(function, pool):
+def test_a_model_that_cannot_be_replays_stays_eager(make_engine, monkeypatch, caplog) -> None:
+    def capture(function, pool):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(cuda_graphs, "record", record)
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
     engine = make_engine()
     engine._runner.make_graphs()
-    assert "decoding without CUDA graphs: operation not permitted" in caplog.text
+    assert "decoding runs without CUDA graphs, because the first capture failed: operation not permitted" in caplog.text
     assert engine.generate([[3, 4]], SamplingParams(max_tokens=5, temperature=0.0))[0].token_ids == greedy(
         make_model(), [3, 4], 5
     )
 
 
-def test_recording_without_memory_is_tried_again_with_an_empty_cache(make_engine, recorded, monkeypatch) -> None:
-    record = cuda_graphs.record
+def test_recording_without_memory_is_tried_again_with_an_empty_cache(make_engine, replays, monkeypatch) -> None:
+    capture = cuda_graphs.capture
     emptied = []
 
     def scarce(function, pool):
         if not emptied:
             raise torch.OutOfMemoryError("the cache holds it all")
-        return record(function, pool)
+        return capture(function, pool)
 
-    monkeypatch.setattr(cuda_graphs, "record", scarce)
+    monkeypatch.setattr(cuda_graphs, "capture", scarce)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     engine = make_engine()
     engine._runner.make_graphs()
     tokens = engine.generate([[3, 4]], SamplingParams(max_tokens=5, temperature=0.0))[0].token_ids
     assert tokens == greedy(make_model(), [3, 4], 5)
-    assert (len(emptied), len(recorded)) == (1, 3), "the first of 4 decoding steps records"
+    assert (len(emptied), len(replays)) == (1, 3), "the first of 4 decoding steps records"
 
 
-def test_a_size_that_cannot_be_recorded_later_turns_graphs_off(make_engine, recorded, monkeypatch, caplog) -> None:
+def test_a_size_that_cannot_be_replays_later_turns_graphs_off(make_engine, replays, monkeypatch, caplog) -> None:
     engine = make_engine()
     engine._runner.make_graphs()
-    monkeypatch.setattr(cuda_graphs, "record", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+    monkeypatch.setattr(cuda_graphs, "capture", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
     tokens = engine.generate([[3, 4]], SamplingParams(max_tokens=5, temperature=0.0))[0].token_ids
     assert tokens == greedy(make_model(), [3, 4], 5)
-    assert "no CUDA graphs from now on: no memory" in caplog.text
+    assert "steps run without CUDA graphs from now on, because a capture or a replay failed: no memory" in caplog.text
 
 
-def test_there_are_graphs_for_a_few_lengths(make_engine, recorded, monkeypatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "LENGTHS", (8, 20, 256))
+def test_there_are_graphs_for_a_few_lengths(make_engine, replays, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "KEY_LENGTHS", (8, 20, 256))
     engine = make_engine(max_num_seqs=2)
     graphs = engine._runner
     reference = make_model()
@@ -136,52 +119,19 @@ def test_there_are_graphs_for_a_few_lengths(make_engine, recorded, monkeypatch) 
     asked = [[3, 4, 5], [6, 7]]
     completions = engine.generate(asked, [SamplingParams(max_tokens=n, temperature=0.0) for n in (9, 30)])
     assert [c.token_ids for c in completions] == [greedy(reference, p, n) for p, n in zip(asked, (9, 30), strict=True)]
-    assert graphs._graphs.lengths == [8, 20, 256], "the longest there can be is one of them"
+    assert graphs._graphs.key_lengths == [8, 20, 256], "the longest there can be is one of them"
     assert sorted(decoding(engine)) == [(1, 20), (1, 256), (2, 8), (2, 20), (2, 256)]
     assert set(seen) == {((n, -(-k // 4)), k) for n, k in ((1, 20), (1, 256), (2, 8), (2, 20))}, "as wide as the length"
 
 
 @pytest.mark.parametrize("room", [448, 1 << 20])
-def test_a_step_that_the_block_has_no_room_for_is_eager(make_engine, recorded, room) -> None:
+def test_a_step_that_the_block_has_no_room_for_is_eager(make_engine, replays, room) -> None:
     engine = make_engine()
     engine._runner.make_graphs()
     engine._runner._graphs.block = engine._runner._graphs.block[:room]
     params = SamplingParams(max_tokens=9, temperature=0.0, logit_bias={7: 100.0})
     assert [c.token_ids for c in engine.generate(PROMPTS, params)] == [[7] * 9] * 5
-    assert bool(recorded) == (room > 448)
-
-
-def test_only_new_pages_are_sent(make_engine, recorded, monkeypatch) -> None:
-    sent: list[int] = []
-    send = model_runner.send
-    monkeypatch.setattr(
-        model_runner, "send", lambda arrays, *rest: sent.append(len(arrays.get("table_index", ()))) or send(arrays, *rest)
-    )
-    engine = make_engine()
-    engine._runner.make_graphs()
-    prompt = [3, 4, 5, 6, 7]
-    tokens = engine.generate([prompt], SamplingParams(max_tokens=9, temperature=0.0))[0].token_ids
-    assert tokens == greedy(make_model(), prompt, 9)
-    # two pages of 4 hold the prompt and three tokens more
-    assert sent == [2, 0, 0, 0, 1, 0, 0, 0, 1]
-
-
-def test_pages_of_a_step_that_was_not_sent_come_with_the_next(make_engine, monkeypatch) -> None:
-    engine = make_engine()
-    send = model_runner.send
-    calls = []
-
-    def fail_once(arrays, *rest):
-        calls.append(1)
-        if len(calls) == 5:  # the step that needs a new page
-            raise torch.OutOfMemoryError("no room for the block")
-        return send(arrays, *rest)
-
-    monkeypatch.setattr(model_runner, "send", fail_once)
-    asked = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]]
-    completions = engine.generate(asked, SamplingParams(max_tokens=9, temperature=0.0))
-    assert len(calls) > 9
-    assert [c.token_ids for c in completions] == [greedy(make_model(), prompt, 9) for prompt in asked]
+    assert bool(replays) == (room > 448)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +141,9 @@ def test_batch_sizes(largest, sizes) -> None:
     assert batch_sizes(largest) == sizes
 
 
-def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, recorded, monkeypatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "LENGTHS", (16,))
-    monkeypatch.setattr(cuda_graphs, "BATCHES", (2,))
+def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, replays, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "KEY_LENGTHS", (16,))
+    monkeypatch.setattr(cuda_graphs, "PROMPT_BATCHES", (2,))
     engine = make_engine(max_num_seqs=6, max_num_batched_tokens=700)
     engine._runner.make_graphs()
     graphs = engine._runner._graphs
@@ -214,8 +164,8 @@ def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, r
     while engine.prepare_one():
         steps += 1
     in_advance = [64, 128, 192, 256, 320, 384, 448, 512, 704]
-    assert steps == len(cuda_graphs.REHEARSALS) + 7 + 4 * len(in_advance) - 1, "the largest came before another"
-    assert seen[: len(cuda_graphs.REHEARSALS)] == [
+    assert steps == len(cuda_graphs.WARM_UPS) + 7 + 4 * len(in_advance) - 1, "the largest came before another"
+    assert seen[: len(cuda_graphs.WARM_UPS)] == [
         ([128], True),
         *[([1] * 5 + [128], False)] * 3,
         ([1, 128], False),
@@ -230,15 +180,15 @@ def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, r
     assert others == [size for size in sizes if size != first]
     assert torch.equal(cached, before)
     assert not engine.prepare_one(), "nothing is left"
-    assert not recorded, "captured, not replayed"
+    assert not replays, "captured, not replayed"
     graphs._forward = forward
     completions = engine.generate(PROMPTS, SamplingParams(max_tokens=9, temperature=0.0))
     assert [c.token_ids for c in completions] == [greedy(make_model(), p, 9) for p in PROMPTS]
-    assert len(recorded) == 9, "every step"
+    assert len(replays) == 9, "every step"
 
 
-def test_a_step_that_nobody_prepared_takes_a_graph_with_a_little_padding(make_engine, recorded, monkeypatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "LENGTHS", (16,))
+def test_a_step_that_nobody_prepared_takes_a_graph_with_a_little_padding(make_engine, replays, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "KEY_LENGTHS", (16,))
     engine = make_engine(max_num_seqs=40)
     engine._runner.make_graphs()
     graphs = engine._runner._graphs
@@ -257,10 +207,10 @@ def test_a_step_that_nobody_prepared_takes_a_graph_with_a_little_padding(make_en
     completions = engine.generate(asked, SamplingParams(max_tokens=4, temperature=0.0))
     assert [c.token_ids for c in completions] == [greedy(make_model(), p, 4) for p in asked]
     assert decoding(engine) == [(40, 256)]
-    assert len(recorded) == 3
+    assert len(replays) == 3
 
 
-def test_with_a_request_nothing_is_prepared(make_engine, recorded) -> None:
+def test_with_a_request_nothing_is_prepared(make_engine, replays) -> None:
     engine = make_engine()
     engine._runner.make_graphs()
     engine.add_request("one", [3, 4], SamplingParams(max_tokens=2))
@@ -270,47 +220,20 @@ def test_with_a_request_nothing_is_prepared(make_engine, recorded) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), Exception("no memory")], ids=["torch", "triton"])
-def test_a_capture_that_fails_in_an_idle_moment_is_the_last_one(make_engine, recorded, monkeypatch, caplog, error) -> None:
+def test_a_capture_that_fails_in_an_idle_moment_is_the_last_one(make_engine, replays, monkeypatch, caplog, error) -> None:
     engine = make_engine()
     engine._runner.make_graphs()
-    record = cuda_graphs.record
-    monkeypatch.setattr(cuda_graphs, "record", lambda *_: (_ for _ in ()).throw(error))
+    capture = cuda_graphs.capture
+    monkeypatch.setattr(cuda_graphs, "capture", lambda *_: (_ for _ in ()).throw(error))
     while engine.prepare_one():
         pass
-    assert "no more steps are captured in advance: no memory" in caplog.text
-    monkeypatch.setattr(cuda_graphs, "record", record)
+    assert "no more graphs are captured in advance, because a capture failed: no memory" in caplog.text
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
     assert not engine.prepare_one()
     assert engine.generate([[3, 4]], SamplingParams(max_tokens=5, temperature=0.0))[0].token_ids == greedy(
         make_model(), [3, 4], 5
     )
-    assert len(recorded) == 3, "steps still record: the first of four"
-
-
-def test_a_worker_prepares_between_requests_and_stops_at_a_command(make_engine, recorded, monkeypatch) -> None:
-    engine = make_engine(max_num_seqs=4)
-    engine._runner.make_graphs()
-    prepare_one = engine.prepare_one
-    prepared = []
-    messages = []
-    worker = ThreadWorker(engine, messages.append, lambda reason: None)
-
-    def watched():
-        prepared.append(len(engine._runner._graphs._replays))
-        if len(prepared) == 2:
-            worker.send(Add("one", [3, 4], SamplingParams(max_tokens=3, temperature=0.0)))
-        if len(prepared) == 3:
-            assert [token for m in messages for o in m.outputs for token in o.token_ids] == greedy(make_model(), [3, 4], 3)
-        return prepare_one()
-
-    monkeypatch.setattr(engine, "prepare_one", watched)
-    worker.start()
-    for _ in range(2000):
-        if len(decoding(engine)) == 3 and messages:
-            break
-        time.sleep(0.01)
-    worker.stop()
-    assert decoding(engine)[0] == (4, 256)
-    assert sorted(decoding(engine)) == [(1, 256), (2, 256), (4, 256)]
+    assert len(replays) == 3, "steps still record: the first of four"
 
 
 def run_mixed(engine) -> None:
@@ -325,9 +248,9 @@ def run_mixed(engine) -> None:
     engine.check_integrity()
 
 
-def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, recorded, monkeypatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "LENGTHS", (128,))
-    monkeypatch.setattr(cuda_graphs, "BATCHES", (2,))
+def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, replays, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "KEY_LENGTHS", (128,))
+    monkeypatch.setattr(cuda_graphs, "PROMPT_BATCHES", (2,))
     engine = make_engine(max_num_batched_tokens=48, max_num_seqs=5)
     engine._runner.make_graphs()
     graphs = engine._runner._graphs
@@ -343,20 +266,20 @@ def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, recor
     graphs.shape_for = watched
     run_mixed(engine)
     taken = [batch for *_, batch in lengths]
-    assert taken.count(0) >= cuda_graphs.SIGHTINGS - 1, "not worth a capture before"
+    assert taken.count(0) >= cuda_graphs.CAPTURE_AFTER - 1, "not worth a capture before"
     assert 5 in taken
     assert all(tokens <= 48 and batch <= taken for tokens, batch, taken in lengths if taken)
     assert prompts(engine)[0] == (64, 5, 256), "the largest first"
-    replays = len(recorded)
+    replays = len(replays)
     eager = taken.count(0)
     taken.clear()
     lengths.clear()
     run_mixed(engine)
-    assert len(recorded) > replays
+    assert len(replays) > replays
     assert [batch for *_, batch in lengths].count(0) == 0 < eager, "what has no graph of its own takes a larger one"
 
 
-def test_prompts_that_cannot_be_recorded_leave_decoding_its_graphs(make_engine, recorded, monkeypatch, caplog) -> None:
+def test_prompts_that_cannot_be_replays_leave_decoding_its_graphs(make_engine, replays, monkeypatch, caplog) -> None:
     engine = make_engine(max_num_batched_tokens=48, max_num_seqs=5)
     engine._runner.make_graphs()
     graphs = engine._runner._graphs
@@ -369,14 +292,16 @@ def test_prompts_that_cannot_be_recorded_leave_decoding_its_graphs(make_engine, 
 
     graphs._forward = refused
     run_mixed(engine)
-    assert caplog.text.count("steps with prompts run without CUDA graphs: it looks at its prompts") == 1
+    assert (
+        caplog.text.count("steps with prompts run without CUDA graphs, because a capture failed: it looks at its prompts") == 1
+    )
     assert not prompts(engine)
-    assert recorded
+    assert replays
     assert decoding(engine)
 
 
-def test_there_are_never_more_graphs_of_prompts_than_most(make_engine, recorded, monkeypatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST", 3)
+def test_there_are_never_more_graphs_of_prompts_than_most(make_engine, replays, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_PROMPT_GRAPHS", 3)
     engine = make_engine(max_num_batched_tokens=400, prefix_caching=False)
     engine._runner.make_graphs()
     for length in (350, 50, 100, 150, 200):
@@ -389,16 +314,16 @@ def test_there_are_never_more_graphs_of_prompts_than_most(make_engine, recorded,
 
 
 @pytest.mark.parametrize("settings", [{"deterministic": True}, {"kv_cache_dtype": "fp8"}], ids=["deterministic", "fp8"])
-def test_what_takes_every_length_for_the_longest_records_no_prompts(make_engine, recorded, settings) -> None:
+def test_what_takes_every_length_for_the_longest_records_no_prompts(make_engine, replays, settings) -> None:
     engine = make_engine(**settings)
     engine._runner.make_graphs()
     for _ in range(5):
         engine.generate(PROMPTS, SamplingParams(max_tokens=2, temperature=0.0))
-    assert recorded
+    assert replays
     assert not prompts(engine)
 
 
-def test_logprobs_of_prompts_are_computed_without_a_graph(make_engine, recorded) -> None:
+def test_logprobs_of_prompts_are_computed_without_a_graph(make_engine, replays) -> None:
     engine = make_engine()
     engine._runner.make_graphs()
     for prompt_logprobs in (0, None):

@@ -7,7 +7,7 @@ import torch
 from tiny_models import VOCAB, greedy, make_model, random_prompts
 
 from fa_serve.engine import SamplingParams
-from fa_serve.engine.invariant import BatchInvariant
+from fa_serve.engine.deterministic import DeterministicMode
 from fa_serve.spec import UnsupportedModelError
 
 ASKED = [
@@ -53,7 +53,7 @@ def test_rows_of_the_operators_do_not_know_each_other() -> None:
     }
     for name, function in functions.items():
         exact = function(x.double()) if name not in ("linear", "matmul", "addmm") else None
-        with torch.inference_mode(), BatchInvariant():
+        with torch.inference_mode(), DeterministicMode():
             whole = function(x)
             for rows in (slice(0, 1), slice(3, 7), slice(64, 65), slice(1, 64)):
                 assert torch.equal(function(x[rows]), whole[rows]), name
@@ -62,5 +62,5 @@ def test_rows_of_the_operators_do_not_know_each_other() -> None:
 
 
 def test_what_has_no_invariant_form_is_refused() -> None:
-    with torch.inference_mode(), BatchInvariant(), pytest.raises(UnsupportedModelError, match="deterministic must be False"):
+    with torch.inference_mode(), DeterministicMode(), pytest.raises(UnsupportedModelError, match="deterministic must be False"):
         torch.bmm(torch.ones(2, 3, 4), torch.ones(2, 4, 5))

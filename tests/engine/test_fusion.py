@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fa_serve.engine import SamplingParams, kv_cache
-from fa_serve.engine.fusion import FusedLayer, fuse
+from fa_serve.engine.fused_layer import FusedLayer
+from fa_serve.engine.fusion import fuse
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, patch
 
 FUSED = (
@@ -93,7 +94,7 @@ def test_a_layer_whose_code_says_otherwise_is_left_alone(monkeypatch, caplog) ->
     model = make_model()
     patch(model)
     assert fuse(model) == 0
-    assert "layers like LlamaDecoderLayer run as they are: with rotary embedding its result would be others" in caplog.text
+    assert "LlamaDecoderLayer layers are not fused: with rotary embedding its output would change" in caplog.text
 
 
 def test_each_kind_is_proven_by_itself() -> None:
@@ -112,7 +113,7 @@ def test_hooks_are_not_passed_over(caplog) -> None:
     patch(model)
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
     assert fuse(model) == 1
-    assert "it has hooks" in caplog.text
+    assert "the layer has hooks" in caplog.text
 
 
 def test_weights_that_kernels_cannot_read_are_left_alone(caplog) -> None:
@@ -121,7 +122,7 @@ def test_weights_that_kernels_cannot_read_are_left_alone(caplog) -> None:
     down = model.model.layers[0].mlp.down_proj
     down.weight = torch.nn.Parameter(down.weight.detach().t().contiguous().t())
     assert fuse(model) == 0, "both layers are of one kind, and one of them cannot be"
-    assert "a projection's weights are not contiguous" in caplog.text
+    assert "the weights of a projection must be contiguous" in caplog.text
 
 
 def test_merged_weights_take_no_memory_of_their_own() -> None:

@@ -1,6 +1,6 @@
 """The scheduler and the page table under random traffic: every request ends once, no page is lost or shared wrongly.
 
-A tiny device model stands in for the GPU: it remembers which tokens were written into which slot of which page, runs one
+A model of a device takes the place of the GPU. It remembers which tokens were written into which slot of which page, runs one
 step behind the scheduler if asked to, and checks at each step that every sequence finds its own tokens in its pages.
 """
 
@@ -12,17 +12,35 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fa_serve.engine import RequestError, SamplingParams
 from fa_serve.engine.pages import PageTable
-from fa_serve.engine.request import Request, SamplingParams
+from fa_serve.engine.request import Request
 from fa_serve.engine.scheduler import INVALID_TOKEN, ScheduledBatch, Scheduler
+from fa_serve.engine.sequence import SequenceState
+
+FAILURE = RequestError("step_failed", "the step failed")
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 8, serial: int = 0, **fields: object) -> Request:
-    return Request(name, list(prompt), SamplingParams(), max_tokens, rank=(0.0, serial), **fields)
+    return Request(name, list(prompt), **{"params": SamplingParams(), "max_tokens": max_tokens, "rank": (0.0, serial)} | fields)
 
 
-def make_scheduler(num_pages: int = 16, page_size: int = 4, seqs: int = 4, tokens: int = 16, caching: bool = True) -> Scheduler:
-    return Scheduler(PageTable(num_pages, page_size, prefix_caching=caching), max_num_seqs=seqs, max_num_batched_tokens=tokens)
+def make_scheduler(
+    num_pages: int = 16,
+    page_size: int = 4,
+    seqs: int = 4,
+    tokens: int = 16,
+    caching: bool = True,
+    window: int | None = None,
+    keys_per_tile: int = 8,
+) -> Scheduler:
+    return Scheduler(
+        PageTable(num_pages, page_size, prefix_caching=caching),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        keys_per_tile=keys_per_tile,
+        window=window,
+    )
 
 
 def next_token(tokens: list[int]) -> int:
@@ -44,16 +62,17 @@ class Device:
         assert len({chunk.slot for chunk in batch.chunks}) == len(batch.chunks)
         sampled = []
         for chunk in batch.chunks:  # a layer writes the keys of the whole step before it reads any
-            request, pages = chunk.request, chunk.request.pages
-            assert chunk.start + chunk.length < len(request.prompt) + request.max_tokens, "more than was asked for"
+            sequence, pages = chunk.sequence, chunk.sequence.pages
+            most = sequence.num_prompt_tokens + sequence.request.max_tokens
+            assert chunk.start + chunk.length < most, "more than was asked for"
             for position in range(chunk.start, chunk.start + chunk.length):
-                known = position < len(request.tokens)
-                token = request.tokens[position] if known else self.last_token[chunk.slot]
+                known = position < len(sequence.tokens)
+                token = sequence.tokens[position] if known else self.last_token[chunk.slot]
                 self.memory[pages[position // size], position % size] = token
         for chunk in batch.chunks:
-            request, pages = chunk.request, chunk.request.pages
+            sequence, pages = chunk.sequence, chunk.sequence.pages
             tokens = [self.memory[pages[i // size], i % size] for i in range(chunk.start + chunk.length)]
-            assert tokens[: len(request.tokens)] == request.tokens[: len(tokens)], "a sequence does not find its own tokens"
+            assert tokens[: len(sequence.tokens)] == sequence.tokens[: len(tokens)], "a sequence does not find its own tokens"
             if chunk.samples:
                 self.last_token[chunk.slot] = next_token(tokens)
                 sampled.append(self.last_token[chunk.slot])
@@ -112,23 +131,22 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
     scheduler = make_scheduler(num_pages, 4, max_num_seqs, budget, caching)
     device = Device(scheduler)
     inflight: deque[tuple[ScheduledBatch, list[int]]] = deque()
-    requests: dict[str, Request] = {}
+    sequences: dict[str, SequenceState] = {}
     output: dict[str, list[int]] = {}
     ended: list[str] = []
 
-    def finish(request: Request) -> None:
-        ended.append(request.request_id)
+    def finish(sequence: SequenceState) -> None:
+        ended.append(sequence.request.request_id)
 
     step = 0
-    while step <= 20 or scheduler.requests or inflight:
+    while step <= 20 or scheduler.sequences or inflight:
         assert step < 2000, "no progress"
         for index, (arrival, prompt, max_tokens, end_ids, priority, abort_after) in enumerate(arrivals):
             name = str(index)
             if arrival == step:
-                request = make_request(name, prompt, max_tokens, end_ids=end_ids)
-                request.rank = (arrival + 3.0 * priority, index)
-                scheduler.add(request)
-                requests[name], output[name] = request, []
+                rank = (arrival + 3.0 * priority, index)
+                sequences[name] = scheduler.add(make_request(name, prompt, max_tokens, end_ids=end_ids, rank=rank))
+                output[name] = []
             if abort_after is not None and arrival + abort_after == step and (aborted := scheduler.abort(name)):
                 finish(aborted)
                 assert aborted.pages == []
@@ -136,27 +154,27 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
         batch = scheduler.schedule()
         scheduler.check_integrity()
         if batch and step in failing:
-            for request in scheduler.fail(batch, "the step failed"):
-                finish(request)
+            for sequence in scheduler.fail(batch, FAILURE):
+                finish(sequence)
         elif batch and step in rolled_back:
             scheduler.rollback(batch)
         elif batch:
             inflight.append((batch, device.launch(batch)))
         if inflight and (len(inflight) > depth or not batch):
-            for request, token in scheduler.commit(*inflight.popleft()):
-                output[request.request_id].append(token)
-                if request.finished:
-                    finish(request)
+            for sequence, token in scheduler.commit(*inflight.popleft()):
+                output[sequence.request.request_id].append(token)
+                if sequence.finished:
+                    finish(sequence)
         scheduler.check_integrity()
         step += 1
 
-    assert sorted(ended) == sorted(requests), "a request did not end exactly once"
+    assert sorted(ended) == sorted(sequences), "a request did not end exactly once"
     assert scheduler.pages.num_held == 0
     for index, (_, prompt, max_tokens, end_ids, _, _) in enumerate(arrivals):
         expected = expected_output(prompt, max_tokens, end_ids)
         got = output[str(index)]
         assert got == expected[: len(got)]
-        if requests[str(index)].finish_reason in ("stop", "length"):
+        if sequences[str(index)].finish_reason in ("stop", "length"):
             assert got == expected
 
 
@@ -175,7 +193,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_sequences() -> None:
     lengths = []
     for _ in range(4):
         batch = scheduler.schedule()
-        lengths.append([(chunk.request.request_id, chunk.length, chunk.samples) for chunk in batch.chunks])
+        lengths.append([(chunk.sequence.request.request_id, chunk.length, chunk.samples) for chunk in batch.chunks])
         scheduler.commit(batch, device.launch(batch))
     assert lengths[0] == [("a", 2, True), ("b", 4, False)]
     assert lengths[1] == [("a", 1, True), ("b", 5, False)]
@@ -185,10 +203,8 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_sequences() -> None:
 
 def test_the_latest_request_is_preempted_and_continues_where_it_was() -> None:
     scheduler = make_scheduler(num_pages=6, caching=False)
-    early = make_request("early", [1] * 7, 12, 0)
-    late = make_request("late", [2] * 7, 12, 1)
-    scheduler.add(early)
-    scheduler.add(late)
+    early = scheduler.add(make_request("early", [1] * 7, 12, 0))
+    late = scheduler.add(make_request("late", [2] * 7, 12, 1))
     run_to_end(scheduler)
     assert scheduler.num_preemptions > 0
     assert early.tokens[7:] == expected_output([1] * 7, 12, frozenset())
@@ -198,13 +214,10 @@ def test_the_latest_request_is_preempted_and_continues_where_it_was() -> None:
 def test_a_shared_prefix_is_computed_once() -> None:
     scheduler = make_scheduler()
     prompt = [1, 0, 2, 1, 2, 0, 1, 1, 0]
-    first = make_request("first", prompt, 1)
-    scheduler.add(first)
+    scheduler.add(make_request("first", prompt, 1))
     run_to_end(scheduler)
-    second = make_request("second", prompt, 1, 1)
-    other = make_request("other", [2, *prompt[1:]], 1, 2)
-    scheduler.add(second)
-    scheduler.add(other)
+    second = scheduler.add(make_request("second", prompt, 1, 1))
+    other = scheduler.add(make_request("other", [2, *prompt[1:]], 1, 2))
     batch = scheduler.schedule()
     assert [(chunk.start, chunk.length) for chunk in batch.chunks] == [(8, 1), (0, 9)]
     assert (second.num_cached_tokens, other.num_cached_tokens) == (8, 0)
@@ -216,8 +229,7 @@ def test_pages_filled_chunk_by_chunk_are_all_shared() -> None:
     prompt = [1, 0, 2, 1, 2, 0, 1, 1, 0, 2]
     scheduler.add(make_request("first", prompt, 7))
     run_to_end(scheduler, device)
-    second = make_request("second", prompt + expected_output(prompt, 7, frozenset()), 1)
-    scheduler.add(second)
+    second = scheduler.add(make_request("second", prompt + expected_output(prompt, 7, frozenset()), 1))
     scheduler.schedule()
     assert second.num_cached_tokens == 16, "10 tokens of prompt and 7 of answer, of which the last was never computed"
 
@@ -236,8 +248,8 @@ def test_pages_that_a_failed_step_should_have_filled_are_not_shared() -> None:
     scheduler = make_scheduler()
     prompt = [1, 0, 2, 1, 2, 0, 1, 1, 0]
     scheduler.add(make_request("failed", prompt))
-    failed = scheduler.fail(scheduler.schedule(), "no such luck")
-    assert [(request.finish_reason, request.error) for request in failed] == [("error", "no such luck")]
+    failed = scheduler.fail(scheduler.schedule(), FAILURE)
+    assert [(sequence.finish_reason, sequence.error) for sequence in failed] == [("error", FAILURE)]
     scheduler.add(make_request("next", prompt))
     assert scheduler.schedule().chunks[0].start == 0
     scheduler.check_integrity()
@@ -247,75 +259,78 @@ def test_a_prompt_of_whole_pages_still_computes_its_last_page() -> None:
     scheduler = make_scheduler()
     device = Device(scheduler)
     for name in ("first", "second"):
-        request = make_request(name, [1, 0, 2, 1, 2, 0, 1, 1], 1)
-        scheduler.add(request)
+        sequence = scheduler.add(make_request(name, [1, 0, 2, 1, 2, 0, 1, 1], 1))
         run_to_end(scheduler, device)
-    assert request.num_cached_tokens == 4
+    assert sequence.num_cached_tokens == 4
 
 
-def test_the_oldest_cached_page_is_evicted_first() -> None:
-    table = PageTable(3, 2)
-    for content in ([1, 1], [2, 2], [3, 3]):
-        hashes: list[bytes] = []
-        table.hash_pages(content, hashes)
-        (page,) = table.allocate(1)
-        table.register(page, hashes[0])
-        table.release([page])
-    hashes = []
-    table.hash_pages([1, 1], hashes)
-    table.acquire(table.match(hashes))  # used again: now [2, 2] is the oldest
-    table.allocate(1)
-    found = []
-    for content in ([1, 1], [2, 2], [3, 3]):
-        hashes = []
-        table.hash_pages(content, hashes)
-        found.append(len(table.match(hashes)))
-    assert found == [1, 0, 1]
-    table.check_integrity()
-
-
-def test_hashes_depend_on_everything_before_and_on_the_salt() -> None:
-    table, same, other = (PageTable(1, 2, salt=salt) for salt in (b"a", b"a", b"b"))
-
-    def hashes(table: PageTable, tokens: list[int]) -> list[bytes]:
-        known: list[bytes] = []
-        table.hash_pages(tokens, known)
-        return known
-
-    assert hashes(table, [1, 2, 3, 4, 5]) == hashes(same, [1, 2, 3, 4])
-    assert hashes(table, [1, 2, 3, 4])[1] != hashes(table, [9, 2, 3, 4])[1]
-    assert hashes(table, [1, 2]) != hashes(other, [1, 2])
-
-
-def test_a_page_cannot_be_released_twice_nor_taken_from_nobody() -> None:
-    table = PageTable(2, 4)
-    pages = table.allocate(2)
-    with pytest.raises(RuntimeError, match="0 available of 2"):
-        table.allocate(1)
-    table.release(pages)
-    with pytest.raises(RuntimeError, match="nobody holds it"):
-        table.release(pages[:1])
-
-
-def test_integrity_check_sees_a_lost_page() -> None:
-    table = PageTable(2, 4)
-    table.allocate(1)
-    table.check_integrity()
-    with pytest.raises(AssertionError, match="reference counts"):
-        table.check_integrity([])
-
-
-def test_an_invalid_token_fails_its_request_alone() -> None:
+@pytest.mark.parametrize(
+    ("params", "code"), [({}, "not_finite"), ({"bad_token_ids": (1,)}, "no_token_left")], ids=["plain", "narrowed"]
+)
+def test_an_invalid_token_fails_its_request_alone_and_says_whose_fault_it_is(params, code) -> None:
     scheduler = make_scheduler()
-    good = make_request("good", [1], serial=0)
-    bad = make_request("bad", [2], serial=1)
-    scheduler.add(good)
-    scheduler.add(bad)
-    gained = scheduler.commit(scheduler.schedule(), [0, INVALID_TOKEN])
-    assert gained == [(good, 0)]
-    assert bad.finish_reason == "error"
-    assert "not finite" in (bad.error or "")
+    good = scheduler.add(make_request("good", [1], serial=0))
+    bad = scheduler.add(make_request("bad", [2], serial=1, params=SamplingParams(**params)))
+    assert scheduler.commit(scheduler.schedule(), [0, INVALID_TOKEN]) == [(good, 0), (bad, None)]
+    assert (bad.finish_reason, bad.error.code) == ("error", code)
     scheduler.check_integrity()
+
+
+def test_a_stop_replaces_the_length_that_the_same_token_reached() -> None:
+    scheduler = make_scheduler()
+    last = scheduler.add(make_request("last", [1], max_tokens=1))
+    early = scheduler.add(make_request("early", [1], max_tokens=5, serial=1))
+    scheduler.commit(scheduler.schedule(), [0, 0])
+    assert (last.finish_reason, early.finish_reason) == ("length", None)
+    scheduler.stop(last)
+    scheduler.stop(early)
+    assert (last.finish_reason, early.finish_reason) == ("stop", "stop")
+    scheduler.check_integrity()
+
+
+def test_a_scheduler_that_is_given_up_releases_nothing() -> None:
+    scheduler = make_scheduler()
+    sequence = scheduler.add(make_request("a", [1]))
+    scheduler.schedule()
+    scheduler.abandon([sequence], FAILURE)
+    assert (sequence.finish_reason, sequence.error) == ("error", FAILURE)
+    assert scheduler.pages.num_held == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    window=st.integers(1, 40),
+    keys_per_tile=st.sampled_from([1, 4, 8, 16, 64]),
+    page_size=st.sampled_from([1, 3, 4, 16]),
+    prompt=st.integers(1, 90),
+    max_tokens=st.integers(1, 60),
+    budget=st.integers(1, 40),
+)
+def test_no_page_that_a_kernel_may_still_read_is_released(window, keys_per_tile, page_size, prompt, max_tokens, budget) -> None:
+    """A kernel reads whole tiles of keys_per_tile keys, also the keys before the window in the tile where it begins."""
+    scheduler = make_scheduler(200, page_size, tokens=budget, window=window, keys_per_tile=keys_per_tile)
+    scheduler.add(make_request("a", [1] * prompt, max_tokens))
+    while batch := scheduler.schedule():
+        (chunk,) = batch.chunks
+        first_key = max(chunk.start - window, 0)
+        first_read = first_key - first_key % keys_per_tile
+        held = chunk.sequence.held_pages
+        assert len(held) == len(set(held))
+        assert chunk.sequence.num_released * page_size <= first_read, "a page with keys that are read was released"
+        assert (chunk.sequence.num_released + 1) * page_size > first_read, "a page without keys that are read is still held"
+        scheduler.commit(batch, [0] * chunk.samples)
+        scheduler.check_integrity()
+
+
+def test_larger_tiles_are_released_later() -> None:
+    released = {}
+    for keys_per_tile in (4, 16, 64):
+        scheduler = make_scheduler(40, page_size=4, tokens=100, window=10, keys_per_tile=keys_per_tile)
+        sequence = scheduler.add(make_request("a", [1] * 73, 2))
+        scheduler.commit(scheduler.schedule(), [0])
+        scheduler.schedule()  # token 73 attends to keys from 63 on
+        released[keys_per_tile] = sequence.num_released
+    assert released == {4: 60 // 4, 16: 48 // 4, 64: 0}
 
 
 def test_an_id_may_be_used_again() -> None:

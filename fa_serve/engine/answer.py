@@ -1,0 +1,86 @@
+"""The engine's half of a request: what the client gets from one sequence. Text, log-probabilities, grammar, time in the queue.
+
+    answer = Answer(sequence, TextStream(tokenizer, prompt), matcher)
+    text, complete = answer.push(token)
+    output = answer.output(text, token, logprob)
+
+The scheduler's half, tokens and pages, is `SequenceState`, which an answer only reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fa_serve.engine.detokenizer import TextStream
+from fa_serve.engine.outputs import RequestOutput, TokenLogprob
+from fa_serve.engine.sequence import SequenceState
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """What one sequence has given so far, as the client sees it.
+
+    stream:  its text; None without a tokenizer
+    matcher: the state of its structured output, an LLMatcher of llguidance; None without one
+    queue_time: seconds from arrival to the first step; None before that
+    prompt_logprobs: those that are known, if they were asked for
+    """
+
+    sequence: SequenceState
+    stream: TextStream | None = None
+    matcher: Any = None
+    queue_time: float | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.sequence.request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # no token comes before the first one
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """The text that a sampled token settles, and whether it completes the answer by a stop string or by its grammar."""
+        text = ""
+        complete = False
+        if self.matcher is not None:
+            self.matcher.consume_token(token)
+            complete = self.matcher.is_stopped()
+        if self.stream is not None:
+            sequence = self.sequence
+            text = self.stream.push(token, sequence.num_output_tokens > sequence.request.params.min_tokens)
+            complete = complete or self.stream.stopped
+        return text, complete
+
+    def flush(self) -> str:
+        """The text that was held back because a stop string might have begun. The answer has ended."""
+        return "" if self.stream is None else self.stream.flush()
+
+    def add_prompt_logprobs(self, start: int, entries: list[TokenLogprob]) -> None:
+        """Take in the log-probabilities of the prompt tokens from `start` on.
+
+        Those that are known already are skipped: a preempted prompt is computed twice.
+        """
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += entries[len(self.prompt_logprobs) - start :]
+
+    def output(self, text: str, token: int | None, logprob: TokenLogprob | None) -> RequestOutput:
+        """The next increment. `token` is None if the answer ends without another token."""
+        sequence = self.sequence
+        request = sequence.request
+        num_output_tokens = sequence.num_output_tokens
+        first = token is not None and num_output_tokens == 1
+        finished = sequence.finished
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt,
+            text=text,
+            token_ids=[] if token is None else [token],
+            logprobs=None if token is None or logprob is None else [logprob],
+            finished=finished,
+            finish_reason=sequence.finish_reason,
+            error=sequence.error,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs if first else None,
+            queue_time=self.queue_time if finished else None,
+        )

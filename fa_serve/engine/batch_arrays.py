@@ -1,0 +1,149 @@
+"""The numbers of one step as NumPy arrays: a `ScheduledBatch` in, what the forward and the sampler read out.
+
+    arrays = batch_arrays(batch, block_table, page_size=16, vocab_size=32000, deterministic=False)
+
+A sampled token that is not known on the host yet is written as -(slot + 1): the device keeps the last sampled token of each
+slot. Left out: the transfer to the device (transfer.py) and padding (cuda_graphs.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa_serve.engine.block_table import BlockTable
+from fa_serve.engine.results import PromptSpan
+from fa_serve.engine.sampler import sampling_arrays
+from fa_serve.engine.scheduler import ScheduledBatch
+from fa_serve.engine.sequence import SequenceState
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArrays:
+    """One step on the host.
+
+    inputs:    what the forward reads; names and dtypes are those of `cuda_graphs.padding`
+    sampling:  the fields of `SampleParams` that this step needs
+    rows:      "sampled_slots", (n,) slots of the sequences that sample; if they are needed, "logprob_rows", (m,) rows among
+               these, and "prompt_targets", (k,) prompt tokens whose log-probabilities are wanted
+    sequences: those that sample, by row of the logits
+    logprob_rows: rows of `sequences` that want log-probabilities
+    prompt_spans: the prompt tokens of "prompt_targets"; their logits come after those of `sequences`
+    num_tokens, num_sequences: of the step
+    max_seqlen_q, max_seqlen_k: largest number of queries and of keys of one sequence
+    decoding:  whether every sequence computes one token and samples the next one
+    fresh:     whether no sequence has keys in the cache from before this step
+    """
+
+    inputs: Arrays
+    sampling: Arrays
+    rows: Arrays
+    sequences: list[SequenceState]
+    logprob_rows: list[int]
+    prompt_spans: list[PromptSpan]
+    num_tokens: int
+    num_sequences: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    decoding: bool
+    fresh: bool
+
+
+def batch_arrays(
+    batch: ScheduledBatch, block_table: BlockTable, *, page_size: int, vocab_size: int, deterministic: bool
+) -> BatchArrays:
+    """The arrays of one step. New pages are written into the block table.
+
+    deterministic: unless all sequences decode, treat each token as a sequence that ends with it
+    """
+    chunks = batch.chunks
+    input_ids = _input_ids(batch, block_table)
+    slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+    samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+    ends = np.cumsum(lengths)
+    firsts = ends - lengths
+    seqused = starts + lengths
+    # token t of the step is token t - firsts[c] of its chunk c
+    positions = np.arange(ends[-1]) + np.repeat(starts - firsts, lengths)
+    token_slots = np.repeat(slots, lengths)
+    pages = block_table.pages(token_slots, positions // page_size)
+    max_seqlen_q = int(lengths.max())
+    decoding = max_seqlen_q == 1 and bool(samples.all())
+    inputs: Arrays = {
+        "input_ids": np.array(input_ids, dtype=np.int64),
+        "position_ids": positions,
+        "slot_mapping": pages * page_size + positions % page_size,
+    }
+    if deterministic and not decoding:
+        inputs["slots"] = token_slots
+        inputs["seqused_k"] = (positions + 1).astype(np.int32)
+        cu_seqlens_q = np.arange(ends[-1] + 1)
+        max_seqlen_q = 1
+    else:
+        inputs["slots"] = slots
+        inputs["seqused_k"] = seqused.astype(np.int32)
+        cu_seqlens_q = np.concatenate([[0], ends])
+    inputs["cu_seqlens_q"] = cu_seqlens_q.astype(np.int32)
+    prompt_rows = [
+        np.arange(first, first + chunk.num_prompt_logits)
+        for chunk, first in zip(chunks, firsts, strict=True)
+        if chunk.num_prompt_logits
+    ]
+    inputs["logits_indices"] = np.concatenate([ends[samples] - 1, *prompt_rows])
+
+    sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+    requests = [sequence.request for sequence in sequences]
+    rows: Arrays = {"sampled_slots": slots[samples]}
+    logprob_rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    if logprob_rows:
+        rows["logprob_rows"] = np.array(logprob_rows, dtype=np.int64)
+    prompt_spans = _prompt_spans(batch)
+    if prompt_spans:
+        targets = [sequence.request.prompt[first:last] for sequence, first, last in prompt_spans]
+        rows["prompt_targets"] = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in targets])
+    return BatchArrays(
+        inputs=inputs,
+        sampling=sampling_arrays(requests, seqused[samples].tolist(), vocab_size),
+        rows=rows,
+        sequences=sequences,
+        logprob_rows=logprob_rows,
+        prompt_spans=prompt_spans,
+        num_tokens=len(input_ids),
+        num_sequences=len(chunks),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=int(seqused.max()),
+        decoding=decoding,
+        fresh=not starts.any() and not deterministic,
+    )
+
+
+def _input_ids(batch: ScheduledBatch, block_table: BlockTable) -> list[int]:
+    """The step's tokens, pending ones as -(slot + 1). Each sequence's pages are written into the block table on the way."""
+    input_ids: list[int] = []
+    for chunk in batch.chunks:
+        sequence = chunk.sequence
+        tokens = sequence.tokens
+        block_table.fill(chunk.slot, sequence.pages)
+        end = chunk.start + chunk.length
+        input_ids += tokens[chunk.start : end]
+        if end > len(tokens):
+            input_ids.append(-1 - chunk.slot)
+    return input_ids
+
+
+def _prompt_spans(batch: ScheduledBatch) -> list[PromptSpan]:
+    """The logits of a token give the log-probabilities of the token after it."""
+    if not batch.num_prompt_logits:
+        return []
+    return [
+        PromptSpan(chunk.sequence, chunk.start + 1, chunk.start + 1 + chunk.num_prompt_logits)
+        for chunk in batch.chunks
+        if chunk.num_prompt_logits
+    ]

@@ -1,0 +1,58 @@
+"""What can go wrong with a request: an exception when it is submitted, plain data when it ends with an error.
+
+    FaServeError               the base of all exceptions of this package, in fa_serve.spec
+    ├── ParameterError         a parameter of a request or a setting is not valid, in fa_serve.spec
+    ├── QueueFullError         the queue is full; the client may try again later
+    └── EngineDeadError        the engine has ended and computes nothing any more
+    RequestError               not an exception: why a request that had been accepted ended with finish_reason "error"
+
+Programs read `ParameterError.field`, `ParameterError.code` and `RequestError.code`. Messages are for people, and rewording one
+changes nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fa_serve.spec import FaServeError
+
+RequestErrorCode = Literal[
+    "timeout",
+    "not_finite",
+    "no_token_left",
+    "grammar",
+    "step_failed",
+    "scheduler_failed",
+    "engine_dead",
+]
+
+
+class QueueFullError(FaServeError, RuntimeError):
+    """The queue is full. The same request may succeed later."""
+
+
+class EngineDeadError(FaServeError, RuntimeError):
+    """The engine has ended. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestError:
+    """Why a request ended with finish_reason "error".
+
+    code:
+        timeout           the request was not finished within its timeout
+        not_finite        the model computed logits that are NaN or infinite
+        no_token_left     the request's own parameters exclude every token
+        grammar           the matcher of the structured output gave up
+        step_failed       an exception in the step that computed the request
+        scheduler_failed  an exception in the scheduler, which ends all requests
+        engine_dead       the engine was shut down or died
+    message: one sentence for people
+    """
+
+    code: RequestErrorCode
+    message: str
+
+    def __str__(self) -> str:
+        return self.message

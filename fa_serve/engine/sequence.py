@@ -1,0 +1,120 @@
+"""The scheduler's half of a request: the tokens of one sequence, its pages and its slot. Plain Python, no torch.
+
+A `SequenceState` changes through its own methods only, and `Scheduler` is the only one that calls them. Everyone else reads.
+A test holds this (tests/engine/test_sequence.py). The client's half, text and log-probabilities, is `Answer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fa_serve.engine.errors import RequestError
+from fa_serve.engine.outputs import FinishReason
+from fa_serve.engine.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One answer being generated.
+
+    tokens:       the prompt, then every sampled token that is known on the host
+    num_prompt_tokens: length of the prompt
+    num_pending:  sampled tokens that are still on the device, because their step has been launched and not yet read
+    num_computed: leading tokens whose keys and values are in the cache once all launched steps have run
+    num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache when the request was first admitted
+    num_shared:   leading pages that were found in the prefix cache
+    num_offered:  leading pages that are registered in the prefix cache
+    num_released: leading pages that lie behind the window of every layer and are not held any more
+    slot:         row of the per-sequence state on the device while the sequence runs, else -1
+    pages:        ids of its pages in order; the first num_released of them may belong to other sequences by now
+    page_hashes:  hashes of its full pages
+    finish_reason, error: as in `RequestOutput`; None while the sequence is unfinished
+    """
+
+    request: Request
+    tokens: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_pending: int = 0
+    num_computed: int = 0
+    num_cached_tokens: int = 0
+    num_shared: int = 0
+    num_offered: int = 0
+    num_released: int = 0
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        self.num_prompt_tokens = len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and pending ones."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled tokens that are known on the host."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def held_pages(self) -> list[int]:
+        """The pages that this sequence holds: all but those behind the window."""
+        return self.pages[self.num_released :]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def start(self, slot: int, pages: list[int], num_shared: int, page_size: int) -> None:
+        """The sequence has been admitted. Its first `num_shared` pages hold the keys and values of its first tokens already."""
+        self.slot = slot
+        self.pages = pages
+        self.num_shared = num_shared
+        self.num_offered = num_shared
+        self.num_computed = num_shared * page_size
+        if not self.num_output_tokens:
+            self.num_cached_tokens = self.num_computed
+
+    def grow(self, pages: list[int]) -> None:
+        """The sequence holds more pages."""
+        self.pages += pages
+
+    def advance(self, length: int, samples: bool) -> None:
+        """A step that computes the next `length` tokens has been scheduled; it may sample one more."""
+        self.num_computed += length
+        self.num_pending += samples
+
+    def append(self, token: int) -> None:
+        """A pending token is known now."""
+        self.num_pending -= 1
+        self.tokens.append(token)
+
+    def drop_pending(self) -> None:
+        """A pending token will never come, because its step was rolled back."""
+        self.num_pending -= 1
+
+    def offer(self, num_pages: int) -> None:
+        """The first `num_pages` pages are registered in the prefix cache."""
+        self.num_offered = num_pages
+
+    def release_before(self, num_pages: int) -> None:
+        """The first `num_pages` pages are not held any more."""
+        self.num_released = num_pages
+
+    def pause(self) -> None:
+        """The sequence has lost its slot and its pages: it has ended or was preempted."""
+        self.slot = -1
+        self.pages = []
+        self.num_computed = 0
+        self.num_shared = 0
+        self.num_offered = 0
+        self.num_released = 0
+
+    def finish(self, reason: FinishReason, error: RequestError | None = None) -> None:
+        """The answer is complete, or ends here for another reason."""
+        self.finish_reason = reason
+        self.error = error

@@ -1,0 +1,30 @@
+"""What the engine counts: one plain snapshot, which crosses from the worker to the server after each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine. All counters start at 0 with the engine.
+
+    num_running, num_waiting: sequences with and without a slot
+    num_pages:         pages of the KV cache
+    num_pages_used:    pages that sequences hold; those that only the prefix cache keeps are not counted
+    num_steps:         launched steps
+    num_prompt_tokens: prompt tokens of sequences that have given a first token
+    num_cached_tokens: those of them whose keys and values came from the prefix cache
+    num_output_tokens: sampled tokens
+    num_preemptions:   how often a sequence lost its pages to another one
+    """
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_pages_used: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int

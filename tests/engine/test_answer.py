@@ -1,0 +1,102 @@
+"""What a client gets from one sequence: text, log-probabilities of the prompt, the time in the queue."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import greedy, make_model
+
+from fa_serve.engine import SamplingParams, TokenLogprob
+from fa_serve.engine.answer import Answer
+from fa_serve.engine.detokenizer import TextStream
+from fa_serve.engine.request import Request
+from fa_serve.engine.sequence import SequenceState
+
+PROMPT = [5, 6, 7, 8, 9, 5, 6, 3, 4, 4, 4]
+
+
+def make_answer(tokenizer, **params) -> Answer:
+    request = Request("a", PROMPT, SamplingParams(**params), max_tokens=20)
+    stream = TextStream(tokenizer.backend_tokenizer, PROMPT, stop=request.params.stop)
+    return Answer(SequenceState(request), stream)
+
+
+def test_a_stop_string_completes_an_answer_after_min_tokens(tokenizer) -> None:
+    answer = make_answer(tokenizer, stop=("q",), min_tokens=1)
+    letter = tokenizer.backend_tokenizer.token_to_id("q")
+    assert answer.push(letter) == ("q", False), "no token is known on the host yet, so min_tokens is not reached"
+    answer.sequence.advance(1, samples=True)
+    answer.sequence.append(letter)
+    answer.sequence.advance(1, samples=True)
+    answer.sequence.append(letter)
+    assert answer.push(letter) == ("", True)
+    assert answer.flush() == ""
+
+
+def test_prompt_logprobs_that_come_twice_are_taken_once(tokenizer) -> None:
+    answer = make_answer(tokenizer, prompt_logprobs=0)
+    entries = [TokenLogprob(token, -1.0, []) for token in PROMPT[1:]]
+    answer.add_prompt_logprobs(1, entries[:4])
+    answer.add_prompt_logprobs(1, entries[:6])  # computed again after a preemption
+    answer.add_prompt_logprobs(7, entries[6:])
+    assert answer.prompt_logprobs == [None, *entries]
+
+
+def text_book(prompt: list[int], count: int) -> list[tuple[float, list[int]]]:
+    with torch.no_grad():
+        logprobs = make_model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    return [(row[token].item(), row.topk(count).indices.tolist()) for row, token in zip(logprobs, prompt[1:], strict=False)]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_batched_tokens": 9}, {"num_pages": 15, "max_model_len": 56, "max_num_batched_tokens": 17}],
+    ids=["plain", "chunked", "preempted"],
+)
+def test_prompt_logprobs_are_those_of_the_model(make_engine, monkeypatch, depth, settings) -> None:
+    monkeypatch.setattr("fa_serve.engine.scheduler.MAX_PROMPT_LOGITS", 6)
+    engine = make_engine(**settings)
+    engine._depth = depth
+    long = [7, 9] * 20
+    engine.generate([PROMPT], SamplingParams(max_tokens=1))  # in the prefix cache, which cannot tell log-probabilities
+    prompts = [PROMPT, [3, 4], long, [11], PROMPT, long]
+    counts = [2, None, 0, 1, 5, 3]
+    asked = [SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=count) for count in counts]
+    completions = engine.generate(prompts, asked)
+    for prompt, count, completion in zip(prompts, counts, completions, strict=True):
+        assert completion.token_ids == greedy(make_model(), prompt, 9)
+        if count is None:
+            assert completion.prompt_logprobs is None
+            continue
+        first, *rest = completion.prompt_logprobs
+        assert first is None
+        assert [entry.token_id for entry in rest] == prompt[1:]
+        for entry, (logprob, top) in zip(rest, text_book(prompt, count), strict=True):
+            assert entry.logprob == pytest.approx(logprob, abs=1e-3)
+            assert [token for token, _ in entry.top] == top
+    if "num_pages" in settings:
+        assert engine.stats().num_preemptions > 0
+    engine.check_integrity()
+
+
+def test_prompt_logprobs_come_once_with_the_first_token(make_engine) -> None:
+    engine = make_engine()
+    engine.add_request("a", PROMPT, SamplingParams(max_tokens=3, prompt_logprobs=0))
+    outputs = [output for _ in range(3) for output in engine.step()]
+    assert [output.prompt_logprobs is not None for output in outputs] == [True, False, False]
+
+
+def test_the_time_in_the_queue(make_engine, monkeypatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr("fa_serve.engine.engine.time.monotonic", lambda: now[0])
+    engine = make_engine(max_num_seqs=1)
+    for name in "ab":
+        engine.add_request(name, [1], SamplingParams(max_tokens=2))
+    times = {}
+    for _ in range(4):
+        now[0] += 1.5
+        times |= {output.request_id: output.queue_time for output in engine.step()}
+    assert times == {"a": 1.5, "b": 4.5}
+    engine.add_request("c", [1])
+    assert [output.queue_time for output in engine.abort("c")] == [None]

@@ -1,0 +1,80 @@
+"""The numbers of a step, by hand: positions, slots, rows of logits, pending tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fa_serve.engine import SamplingParams
+from fa_serve.engine.batch_arrays import BatchArrays, batch_arrays
+from fa_serve.engine.block_table import BlockTable
+from fa_serve.engine.cuda_graphs import Shape, padding
+from fa_serve.engine.request import Request
+from fa_serve.engine.scheduler import Chunk, ScheduledBatch
+from fa_serve.engine.sequence import SequenceState
+
+
+def make_sequence(name: str, prompt: list[int], slot: int, pages: list[int], **params: object) -> SequenceState:
+    sequence = SequenceState(Request(name, prompt, SamplingParams(temperature=0.0, **params), 8))
+    sequence.start(slot, pages, num_shared=0, page_size=4)
+    return sequence
+
+
+def make_arrays(*chunks: Chunk, deterministic: bool = False) -> BatchArrays:
+    batch = ScheduledBatch()
+    for chunk in chunks:
+        batch.append(chunk)
+    table = BlockTable(4, 5, torch.device("cpu"))
+    return batch_arrays(batch, table, page_size=4, vocab_size=100, deterministic=deterministic)
+
+
+def test_a_chunk_of_a_prompt_beside_a_decoding_sequence() -> None:
+    decoding = make_sequence("a", [1, 2, 3, 4, 5], slot=3, pages=[9, 7], logprobs=2)
+    decoding.advance(5, samples=True)  # the sampled token is still on the device
+    prompt = make_sequence("b", [11, 12, 13, 14, 15], slot=0, pages=[2, 3], prompt_logprobs=0)
+    arrays = make_arrays(Chunk(decoding, 3, 5, 1, True), Chunk(prompt, 0, 0, 3, False, num_prompt_logits=3))
+    assert {name: array.tolist() for name, array in arrays.inputs.items()} == {
+        "input_ids": [-4, 11, 12, 13],
+        "position_ids": [5, 0, 1, 2],
+        "slot_mapping": [7 * 4 + 1, 8, 9, 10],
+        "slots": [3, 0],
+        "seqused_k": [6, 3],
+        "cu_seqlens_q": [0, 1, 4],
+        "logits_indices": [0, 1, 2, 3],
+    }
+    assert {name: array.tolist() for name, array in arrays.rows.items()} == {
+        "sampled_slots": [3],
+        "logprob_rows": [0],
+        "prompt_targets": [12, 13, 14],
+    }
+    assert arrays.sequences == [decoding]
+    assert arrays.prompt_spans == [(prompt, 1, 4)]
+    assert (arrays.num_tokens, arrays.num_sequences, arrays.max_seqlen_q, arrays.max_seqlen_k) == (4, 2, 3, 6)
+    assert (arrays.decoding, arrays.fresh) == (False, False)
+
+
+def test_what_counts_as_decoding_and_as_fresh() -> None:
+    sequence = make_sequence("a", [1, 2, 3], slot=0, pages=[0])
+    assert make_arrays(Chunk(sequence, 0, 2, 1, True)).decoding
+    assert not make_arrays(Chunk(sequence, 0, 1, 1, False)).decoding, "a chunk of one token samples nothing"
+    assert make_arrays(Chunk(sequence, 0, 0, 3, True)).fresh
+    assert not make_arrays(Chunk(sequence, 0, 1, 2, True)).fresh
+    assert not make_arrays(Chunk(sequence, 0, 0, 3, True), deterministic=True).fresh
+
+
+def test_in_deterministic_mode_each_token_of_a_prompt_is_a_sequence() -> None:
+    sequence = make_sequence("a", [1, 2, 3], slot=2, pages=[0])
+    arrays = make_arrays(Chunk(sequence, 2, 0, 3, True), deterministic=True)
+    assert arrays.inputs["slots"].tolist() == [2, 2, 2]
+    assert arrays.inputs["seqused_k"].tolist() == [1, 2, 3]
+    assert arrays.inputs["cu_seqlens_q"].tolist() == [0, 1, 2, 3]
+    assert arrays.max_seqlen_q == 1
+    assert arrays.inputs["logits_indices"].tolist() == [2]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_names_and_dtypes_are_those_of_the_graphs(deterministic) -> None:
+    sequence = make_sequence("a", [1, 2, 3], slot=2, pages=[0])
+    inputs = make_arrays(Chunk(sequence, 2, 0, 3, True), deterministic=deterministic).inputs
+    expected = padding(Shape(4, 4, 4, 4))
+    assert {name: array.dtype for name, array in inputs.items()} == {name: array.dtype for name, array in expected.items()}

@@ -1,0 +1,45 @@
+"""The engine's settings: what is refused, and what is derived from them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fa_serve.engine import Engine, EngineConfig
+from fa_serve.spec import ParameterError
+
+
+def test_bad_values_name_the_field() -> None:
+    for field, value in (
+        ("page_size", 0),
+        ("page_size", True),
+        ("page_size", None),
+        ("num_pages", 1.0),
+        ("max_num_seqs", "8"),
+        ("dtype", "int8"),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", "1"),
+        ("max_waiting", -1),
+        ("max_waiting", 1.5),
+        ("max_restarts", -1),
+        ("kv_cache_dtype", "int4"),
+        ("seed", 0.5),
+    ):
+        with pytest.raises(ParameterError) as error:
+            EngineConfig(**{field: value})
+        assert error.value.field == field
+        assert repr(value) in str(error.value)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
+    with pytest.raises(ParameterError, match=r"model must be a hub name or an existing folder, got .*nowhere") as error:
+        Engine(EngineConfig(model=str(tmp_path / "nowhere"), device="cpu"))
+    assert error.value.field == "model"
+
+
+def test_derived_values(tmp_path) -> None:
+    assert EngineConfig().model_name == "fa-serve-demo"
+    assert EngineConfig(model="org/name").model_name == "org/name"
+    assert EngineConfig(model=tmp_path).model_name == tmp_path.name
+    assert EngineConfig(device="cuda:1").uses_process
+    assert not EngineConfig(device="cpu").uses_process
+    assert EngineConfig(device="cpu", process=True).uses_process

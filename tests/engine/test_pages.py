@@ -1,0 +1,59 @@
+"""The page table: eviction, hashes, reference counts. Its use under random traffic is tested in test_scheduler.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from fa_serve.engine.pages import PageTable
+
+
+def test_the_oldest_cached_page_is_evicted_first() -> None:
+    table = PageTable(3, 2)
+    for content in ([1, 1], [2, 2], [3, 3]):
+        hashes: list[bytes] = []
+        table.hash_pages(content, hashes)
+        (page,) = table.allocate(1)
+        table.register(page, hashes[0])
+        table.release([page])
+    hashes = []
+    table.hash_pages([1, 1], hashes)
+    table.acquire(table.match(hashes))  # used again: now [2, 2] is the oldest
+    table.allocate(1)
+    found = []
+    for content in ([1, 1], [2, 2], [3, 3]):
+        hashes = []
+        table.hash_pages(content, hashes)
+        found.append(len(table.match(hashes)))
+    assert found == [1, 0, 1]
+    table.check_integrity()
+
+
+def test_hashes_depend_on_everything_before_and_on_the_salt() -> None:
+    table, same, other = (PageTable(1, 2, salt=salt) for salt in (b"a", b"a", b"b"))
+
+    def hashes(table: PageTable, tokens: list[int]) -> list[bytes]:
+        known: list[bytes] = []
+        table.hash_pages(tokens, known)
+        return known
+
+    assert hashes(table, [1, 2, 3, 4, 5]) == hashes(same, [1, 2, 3, 4])
+    assert hashes(table, [1, 2, 3, 4])[1] != hashes(table, [9, 2, 3, 4])[1]
+    assert hashes(table, [1, 2]) != hashes(other, [1, 2])
+
+
+def test_a_page_cannot_be_released_twice_nor_taken_from_nobody() -> None:
+    table = PageTable(2, 4)
+    pages = table.allocate(2)
+    with pytest.raises(RuntimeError, match="0 available of 2"):
+        table.allocate(1)
+    table.release(pages)
+    with pytest.raises(RuntimeError, match="nobody holds it"):
+        table.release(pages[:1])
+
+
+def test_integrity_check_sees_a_lost_page() -> None:
+    table = PageTable(2, 4)
+    table.allocate(1)
+    table.check_integrity()
+    with pytest.raises(AssertionError, match="reference counts"):
+        table.check_integrity([])
