@@ -15,7 +15,7 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-newest lint types check format test-load test-gpu memcheck bench release clean
+.PHONY: help serve test test-newest lint types docs check format test-load test-gpu memcheck bench release clean
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -51,7 +51,11 @@ lint: $(VENV)/.test ## ruff, hadolint, and the workflows: their schema and zizmo
 types: $(VENV)/.test ## mypy --strict
 	$(BIN)/mypy
 
-check: lint types test test-newest ## what CI runs
+docs: $(VENV)/.docs ## build the documentation into site/, strictly and without a network
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+	@echo "the documentation is in site/index.html"
+
+check: lint types test test-newest docs ## what CI runs
 
 format: $(VENV)/.test ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix --exit-zero --quiet .
@@ -76,7 +80,7 @@ release: $(VENV)/.release ## build sdist and wheel in dist/, check both, and try
 	$(BIN)/python tests/release/check_release.py dist --constraints $(VENV)/constraints.txt
 
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) bench_logs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) bench_logs build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or exit("constraints.txt needs Python 3.11 or later: make PYTHON=python3.11 ...")'
@@ -88,10 +92,10 @@ $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 	elif grep -q "depends on triton" $(VENV)/resolve.log; then sed 's/^torch==.*/torch==2.11.0/' $< > $@; \
 	else cat $(VENV)/resolve.log; exit 1; fi
 
-$(VENV)/.server $(VENV)/.test $(VENV)/.release: $(VENV)/.%: pyproject.toml $(VENV)/constraints.txt
+$(VENV)/.server $(VENV)/.docs $(VENV)/.test $(VENV)/.release: $(VENV)/.%: pyproject.toml $(VENV)/constraints.txt
 	@echo "installing fa-serve[$*] with $$(grep ^torch== $(VENV)/constraints.txt) into $(VENV); the first time takes a minute or more"
 	@$(PIP) install -qq -c $(VENV)/constraints.txt -e '.[$*]'
-	@touch $@ $(if $(filter test,$*),$(VENV)/.server) # [test] contains [server]
+	@touch $@ $(if $(filter test,$*),$(VENV)/.server $(VENV)/.docs) # [test] contains both
 
 $(VENV)/.newest: requirements-newest.txt $(VENV)/.test
 	@rm -rf $(VENV)/newest
