@@ -1,4 +1,4 @@
-"""`import fa_serve` loads nothing heavy and has its public names. Its registration with transformers is tested under hf/."""
+"""`import fa_serve` takes little time and offers its public names; `tests/hf/test_register.py` tests the registration."""
 
 import subprocess
 import sys

@@ -5,9 +5,9 @@
 
 transformers asks an implementation for two functions. The mask function (`masks.py`) turns a description such as "causal, a
 window of 128, this padding" into what the attention function wants to see. The attention function (`attention.py`) gets query,
-key, value, that mask and the words of the model. A mask is an `ImplicitMask` if a kernel can apply it by itself and skip the
-keys that no query sees. For chunks, image blocks and masks of a user's own it is a tensor of four dimensions, honoured as it
-is.
+key, value, that mask and the words of the model. A mask is an `ImplicitMask` if a kernel can apply it from a few numbers and
+skip the keys that no query sees. For chunks, image blocks and users' masks it is a tensor of four dimensions, which is applied
+as it is.
 
     register.py        makes both functions known to transformers; `patch` switches a loaded model
     models.py          says which models may come, and refuses the others when they are loaded

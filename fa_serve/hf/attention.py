@@ -84,7 +84,7 @@ def attention_forward(
 
 
 def _attend(call: LayerCall) -> Tensor:
-    """A call on keys and values of its own -> out (batch, seqlen_q, num_heads, head_dim_v), contiguous."""
+    """Compute a call from its own keys and values -> out (batch, seqlen_q, num_heads, head_dim_v), contiguous."""
     needs_grad = torch.is_grad_enabled() and (call.query.requires_grad or call.key.requires_grad or call.value.requires_grad)
     if needs_grad and call.query.is_cuda and not torch.compiler.is_compiling():
         _warn_about_gradients()

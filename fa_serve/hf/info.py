@@ -3,7 +3,7 @@
     description = describe("Qwen/Qwen3-0.6B", device="cuda", arch=90)
     for layer, calls in description.parts[0].kinds(): ...
 
-The model is made on the meta device, where tensors have shapes and no memory. One forward of its own code is run there, in
+The model is made on the meta device, where tensors have shapes and no memory. One forward of the model's code is run there, in
 which each call of attention is written down and none is computed.
 
 Left out: towers whose inputs cannot be told from a config (those of Qwen2-VL take a grid for each image). Their source is
@@ -38,7 +38,7 @@ class Layer:
 
 @dataclass
 class Part:
-    """A model with a config of its own: the whole, its text model, or a tower.
+    """A model that has a config: the whole, its text model, or a tower.
 
     refused: why fa_serve does not serve it, or None
     untried: why its layers are not known, or None
@@ -111,7 +111,7 @@ def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def _models(whole: PreTrainedModel) -> list[tuple[str, PreTrainedModel]]:
-    """The models inside a model whose configs have a name or a class of their own, by that name, outermost first."""
+    """(name, model) for the models inside a model whose configs differ by name or class, outermost first."""
     names = {id(getattr(whole.config, name, None)): name for name in whole.config.sub_configs}
     first: dict[object, tuple[str, PreTrainedModel]] = {}
     for model in whole.modules():
@@ -172,7 +172,7 @@ class _Recorder:
 
 
 def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The smallest inputs of a forward that the config tells."""
+    """The smallest inputs of a forward that can be made from the config alone."""
     config: Any = model.config
     ids = torch.zeros((1, 2), dtype=torch.int64)
     makers: dict[str, Callable[[], Tensor]] = {

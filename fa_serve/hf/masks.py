@@ -2,7 +2,7 @@
 
 transformers asks for one mask per forward and kind of layer, and hands it to every layer. If the mask is a window, padding or
 packed sequences, a kernel can apply it from a few numbers and skip the keys that no query sees. Then `mask_forward` returns an
-`ImplicitMask`, which holds these numbers and is never formed. Otherwise (chunks, image blocks, masks of a user's own) it
+`ImplicitMask`, which holds these numbers and is never formed. Otherwise (chunks, image blocks, users' masks) it
 returns the bool tensor of 4 dimensions that transformers' sdpa would get.
 
 Left out: what a mask function of transformers stands for, which `mask_patterns.py` knows.

@@ -124,7 +124,7 @@ def _read(module: str) -> Source:
     """What the source of a loaded module says."""
     told: set[str] = set()
     text = inspect.getsource(sys.modules[module])
-    # in an eager attention of its own; Informer has a second kind of attention that looks so
+    # such a check stands in a kind of attention that bypasses the interface, for example Informer's second one
     works_on_masks = "attention_mask.size() !=" in text
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name.endswith("eager_attention_forward"):

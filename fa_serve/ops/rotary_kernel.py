@@ -197,7 +197,6 @@ def launch_rotary_store_kv(
         k_cache.shape,
         k_cache.stride(),
         v_cache.stride(),
-        num_heads,
         eps,
         offset,
         qkv.get_device(),

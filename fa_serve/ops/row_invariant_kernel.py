@@ -7,6 +7,8 @@ a tile that is not the fastest for any size. Source of the idea: He et al., "Def
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,20 @@ from fa_serve.backends.launch import Launch
 from fa_serve.backends.plan import PLANS
 
 _SUM_BLOCK = 1024
+
+
+class LinearTile(NamedTuple):
+    """block_m rows by block_n columns of the output; block_k elements of the sum at once, num_stages of them in flight."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+
+
+# each is used for every size of its dtype: a choice by the number of rows would change the order of the sum
+_TILE = LinearTile(64, 64, 128, 3)
+_TILE_OF_FLOAT32 = LinearTile(32, 32, 32, 2)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -98,16 +114,13 @@ def launch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> T
 def _plan_linear(x: Tensor, weight: Tensor) -> Launch:
     m, k = x.shape
     n = weight.shape[0]
-    if x.element_size() == 4:
-        block_m, block_n, block_k, stages = 32, 32, 32, 2
-    else:
-        block_m, block_n, block_k, stages = 64, 64, 128, 3
+    tile = _TILE_OF_FLOAT32 if x.element_size() == 4 else _TILE
     return Launch(
         _invariant_linear,
-        triton.cdiv(m, block_m) * triton.cdiv(n, block_n),
+        triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),
         varying=(m,),
-        fixed=(n, k, *x.stride(), *weight.stride(), "ieee", block_m, block_n, block_k),
-        options={"num_warps": 4, "num_stages": stages},
+        fixed=(n, k, *x.stride(), *weight.stride(), "ieee", tile.block_m, tile.block_n, tile.block_k),
+        options={"num_warps": 4, "num_stages": tile.num_stages},
     )
 
 

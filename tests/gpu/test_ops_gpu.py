@@ -121,7 +121,8 @@ def test_a_float8_cache_stores_rounded_and_saturated_numbers() -> None:
         qkv = inputs(500, 6, 128, dtype=torch.bfloat16, seed=seed)
         qkv[3, 2:] = 1e4
         qkv[4, 2:] = -1e4
-        k, v = qkv[:, 2:4].clone(), qkv[:, 4:].clone()
+        k = qkv[:, 2:4].clone()
+        v = qkv[:, 4:].clone()
         caches = [torch.zeros(32, 16, 2, 128, device="cuda").to(torch.float8_e4m3fn) for _ in "kv"]
         slots = torch.arange(500, device="cuda")
         ops.rotary_store_kv(qkv.flatten(1), *caches, slots, num_heads=2, k_descale=k_descale, v_descale=v_descale)

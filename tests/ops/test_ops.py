@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 
 import pytest
@@ -10,11 +9,7 @@ import torch
 
 from fa_serve import ops, spec
 from fa_serve.backends import BackendTable
-from fa_serve.ops.torch_ops import TorchOps
-from fa_serve.ops.triton_ops import TritonOps
 from fa_serve.spec import OpSpec
-
-OPS = ("linear", "rms_norm", "rotary_store_kv", "act_and_mul", "sample_rows", "invariant_linear", "invariant_sum")
 
 
 def test_pytorch_computes_the_ops_of_a_cpu() -> None:
@@ -30,14 +25,6 @@ def test_kernels_compute_the_ops_of_a_gpu() -> None:
 def test_the_reason_against_triton_names_the_device() -> None:
     reason = ops.TABLE.explain(OpSpec("cpu", 0))["triton"]
     assert reason == "runs on CUDA and ROCm devices only, got 'cpu'"
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_both_backends_take_the_arguments_of_the_protocol(op: str) -> None:
-    """mypy compares the types; it does not look into `staticmethod` of a kernel module."""
-    expected = [name for name in inspect.signature(getattr(ops.OpsBackend, op)).parameters if name != "self"]
-    for backend in (TorchOps(), TritonOps()):
-        assert list(inspect.signature(getattr(backend, op)).parameters) == expected
 
 
 def test_a_gpu_without_triton_is_served_with_one_warning(

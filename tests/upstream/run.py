@@ -94,7 +94,8 @@ def run(family: str, source: Path, tools: Path, cache: Path) -> dict[str, object
     reasons = {}
     for name, text in failed.items():
         reasons[name] = next((reason for words, reason in REASONS.items() if words in text), "")
-    if unknown := [name for name, reason in reasons.items() if not reason]:
+    unknown = [name for name, reason in reasons.items() if not reason]
+    if unknown:
         report.unlink()
         again = failures(pytest(source, tools, report, False, *(f"{suite}::Test{family}::{name}" for name in unknown)))
         for name in unknown:
@@ -119,8 +120,10 @@ def main() -> None:
     versions = {"transformers": transformers.__version__, "tests": arguments.version, "torch": torch.__version__}
     results = {}
     unexplained = 0
-    if arguments.out and arguments.out.exists() and (before := json.loads(arguments.out.read_text()))["versions"] == versions:
-        results = before["families"]
+    if arguments.out and arguments.out.exists():
+        before = json.loads(arguments.out.read_text())
+        if before["versions"] == versions:
+            results = before["families"]
     for family in arguments.families.split(",") if arguments.families else [f.name for f in FAMILIES]:
         results[family] = result = run(family, source, tools, arguments.cache)
         failed = result["failed"]
