@@ -47,7 +47,7 @@ def test_a_page_cannot_be_released_twice_nor_taken_from_nobody() -> None:
     with pytest.raises(RuntimeError, match="cannot allocate 1 pages: 0 of 2 are available"):
         table.allocate(1)
     table.release(pages)
-    with pytest.raises(RuntimeError, match="nobody holds it"):
+    with pytest.raises(RuntimeError, match="no sequence holds it"):
         table.release(pages[:1])
 
 
