@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from fa_serve.api import MAX_KEYS_PER_TILE
-from fa_serve.engine.answer_state import AnswerState
+from fa_serve.engine.answer import Answer
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.deadlines import Deadlines
 from fa_serve.engine.detokenizer import TextStream
@@ -57,7 +57,7 @@ log = logging.getLogger("fa_serve.engine")
 
 
 class Engine:
-    """Owner of the step and of what clients get (`AnswerState`). The scheduler owns the sequences, the runner owns the device.
+    """Owner of the step and of what clients get (`Answer`). The scheduler owns the sequences, the runner owns the device.
 
     config:    settings; `engine.config` holds no "auto" and no None that the engine decides any more
     model, tokenizer: may be given instead of being loaded. Without a tokenizer prompts are token ids and outputs have no text
@@ -101,7 +101,7 @@ class Engine:
         eos_ids = end_ids(model)
         self._processor = InputProcessor(tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=eos_ids)
         self._grammars = Grammars(tokenizer, self.vocab_size, eos_ids)
-        self._answers: dict[str, AnswerState] = {}  # the unfinished ones, by the id of their request
+        self._answers: dict[str, Answer] = {}  # the unfinished ones, by the id of their request
         self._groups = Groups()
         self._deadlines = Deadlines()
         self._depth = 1 if model.device.type == "cuda" else 0  # steps that the host works ahead
@@ -258,7 +258,7 @@ class Engine:
             stream = None
             if self.tokenizer is not None:
                 stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, params.stop, params.skip_special_tokens)
-            self._answers[request.request_id] = AnswerState(sequence, stream, matcher)
+            self._answers[request.request_id] = Answer(sequence, stream, matcher)
             if timeout is not None:
                 self._deadlines.add(request.arrival + timeout, sequence)
         self._groups.add(request_id, params)

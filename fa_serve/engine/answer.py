@@ -1,6 +1,6 @@
 """The engine's half of a request: what the client gets from one sequence. Text, log-probabilities, grammar, time in the queue.
 
-    answer = AnswerState(sequence, TextStream(tokenizer, prompt), matcher)
+    answer = Answer(sequence, TextStream(tokenizer, prompt), matcher)
     text, complete = answer.push(token)
     output = answer.output(text, token, logprob)
 
@@ -18,7 +18,7 @@ from fa_serve.engine.sequence import SequenceState
 
 
 @dataclass(slots=True, eq=False)
-class AnswerState:
+class Answer:
     """What one sequence has given so far, as the client sees it.
 
     stream:  its text; None without a tokenizer

@@ -7,7 +7,7 @@ import torch
 from tiny_models import greedy, make_model
 
 from fa_serve.engine import SamplingParams, TokenLogprob
-from fa_serve.engine.answer_state import AnswerState
+from fa_serve.engine.answer import Answer
 from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.request import Request
 from fa_serve.engine.sequence import SequenceState
@@ -15,10 +15,10 @@ from fa_serve.engine.sequence import SequenceState
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 3, 4, 4, 4]
 
 
-def make_answer(tokenizer, **params) -> AnswerState:
+def make_answer(tokenizer, **params) -> Answer:
     request = Request("a", PROMPT, SamplingParams(**params), max_tokens=20)
     stream = TextStream(tokenizer.backend_tokenizer, PROMPT, stop=request.params.stop)
-    return AnswerState(SequenceState(request), stream)
+    return Answer(SequenceState(request), stream)
 
 
 def test_a_stop_string_completes_an_answer_after_min_tokens(tokenizer) -> None:
