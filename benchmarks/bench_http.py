@@ -23,8 +23,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fa_serve.engine import EngineConfig, RequestOutput, async_engine, worker
-from fa_serve.engine.engine import EngineStats
+from fa_serve.engine import EngineConfig, EngineStats, RequestOutput, async_engine, worker
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -37,7 +36,7 @@ class Metronome:
 
     vocab_size = 2048
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, **_: Any) -> None:
         self.config = replace(config, max_model_len=4096, dtype="float32", device="cpu")
         self.tokenizer = None
         self._step = float(os.environ["BENCH_HTTP_STEP"])

@@ -132,7 +132,7 @@ def observe(step: Callable[[], object], steps: int) -> Step:
     """Time that many steps first, undisturbed, then profile as many."""
     import torch
 
-    from fa_serve.engine.model_runner import PendingResult
+    from fa_serve.engine.results import PendingResult
 
     read = PendingResult.read
     waited = 0.0

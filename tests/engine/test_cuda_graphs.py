@@ -270,12 +270,12 @@ def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, repla
     assert 5 in taken
     assert all(tokens <= 48 and batch <= taken for tokens, batch, taken in lengths if taken)
     assert prompts(engine)[0] == (64, 5, 256), "the largest first"
-    replays = len(replays)
+    before = len(replays)
     eager = taken.count(0)
     taken.clear()
     lengths.clear()
     run_mixed(engine)
-    assert len(replays) > replays
+    assert len(replays) > before
     assert [batch for *_, batch in lengths].count(0) == 0 < eager, "what has no graph of its own takes a larger one"
 
 

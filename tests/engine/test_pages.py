@@ -44,10 +44,10 @@ def test_hashes_depend_on_everything_before_and_on_the_salt() -> None:
 def test_a_page_cannot_be_released_twice_nor_taken_from_nobody() -> None:
     table = PageTable(2, 4)
     pages = table.allocate(2)
-    with pytest.raises(RuntimeError, match="0 available of 2"):
+    with pytest.raises(RuntimeError, match="0 of 2 are available"):
         table.allocate(1)
     table.release(pages)
-    with pytest.raises(RuntimeError, match="nobody holds it"):
+    with pytest.raises(RuntimeError, match="no sequence holds it"):
         table.release(pages[:1])
 
 
