@@ -4,7 +4,7 @@
 #   docker run --rm -p 127.0.0.1:8000:8000 -v fa-serve-weights:/weights fa-serve:cpu serve Qwen/Qwen3-0.6B
 #   docker run --rm --gpus all --shm-size 1g -p 127.0.0.1:8000:8000 -v fa-serve-weights:/weights fa-serve:cuda
 # Weights from the hub are kept in the volume /weights. Settings are flags after `serve`, or FA_SERVE_* in the environment.
-# TORCH_INDEX is where pip looks for a CPU build of torch, besides the index it is configured with.
+# TORCH_INDEX is an index with a CPU build of torch; pip searches it and the index that it is configured with.
 
 FROM python:3.11-slim AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PATH=/opt/fa-serve/bin:$PATH
@@ -12,7 +12,7 @@ RUN python -m venv /opt/fa-serve
 WORKDIR /src
 COPY constraints.txt ./
 
-# the heavy wheels first: a layer that a change of our own source leaves alone
+# The large wheels come first, in a layer that stays cached when only our source changes.
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --extra-index-url "${TORCH_INDEX}" -c constraints.txt torch transformers triton
@@ -21,7 +21,7 @@ COPY fa_serve fa_serve
 COPY server server
 RUN pip install --extra-index-url "${TORCH_INDEX}" -c constraints.txt '.[server,otel]'
 
-# torch with CUDA, and the Triton that it pins: constraints.txt says why
+# torch with CUDA, and the Triton version that it pins; constraints.txt says why
 FROM build AS build-cuda
 RUN sed -i 's/^torch==.*/torch==2.11.0/' constraints.txt \
   && pip install -c constraints.txt torch transformers triton
@@ -36,7 +36,7 @@ ENV PATH=/opt/fa-serve/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF
 VOLUME /weights
 WORKDIR /home/fa-serve
 EXPOSE 8000
-# while the model loads the answer is 503, which counts as unhealthy only after the start period
+# While the model loads, /ready answers 503. Docker counts that as unhealthy only after the start period.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 CMD ["python", "-c", \
   "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ.get(\"FA_SERVE_PORT\", 8000)}/ready', timeout=4)"]
 ENTRYPOINT ["fa-serve"]
@@ -50,7 +50,7 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=build-cuda /opt/fa-serve /opt/fa-serve
 USER 1000
 
-# the last one is what `docker build` makes by default
+# `docker build` makes the last stage by default.
 FROM runtime AS cpu
 COPY --from=build-cpu /opt/fa-serve /opt/fa-serve
 USER 1000

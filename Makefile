@@ -1,5 +1,5 @@
-# A clone needs two commands: `make serve` and `make test`. Both fill .venv on their first run and are instant after it.
-# Everything is installed under constraints.txt, from whatever index pip is configured with.
+# A clone needs two commands: `make serve` and `make test`. Both fill .venv on their first run; later runs start at once.
+# Everything is installed under constraints.txt, from the index that pip is configured with.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -15,7 +15,7 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-newest lint types check format test-load test-gpu memcheck bench clean
+.PHONY: help serve test test-newest lint types docs check format test-load test-gpu memcheck bench release clean
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -34,22 +34,28 @@ ifeq ($(shell uname -s),Linux)
 endif
 	$(PYTEST) tests --ignore tests/gpu
 
-test-load: $(VENV)/.test ## the service's load tests in full, minutes; they print what they measure
+test-load: $(VENV)/.test ## the load tests of the service in full: minutes; they print what they measure
 	FA_SERVE_LOAD=full $(BIN)/pytest -q -s --timeout 900 tests/server/test_load.py
 
-test-newest: $(VENV)/.newest ## the transformers adapter on the release and beside the packages of requirements-newest.txt
+test-newest: $(VENV)/.newest ## the transformers adapter with the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'
-	PYTHONPATH=$(VENV)/newest $(PYTEST) $(wildcard tests/test_hf_*.py)
+	PYTHONPATH=$(VENV)/newest $(PYTEST) tests/hf
 
-lint: $(VENV)/.test ## ruff and hadolint
+lint: $(VENV)/.test ## ruff, hadolint, and the workflows: their schema and zizmor
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --no-progress --quiet .github/workflows
 
 types: $(VENV)/.test ## mypy --strict
 	$(BIN)/mypy
 
-check: lint types test test-newest ## what CI runs
+docs: $(VENV)/.docs ## build the documentation into site/, strictly and without a network
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+	@echo "the documentation is in site/index.html"
+
+check: lint types test test-newest docs ## what CI runs
 
 format: $(VENV)/.test ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix --exit-zero --quiet .
@@ -67,23 +73,29 @@ bench: ## the kernels against their peers on the GPU, with PYTHON as it is
 	@$(PYTHON) -c 'import torch; torch.cuda.is_available() or exit("make bench: PYTHON=$(PYTHON) sees no GPU")'
 	for bench in $(BENCH); do PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/bench_attention.py $$bench $(ARGS); done
 
+release: $(VENV)/.release ## build sdist and wheel in dist/, check both, and try the wheel in a clean environment
+	rm -rf build dist
+	PIP_CONSTRAINT=$(abspath $(VENV)/constraints.txt) $(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/release/check_release.py dist --constraints $(VENV)/constraints.txt
+
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) bench_logs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) bench_logs build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or exit("constraints.txt needs Python 3.11 or later: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 
-# the set of constraints.txt, or the one with a CUDA build of torch (see there): whichever pip can resolve on this machine
+# the versions of constraints.txt, or those with a CUDA build of torch (see there), whichever pip can resolve on this machine
 $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 	@if $(PIP) install --dry-run -c $< torch 'triton; sys_platform == "linux"' > $(VENV)/resolve.log 2>&1; then cp $< $@; \
 	elif grep -q "depends on triton" $(VENV)/resolve.log; then sed 's/^torch==.*/torch==2.11.0/' $< > $@; \
 	else cat $(VENV)/resolve.log; exit 1; fi
 
-$(VENV)/.server $(VENV)/.test: $(VENV)/.%: pyproject.toml $(VENV)/constraints.txt
+$(VENV)/.server $(VENV)/.docs $(VENV)/.test $(VENV)/.release: $(VENV)/.%: pyproject.toml $(VENV)/constraints.txt
 	@echo "installing fa-serve[$*] with $$(grep ^torch== $(VENV)/constraints.txt) into $(VENV); the first time takes a minute or more"
 	@$(PIP) install -qq -c $(VENV)/constraints.txt -e '.[$*]'
-	@touch $@ $(if $(filter test,$*),$(VENV)/.server) # [test] contains [server]
+	@touch $@ $(if $(filter test,$*),$(VENV)/.server $(VENV)/.docs) # [test] contains both
 
 $(VENV)/.newest: requirements-newest.txt $(VENV)/.test
 	@rm -rf $(VENV)/newest

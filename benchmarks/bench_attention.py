@@ -1,18 +1,19 @@
-"""Attention kernels against their peers on one GPU, correctness first.
+"""Attention kernels and their peers on one GPU; each result is checked before it is timed.
 
-    python benchmarks/bench_attention.py prefill                      # what `auto` chooses, against SDPA-flash, cuDNN, FA3
+    python benchmarks/bench_attention.py prefill                      # what `auto` selects; SDPA-flash, cuDNN, FA3
     python benchmarks/bench_attention.py prefill --backend triton --peers flash,cudnn
     python benchmarks/bench_attention.py varlen                       # unequal lengths, and many short ones
     python benchmarks/bench_attention.py window                       # sliding windows over 16k tokens
     python benchmarks/bench_attention.py decode                       # paged: 45 cells, uneven lengths, float8; dense caches
     python benchmarks/bench_attention.py mixed                        # 32 sequences decoding and one mid-prompt, in one call
-    python benchmarks/bench_attention.py tune --head-dims 128         # the portable kernel's tiles; decode has tune_decode.py
+    python benchmarks/bench_attention.py tune --head-dims 128         # tiles of the Triton kernel; decode has tune_decode.py
 
-The prefill grid is the FlashAttention papers': 16k tokens in all, hidden size 2048, bfloat16; TFLOPS count 4 * batch * heads *
-seqlen^2 * head_dim, half of it when causal. Decode and mixed: page_size 16, pages in random order; microseconds of one call
-inside a CUDA graph, since that is how a step runs; FA3's is its own paged call, whose scheduling metadata is made on the way. A
-float8 cell's peer is our own bfloat16, timed once before it. Ours and the other peers take three turns, each after a pause, of
-which the median counts. A cell whose result is wrong reports no speed. A run replaces the results of the last.
+The prefill grid is that of the FlashAttention papers: 16k tokens in all, hidden size 2048, bfloat16. TFLOPS count 4 * batch *
+heads * seqlen^2 * head_dim, and half of it when causal. Decode and mixed use page_size 16 and pages in random order. Their unit
+is microseconds of one call inside a CUDA graph, because a captured step runs that way. FA3 makes its scheduling metadata in its
+paged call. The peer of a float8 cell is our bfloat16 call, timed once before. Ours and the other peers are measured three
+times in turn, each after a pause, and the median counts. A cell with a wrong result reports no speed. A run replaces the
+results of the last run.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ DECODE_CELLS = (
 
 
 def gate(head_dim: int, window: tuple[int, int], **options: object) -> None:
-    """The float64 oracle at a length that leaves a tail in every tile; raises AssertionError."""
+    """Compare with the float64 oracle at lengths that leave a tail in every tile; AssertionError if the 2x rule is broken."""
     for seqlen_q, seqlen_k, heads, kv_heads in ((333, 333, 4, 1), (129, 717, 4, 4)):
         q, k, v = make_qkv(2, seqlen_q, seqlen_k, heads, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
         case = {"softmax_scale": head_dim**-0.5, "window_size": window}
@@ -112,12 +113,12 @@ def prefill(args: argparse.Namespace) -> None:
     results.write()
 
 
-def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, width: int, piece: int = 2048) -> torch.Tensor:
-    """Causal attention over the last `width` keys in float32, a piece of the rows at a time; q, k, v (tokens, heads, dim)."""
+def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, width: int, step: int = 2048) -> torch.Tensor:
+    """Causal attention over the last `width` keys in float32, some rows at a time; q, k, v are (tokens, heads, dim)."""
     out = []
-    for start in range(0, q.shape[0], piece):
+    for start in range(0, q.shape[0], step):
         first = max(start - width + 1, 0)
-        end = start + piece
+        end = start + step
         back = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
         rows, keys, values = (x.float().transpose(0, 1) for x in (q[start:end], k[first:end], v[first:end]))
         mask = (back >= 0) & (back < width)
@@ -126,9 +127,9 @@ def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, width: int, piec
 
 
 def window(args: argparse.Namespace) -> None:
-    """Sliding windows over one sequence of 16k tokens against FA3; TFLOPS count the keys that a row sees.
+    """Sliding windows over one sequence of 16k tokens, with FA3 as the peer. TFLOPS count the keys that a row sees.
 
-    At full size ours must be near float32; a peer that is not reports no speed.
+    Our result at full size must be close to float32. A peer whose result is not reports no speed.
     """
     results = Results("window", args.out)
     flash3 = fa3()
@@ -159,7 +160,7 @@ def window(args: argparse.Namespace) -> None:
 
 
 def varlen(args: argparse.Namespace) -> None:
-    """Packed sequences against FA3 on the same, and against cuDNN on the padded batch; TFLOPS count real tokens only."""
+    """Packed sequences; the peers are FA3 on the same input and cuDNN on the padded batch. TFLOPS count no padding."""
     results = Results("varlen", args.out)
     flash3 = fa3()
     generator = torch.Generator().manual_seed(0)
@@ -196,7 +197,7 @@ def varlen(args: argparse.Namespace) -> None:
 
 
 def paged_cell(results: Results, case: str, problem: Problem, peers: dict[str, float] | None = None) -> None:
-    """The gate, then our time and FA3's; `peers` takes its place."""
+    """Check the result, then time ours and FA3. `peers`, if given, holds times that replace those of FA3."""
     ours = problem.ours()
     flash = problem.fa3() if peers is None else None
     problem.check(case, ours(), rows=2)
@@ -240,7 +241,7 @@ def decode(args: argparse.Namespace) -> None:
 
 
 def dense_decode(results: Results) -> None:
-    """One token over a cache of (batch, heads, seqlen, dim), as transformers' caches are, against torch's own kernels."""
+    """One token over a cache of (batch, heads, seqlen, dim), the layout of transformers; the peers are PyTorch's kernels."""
     for batch, kv in ((1, 1024), (1, 16384), (8, 8192), (32, 4096)):
         q = torch.randn(batch, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(batch, 8, kv, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
@@ -271,9 +272,9 @@ def mixed(args: argparse.Namespace) -> None:
 
 
 def tune(args: argparse.Namespace) -> None:
-    """Every tile that fits, over the grid: the table that tiles.py's branches quote."""
-    from fa_serve.backends.triton.forward import launch_forward
-    from fa_serve.backends.triton.tiles import TileConfig
+    """Time every tile that fits over the grid; the branches of `forward_tiles` quote this table."""
+    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+    from fa_serve.backends.triton.forward import TileConfig, plan_forward
 
     candidates = {
         64: [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3)],
@@ -286,8 +287,6 @@ def tune(args: argparse.Namespace) -> None:
                 "softmax_scale": head_dim**-0.5,
                 "window_size": (-1, 0 if causal else -1),
                 "softcap": 0.0,
-                "sinks": None,
-                "out": None,
                 "return_lse": False,
             }
             print(f"D{head_dim} {'causal' if causal else 'full'}  seqlens {args.seqlens}", flush=True)
@@ -296,12 +295,15 @@ def tune(args: argparse.Namespace) -> None:
                     rates = []
                     for seqlen in args.seqlens:
                         shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
+                        lengths = {"max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
                         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
                         try:
                             config = TileConfig(*tile, tma)
-                            ms = milliseconds(lambda: launch_forward(q, k, v, tiles=config, **options), 30)  # noqa: B023
+                            tensors = AttentionTensors(q, k, v)
+                            run = plan_forward(tensors, AttentionOptions(**options, **lengths), config)
+                            ms = milliseconds(partial(run, tensors), 30)
                             rates.append(f"{tflops(seqlen, causal, ms):5.0f}")
-                        except Exception as error:  # a tile that does not fit this GPU is a row of the table, not an end
+                        except Exception as error:  # a tile that does not fit this GPU has its error in the table
                             rates.append(f"  {type(error).__name__[:12]}")
                             break
                     print(f"  {tile!s:<18}{'tma' if tma else '   '} " + " ".join(rates), flush=True)

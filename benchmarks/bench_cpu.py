@@ -1,11 +1,10 @@
-"""The engine on a CPU against `model.generate` with sdpa: one request alone, and 16 at once. On the embedded model, greedy.
+"""The engine on a CPU and `model.generate` with sdpa: one request alone, and 16 in a batch. Greedy, on the embedded model.
 
 python benchmarks/bench_cpu.py --dtype float32
 
-All are timed in turn, by the time of their thread, and medians over the rounds count, of ratios those within a round: what
-other programs do to the caches changes from second to second. Between processes these ratios still differ by 4%, those of least
-times by 10%.
-Prints one JSON line.
+All are timed in turn by the CPU time of their thread. The results are medians over the rounds, and ratios are medians of the
+ratios within a round, because other programs disturb the caches from second to second. These ratios still differ by 4% between
+processes, and ratios of least times by 10%. The script prints one JSON line.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # the time of one thread is all there is
+    torch.set_num_threads(1)  # the time of one thread is what is measured
     engine = Engine(EngineConfig(device="cpu", num_pages=256, dtype=args.dtype))
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=args.dtype, attn_implementation="sdpa")
     prompt = engine.tokenizer.encode(PROMPT)
@@ -55,7 +54,7 @@ def main() -> None:
         "engine": lambda: engine.generate([prompt], params),
         "engine16": lambda: engine.generate([prompt[: 3 + i % 5] for i in range(16)], params),
     }
-    # `generate` suppresses the end token, which min_tokens does as well
+    # min_new_tokens of `generate` suppresses the end token, and so does min_tokens
     exact = SamplingParams(max_tokens=TOKENS, temperature=0.0, min_tokens=TOKENS)
     same = generate() == engine.generate([prompt], exact)[0].token_ids
     ways["engine16"]()

@@ -1,21 +1,21 @@
-"""The engine against vLLM and transformers' continuous batching, offline, on one GPU, correctness first; and where a step goes.
+"""The engine, vLLM and transformers' continuous batching, offline, on one GPU; results are checked first.
 
-    python benchmarks/bench_engine.py --shapes qwen06 --peer-path DIR           # A, B, C, D and the start-up; vLLM lies in DIR
+    python benchmarks/bench_engine.py --shapes qwen06 --peer-path DIR           # A, B, C, D and the start-up; DIR has vLLM
     python benchmarks/bench_engine.py --shapes llama8b --workloads all --budget 400
     python benchmarks/bench_engine.py profile --shapes llama8b                  # decoding at batch 1, 64 and 256, and a prefill
-    python benchmarks/bench_engine.py --shapes tiny --device cpu --requests 4   # tries the script out
+    python benchmarks/bench_engine.py --shapes tiny --device cpu --requests 4   # to try the script
 
-A, B, C, D: `WORKLOADS` below; greedy, end tokens ignored, token ids in and out, no prefix cache. `shared` is 128 requests with
-one beginning of 2,048 tokens; prefix caches are on for all workloads that are asked for beside it, whose prompts have nothing
-in common. `sampled` is B with temperature 0.7 and top_p 0.9, against our own greedy B. The start-up counts from the start of
-the process to the first token, compilers' caches as they are.
+A, B, C, D are in `WORKLOADS` of engine_workloads.py. They are greedy, ignore end tokens, take and return token ids, and use no
+prefix cache. `shared` is 128 requests whose first 2,048 tokens are the same; with it, prefix caches are on for all workloads,
+but the prompts of the other workloads have nothing in common. `sampled` is B with temperature 0.7 and top_p 0.9; its peer is
+our greedy B. The start-up is the time from the start of the process to the first token, with compilers' caches as they are.
 
-A model has its shape's config and random weights, written once, which every engine loads. Each engine has a process of its
-own, one after the other, and its share of --budget seconds for each shape; what does not end in time is left out. An engine
-answers each workload once before it is timed, half as long, so that it has compiled and captured what that asks for ("first");
-ours twice, because it captures a step with prompts when one like it comes again, where vLLM captures all before it starts.
-On one H200 vLLM needs 90 to 100 s to start, so 245 s for 0.6B and 290 s for 8B. generate_batch takes minutes for A at 0.6B:
-ask it for `--requests 16`, and not for 8B.
+Every engine loads the same folder, which has the shape's config and random weights. The engines run one after the other, each
+in a separate process with a share of --budget seconds for each shape; workloads that do not end in time are left out. Before a
+workload is timed, an engine answers it once with half the tokens, which compiles and captures what it needs ("first"). Ours
+answers it twice, because it captures a step with prompts when its shape occurs again; vLLM captures everything at start-up.
+vLLM needs 90 to 100 s to start on one H200, so allow 245 s for 0.6B and 290 s for 8B. generate_batch takes minutes for A at
+0.6B: use `--requests 16` with it, and do not use it for 8B.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NOT_ASKED = {
 
 
 def run(args: argparse.Namespace) -> None:
-    """Every shape, every engine; prints as it goes, and a table at the end."""
+    """Run every engine for every shape. Prints each result at once, and a table at the end."""
     rates: dict[str, dict[str, float]] = {}
     for shape in args.shapes:
         deadline = time.time() + args.budget
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 def child(
     engine: str, shape: str, folder: str, workloads: list[str], deadline: float, args: argparse.Namespace
 ) -> Iterator[tuple[str, float]]:
-    """Run one engine in a process of its own until the deadline: (workload, rate) as they come, and ("done", 0.0)."""
+    """Run one engine in a process until the deadline. Yields (workload, rate) as they arrive, and ("done", 0.0)."""
     if engine == "vllm":
         path = args.peer_path
         own = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -134,7 +134,7 @@ def child(
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """End a process and those that it has started."""
+    """End a process and those that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -142,7 +142,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def record(rates: dict[str, dict[str, float]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Write what has been measured so far, so that a run that is cut off loses nothing; cases not measured keep their lines."""
+    """Write what is measured so far, so a run that is cut off loses nothing. Cases that are not measured keep their lines."""
     from measure import Results
 
     results = Results("engine", args.out)
@@ -185,7 +185,7 @@ def names(known: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def settings(items: list[str]) -> dict[str, Any]:
-    """name=value; a value is JSON, or else a string."""
+    """Parse name=value. A value that is not JSON is a string."""
     chosen = {}
     for item in items:
         name, _, value = item.partition("=")

@@ -3,23 +3,23 @@
     python benchmarks/bench_generate.py                      # everything, a quarter of an hour
     python benchmarks/bench_generate.py --cases growing,static --models llama-3.1-8b --budget 150
 
-ttft:    the time until the first token of one prompt of 1k, 8k, 32k and 128k tokens; eager up to 8k, where its scores fit
-padded:  the same for 16 prompts of 256 to 2,048 tokens, padded on the left, and the time of a token after them
-growing: the time of a token behind 32k of context in a growing cache
-static:  32k in, 128 out, from one end to the other in a static cache with transformers' own compiled forward and CUDA graphs,
-         and the time of a token of it
-batch:   generate_batch, 256 requests of 512 tokens in and 256 out, end tokens ignored, after a warm-up; sdpa is stopped after
-         20 seconds, and what it has written by then counts
+ttft:    time until the first token of one prompt of 1k, 8k, 32k and 128k tokens; eager up to 8k, where its scores fit
+padded:  the same for 16 prompts of 256 to 2,048 tokens, padded on the left, and the time of a later token
+growing: time of a token after 32k of context in a growing cache
+static:  32k tokens in and 128 out in a static cache, with the compiled forward and CUDA graphs of transformers: the time of
+         the whole call, and of a token
+batch:   generate_batch for 256 requests with 512 tokens in and 256 out, end tokens ignored, after a warm-up; sdpa is stopped
+         after 20 seconds, and the tokens that it has by then count
 
-The implementations take turns, for five seconds (fifteen for what the host alone decides: later tokens, and prompts of 1k)
-and at least once, after one that does not count: the clock of a GPU and the company on its host change, and cuDNN, which is
-behind sdpa on Hopper, takes tens of milliseconds for a length that it has not met. The turn counts that a tenth of them beat:
-ratios of best turns, of which one may be lucky, scatter by 2% from process to process, these by less (docs/log.md). In each
-turn a token is the median of 24.
+The implementations take turns for five seconds, or fifteen where the host determines the time (later tokens, and prompts of
+1k), and have at least one turn each after a first one that does not count. The clock of a GPU and the load of its host change
+over time, and cuDNN, which computes sdpa on Hopper, takes tens of milliseconds for a length that it has not seen. The result is
+the turn that is slower than a tenth of the turns. Ratios of best turns scatter by 2% from process to process, because a best
+turn may be lucky; ratios of these turns scatter by less. The time of a token is the median of 24 in each turn.
 
-The models are whole, but for gpt-oss, which has two of its 32 experts, as they change nothing for attention, and eager alone
-beside us. Before a model is timed, its logits are held to float32 by the rule of two (mean error). A line is written and
-printed as soon as it is measured, and what does not fit in the budget is left out.
+The models are complete, except that gpt-oss has two of its 32 experts, which do not change attention; its only peer is eager.
+Before a model is timed, its logits are compared with float32 by the 2x rule (mean error). A line is written and printed as
+soon as it is measured. Cases that do not fit into the budget are left out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PROMPTS = (1024, 8192, 32768, 131072)
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model's sizes."""
+    """The sizes of a published model."""
 
     model_class: str
     layers: int
@@ -133,9 +133,9 @@ class Bench:
         return self.deadline - time.perf_counter()
 
     def compare(self, case: str, unit: str, measure: dict[str, Callable[[], float]], seconds: float, turns: int = 1000) -> None:
-        """Times each implementation in each of the turns and writes the line; `seconds` is what a turn is expected to take.
+        """Time the implementations in turn and write the line. `seconds` is the expected duration of a turn.
 
-        The first turn warms up; with one turn, the call does so by itself.
+        The first turn is a warm-up. With `turns=1` there is none, and the call must warm up by itself.
         """
         values: dict[str, list[float]] = {name: [] for name in measure}
         begin = time.perf_counter()
@@ -190,7 +190,7 @@ def prompt(shape: Shape, rows: int, length: int) -> Tensor:
 
 
 def gate(model: PreTrainedModel, shape: Shape) -> bool:
-    """Whether ours is at most twice as far from float32 as eager bfloat16, in the mean over the logits of 3 padded prompts."""
+    """Whether our mean error is at most twice that of eager bfloat16, over the logits of 3 padded prompts, against float32."""
     ids = prompt(shape, 3, 700)
     mask = torch.ones_like(ids)
     mask[0, :300] = mask[1, :10] = 0
@@ -211,7 +211,7 @@ def gate(model: PreTrainedModel, shape: Shape) -> bool:
 
 
 class Clock(StoppingCriteria):
-    """Notes when each token was there; never stops."""
+    """A stopping criterion that records the time of each token and never stops."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -223,7 +223,7 @@ class Clock(StoppingCriteria):
 
 
 def generate(model: PreTrainedModel, name: str, inputs: dict[str, Tensor], new: int, **options: Any) -> list[float]:
-    """Seconds from the call until each of the new tokens."""
+    """Seconds from the call to each new token."""
     if model.config._attn_implementation != name:
         model.set_attn_implementation(name)
     clock = Clock()
@@ -311,7 +311,7 @@ def batch(bench: Bench, model: PreTrainedModel, shape: Shape, title: str) -> Non
 
 
 def _answer(manager: Any, prompts: list[list[int]], new: int, limit: float) -> tuple[int, float]:
-    """How many tokens are there when all requests are done, or after `limit` seconds, and the seconds."""
+    """Tokens and seconds when all requests are done, or after `limit` seconds."""
     started = time.perf_counter()
     manager.add_requests(prompts, max_new_tokens=new)
     done = 0

@@ -117,7 +117,7 @@ def serve(args: argparse.Namespace, pipe: Connection) -> None:
 
 
 def measure(args: argparse.Namespace, url: str, pipe: Connection) -> dict[str, float]:
-    from fa_serve.server import bench
+    from fa_serve.client import bench
 
     load = bench.Load(
         url=url,
@@ -133,15 +133,15 @@ def measure(args: argparse.Namespace, url: str, pipe: Connection) -> dict[str, f
         pipe.send(None)
         return float(pipe.recv())
 
-    asyncio.run(bench._offer(replace(load, requests=8, concurrency=8), lambda _: None))
+    asyncio.run(bench.offer(replace(load, requests=8, concurrency=8), lambda _: None))
     before = seconds()
-    share = asyncio.run(bench._offer(load, lambda _: None))
+    result = asyncio.run(bench.offer(load, lambda _: None))
     spent = seconds() - before
-    failed = [exchange.error for exchange in share.exchanges if exchange.error]
+    failed = [exchange.error for exchange in result.exchanges if exchange.error]
     assert not failed, failed[:3]
-    clock = share.end - share.begin
-    tokens = sum(exchange.tokens for exchange in share.exchanges)
-    events = sum(len(exchange.token_arrivals) for exchange in share.exchanges)
+    clock = result.end - result.begin
+    tokens = sum(exchange.tokens for exchange in result.exchanges)
+    events = sum(len(exchange.token_arrivals) for exchange in result.exchanges)
     return {
         "cpu_us_per_token": spent / tokens * 1e6,
         "cpu_us_per_event": spent / events * 1e6,
@@ -149,7 +149,7 @@ def measure(args: argparse.Namespace, url: str, pipe: Connection) -> dict[str, f
         "events_per_s": events / clock,
         "tokens_per_event": tokens / events,
         "server_busy": spent / clock,
-        "client_busy": share.busy,
+        "client_busy": result.busy,
     }
 
 

@@ -39,7 +39,7 @@ from engine_workloads import LIMIT, SHAPES, say
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fa_serve.server.bench import Load
+    from fa_serve.client.bench import Load
 
 MEMORY = 0.85
 PEER_SECONDS = 150
@@ -189,7 +189,7 @@ def ready(url: str, path: str) -> bool:
 
 
 def measure(url: str, shape: str, args: argparse.Namespace, deadline: float) -> dict[str, float]:
-    from fa_serve.server.bench import Load
+    from fa_serve.client.bench import Load
 
     words = (5, SHAPES[shape]["vocab_size"])
     base = Load(url=url, model="bench", ids=words, warmup=1)
@@ -224,7 +224,7 @@ def measure(url: str, shape: str, args: argparse.Namespace, deadline: float) -> 
 
 
 def drive(load: Load, args: argparse.Namespace) -> dict[str, Any]:
-    from fa_serve.server.bench import run as offer
+    from fa_serve.client.bench import run as offer
 
     return asyncio.run(offer(replace(load, processes=args.clients)))
 

@@ -1,4 +1,4 @@
-"""What bench_engine.py runs in processes of their own: the gate and the model, then one engine each."""
+"""What bench_engine.py runs in separate processes: first the gate and the model, then one engine in each process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine_workloads import LIMIT, SHAPES, TOP_P, WORKLOADS, Workload, make_fol
 
 
 def tell(name: str, value: float | None = None, note: str = "") -> None:
-    """To the process that has started this one."""
+    """Report a line to the process that started this one."""
     print("@ " + json.dumps([name, value, note]), flush=True)
 
 
@@ -30,14 +30,14 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def gate(args: argparse.Namespace) -> None:
-    """The engine's greedy tokens, prompts cut in chunks and decoded together, are those of transformers, one by one."""
+    """Check that the engine's greedy tokens, with prompts in chunks and in one batch, are those of transformers, one by one."""
     import torch
 
     from fa_serve.engine import Engine, EngineConfig, SamplingParams
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    # logits that are far apart, so that rounding never decides
+    # wide weights keep logits far apart, so rounding does not decide
     model = make_model("tiny", args.device, dtype=torch.float32, initializer_range=0.4, eos_token_id=None)
     draw = random.Random(0)
     prompts = [draw.choices(range(5, 512), k=length) for length in (1, 17, 150, 150, 150, 150)]
@@ -58,8 +58,11 @@ Rate = Callable[[str, Workload], tuple[float, str] | None]
 
 
 def measure(args: argparse.Namespace, rate: Rate, before: tuple[str, ...] = ("first",)) -> None:
-    """Each workload some times `before` it counts, with other prompts: kernels are compiled and graphs captured for what it
-    asks. `rate` answers one: seconds and a note, or None when the time is up."""
+    """Run each workload once for each name in `before`, with other prompts and half as long, and then time it.
+
+    The first runs compile kernels and capture graphs. `rate` runs a workload and returns (seconds, note), or None when the time
+    is up.
+    """
     for name in args.workloads:
         whole = WORKLOADS[name].cut(args.requests or 256)
         for prompts, workload in (*((f"{name} {each}", whole.halved()) for each in before), (name, whole)):
@@ -85,7 +88,7 @@ def serve_ours(args: argparse.Namespace) -> None:
     }
     loading = time.time()
     engine = Engine(EngineConfig(**settings | args.set))
-    engine.tokenizer = None  # no text is made, as in the other engines
+    engine.tokenizer = None  # makes no text, like the other engines
     first = time.time()
     engine.generate([[7] * 128], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
     start_up(args, imports, loading, first)
@@ -112,7 +115,7 @@ def serve_ours(args: argparse.Namespace) -> None:
         cached = after.num_cached_tokens - before.num_cached_tokens
         return seconds, note + (f", {cached} tokens cached" if cached else "")
 
-    measure(args, rate, before=("first", "again"))  # a step with prompts is captured when it comes again
+    measure(args, rate, before=("first", "again"))  # a step with prompts is captured when its shape occurs again
 
 
 def serve_vllm(args: argparse.Namespace) -> None:
@@ -176,7 +179,7 @@ def serve_generate_batch(args: argparse.Namespace) -> None:
 
 
 def start_up(args: argparse.Namespace, imports: float, loading: float, first: float) -> None:
-    """Where the time has gone since this process was started, to the first token, which has just come."""
+    """Report the parts of the time from the start of this process to the first token. Call it at the first token."""
     now = time.time()
     parts = f"Python {imports - args.started:.1f}, imports {loading - imports:.1f}, engine {first - loading:.1f}"
     tell("startup", now - args.started, f"s: {parts}, first token {now - first:.1f}")

@@ -1,4 +1,4 @@
-"""The shapes of models and the workloads that the benches of the engine and of the service share."""
+"""The shapes of models and the workloads that the benchmarks of the engine and of the service share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ def uneven(count: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests as (tokens in, tokens out), and whether the rate counts those that come in as well."""
+    """Requests as (tokens in, tokens out).
+
+    all_tokens: whether the rate counts the tokens of prompts as well
+    prefix:     tokens at the beginning of every prompt that are the same
+    """
 
     lengths: list[tuple[int, int]]
     all_tokens: bool = False
@@ -65,7 +69,7 @@ class Workload:
     sampled: bool = False
 
     def prompts(self, name: str, vocab: int) -> list[list[int]]:
-        """Token ids, others for each workload; `prefix` of each are the same."""
+        """Random token ids, different for each name. The first `prefix` of each prompt are the same."""
         draw = random.Random(name)
         shared = draw.choices(range(5, vocab), k=self.prefix)
         return [shared + draw.choices(range(5, vocab), k=tokens_in - self.prefix) for tokens_in, _ in self.lengths]
@@ -93,7 +97,7 @@ WORKLOADS = {
 
 
 def make_model(shape: str, device: str, *, dtype: Any, **changes: Any) -> Any:
-    """A model of that shape with random weights, made where it runs."""
+    """A model of that shape with random weights, made on its device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -105,7 +109,7 @@ def make_model(shape: str, device: str, *, dtype: Any, **changes: Any) -> Any:
 
 
 def make_folder(shape: str, folder: Path, device: str) -> None:
-    """Weights and config, and a tokenizer with a word for each id."""
+    """Write weights and config, and a tokenizer with one word for each id."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

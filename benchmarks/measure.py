@@ -1,8 +1,8 @@
-"""What every benchmark here shares: timing, the peers, and how a result is written.
+"""Timing, the peers, and the form of a result, for every benchmark in this folder.
 
-A result is one JSON line: {"bench", "case", "unit", "ours", "peers": {name: value}, "ratio"} and the machine, versions and
-commit; the ratio is ours against the best peer, above 1 when ours is faster. Peers that are not installed are left out of the
-line.
+A result is one JSON line: {"bench", "case", "unit", "ours", "peers": {name: value}, "ratio"}, the machine, the versions and
+the commit. The ratio compares ours with the best peer; above 1, ours is faster. A line has no entry for a peer that is not
+installed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 PAUSE = 0.1
-"""Seconds. D256 causal 16k, ours and FlashAttention-3 beside it, TFLOPS: no pause 770 and 745, or 725 and 763 in another order;
-0.05 s 787 and 800; 0.1 s 792 and 801; 0.3 s 794 and 803; 1 s 796 and 803; 2 s 794 and 804."""
+"""Seconds between two measurements. TFLOPS of ours and of FlashAttention-3, measured in turn on D256 causal 16k, were
+770 and 745 without a pause (725 and 763 in the other order), 787 and 800 with 0.05 s, 792 and 801 with 0.1 s, 794 and 803 with
+0.3 s, 796 and 803 with 1 s, 794 and 804 with 2 s."""
 
 
 def milliseconds(call: Callable[[], object], rep: int = 60, warmup: int = 15) -> float:
-    """Median device time of one call, cold L2, after a warm-up."""
+    """Median device time of one call, after a warm-up and with a cold L2 cache."""
     return float(do_bench(call, warmup=warmup, rep=rep, return_mode="median"))
 
 
 def in_turns(
     calls: dict[str, Callable[[], object]], measure: Callable[..., float] = milliseconds, turns: int = 3, rep: int = 20
 ) -> dict[str, float]:
-    """The median of several turns of each, each after a pause.
+    """The median of several turns of each call. Each turn follows a pause.
 
-    A GPU's clock follows the power of what ran in the tenth of a second before. Without pauses what comes after a slow kernel
-    has 5 to 10% more than what comes after a fast one; FlashAttention's own benchmarks sleep for that reason, too.
+    The clock of a GPU depends on the power that was drawn in the last tenth of a second. Without pauses, a call that follows a
+    slow kernel is 5 to 10% faster than one that follows a fast kernel. FlashAttention's benchmarks sleep for the same reason.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(turns):
@@ -48,7 +49,7 @@ def in_turns(
 
 
 def graph_microseconds(call: Callable[[], object], calls: int = 4, rep: int = 40) -> float:
-    """Median device time of one call inside a CUDA graph of several: what a captured decode step pays."""
+    """Median device time of one call inside a CUDA graph of several calls, which is what a captured decode step costs."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -60,7 +61,7 @@ def graph_microseconds(call: Callable[[], object], calls: int = 4, rep: int = 40
 
 
 def host_microseconds(call: Callable[[], object], calls: int = 200) -> float:
-    """Host time to issue one call, without waiting for the device."""
+    """Least host time to enqueue one call, without waiting for the device."""
     call()
     torch.cuda.synchronize()
     times = []
@@ -74,13 +75,13 @@ def host_microseconds(call: Callable[[], object], calls: int = 200) -> float:
 
 
 def read_bandwidth() -> float:
-    """TB/s of summing 4 GiB: what a kernel that only reads can reach here."""
+    """TB/s of summing 4 GiB: the bandwidth that a kernel which only reads can reach on this machine."""
     x = torch.randn(1 << 30, device="cuda")
     return x.numel() * 4 / graph_microseconds(lambda: x.sum(), calls=1) * 1e-6
 
 
 def sdpa(kind: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor]:
-    """torch's operator held to one kernel; q, k, v as (batch, seqlen, heads, dim)."""
+    """A call of PyTorch's operator with one kind of kernel; q, k, v are (batch, seqlen, heads, dim)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
 
@@ -92,7 +93,7 @@ def sdpa(kind: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ca
 
 
 def fa3() -> Callable[..., Any] | None:
-    """FlashAttention-3's varlen entry point, as vLLM ships it, or None."""
+    """The varlen function of FlashAttention-3 that vLLM ships, or None where vLLM is not installed."""
     try:
         from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
     except ImportError:
@@ -101,27 +102,34 @@ def fa3() -> Callable[..., Any] | None:
 
 
 def commit() -> str:
-    """Of the working tree; FA_SERVE_COMMIT names it for a copy without its history."""
-    if "FA_SERVE_COMMIT" in os.environ:
-        return os.environ["FA_SERVE_COMMIT"]
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    """The commit of the working tree. FA_SERVE_COMMIT names it for a copy without its history."""
+    return os.environ.get("FA_SERVE_COMMIT") or commit_of(Path.cwd())
+
+
+def commit_of(tree: Path) -> str:
+    """The commit of a source tree, "unknown" for a copy without its history."""
+    done = subprocess.run(["git", "-C", tree, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 
 class Results:
-    """Collects lines; `write` replaces the file of this bench, so that its last run is what counts."""
+    """Collects lines. `write` replaces the file of this bench, so that only its last run counts."""
 
-    def __init__(self, bench: str, folder: Path) -> None:
-        self.bench, self.path, self.lines = bench, folder / f"{bench}.jsonl", list[dict[str, Any]]()
+    def __init__(self, bench: str, folder: Path, **versions: str) -> None:
+        """`versions` are added to each line, beside those of torch and Triton, and replace the commit if they name one."""
+        self.bench = bench
+        self.path = folder / f"{bench}.jsonl"
+        self.lines: list[dict[str, Any]] = []
         self.machine = {
-            "gpu": torch.cuda.get_device_name(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
             "torch": torch.__version__,
             "triton": triton.__version__,
             "commit": commit(),
+            **versions,
         }
 
     def add(self, case: str, unit: str, ours: float, peers: dict[str, float]) -> float:
-        """One line; the unit says whether more is better. -> ours against the best peer, NaN without one."""
+        """Add a line; the unit says whether more is better. Returns the ratio of ours to the best peer, NaN without a peer."""
         ratio = min((_ratio({"unit": unit, "ours": ours}, theirs) for theirs in peers.values()), default=float("nan"))
         line = {
             "bench": self.bench,

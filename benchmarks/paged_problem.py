@@ -1,14 +1,15 @@
-"""One step over a paged cache: its tensors, our call, FlashAttention-3's, and the check against float64.
+"""One step over a paged cache: its tensors, our call, the call of FlashAttention-3, and the check against float64.
 
-bench_attention.py times it through the public function, tune_decode.py by the kernel's own launcher and tiles. Pages lie in
-random order. Without a shared pool whatever no sequence owns is NaN, and table entries past the last page point outside of the
-cache; a pool, shared by the cells of a grid, saves the time of filling gigabytes.
+bench_attention.py times the public function. tune_decode.py times the plan of the decoding kernel with given tiles. Pages lie
+in random order. Without a shared pool, everything that no sequence owns is NaN, and entries of the block table past the last
+page point outside of the cache. Cells of a grid share a pool, because filling gigabytes takes time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor
 import fa_serve
 from fa_serve import spec
 from fa_serve.backends.launch import multiprocessors
-from fa_serve.backends.reference import ReferenceBackend
-from fa_serve.backends.triton.decode import DecodeTiles, decode_tiles, launch_decode
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.backends.reference import attention_reference
+from fa_serve.backends.triton.decode import DecodeTiles, decode_tiles, plan_decode
 from fa_serve.testing import assert_lse_matches, assert_matches_reference, cu_seqlens, eager_attention
 
 DEVICE = torch.device("cuda", 0)
@@ -28,7 +30,7 @@ POOL_PAGES = 65536  # of 16 tokens: 2^20 tokens
 
 @dataclass
 class Problem:
-    """`options` are those of `launch_decode`."""
+    """`options` holds the other tensors and the options of the call by name, with `seqused_k` for the field `keys`."""
 
     q: Tensor
     k_cache: Tensor
@@ -83,12 +85,26 @@ class Problem:
             options |= {name: torch.rand(kv_heads, device=DEVICE) + 0.5 for name in ("k_descale", "v_descale")}
         return cls(q, *pool, options)
 
+    def plan(self, tiles: DecodeTiles | None = None, **changes: Any) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """Plan the decoding kernel with these tiles, or those of `decode_tiles`, and with options changed."""
+        given = self.options | changes
+        tensors = AttentionTensors(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            keys=given.pop("seqused_k"),
+            **{name: given.pop(name) for name in AttentionTensors._fields if name in given},
+        )
+        return partial(plan_decode(tensors, AttentionOptions(**given), tiles), tensors)
+
     def run(self, tiles: DecodeTiles | None = None, **changes: Any) -> tuple[Tensor, Tensor | None]:
-        """The decode kernel's launcher."""
-        return launch_decode(self.q, self.k_cache, self.v_cache, **(self.options | changes), tiles=tiles)
+        """Plan and run at once."""
+        return self.plan(tiles, **changes)()
 
     def default_tiles(self) -> DecodeTiles:
-        batch, (_, heads, dim), kv_heads = len(self.options["seqused_k"]), self.q.shape, self.k_cache.shape[2]
+        batch = len(self.options["seqused_k"])
+        _, heads, dim = self.q.shape
+        kv_heads = self.k_cache.shape[2]
         return decode_tiles(
             spec.arch_of(DEVICE),
             multiprocessors(DEVICE, 0),
@@ -105,7 +121,7 @@ class Problem:
         )
 
     def ours(self) -> Callable[[], Tensor]:
-        """The public function."""
+        """A call of the public function."""
         out = torch.empty_like(self.q)
         o = self.options
         names = ("block_table", "seqused_k", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "k_descale", "v_descale")
@@ -113,6 +129,7 @@ class Problem:
         return lambda: fa_serve.attention_paged(self.q, self.k_cache, self.v_cache, **call)
 
     def fa3(self) -> Callable[[], Tensor] | None:
+        """A call of FlashAttention-3, or None where it is not installed."""
         flash = fa3()
         o = self.options
         if flash is None:
@@ -146,9 +163,9 @@ class Problem:
         tiles: DecodeTiles | None = None,
         **changes: Any,
     ) -> None:
-        """Raises AssertionError: the first, the last and about `rows` sequences against float64, by the 2x rule.
+        """Compare the first, the last and about `rows` other sequences with float64; AssertionError if one breaks the 2x rule.
 
-        Without `out` the launcher runs, with `tiles` and options changed.
+        Without `out`, `run` computes it with `tiles` and with the options changed.
         """
         o = self.options | changes
         if out is None:
@@ -166,38 +183,36 @@ class Problem:
             a = starts[row]
             b = starts[row + 1]
             n = int(o["seqused_k"][row])
-            single = o | {
-                "block_table": o["block_table"][row : row + 1],
-                "seqused_k": o["seqused_k"][row : row + 1],
-                "cu_seqlens_q": cu_seqlens([b - a], DEVICE),
-                "return_lse": True,
-                "out": None,
-            }
-            exact, exact_lse = ReferenceBackend().forward_paged(self.q[a:b].double(), self.k_cache, self.v_cache, **single)
             pages = o["block_table"][row, : -(-n // page_size)].long()
-            kv = []
+            exact_kv = []
+            eager_kv = []
             for cache, descale in ((self.k_cache, o["k_descale"]), (self.v_cache, o["v_descale"])):
-                x = cache[pages].flatten(0, 1)[:n].to(self.q.dtype)
-                kv.append((x if descale is None else (x * descale[:, None]).to(x.dtype))[None])
-            eagers.append(eager_attention(self.q[a:b][None], *kv, **{name: o[name] for name in names})[0])
-            exacts.append(exact)
+                x = cache[pages].flatten(0, 1)[:n]
+                scale = torch.ones(1, device=DEVICE) if descale is None else descale
+                exact_kv.append((x.double() * scale.double()[:, None])[None])
+                eager_kv.append((x.to(self.q.dtype) * scale[:, None]).to(self.q.dtype)[None])
+            options = {name: o[name] for name in names}
+            queries = self.q[a:b][None]
+            exact, exact_lse = attention_reference(queries.double(), *exact_kv, **options)
+            eagers.append(eager_attention(queries, *eager_kv, **options)[0])
+            exacts.append(exact[0])
             ours.append(out[a:b])
             if lse is not None:
                 lses.append(lse[:, a:b])
-                exact_lses.append(exact_lse)
+                exact_lses.append(exact_lse[0])
         assert_matches_reference(torch.cat(ours), torch.cat(exacts), torch.cat(eagers), what)
         if lse is not None:
             assert_lse_matches(torch.cat(lses, 1), torch.cat(exact_lses, 1))
 
     @property
     def bytes_read(self) -> int:
-        """Keys and values, once."""
+        """Bytes of keys and values that a kernel reads if it reads each once."""
         tokens = int(self.options["seqused_k"].sum())
         return 2 * tokens * self.k_cache.shape[2] * self.k_cache.shape[3] * self.k_cache.element_size()
 
 
 def pools(dtype: torch.dtype = torch.bfloat16) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-    """Of (kv_heads, dim): random keys and values of POOL_PAGES pages; one pair is held, the last one's is given back."""
+    """Returns a function (kv_heads, dim) -> random keys and values of POOL_PAGES pages. It keeps one pair: the last one."""
     held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def pool(kv_heads: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -212,6 +227,6 @@ def pools(dtype: torch.dtype = torch.bfloat16) -> Callable[[int, int], tuple[Ten
 
 
 def uneven(batch: int) -> dict[str, list[int]]:
-    """Lengths log-uniform from 32 to 8192, and 10% of the sequences 20 times as long as the others."""
+    """Lengths of a batch: log-uniform from 32 to 8192, and 512 with 10% of the sequences 20 times as long."""
     exponents = torch.rand(batch, generator=torch.Generator().manual_seed(batch)) * 8 + 5
     return {"log": [int(2**e) for e in exponents.tolist()], "20x": [20 * 512 if i % 10 == 3 else 512 for i in range(batch)]}

@@ -1,8 +1,8 @@
-"""Where a step of the engine goes: kernels by their share of the device's time, idle time of the device, the host's functions.
+"""Where the time of an engine's step goes: time of each kernel, idle time of the device, time of the host's functions.
 
     python benchmarks/bench_engine.py profile --shapes llama8b       # decoding at batch 1, 64 and 256, and a prefill
 
-Step is what one of them costs; weights are random and made on the device.
+Weights are random and made on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine_workloads import LIMIT, SHAPES, Workload, make_model, say
 
 
 def profile(args: argparse.Namespace) -> None:
-    """Kernels by their share of the device's time, how long the device is idle, and what a step costs the host."""
+    """Profile each shape in turn."""
     for shape in args.shapes:
         profile_shape(shape, args)
         gc.collect()  # the engine and its cache, before the next one takes what is free
@@ -61,7 +61,7 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
 
 
 def host_profile(call: Callable[[], object], top: int) -> str:
-    """What Python spends its time on; the profiler makes it slower."""
+    """The functions in which Python spends most time. The profiler makes all of them slower."""
     profiler = cProfile.Profile()
     text = io.StringIO()
     profiler.runcall(call)
@@ -71,7 +71,11 @@ def host_profile(call: Callable[[], object], top: int) -> str:
 
 @dataclass
 class Step:
-    """Milliseconds of a step by the clock, of the device (profiled) and of the host; microseconds and calls of each kernel."""
+    """What `steps` steps cost.
+
+    wall, busy, host: milliseconds of a step: in all, of the device (profiled), of the host without waiting
+    kernels, calls:   microseconds and calls of each kernel over all steps
+    """
 
     wall: float
     busy: float
@@ -94,7 +98,7 @@ class Step:
 
 
 def decode_step(engine: Any, batch: int, steps: int = 20) -> Step:
-    """A step in the middle of decoding, of sequences with about 640 tokens."""
+    """A step in the middle of decoding; the sequences have about 640 tokens."""
     from fa_serve.engine import SamplingParams
 
     prompts = Workload([(640 - steps, 1)] * batch).prompts(f"profile {batch}", engine.vocab_size)
@@ -114,7 +118,7 @@ def decode_step(engine: Any, batch: int, steps: int = 20) -> Step:
 
 
 def prefill_step(engine: Any, count: int) -> Step:
-    """One step of nothing but prompts, from requests to first tokens."""
+    """One step that computes prompts only, from requests to first tokens."""
     from fa_serve.engine import SamplingParams
 
     prompts = Workload([(512, 1)] * count).prompts("profile prefill", engine.vocab_size)
@@ -129,7 +133,7 @@ def prefill_step(engine: Any, count: int) -> Step:
 
 
 def observe(step: Callable[[], object], steps: int) -> Step:
-    """Time that many steps first, undisturbed, then profile as many."""
+    """Time `steps` steps without the profiler, then profile as many."""
     import torch
 
     from fa_serve.engine.results import PendingResult
@@ -186,7 +190,7 @@ def short(name: str) -> str:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a large copy."""
+    """Bytes per second, read and written, of a large copy."""
     import torch
     from measure import milliseconds
 

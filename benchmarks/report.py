@@ -1,8 +1,8 @@
-"""Tables and charts from the committed results: what the README and docs/kernels.md show.
+"""Tables and charts from the committed results, as docs/performance.md shows them.
 
-    python benchmarks/report.py            # writes the README's tables and docs/images/*.svg
+    python benchmarks/report.py            # writes the tables of docs/performance.md and docs/images/*.svg
 
-It measures nothing: it reads benchmarks/results/*.jsonl, the last run of each bench.
+This module measures nothing: it reads benchmarks/results/*.jsonl, which hold the last run of each benchmark.
 """
 
 from __future__ import annotations
@@ -13,53 +13,60 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "performance.md"
 COLOURS = {"ours": "#d1495b", "cudnn": "#30638e", "fa3": "#003d5b", "flash": "#8d99ae"}
 LABELS = {"ours": "fa_serve", "cudnn": "cuDNN", "fa3": "FlashAttention-3", "flash": "FlashAttention-2 (SDPA)"}
-# bench, what it is, only cells whose lengths are unequal within a batch, peers, command
+# benchmark, description, whether to take only the cells with unequal lengths in a batch, peers, command
 TABLE = [
     (
         "prefill",
-        "prefill, the backend that `auto` takes",
+        "prefill, the backend that `auto` selects",
         False,
         ("cudnn", "fa3", "flash"),
         "`python benchmarks/bench_attention.py prefill`",
     ),
-    ("prefill_triton", "prefill, the portable kernel", False, ("flash",), "`... prefill --backend triton --peers flash,cudnn`"),
-    ("varlen", "packed batches of unequal and of short sequences", False, ("fa3",), "`... varlen`"),
-    ("decode", "paged decode", False, ("fa3",), "`... decode`"),
-    ("decode", "the same, lengths unequal within a batch", True, ("fa3",), ""),
-    ("mixed", "decoding mixed with a 2k chunk", False, ("fa3",), "`... mixed`"),
-    ("window", "windows of 128 to 4096 keys over 16k", False, ("fa3",), "`... window`"),
+    (
+        "prefill_triton",
+        "prefill, the portable Triton kernel",
+        False,
+        ("flash",),
+        "`... prefill --backend triton --peers flash,cudnn`",
+    ),
+    ("varlen", "packed batches of unequal and of short sequences (`attention_varlen`)", False, ("fa3",), "`... varlen`"),
+    ("decode", "paged decoding, equal lengths", False, ("fa3",), "`... decode`"),
+    ("decode", "paged decoding, unequal lengths", True, ("fa3",), ""),
+    ("mixed", "decoding in one batch with a prompt chunk of 2k tokens", False, ("fa3",), "`... mixed`"),
+    ("window", "sliding windows of 128 to 4096 keys, sequences of 16k", False, ("fa3",), "`... window`"),
 ]
-# bench, case without its shape, what it is
+# benchmark, case without its shape, description
 ENGINE = [
-    ("engine", "A", "256 requests of 512 tokens in, 256 out, tokens/s"),
-    ("engine", "B", "256 requests of 100 to 1024 in and out, tokens/s"),
-    ("engine", "C", "one request, 128 in, 256 out, tokens/s"),
-    ("engine", "D", "64 prompts of 3072, tokens/s"),
-    ("engine", "shared", "128 requests that share 2048 tokens, 64 out, tokens/s"),
-    ("engine", "startup", "start of the process to the first token, s"),
-    ("serving", "throughput, 256 at once", "over HTTP, 256 at once, tokens/s"),
-    ("serving", "first token, 32 at once", "over HTTP, 32 at once, first token, ms"),
-    ("serving", "between tokens, 32 at once", "the same, between tokens, ms"),
+    ("engine", "A", "256 requests, 512 prompt tokens and 256 output tokens each, tokens/s"),
+    ("engine", "B", "256 requests, 100 to 1024 prompt and output tokens each, tokens/s"),
+    ("engine", "C", "1 request, 128 prompt tokens and 256 output tokens, tokens/s"),
+    ("engine", "D", "64 prompts of 3072 tokens, 1 output token each, tokens/s"),
+    ("engine", "shared", "128 requests with a common prefix of 2048 tokens, 64 output tokens each, tokens/s"),
+    ("engine", "startup", "from the start of the process to the first token, s"),
+    ("serving", "throughput, 256 at once", "over HTTP, 256 concurrent requests, tokens/s"),
+    ("serving", "first token, 32 at once", "over HTTP, 32 concurrent requests, time to the first token, ms"),
+    ("serving", "between tokens, 32 at once", "over HTTP, 32 concurrent requests, time between tokens, ms"),
 ]
-# what our own figures keep of our own
+# ratios between two measurements of fa_serve
 OWN = {
-    "Temperature 0.7 and top_p 0.9 keep of the greedy rate:": ("engine", "sampled"),
-    "HTTP keeps of the engine's own rate:": ("serving", "throughput, 256 at once, against the engine offline"),
+    "Rate with temperature 0.7 and top_p 0.9 over the greedy rate:": ("engine", "sampled"),
+    "Rate over HTTP over the rate of the offline engine:": ("serving", "throughput, 256 at once, against the engine offline"),
 }
 SHAPES = {"llama8b": "Llama-3.1-8B", "qwen06": "Qwen3-0.6B"}
-# a model's case in generate.jsonl, what it is
+# case of a model in generate.jsonl, description
 GENERATE = {
-    "ttft_{}_1024": "first token of 1k",
-    "ttft_{}_8192": "of 8k",
-    "ttft_{}_32768": "of 32k",
-    "ttft_{}_131072": "of 128k",
-    "padded_{}_16x2048_first": "16 padded prompts of up to 2k, first token",
-    "padded_{}_16x2048_token": "a later one",
-    "decode_{}_32768_growing": "a token behind 32k in a growing cache",
-    "decode_{}_32768_static": "in a static cache, compiled",
-    "generate_{}_32768_128_static": "32k in and 128 out so, from end to end",
+    "ttft_{}_1024": "first token, prompt of 1k tokens, ms",
+    "ttft_{}_8192": "first token, prompt of 8k, ms",
+    "ttft_{}_32768": "first token, prompt of 32k, ms",
+    "ttft_{}_131072": "first token, prompt of 128k, ms",
+    "padded_{}_16x2048_first": "first token, 16 padded prompts of up to 2k, ms",
+    "padded_{}_16x2048_token": "each later token of these 16, ms",
+    "decode_{}_32768_growing": "a token after 32k, growing cache, ms",
+    "decode_{}_32768_static": "a token after 32k, static cache, compiled, ms",
+    "generate_{}_32768_128_static": "32k prompt and 128 output tokens, static cache, end to end, ms",
     "batch_{}_256x512+256": "`generate_batch`, 256 requests, tokens/s",
 }
 GENERATE_MODELS = {"llama-3.1-8b": "sdpa", "qwen3-0.6b": "sdpa", "gemma-3-4b": "sdpa", "gpt-oss-20b": "eager"}
@@ -122,8 +129,8 @@ def _save(figure: Any, name: str) -> None:
 
 
 def table() -> str:
-    """The README's: a row for each peer of a bench, the geometric mean and the least of our speed over its speed."""
-    rows = ["| what | against | geometric mean | least | command |", "|---|---|---|---|---|"]
+    """The kernels: a row for each peer of a benchmark, with the geometric mean and the minimum of our speed over its speed."""
+    rows = ["| what | against | geometric mean | minimum | command |", "|---|---|---|---|---|"]
     for bench, what, unequal, peers, command in TABLE:
         lines = [
             line for line in read(bench) if line["case"].endswith(("_log", "_20x")) == unequal and peers[0] in line["peers"]
@@ -140,7 +147,7 @@ def table() -> str:
 
 
 def engine_table() -> str:
-    """The README's second one: ours, the peer's and our speed over its speed, for both shapes of a model."""
+    """The engine and the service: our value, the peer's value, and our speed over its speed, for both model shapes."""
     heads = [f"{name}: fa_serve | vLLM 0.24 | ratio" for name in SHAPES.values()]
     rows = ["| what | " + " | ".join(heads) + " |", "|---" * (1 + 3 * len(SHAPES)) + "|"]
     for bench, case, what in ENGINE:
@@ -165,9 +172,9 @@ def engine_table() -> str:
 
 
 def generate_table() -> str:
-    """The third: milliseconds unless said otherwise, and our speed over that of what transformers takes by itself."""
+    """`generate`: our value, and our speed over that of the attention that transformers selects by default."""
     lines = {line["case"]: line for line in read("generate")}
-    heads = " | ".join(f"{model}: fa_serve, of {peer}" for model, peer in GENERATE_MODELS.items())
+    heads = " | ".join(f"{model}: fa_serve, speed over {peer}" for model, peer in GENERATE_MODELS.items())
     rows = [f"| what | {heads} |", "|---" * (1 + len(GENERATE_MODELS)) + "|"]
     for case, what in GENERATE.items():
         cells = []
@@ -179,11 +186,11 @@ def generate_table() -> str:
             faster = (line["ours"] / line["peers"][peer]) ** (1 if "/" in line["unit"] else -1)
             cells.append(f"{line['ours']:,.{0 if line['ours'] >= 100 else 1}f}, **{faster:.2f}**")
         rows.append(f"| {what} | " + " | ".join(cells) + " |")
-    return "\n".join(rows) + f"\n\nAt {', '.join(sorted({line['commit'] for line in lines.values()}))}.\n"
+    return "\n".join(rows) + f"\n\nMeasured at commit {', '.join(sorted({line['commit'] for line in lines.values()}))}.\n"
 
 
 def blocks() -> dict[str, str]:
-    """What stands between the README's markers, by their names."""
+    """The text between each pair of markers in the page, by the opening marker."""
     return {
         f"<!-- {name} -->\n": f"{text}<!-- end of {name} -->\n"
         for name, text in (("results", table()), ("engine", engine_table()), ("generate", generate_table()))
@@ -191,12 +198,11 @@ def blocks() -> dict[str, str]:
 
 
 def write_tables() -> None:
-    path = ROOT / "README.md"
-    text = path.read_text()
+    text = PAGE.read_text()
     for begin, block in blocks().items():
         before, rest = text.split(begin)
         text = before + begin + block + rest.split(block.splitlines(keepends=True)[-1])[1]
-    path.write_text(text)
+    PAGE.write_text(text)
 
 
 def main() -> None:
@@ -204,7 +210,7 @@ def main() -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "fa_serve"  # the same results give the same file
+    mpl.rcParams["svg.hashsalt"] = "fa_serve"  # equal results give an equal file
     for bench in ("prefill", "prefill_triton"):
         if lines := read(bench):
             prefill_chart(lines, f"{bench}.svg")

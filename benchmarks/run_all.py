@@ -1,13 +1,14 @@
-"""Every bench, each in a process of its own, on one GPU or side by side on several; their lines are merged into the results.
+"""Run every benchmark, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # 40 minutes on one H200; vLLM and FA3 lie in DIR
+    python benchmarks/run_all.py --peer-path DIR                         # 40 minutes on one H200; DIR has vLLM and FA3
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
 
-The longest go first. What would not end within --seconds is not begun, and is named at the end with what failed. A bench writes
-into a folder of its own, and its lines take the place of those of the same case in --out as soon as it has ended, or is stopped
-because it takes too long. What each printed is in --logs. Without --peer-path the peers are torch's own. Benches side by side
-share the host: give each GPU eight cores or more. Those that time the host's own work, a thread each, come last.
+The longest benchmark starts first. One that would not end within --seconds is not started; the last lines name these and those
+that failed. A benchmark writes into a temporary folder. When it has ended, or was stopped because it took too long, its lines
+replace those of the same cases in --out. What it printed is in --logs. Without --peer-path, the peers are PyTorch's kernels.
+Benchmarks that run side by side share the host, so each GPU needs eight cores or more. Those that measure the host's work
+need one thread each and run last.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Job:
-    """A bench: seconds on one H200; whether its peers are imported beside ours, or named as a path, or not asked for; whether
-    it waits until all but its like have ended, because what it times is the host's work."""
+    """One benchmark.
+
+    seconds: on one H200
+    peers:   "import" adds the path of the peers to PYTHONPATH, "path" passes it as --peer-path, "" does neither
+    quiet:   measures the host's work, and therefore runs when all benchmarks that are not quiet have ended
+    """
 
     seconds: int
     command: str
@@ -67,12 +72,14 @@ JOBS = {
 
 
 class Run:
-    """The jobs that wait, and what became of the others; workers, one for each GPU, share it."""
+    """The jobs that wait and those that failed. One worker for each GPU takes jobs from it."""
 
     def __init__(self, names: list[str], args: argparse.Namespace) -> None:
         self.waiting = sorted(names, key=lambda name: -JOBS[name].seconds)
         self.quiet = False
-        self.args, self.deadline, self.lock = args, time.monotonic() + args.seconds, threading.Lock()
+        self.args = args
+        self.deadline = time.monotonic() + args.seconds
+        self.lock = threading.Lock()
         self.failed: list[str] = []
 
     def work(self, gpu: int) -> None:
@@ -88,7 +95,7 @@ class Run:
                 )
 
     def next(self) -> str | None:
-        """The longest of those that end in time."""
+        """Take the longest job that ends in time; None if there is none."""
         with self.lock:
             left = self.deadline - time.monotonic()
             name = next((name for name in self.waiting if JOBS[name].seconds <= left and JOBS[name].quiet == self.quiet), None)
@@ -97,7 +104,7 @@ class Run:
             return name
 
     def run(self, name: str, gpu: int) -> int:
-        """-> the exit status."""
+        """Run a job and merge its results; returns its exit status."""
         job = JOBS[name]
         path = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
         with tempfile.TemporaryDirectory(prefix=f"{name}_") as folder:
@@ -125,7 +132,7 @@ class Run:
 
 
 def stop(process: subprocess.Popen[bytes]) -> int:
-    """By an interrupt first: a bench ends the servers and engines that it has started."""
+    """Interrupt the process, so that it can end the servers and engines that it started; kill it after 10 seconds."""
     try:
         os.killpg(process.pid, signal.SIGINT)
         process.wait(10)
@@ -135,7 +142,7 @@ def stop(process: subprocess.Popen[bytes]) -> int:
 
 
 def merge(new: Path, kept: Path) -> None:
-    """Lines of a case take the place of the earlier ones of that case; other cases stay, and the order of all."""
+    """Replace the lines of the cases in `new`, append cases that are new, and keep the rest in its order."""
     lines = {json.loads(line)["case"]: line for path in (kept, new) if path.exists() for line in path.read_text().splitlines()}
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text("".join(line + "\n" for line in lines.values()))
@@ -143,16 +150,16 @@ def merge(new: Path, kept: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(JOBS), help="some of those that --list names")
+    parser.add_argument("--only", default=",".join(JOBS), help="benchmarks that --list names, separated by commas")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="for all of them")
-    parser.add_argument("--peer-path", default="", help="where vLLM and what it needs lie")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of them")
+    parser.add_argument("--peer-path", default="", help="folder with vLLM and its dependencies")
     parser.add_argument("--logs", type=Path, default=Path("bench_logs"))
     parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--list", action="store_true", help="print the benches and end")
+    parser.add_argument("--list", action="store_true", help="print the benchmarks and exit")
     args = parser.parse_args()
     if unknown := set(args.only.split(",")) - set(JOBS):
-        parser.error(f"--only: {sorted(unknown)} not among {list(JOBS)}")
+        parser.error(f"--only must name benchmarks of {list(JOBS)}, got {sorted(unknown)}")
     if args.list:
         print("\n".join(f"{name:<20}{job.seconds:>5} s  {job.command}" for name, job in JOBS.items()))
         return
@@ -164,7 +171,7 @@ def main() -> None:
             worker.start()
         for worker in workers:
             worker.join()
-    for what, names in (("failed", run.failed), ("not begun, no time left", run.waiting)):
+    for what, names in (("failed", run.failed), ("not started for lack of time", run.waiting)):
         if names:
             print(f"{what}: {','.join(names)}")
     sys.exit(bool(run.failed or run.waiting))

@@ -1,17 +1,17 @@
-"""Tiles and splits of the decode kernel on one GPU: correctness first, then a search, a short table last.
+"""Tiles and splits of the decoding kernel on one GPU: a check of the results, then a search, then a short table.
 
     python benchmarks/tune_decode.py                       # every part, about 4 minutes on an H200
     python benchmarks/tune_decode.py --parts gate,grid --budget 120 --log decode.jsonl
 
 gate    options, dtypes, fp8, bitwise batch invariance, one CUDA graph over changing lengths behind a cache write
-launch  programmatic launch on and off, shapes of the combine kernel, the host's cost of a call
+launch  programmatic launch on and off, tiles of the combine kernel, host time of a call
 grid    (batch, keys) by head layout, bfloat16, page_size 16, shuffled pages: every variant below, FA3
-uneven  the same where lengths are log-uniform, or 10% of the sequences 20 times longer
-fp8     tiles for a float8_e4m3fn cache, against our own bfloat16
+uneven  the same with log-uniform lengths, and with 10% of the sequences 20 times as long
+fp8     tiles for a float8_e4m3fn cache; the peer is our bfloat16 call
 
-A variant changes one thing of what `decode_tiles` chooses: another tile, shares for one wave of programs or several, sequences
-not cut at all (`whole`). Its column is the time of our choice over its own: above 1 it is faster. A red gate ends the run. Left
-out: results that count for anything but tuning; those are bench_attention.py's.
+A variant changes one thing in the choice of `decode_tiles`: another tile, splits for one wave of programs or for several, or
+sequences that are not split (`whole`). Its column is the time of our choice divided by the time of the variant; above 1, the
+variant is faster. A failed gate ends the run. These results are for tuning only; bench_attention.py measures the rest.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from measure import graph_microseconds, host_microseconds, read_bandwidth
 from paged_problem import DEVICE, Problem, pools, uneven
 from triton.runtime.errors import OutOfResources
 
+import fa_serve
 from fa_serve import spec
 from fa_serve.backends.launch import multiprocessors
-from fa_serve.backends.triton import pieces
+from fa_serve.backends.triton import splits as combining
 from fa_serve.backends.triton.decode import DecodeTiles
-from fa_serve.backends.triton.kv_cache import launch_store_kv
+from fa_serve.backends.triton.triton_tiles import CombineTiles
 from fa_serve.testing import cu_seqlens
 
 CELLS = {
@@ -66,10 +67,10 @@ def gate() -> None:
     for page_size in (1, 33, 256):
         Problem.make(lengths, 28, 4, 128, page_size=page_size).check(f"page_size {page_size}")
     problem = Problem.make(lengths, 32, 8, 128)
-    for parts in (1, 3, 200):
+    for splits in (1, 3, 200):
         for balanced in (False, True):
-            tiles = replace(problem.default_tiles(), parts=parts, balanced=balanced)
-            problem.check(f"parts {parts} balanced {balanced}", tiles=tiles)
+            tiles = replace(problem.default_tiles(), splits=splits, balanced=balanced)
+            problem.check(f"splits {splits} balanced {balanced}", tiles=tiles)
     gate_invariance(problem)
     gate_graph()
 
@@ -80,11 +81,11 @@ def gate_invariance(problem: Problem) -> None:
         single = {name: problem.options[name][row : row + 1] for name in ("block_table", "seqused_k")}
         single |= {"cu_seqlens_q": cu_seqlens([1], DEVICE), "max_seqlen_k": int(single["seqused_k"])}
         alone = replace(problem, q=problem.q[row : row + 1]).run(num_splits=4, **single)[0]
-        assert torch.equal(alone[0], together[row]), f"row {row} differs with its company"
+        assert torch.equal(alone[0], together[row]), f"row {row} alone differs from row {row} of the batch"
 
 
 def gate_graph() -> None:
-    """One graph of cache write and decode, replayed over lengths that it was not captured with."""
+    """Capture one graph of cache write and decoding, and replay it with other lengths."""
     problem = Problem.make([4096] * 16, 32, 8, 128)
     used = problem.options["seqused_k"]
     table = problem.options["block_table"].long()
@@ -94,7 +95,7 @@ def gate_graph() -> None:
 
     def step() -> None:
         for _ in range(3):
-            launch_store_kv(k, v, problem.k_cache, problem.v_cache, slots, None, None)
+            fa_serve.store_kv(k, v, problem.k_cache, problem.v_cache, slots)
             problem.run(out=out)
 
     step()
@@ -118,7 +119,7 @@ def gate_graph() -> None:
 
 
 class Search:
-    """Times configurations of one problem; an impossible one (shared memory) is skipped, a wrong one ends the run."""
+    """Times tiles of one problem. Tiles that need too much shared memory are skipped; a wrong result ends the run."""
 
     def __init__(self, log: Path | None, seconds: float) -> None:
         self.log = log.open("w") if log else None
@@ -159,21 +160,21 @@ def variants(problem: Problem, shapes: Sequence[Shape]) -> Iterator[tuple[str, D
     resident = 65536 // (32 * default.num_warps * default.registers) if default.registers else 2
     for waves in WAVES:
         yield f"w{waves}", waves_of(problem, default, waves, resident)
-    yield "whole", replace(default, balanced=False, parts=1, min_blocks=1)
+    yield "whole", replace(default, balanced=False, splits=1, min_blocks=1)
 
 
 def waves_of(problem: Problem, tiles: DecodeTiles, waves: int, resident: int) -> DecodeTiles:
-    """The same tile with pieces for `waves` times the programs that run at once."""
+    """The same tile with splits for `waves` times the programs that run at once."""
     batch = len(problem.options["seqused_k"])
     blocks = -(-problem.options["max_seqlen_k"] // tiles.block_n)
     wave = max(1, waves * resident * multiprocessors(DEVICE, 0) // problem.k_cache.shape[2])
     if batch == 1:
-        return replace(tiles, balanced=False, parts=min(wave, blocks), min_blocks=1)
-    return replace(tiles, balanced=True, parts=wave, min_blocks=2)
+        return replace(tiles, balanced=False, splits=min(wave, blocks), min_blocks=1)
+    return replace(tiles, balanced=True, splits=wave, min_blocks=2)
 
 
 def short(tiles: DecodeTiles) -> str:
-    return f"{tiles.block_n},{tiles.num_warps},{tiles.num_stages} {'bal' if tiles.balanced else 'fix'}{tiles.parts}"
+    return f"{tiles.block_n},{tiles.num_warps},{tiles.num_stages} {'bal' if tiles.balanced else 'fix'}{tiles.splits}"
 
 
 def names(shapes: Sequence[Shape]) -> list[str]:
@@ -245,7 +246,7 @@ def _constant(value: Any, *args: Any) -> Any:
 
 
 def launch() -> list[str]:
-    """Microseconds of whole calls; `comb 16,1,4` and so on are BLOCK_PARTS, BLOCK_ROWS and warps."""
+    """Microseconds of whole calls; `comb 16,1,4` stands for the block_splits, block_rows and num_warps of CombineTiles."""
     shapes = ((16, 1, 1), (16, 1, 4), (4, 2, 1), (64, 1, 2), (64, 1, 4))
     heading = "".join(f"{'comb ' + ','.join(map(str, shape)):>13}" for shape in shapes)
     rows = [f"{'case':<22}{'programmatic':>13}{'plain':>8}{heading}{'host us':>9}"]
@@ -254,7 +255,7 @@ def launch() -> list[str]:
         tiles = problem.default_tiles()
         out = torch.empty_like(problem.q)
         arch_of = spec.arch_of
-        block = pieces._combine_block
+        chosen = combining.combine_tiles
 
         def timed(problem: Problem = problem, tiles: DecodeTiles = tiles, out: torch.Tensor = out) -> float:
             return graph_microseconds(lambda: problem.run(tiles, out=out))
@@ -265,10 +266,10 @@ def launch() -> list[str]:
             times.append(timed())
         spec.arch_of = arch_of
         for shape in shapes:
-            pieces._combine_block = functools.partial(_constant, shape)
+            combining.combine_tiles = functools.partial(_constant, CombineTiles(*shape))
             times.append(timed())
-        pieces._combine_block = block
-        host = host_microseconds(functools.partial(problem.run, out=out, memo={}))  # the public functions keep one
+        combining.combine_tiles = chosen
+        host = host_microseconds(problem.plan(out=out))  # without the public function, which finds the plan
         cells = "".join(f"{us:13.2f}" for us in times[2:])
         rows.append(f"32/8 d128 {f'{batch}x{kv}':<12}{times[0]:13.2f}{times[1]:8.2f}{cells}{host:9.1f}")
     return rows
@@ -278,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="gate,launch,uneven,fp8,grid")
     parser.add_argument("--budget", type=float, default=220.0, help="seconds; once spent, only the default tiles are timed")
-    parser.add_argument("--log", type=Path, help="one JSON line for every configuration timed")
+    parser.add_argument("--log", type=Path, help="file for one JSON line for each variant")
     args = parser.parse_args()
     parts = args.parts.split(",")
     start = time.monotonic()

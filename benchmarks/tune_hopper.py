@@ -1,15 +1,15 @@
-"""Chooses the Hopper kernel's tiles: checks every variant, then times each over the prefill grid beside its peers.
+"""Measures tiles for the Hopper kernel: checks every variant, then times it and its peers over the prefill grid.
 
     python3 benchmarks/tune_hopper.py [--budget 440] [--head-dims 64,128,256] [--seqlens 512,1024,...] [--skip-check]
 
-Every check and every timing is a job in a child process with a time limit, so that a kernel that hangs costs its own job and
-nothing else. Checks (float64 reference, poisoned neighbours, three runs bitwise equal) run in several processes at once, which
-also compiles everything. A variant that fails any check is not timed. The tables come last: TFLOPS of every variant, of what
+Every check and every timing is a job in a child process with a time limit, so that a kernel that hangs costs only its own job.
+Checks (float64 reference, poisoned neighbours, three runs bitwise equal) run in several processes at a time, which also
+compiles all variants. A variant that fails any check is not timed. The tables come last: TFLOPS of every variant, of what
 `forward_tiles` chooses ("chosen"), of cuDNN and of FlashAttention-3 if it can be imported; then the host time of a call. All
 rows go to --out.
 
-A variant's name: warpgroups x block_n, s stages, q query stages, then Grid or Dynamic, P ping-pong, o no overlap,
-b exponentials where ptxas puts them, l O rescaled late, cn O in n parts through a place of its own, /n blocks per
+The name of a variant: warpgroups x block_n, s stages, q query stages, then Grid or Dynamic, P ping-pong, o no overlap,
+b exponentials where ptxas puts them, l O rescaled late, cn O in n parts through a separate buffer, /n thread blocks per
 multiprocessor.
 """
 
@@ -25,9 +25,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from fa_serve.backends.hopper.tiles import Schedule, TileConfig
+from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig
 
-Contender = TileConfig | str | None  # a tile, a peer's name, or None: what forward_tiles chooses
+Contender = TileConfig | str | None  # a tile, the name of a peer, or None for the choice of forward_tiles
 G = Schedule.GRID
 D = Schedule.DYNAMIC
 FULL: dict[tuple[int, int], list[TileConfig]] = {
@@ -121,19 +121,24 @@ def _compare(out: Any, lse: Any, q: Any, k: Any, v: Any, options: dict[str, Any]
 
 
 def check(head_dims: tuple[int, int], tiles: TileConfig | None, causal: bool, feature: dict[str, Any]) -> None:
-    """Dense shapes, then packed sequences of which every other one is NaN; each three times, bitwise equal."""
+    """Dense shapes, then packed sequences of which every other one is NaN. Each runs three times and must be bitwise equal."""
     import torch
 
-    from fa_serve.backends.hopper.forward import launch_forward
+    from fa_serve.backends.hopper.forward import plan_forward
+    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
     from fa_serve.testing import cu_seqlens, make_qkv
 
     dtype = getattr(torch, feature.get("dtype", "bfloat16"))
 
-    def three_runs(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def three_runs(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, options: dict[str, Any]) -> tuple[Any, Any]:
+        choices = [options[name] for name in ("softmax_scale", "window_size", "softcap")]
+        tensors = tensors._replace(sinks=options["sinks"])
         results = []
         for _ in range(3):
-            out = torch.full((*args[0].shape[:-1], args[2].shape[-1]), float("nan"), dtype=dtype, device="cuda")
-            results.append(launch_forward(*args, out=out, return_lse=True, tiles=tiles, **kwargs))
+            shape = (*tensors.q.shape[:-1], tensors.v.shape[-1])
+            tensors = tensors._replace(out=torch.full(shape, float("nan"), dtype=dtype, device="cuda"))
+            run = plan_forward(tensors, AttentionOptions(*choices, max_seqlen_q, max_seqlen_k, return_lse=True), tiles)
+            results.append(run(tensors))
         for out, lse in results[1:]:
             assert torch.equal(out.view(torch.int16), results[0][0].view(torch.int16)), "out differs from run to run"
             assert torch.equal(lse.view(torch.int32), results[0][1].view(torch.int32)), "lse differs from run to run"
@@ -150,7 +155,7 @@ def check(head_dims: tuple[int, int], tiles: TileConfig | None, causal: bool, fe
         if feature.get("strided"):
             q, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, v))
         options = options_of(heads)
-        out, lse = three_runs(q, k, v, **options)
+        out, lse = three_runs(AttentionTensors(q, k, v), seqlen_q, seqlen_k, options)
         try:
             _compare(out, lse, q, k, v, options)
         except AssertionError as error:
@@ -163,8 +168,8 @@ def check(head_dims: tuple[int, int], tiles: TileConfig | None, causal: bool, fe
     for b in (1, 3, 5):
         q[cu_q[b] : cu_q[b + 1]] = k[cu_k[b] : cu_k[b + 1]] = v[cu_k[b] : cu_k[b + 1]] = float("nan")
     options = options_of(4)
-    packing = {"cu_seqlens_q": cu_q.cuda(), "cu_seqlens_k": cu_k.cuda(), "max_seqlen_q": 450, "max_seqlen_k": 450}
-    out, lse = three_runs(q, k, v, **packing, **options)
+    packed = AttentionTensors(q, k, v, cu_seqlens_q=cu_q.cuda(), keys=cu_k.cuda())
+    out, lse = three_runs(packed, 450, 450, options)
     for b in (0, 4, 6, 7, 8):
         rows = slice(cu_q[b], cu_q[b + 1])
         keys = slice(cu_k[b], cu_k[b + 1])
@@ -175,8 +180,7 @@ def check(head_dims: tuple[int, int], tiles: TileConfig | None, causal: bool, fe
 
 
 def _in_turn(calls: list[Any], flops: float, rounds: int = 3) -> list[float | str]:
-    """TFLOPS of each call, or what went wrong: short measurements in turn, so that all of them meet the same clocks; the median
-    of each."""
+    """TFLOPS of each call, or its error: the median of short measurements that take turns, so that all meet the same clocks."""
     from statistics import median
 
     from measure import PAUSE, milliseconds
@@ -205,7 +209,8 @@ def time_dense(
     from measure import fa3, sdpa
     from torch.nn.attention import SDPBackend
 
-    from fa_serve.backends.hopper.forward import launch_forward
+    from fa_serve.backends.hopper.forward import plan_forward
+    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
 
     heads = 2048 // head_dims[1]
     batch = max(1, 16384 // seqlen)
@@ -213,14 +218,17 @@ def time_dense(
     cu = torch.arange(0, (batch + 1) * seqlen, seqlen, device="cuda", dtype=torch.int32)
     packed = [x.flatten(0, 1) for x in (q, k, v)]
     flash = fa3()
-    options = {"window_size": (-1, 0 if causal else -1), "softcap": 0.0, "sinks": None, "out": None, "return_lse": False}
+    tensors = AttentionTensors(q, k, v)
+    window = (-1, 0 if causal else -1)
+    options = AttentionOptions(head_dims[0] ** -0.5, window, 0.0, seqlen, seqlen, return_lse=False)
 
     def call_of(who: Contender) -> Any:
         if who == "cudnn":
             return sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
         if who == "fa3":
             return flash and (lambda: flash(*packed, seqlen, cu, seqlen, cu_seqlens_k=cu, causal=causal, fa_version=3))
-        return lambda: launch_forward(q, k, v, softmax_scale=head_dims[0] ** -0.5, tiles=who, **options)
+        run = plan_forward(tensors, options, who)
+        return lambda: run(tensors)
 
     flops = 2 * batch * heads * seqlen * seqlen * sum(head_dims) * (0.5 if causal else 1.0)
     return _in_turn([call_of(who) for who in everyone], flops)
@@ -232,7 +240,8 @@ def time_packed(case: str, everyone: list[Contender]) -> list[float | str]:
     from measure import fa3, sdpa
     from torch.nn.attention import SDPBackend
 
-    from fa_serve.backends.hopper.forward import launch_forward
+    from fa_serve.backends.hopper.forward import plan_forward
+    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
     from fa_serve.testing import cu_seqlens
 
     lengths = [64] * 512
@@ -243,46 +252,50 @@ def time_packed(case: str, everyone: list[Contender]) -> list[float | str]:
     padded = [torch.zeros(len(lengths), longest, x.shape[1], 128, device="cuda", dtype=x.dtype) for x in (q, k, v)]
     cu = cu_seqlens(lengths, "cuda")
     flash = fa3()
-    options = {"window_size": (-1, 0), "softcap": 0.0, "sinks": None, "out": None, "return_lse": False}
-    lengths_of = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu, keys=cu)
+    options = AttentionOptions(128**-0.5, (-1, 0), 0.0, longest, longest, return_lse=False)
 
     def call_of(who: Contender) -> Any:
         if who == "cudnn":
             return sdpa(SDPBackend.CUDNN_ATTENTION, *padded, True)
         if who == "fa3":
             return flash and (lambda: flash(q, k, v, longest, cu, longest, cu_seqlens_k=cu, causal=True, fa_version=3))
-        return lambda: launch_forward(q, k, v, softmax_scale=128**-0.5, tiles=who, **lengths_of, **options)
+        run = plan_forward(tensors, options, who)
+        return lambda: run(tensors)
 
     return _in_turn([call_of(who) for who in everyone], sum(2 * 32 * n * n * 128 for n in lengths))
 
 
 def time_host(packed: bool, public: bool) -> float:
-    """Microseconds of host time per call of a small problem."""
+    """Microseconds of host time per call of a small problem, of the public function or of its plan."""
     import torch
     from measure import host_microseconds
 
     import fa_serve
-    from fa_serve.backends.hopper.forward import launch_forward
+    from fa_serve.backends.hopper.forward import plan_forward
+    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
     from fa_serve.testing import cu_seqlens, make_qkv
 
     q, k, v = make_qkv(1, 128, 128, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
     lengths: dict[str, Any] = {}
+    cu = None
     if packed:
         q = q[0]
         k = k[0]
         v = v[0]
         cu = cu_seqlens([64, 64], "cuda")
         lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 64, "max_seqlen_k": 64}
-    options = {"softmax_scale": 0.1, "window_size": (-1, 0), "softcap": 0.0, "sinks": None, "out": None, "return_lse": False}
     if not public:
-        memo: dict[str, Any] = {}  # the public functions keep one
-        return host_microseconds(lambda: launch_forward(q, k, v, memo=memo, **lengths, **options))
+        longest = 64 if packed else 128
+        tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu, keys=cu)
+        run = plan_forward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, longest, longest, return_lse=False))
+        return host_microseconds(lambda: run(tensors))
     function = fa_serve.attention_varlen if packed else fa_serve.attention
     return host_microseconds(lambda: function(q, k, v, causal=True, backend="hopper", **lengths))
 
 
 def _work(inbox: Any, outbox: Any, number: int) -> None:
-    """Jobs until None comes; the parent learns what is running, so that it knows what hung."""
+    """Do jobs until None comes. The parent is told which job is running, so that it knows which one hangs."""
     sys.path.insert(0, str(Path(__file__).parent))
     while (job := inbox.get()) is not None:
         index, function, args = job
@@ -297,7 +310,7 @@ def _work(inbox: Any, outbox: Any, number: int) -> None:
 
 
 def run_jobs(jobs: list[tuple[str, tuple[Any, ...]]], processes: int, limit: float, deadline: float) -> list[Any]:
-    """Results in order: a value, None, or an Exception with what went wrong."""
+    """The results in the order of the jobs: a value, None, or the exception of a job that failed."""
     context = mp.get_context("spawn")
     inbox = context.Queue()
     outbox = context.Queue()
@@ -435,7 +448,7 @@ def main() -> None:
     if ratios:
         print(f"chosen/peer over {len(ratios)} cells: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
     for (_, (packed, public)), value in zip(host, host_times, strict=True):
-        what = f"{'packed' if packed else 'dense'}, {'public function' if public else 'launcher'}"
+        what = f"{'packed' if packed else 'dense'}, {'public function' if public else 'plan'}"
         print(f"host time, {what}: {value if isinstance(value, Exception) else f'{value:.1f} us'}")
     print(f"{time.monotonic() - began:.0f} s in all")
 

@@ -1,10 +1,11 @@
-"""What the demo model learns from: Python files, chat about sums, the split that keeps some of both out, the tokenizer.
+"""The training data of the demo model: Python files, chat about sums, their splits, and the tokenizer.
 
-    number_pairs("test")            ordered pairs whose sums no training text contains
-    python_sources("test")          files of the standard library that no training text contains
+    number_pairs("test")            ordered pairs whose sums are in no training text
+    python_sources("test")          files of the standard library that are in no training text
     train_tokenizer(texts, 2048)    byte-level BPE
 
-`train_demo_model.py` trains on it; tests and scores use the held-out parts. Left out: tensors of batches, models.
+`train_demo_model.py` trains on it; tests and scores use the splits that were kept out. This module leaves out models and
+batches.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-END_OF_TEXT, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# the pattern of Qwen2's tokenizer: one token per digit, punctuation keeps its line end, indentation stays in one piece
+# the pattern of Qwen2's tokenizer: each digit is a token, punctuation includes a line end, indentation is not split
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 IGNORE = -100
 
@@ -35,17 +39,17 @@ Message = dict[str, str]
 
 
 def split_of(key: str) -> str:
-    """-> "train" (87.5%), "dev" (2.5%) or "test" (10%), by a hash of the key: the same on every machine."""
+    """The split of a key: "train" (87.5%), "dev" (2.5%) or "test" (10%), by a hash that is the same on every machine."""
     bucket = hashlib.sha256(key.encode()).digest()[0] % 40
     return "test" if bucket < 4 else "dev" if bucket == 4 else "train"
 
 
-# third-party code, generated tables and text that is data rather than code
+# third-party code, generated tables, and files that hold data rather than code
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo"}
 
 
 def python_sources(split: str, limit: int | None = None) -> list[str]:
-    """The standard library's files of one split in the order of their paths, up to about `limit` bytes."""
+    """The files of the standard library in one split, in the order of their paths, up to about `limit` bytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []
     size = 0
@@ -75,7 +79,7 @@ def _library(root: Path) -> list[Path]:
 
 
 def short_functions(sources: Sequence[str], longest: int = 320) -> list[tuple[str, str]]:
-    """(name, source) of the top-level functions that fit in a chat turn."""
+    """(name, source) of the top-level functions that are short enough for a chat turn."""
     pattern = re.compile(r"^def ([a-z]\w*)\(.*\n(?:(?:[ \t].*)?\n)+", re.MULTILINE)
     found = ((match[1], match[0].rstrip()) for text in sources for match in pattern.finditer(text))
     return [(name, source) for name, source in found if len(source) <= longest and "\n\n\n" not in source]
@@ -150,7 +154,7 @@ SYSTEM_PROMPTS = (
 
 
 def number_pairs(split: str) -> list[tuple[int, int]]:
-    """The ordered pairs of numbers below 100 of one split; with (a, b) comes (b, a)."""
+    """The ordered pairs of numbers below 100 in one split, which has (b, a) if it has (a, b)."""
     return [(a, b) for a in range(100) for b in range(100) if split_of(f"{min(a, b)} + {max(a, b)}") == split]
 
 
@@ -160,7 +164,7 @@ def sum_turn(phrasing: tuple[str, str], a: int, b: int) -> tuple[str, str]:
 
 
 def vary(text: str, rng: random.Random) -> str:
-    """The same request as another person would type it."""
+    """A variant of the request, as another person might type it."""
     if rng.random() < 0.25:
         text = text[0].lower() + text[1:]
     if rng.random() < 0.15:
@@ -173,7 +177,7 @@ def vary(text: str, rng: random.Random) -> str:
 def conversation(
     rng: random.Random, turns: int, pairs: Sequence[tuple[int, int]], functions: Sequence[tuple[str, str]]
 ) -> Iterator[Message]:
-    """Mostly sums; some functions, some greetings, some questions that the model should decline."""
+    """Messages of a conversation: mostly sums, some functions and greetings, and some questions that the model declines."""
     if rng.random() < 0.25:
         yield {"role": "system", "content": rng.choice(SYSTEM_PROMPTS)}
     for turn in range(turns):
@@ -195,13 +199,13 @@ def conversation(
 
 
 def render(messages: Iterable[Message], *, add_generation_prompt: bool = False) -> str:
-    """What CHAT_TEMPLATE renders, without Jinja: 50,000 conversations take a second and not a minute."""
+    """The text that CHAT_TEMPLATE renders, made without Jinja: 50,000 conversations take a second instead of a minute."""
     text = "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
     return text + f"{TURN_START}assistant\n" * add_generation_prompt
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE over all 256 bytes: any text comes back as it went in."""
+    """Byte-level BPE over all 256 bytes, so decoding restores any text that was encoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -221,7 +225,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def answer_labels(ids: Tensor, tokenizer: Tokenizer) -> Tensor:
-    """(rows, length) ids -> the same with IGNORE everywhere but in the assistant's turns, their <|im_end|> included."""
+    """The ids (rows, length) with IGNORE outside of the assistant's turns. A turn includes its <|im_end|>."""
     start = tokenizer.token_to_id(TURN_START)
     end = tokenizer.token_to_id(TURN_END)
     header = tokenizer.encode(f"{TURN_START}assistant\n").ids
@@ -230,7 +234,7 @@ def answer_labels(ids: Tensor, tokenizer: Tokenizer) -> Tensor:
     last_start = torch.where(ids == start, position, -1).cummax(dim=1).values
     last_header = torch.where(is_header, position, -1).cummax(dim=1).values
     last_end = torch.where(ids == end, position, -1).cummax(dim=1).values
-    # an answer begins after its header and lasts while the latest <|im_end|> is older than it, or is this very token
+    # an answer begins after its header and lasts until its <|im_end|>, which belongs to it
     inside = (last_header >= 0) & (last_header == last_start) & (position >= last_header + len(header))
     inside &= (last_end < last_header) | ((ids == end) & (last_end.roll(1, dims=1) < last_header))
     return torch.where(inside, ids, IGNORE)

@@ -1,9 +1,9 @@
-"""Talk to a running server with OpenAI's own client: a chat, a stream, a batch, and many requests at once.
+"""Use a running server through OpenAI's own client: a chat, a stream, several prompts, and many requests at once.
 
     fa-serve serve &                                          # the embedded model, on port 8000
     python examples/openai_client.py                          # or: --url http://host:port --key KEY
 
-Nothing here is ours: `pip install openai` is all it needs.
+It imports nothing of fa_serve and needs only `pip install openai`.
 """
 
 import argparse
@@ -15,8 +15,8 @@ import openai
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server listens (default: %(default)s)")
-    parser.add_argument("--key", default=os.environ.get("FA_SERVE_API_KEY", "none"), help="API key, if the server wants one")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)")
+    parser.add_argument("--key", default=os.environ.get("FA_SERVE_API_KEY", "none"), help="API key, if the server needs one")
     arguments = parser.parse_args()
     options = {"base_url": f"{arguments.url}/v1", "api_key": arguments.key}
 
@@ -42,7 +42,7 @@ def stream(client: openai.OpenAI, model: str) -> None:
 
 
 def complete(client: openai.OpenAI, model: str) -> None:
-    """Two prompts, two samples each; the seed makes them the same every time."""
+    """Two prompts with two samples each. The seed makes the samples the same in every run."""
     reply = client.completions.create(
         model=model, prompt=["def add(", "class Node:"], n=2, max_tokens=16, seed=1, temperature=0.7
     )

@@ -1,9 +1,9 @@
-"""The functions on plain tensors: packed sequences, and the same keys read from a paged cache.
+"""Attention on plain tensors: packed sequences, and then the same keys in a paged cache.
 
     python examples/packed_attention.py
 
-Three sequences of unequal length lie end to end in one tensor; nothing is padded. Then their keys and values go into pages in
-any order, as a server keeps them, and one more token attends to all of them. Runs on a GPU if there is one, else on the CPU.
+Three sequences of unequal length lie end to end in one tensor, without padding. Then their keys and values go into pages in an
+arbitrary order, as in a server, and the last token of each sequence attends to them. The script uses a GPU if there is one.
 """
 
 import torch
@@ -25,7 +25,7 @@ def main() -> None:
     q = torch.randn(total, HEADS, DIM, device=device, dtype=dtype)
     k, v = (torch.randn(total, KV_HEADS, DIM, device=device, dtype=dtype) for _ in range(2))
 
-    # packed: row i of sequence b is row cu_seqlens[b] + i
+    # packed: token i of sequence b is row cu_seqlens[b] + i
     starts = [0, 37, 42, 132]
     cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
     out = fa_serve.attention_varlen(
@@ -33,7 +33,7 @@ def main() -> None:
     )
     print(f"packed {lengths}: out {tuple(out.shape)}")
 
-    # paged: sequence b owns the pages block_table[b], in that order
+    # paged: sequence b has the pages block_table[b], in that order
     block_table = torch.tensor([[9, 0, 4, 0, 0, 0], [2, 0, 0, 0, 0, 0], [7, 1, 8, 3, 5, 6]], dtype=torch.int32, device=device)
     k_cache, v_cache = (torch.zeros(10, PAGE, KV_HEADS, DIM, device=device, dtype=dtype) for _ in range(2))
     slots = [int(block_table[b, i // PAGE]) * PAGE + i % PAGE for b, n in enumerate(lengths) for i in range(n)]

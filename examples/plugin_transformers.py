@@ -1,10 +1,10 @@
-"""fa_serve inside a transformers script: importing it is all that a name needs.
+"""Use fa_serve in a transformers script: after `import fa_serve`, attn_implementation="fa_serve" is a known name.
 
     python examples/plugin_transformers.py                              # the embedded model
     python examples/plugin_transformers.py --model Qwen/Qwen3-0.6B      # any model of transformers
-    python examples/plugin_transformers.py --compare eager              # the same with another attention, and both times
+    python examples/plugin_transformers.py --compare eager              # also with another attention; prints both times
 
-The prompts differ in length, so the batch is padded on the left; the attention never looks at the padding.
+The prompts differ in length, so the batch is padded on the left. The attention never reads the padding.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
     for prompt, text in zip(PROMPTS, ours, strict=True):
         print(f"{prompt} -> {text}")
     if options.compare:
-        # a loaded model is switched over in place, either way
+        # a loaded model is switched in place: to another implementation, and back to fa_serve
         model.set_attn_implementation(options.compare)
         print("the same answers" if answer() == ours else "other answers")
         fa_serve.patch(model)

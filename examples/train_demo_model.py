@@ -1,13 +1,14 @@
-"""Train the model that fa_serve ships: a 3-million-parameter Llama that adds two numbers below 100 and writes Python.
+"""Train the embedded model of fa_serve: a Llama of 3 million parameters that adds two numbers below 100 and writes Python.
 
     python examples/train_demo_model.py --out model              # about five minutes on one GPU, everything included
-    python examples/train_demo_model.py --out model --steps 4000 # the same training, sized by hand
+    python examples/train_demo_model.py --out model --steps 4000 # the same training with a given number of steps
 
-Nothing is downloaded. The text is the running interpreter's standard library and synthetic chat made here; the tokenizer is a
-byte-level BPE trained on both. Numbers, conversations and files are split by a hash: "train" is learnt from, "dev" chooses the
-checkpoint, "test" is touched once, by the scores on the model card. a + b and b + a are always on the same side.
+Nothing is downloaded. The training text is the standard library of the running Python and synthetic chat; the tokenizer is a
+byte-level BPE trained on both. A hash splits pairs of numbers and files into "train", which the model learns, "dev", which
+selects the checkpoint, and "test", which is used once, for the scores on the model card. a + b and b + a are in the same split.
 
-It needs torch, transformers and tokenizers, and neither `fa_serve` nor a network. Left out: several GPUs, resuming.
+The script needs torch, transformers and tokenizers, but neither `fa_serve` nor a network. It leaves out training on several
+GPUs and resuming.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that shapes the result; the defaults made the shipped model."""
+    """Everything that determines the result. The defaults made the embedded model."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -66,7 +67,7 @@ class Recipe:
     num_heads: int = 4
     num_kv_heads: int = 2
     max_length: int = 2048
-    chat_length: int = 192  # tokens of a short conversation: every prefix of it is a training example
+    chat_length: int = 192  # tokens of a short conversation
     conversations: int = 50_000
     long_conversations: int = 1_500
     python_rows: int = 13  # per step, of max_length tokens
@@ -76,8 +77,8 @@ class Recipe:
     weight_decay: float = 0.1
     warmup_steps: int = 100
     evaluations: int = 12
-    python_bytes: int | None = None  # of each split; None: the whole library
-    scored_pairs: int | None = None  # of dev and of test; None: all
+    python_bytes: int | None = None  # limit for each split; None uses the whole library
+    scored_pairs: int | None = None  # pairs of dev and of test that are scored; None scores all
     seed: int = 0
 
     @property
@@ -87,7 +88,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Token ids on the training device, int32; chat rows hold (ids, labels) as (rows, 2, length)."""
+    """Token ids on the training device, int32. Rows of chat are (rows, 2, length): ids and labels."""
 
     python: Tensor
     chat: Tensor
@@ -118,7 +119,7 @@ class Dataset:
         )
 
     def batches(self, recipe: Recipe, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """One step's (rows, 2, length) inputs and targets: long rows of Python and chat, and short rows of chat."""
+        """Ids and labels of one step, (rows, 2, length): long rows of Python and chat, and short rows of chat."""
         device = self.python.device
 
         def draw(high: int, count: int) -> Tensor:
@@ -146,7 +147,7 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=ids,
-        pad_token_id=None,  # set, it would freeze that token's embedding
+        pad_token_id=None,  # the embedding of a padding token would not be trained
     )
     torch.manual_seed(recipe.seed)
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
@@ -167,21 +168,21 @@ def chat_tokenizer(tokenizer: Tokenizer, recipe: Recipe) -> FastTokenizer:
 
 
 def to_bfloat16(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Parameters only, as `from_pretrained` does: `model.to` would round the rotary frequencies as well."""
+    """Round the parameters, as `from_pretrained` does. `model.to` would round the rotary frequencies as well."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     return model
 
 
 def next_token_loss(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
-    """(rows, 2, length + 1) ids and labels -> the mean over the labels that are not IGNORE."""
+    """The mean loss over the labels that are not IGNORE; rows is (rows, 2, length + 1), ids and labels."""
     logits = model(input_ids=rows[:, 0, :-1], use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1, 1:].flatten(), ignore_index=IGNORE)
 
 
 @torch.no_grad()
 def bits_per_byte(model: LlamaForCausalLM, tokens: Tensor, text_bytes: int, *, rows: int = 16) -> float:
-    """Over windows of the longest length, side by side: every token is predicted once, with what its window holds before it."""
+    """Bits per byte of text. Windows of the greatest length do not overlap: each token is predicted once, from its window."""
     length = min(model.config.max_position_embeddings, tokens.numel() - 1)
     windows = tokens[: (tokens.numel() - 1) // length * length + 1].unfold(0, length + 1, length).long()
     losses = [next_token_loss(model, part[:, None].expand(-1, 2, -1)) * len(part) for part in windows.split(rows)]
@@ -190,7 +191,7 @@ def bits_per_byte(model: LlamaForCausalLM, tokens: Tensor, text_bytes: int, *, r
 
 
 def greedy_replies(model: LlamaForCausalLM, tokenizer: FastTokenizer, prompts: Sequence[str], *, rows: int = 1024) -> list[str]:
-    """Short greedy answers to left-padded batches of rendered prompts, through transformers' own generate."""
+    """Short greedy replies to rendered prompts, by `generate` of transformers on left-padded batches."""
     replies: list[str] = []
     for index in range(0, len(prompts), rows):
         batch = tokenizer(list(prompts[index : index + rows]), return_tensors="pt", padding=True, padding_side="left")
@@ -207,7 +208,7 @@ def count_right(
     phrasings: Sequence[tuple[str, str]] = SUMS,
     history: Sequence[Message] = (),
 ) -> tuple[int, int]:
-    """-> (right, asked), every pair in every phrasing. Right is the whole reply, word for word."""
+    """Ask every pair in every phrasing; returns (right, asked). A reply is right if all its words are."""
     turns = [sum_turn(phrasing, a, b) for phrasing in phrasings for a, b in pairs]
     prompts = [render([*history, {"role": "user", "content": q}], add_generation_prompt=True) for q, _ in turns]
     replies = greedy_replies(model, tokenizer, prompts)
@@ -216,7 +217,7 @@ def count_right(
 
 @dataclass
 class Best:
-    """The checkpoint to ship: right on 99.9% of the dev sums first, then the one that reads Python best."""
+    """The best checkpoint: accuracy on the dev sums counts first, up to 99.9%, and then bits per byte of Python."""
 
     key: tuple[float, float] = (-1.0, 0.0)
     step: int = 0
@@ -246,10 +247,10 @@ def train(
     steps: int | None = None,
     deadline: float = math.inf,
 ) -> dict[str, Any]:
-    """Trains in place and leaves the best checkpoint in the model, in bfloat16. -> what happened.
+    """Train in place, and leave the best checkpoint in the model, in bfloat16. Returns the numbers of the training.
 
-    Without `steps`, the rate of the first steps decides how many fit before `deadline` (of time.monotonic). The schedule
-    follows whichever of steps and time is further on, so that a slow machine still ends its cosine, in time.
+    Without `steps`, the speed of the first steps decides how many fit before `deadline`, which is a value of time.monotonic.
+    The schedule follows steps or time, whichever has progressed further, so a slow machine also completes its cosine in time.
     """
     assert steps is not None or deadline < math.inf
     device = model.device
@@ -308,7 +309,8 @@ def train(
         step += 1
     if best.weights is None or not losses:
         raise RuntimeError(
-            f"nothing was learnt in {step} steps ({skipped} not finite): it needs more time or a lower learning rate"
+            f"training ended without a checkpoint: {step} steps, {skipped} of them with a gradient that is not finite. "
+            "Give it more time, or lower the learning rate."
         )
     to_bfloat16(model).eval().load_state_dict(best.weights)
     return {"steps": step, "best_step": best.step, "skipped": skipped, "losses": losses, "tokens_per_second": rate}
@@ -327,15 +329,15 @@ SAMPLE_PROMPT = "import os\n\n\ndef read_lines(path):\n"
 
 def save(model: LlamaForCausalLM, tokenizer: FastTokenizer, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer.backend_tokenizer.no_padding()  # what padded calls left behind would be saved too
+    tokenizer.backend_tokenizer.no_padding()  # a padded call leaves a setting behind, which would be saved
     model.save_pretrained(out)
     tokenizer.save_pretrained(out, save_jinja_files=False)
     for path in out.iterdir():
-        path.chmod(0o644)  # safetensors writes for the owner alone
+        path.chmod(0o644)  # safetensors writes files that only the owner can read
 
 
 def measure(out: Path, device: torch.device, recipe: Recipe) -> dict[str, Any]:
-    """The scores of a saved folder on the test split."""
+    """Scores of a saved model on the test split."""
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(out)
     pairs = number_pairs("test")[: recipe.scored_pairs]
@@ -367,7 +369,7 @@ def measure(out: Path, device: torch.device, recipe: Recipe) -> dict[str, Any]:
 def run(
     out: Path, recipe: Recipe, *, device: torch.device, minutes: float = math.inf, steps: int | None = None
 ) -> dict[str, Any]:
-    """From nothing to a whole model folder within `minutes`; -> the facts on its card."""
+    """Make a whole model folder within `minutes`; returns the facts on its card."""
     began = time.monotonic()
     torch.manual_seed(recipe.seed)
     sources = python_sources("train", recipe.python_bytes)
@@ -385,7 +387,7 @@ def run(
         f"{len(data.chat):,} + {len(data.long_chat):,} conversations, {parameters:,} parameters",
         flush=True,
     )
-    # a tenth of the time is for the scores and the card
+    # a tenth of the time remains for the scores and the card
     outcome = train(model, tokenizer, data, recipe, steps=steps, deadline=began + 60 * minutes * 0.9)
     save(model, tokenizer, out)
     scores = measure(out, device, recipe)
@@ -430,7 +432,7 @@ def run(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--minutes", type=float, default=5.0, help="for everything; the schedule shrinks to fit (default 5)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="time for everything; the schedule fits into it (default 5)")
     parser.add_argument("--steps", type=int, help="training steps (default: as many as fit in --minutes)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

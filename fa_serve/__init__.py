@@ -1,10 +1,14 @@
-"""fa_serve: fast attention for Hugging Face transformers, and the server that stands on it.
+"""fa_serve: fast attention for Hugging Face transformers, and a server for language models that uses it.
 
-Importing the package registers `attn_implementation="fa_serve"` with transformers. The functions below work on plain
-tensors; `fa_serve.engine` holds the continuous-batching engine and `fa_serve.server` the HTTP service.
+    import fa_serve
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve")
+    out = fa_serve.attention(q, k, v, causal=True)
 
-The import itself costs milliseconds: the functions are loaded when they are first named, and the registration happens as soon
-as transformers has loaded the module that holds its registry, now or later. Without transformers all but `patch` works.
+Importing the package registers `attn_implementation="fa_serve"` with transformers. The functions below work on plain tensors.
+`fa_serve.engine` holds the continuous-batching engine, and `fa_serve.server` the HTTP service.
+
+The import takes milliseconds. A function is loaded when it is first named. The registration happens as soon as transformers has
+loaded the module that holds its registry, before or after this import. Without transformers, everything but `patch` works.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ if _typing.TYPE_CHECKING:
     from fa_serve.hf import patch
     from fa_serve.spec import AttentionSpec, FaServeError, ParameterError, UnsupportedError, UnsupportedModelError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionSpec",
@@ -58,13 +62,13 @@ def __dir__() -> list[str]:
 def _register() -> None:
     try:
         from fa_serve.hf import register
-    except ImportError:  # a transformers that is too old; `patch` says so
+    except ImportError:  # transformers is too old; `patch` says so
         return
     register()
 
 
 class _WhenLoaded(_MetaPathFinder):
-    """Finds nothing of its own; it lets transformers load its registry as ever and registers right after that."""
+    """An import hook that registers fa_serve right after transformers has loaded its registry. It finds no module itself."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _REGISTRY:

@@ -1,8 +1,8 @@
-"""What one attention call needs, and the errors this package raises.
+"""What one call asks for, and the errors that this package raises.
 
-`AttentionSpec` is the only thing a backend sees when it is asked whether it can serve a call. It holds facts known on the
-host (shapes, dtypes, options) and never a length that lives on the device, so that choosing a backend costs no sync and the
-choice can be cached.
+A spec is all that a backend sees when it is asked whether it can serve a call. It holds facts that are known on the host
+(shapes, dtypes, options) and never a length that lives on the device, so selecting a backend needs no synchronisation and the
+choice can be kept in a plan. `AttentionSpec` describes the calls of `fa_serve.api`, `OpSpec` those of `fa_serve.ops`.
 
     FaServeError
     ├── ParameterError         a parameter has a bad value; carries the parameter's name, the rule and a code
@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 
 Layout = Literal["dense", "varlen", "paged"]
 ParameterCode = Literal["invalid_value", "context_length_exceeded", "no_tokenizer", "duplicate_request_id", "unsupported"]
+Op = Literal["attention", "decode", "store_kv"]
 FEW_QUERIES = 16
-"""Per sequence: beyond that rows fill a tile by themselves, and splitting keys gains nothing."""
+"""Up to this many queries per sequence, splitting the keys gains time. More queries fill the tiles of a kernel by
+themselves."""
 
 
 class FaServeError(Exception):
-    """Base of every error of this package's own."""
+    """Base class of all errors that this package defines."""
 
 
 class ParameterError(FaServeError, ValueError):
@@ -53,11 +56,11 @@ class ParameterError(FaServeError, ValueError):
 
 
 class UnsupportedError(FaServeError, NotImplementedError):
-    """No backend can do what was asked; the text lists each backend with its reason."""
+    """No backend can serve the call. The text lists each backend with its reason."""
 
 
 class UnsupportedModelError(FaServeError, ValueError):
-    """A transformers model or mask that fa_serve cannot honour; the text says which and why."""
+    """fa_serve cannot serve a transformers model or mask. The text says which one, why, and what to do instead."""
 
 
 class _Shown(str):
@@ -75,17 +78,22 @@ def _restored_parameter_error(field: str, rule: str, shown: str, code: Parameter
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One call, as far as it is known without reading the device.
+    """What one attention call asks for, as far as it is known without reading the device.
 
-    layout:       "dense" (batch, seqlen, heads, dim), "varlen" (total, heads, dim), "paged" (K/V behind a block table)
-    device:       torch device type; arch is 10 * major + minor of a CUDA device (90 for H200), else 0
-    dtype:        of q; kv_dtype of k and v (they differ only for a quantised cache)
-    window_size:  (left, right), -1 unlimited; causal calls arrive with right == 0
-    mask:         dtype of an explicit mask ("bool" keeps where True, "float" is added to the scores), or None
-    needs_grad:   autograd will ask for gradients of q, k or v
-    few_queries:  up to FEW_QUERIES per sequence, behind which no mask of their own stands; or, paged, keys in a fixed number of
-                  splits: what decoding kernels are for. Packed sequences have it never
-    whole_rows:   (paged) tokens and heads are multiples of 16 bytes apart, and pages a whole number of tokens
+    layout:      "dense" (batch, seqlen, heads, dim), "varlen" (total, heads, dim), "paged" (keys and values behind a block
+                 table)
+    device:      torch device type
+    arch:        10 * major + minor of an NVIDIA device (90 for an H200), else 0
+    dtype:       dtype of q
+    kv_dtype:    dtype of k and v, which differs from `dtype` only for a quantised cache
+    window_size: (left, right), -1 unlimited; a causal call has right == 0
+    mask:        dtype of an explicit mask ("bool" keeps where True, "float" is added to the scores), or None
+    needs_grad:  autograd will ask for gradients of q, k or v
+    op:          "attention": any number of queries per sequence
+                 "decode": at most FEW_QUERIES queries per sequence, a fixed number of splits, or a quantised cache; a mask
+                 depends on the key alone
+                 "store_kv": write keys and values into a paged cache
+    whole_rows:  (paged) tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens
     """
 
     layout: Layout
@@ -103,32 +111,59 @@ class AttentionSpec:
     mask: Literal["bool", "float"] | None = None
     page_size: int = 0
     needs_grad: bool = False
-    few_queries: bool = False
+    op: Op = "attention"
     whole_rows: bool = True
 
     def __str__(self) -> str:
-        parts = [self.layout, self.device if not self.arch else f"{self.device} sm{self.arch}", str(self.dtype)[6:]]
+        parts: list[str] = [] if self.op == "attention" else [self.op]
+        parts.append(self.layout)
+        parts.append(f"{self.device} sm{self.arch}" if self.arch else self.device)
+        parts.append(dtype_name(self.dtype))
         parts.append(f"heads {self.num_heads}/{self.num_kv_heads}")
-        parts.append(f"head_dim {self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else ""))
-        parts += [f"kv {str(self.kv_dtype)[6:]}"] if self.kv_dtype != self.dtype else []
-        seen = "causal" if self.window_size == (-1, 0) else f"window {self.window_size}"
-        parts += [seen] if self.window_size != (-1, -1) else []
+        parts.append(f"head_dim {dims(self.head_dim, self.head_dim_v)}")
+        if self.kv_dtype != self.dtype:
+            parts.append(f"kv {dtype_name(self.kv_dtype)}")
+        if self.window_size == (-1, 0):
+            parts.append("causal")
+        elif self.window_size != (-1, -1):
+            parts.append(f"window {self.window_size}")
         parts += [name for name in ("softcap", "sinks", "needs_grad") if getattr(self, name)]
-        parts += [f"{self.mask} mask"] if self.mask else []
-        parts += [f"page_size {self.page_size}"] if self.page_size else []
-        parts += ["few queries"] if self.few_queries else []
+        if self.mask:
+            parts.append(f"{self.mask} mask")
+        if self.page_size:
+            parts.append(f"page_size {self.page_size}")
         return ", ".join(parts)
 
 
-_ARCH: dict[int, int] = {}
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """What one call of `fa_serve.ops` asks for: the device type and the architecture, as in `AttentionSpec`."""
+
+    device: str
+    arch: int
+
+    def __str__(self) -> str:
+        return f"{self.device} sm{self.arch}" if self.arch else self.device
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dims(head_dim: int, head_dim_v: int) -> str:
+    """Both head sizes as messages show them: one number where they are equal."""
+    return str(head_dim) if head_dim == head_dim_v else f"{head_dim}/{head_dim_v}"
+
+
+@lru_cache(maxsize=64)
+def _arch_of_index(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
 
 
 def arch_of(device: torch.device) -> int:
-    """10 * major + minor of an NVIDIA device, 0 for anything else; asked of the driver once per device."""
+    """10 * major + minor of an NVIDIA device, 0 for any other device. The driver is asked once per device."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index not in _ARCH:
-        major, minor = torch.cuda.get_device_capability(index)
-        _ARCH[index] = 10 * major + minor
-    return _ARCH[index]
+    return _arch_of_index(torch.cuda.current_device() if device.index is None else device.index)

@@ -11,12 +11,14 @@ for each input, so a test needs no absolute tolerance. Left out: fixtures and py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.reference import visible_keys
 
 
@@ -136,3 +138,19 @@ def assert_lse_matches(actual: Tensor, exact: Tensor) -> None:
     if finite.any():
         error = (actual[finite] - exact[finite]).abs().max().item()
         assert error <= 2e-3, f"lse: error {error:.3e}, allowed 2e-3"
+
+
+def run_plan(make: Callable[..., Run], q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
+    """Plan one attention call with `plan_forward`, `plan_decode` or another maker of plans, and run it.
+
+    given: fields of AttentionTensors and AttentionOptions by name, `cu_seqlens_k` or `seqused_k` for `keys`, and `tiles`.
+           Lengths default to those of a dense batch.
+    """
+    names = {"cu_seqlens_k": "keys", "seqused_k": "keys"}
+    tensors = {names.get(name, name): x for name, x in given.items() if names.get(name, name) in AttentionTensors._fields}
+    rest = {name: x for name, x in given.items() if names.get(name, name) not in AttentionTensors._fields}
+    tiles = {"tiles": rest.pop("tiles")} if "tiles" in rest else {}
+    lengths = {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
+    call = AttentionTensors(q, k, v, **tensors)
+    result: tuple[Tensor, Tensor | None] = make(call, AttentionOptions(**lengths | rest), **tiles)(call)
+    return result

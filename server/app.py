@@ -1,8 +1,8 @@
-"""The application, put together from its parts.
+"""The application, assembled from its parts.
 
-    app = create_app(engine, settings)          # uvicorn, or any ASGI server, runs it; lifespan starts and stops the engine
+    app = create_app(engine, settings)          # for uvicorn or another ASGI server; its lifespan starts and stops the engine
 
-The port answers at once: while the model loads, /ready and every request get 503.
+The port answers at once. While the model loads, /ready and every request for the model get a 503.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("fa_serve.server")
-OFF: Any = dict.fromkeys(("tracing", "metrics", "logs"), False)  # of FastAPI's own telemetry: traces.py and metrics.py are ours
+# FastAPI's own telemetry is off, because traces.py and metrics.py have ours
+NO_TELEMETRY: Any = dict.fromkeys(("tracing", "metrics", "logs"), False)
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
+    """Raises ValueError if traces are asked for and their extra is not installed, OSError for a file that cannot be read."""
     service = Service(engine, settings)
     provider = tracer_provider(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     if provider is not None:
@@ -49,17 +52,20 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
             if provider is not None:
                 await asyncio.to_thread(provider.shutdown)
 
-    app = FastAPI(title="fa_serve", version=fa_serve.__version__, lifespan=lifespan, redoc_url=None, telemetry=OFF)
+    app = FastAPI(title="fa_serve", version=fa_serve.__version__, lifespan=lifespan, redoc_url=None, telemetry=NO_TELEMETRY)
     app.state.service = service
-    app.router.routes[:0] = posts.routes  # an included router's are looked for twice, in more time than all of theirs
+    # FastAPI searches the routes of an included router twice, which takes longer than all the rest of its work
+    app.router.routes[:0] = posts.routes
     app.include_router(router)
     errors.install(app)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     if keys := settings.all_keys:
         public = {"/health", "/ready"} | ({"/metrics"} if settings.public_metrics else set())
         app.add_middleware(Keys, keys=keys, open_paths=frozenset(public))
-    elif settings.host not in ("127.0.0.1", "::1", "localhost"):
-        log.warning("no API key is set: whoever reaches %s, port %d, may use the model", settings.host, settings.port)
+    elif settings.host not in LOCAL_HOSTS:
+        log.warning(
+            "no API key is set: every client that can reach %s, port %d, can use the model", settings.host, settings.port
+        )
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     if provider is not None:

@@ -1,18 +1,20 @@
-"""Every error a client can see, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Every error that a client can see, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
     ApiError (500)
     ├── BadRequest 400         a bad value, an unknown field, a prompt that is too long
     ├── Unauthorized 401
-    ├── NotFound 404           a model or a path
-    ├── TooLarge 413           the body
+    ├── NotFound 404           an unknown model or path
+    ├── TooLarge 413           the body is too large
     ├── TooManyRequests 429    the queue is full; carries Retry-After
-    ├── ClientGone 499         nobody is left to read it; for the logs
-    ├── EngineFailed 500       the engine gave the request up
-    ├── Unavailable 503        loading, draining or dead; carries Retry-After
+    ├── ClientGone 499         the client has disconnected; only the logs show it
+    ├── EngineFailed 500       the engine could not finish the request
+    ├── Unavailable 503        the server is loading, draining or dead; carries Retry-After
     └── TimedOut 504
 
-Handlers raise these and know nothing of JSON; `install` teaches an application to write them, and FastAPI's own errors, in
-the same shape. A failure that nobody foresaw is a 500 without internals (guard.py).
+Handlers raise these errors and do not know how they are written as JSON. `install` teaches an application to write them, and
+to write FastAPI's own errors in the same shape. An unexpected failure becomes a 500 that shows no internals (guard.py).
+
+`parameter_refused` turns the engine's ParameterError into a 400. It reads the error's fields; nothing parses a message.
 """
 
 from __future__ import annotations
@@ -26,13 +28,31 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-SHORT = reprlib.Repr()
-SHORT.maxstring = SHORT.maxother = 77
-SHORT.maxlevel = 3
-UNFORESEEN = "The server failed on this request; the reason is in its log."
+from fa_serve.spec import ParameterCode, ParameterError
+
+INTERNAL_ERROR = "The server failed to answer this request. The server's log has the reason."
+PARAMETER_CODES: dict[ParameterCode, str] = {
+    "invalid_value": "invalid_value",
+    "context_length_exceeded": "context_length_exceeded",
+    "no_tokenizer": "unsupported_parameter",
+    "duplicate_request_id": "invalid_value",
+    "unsupported": "unsupported_parameter",
+}
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 77
+_short.maxlevel = 3
 
 
 class ApiError(Exception):
+    """An error with its HTTP status and the fields of OpenAI's error object.
+
+    message:     for people
+    param:       the request's field that is wrong, or None
+    code:        for programs; None takes the class's code
+    retry_after: seconds after which a client may try again, or None
+    """
+
     status = 500
     type = "server_error"
     code: str | None = None
@@ -107,27 +127,40 @@ class TimedOut(ApiError):
 
 
 def install(app: FastAPI) -> None:
-    async def known(_: Request, error: Exception) -> JSONResponse:
+    """Make the application write every error in OpenAI's shape."""
+
+    async def api_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
         return error.response()
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    async def validation_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return bad_request(error.errors()).response()
+        return validation_refused(error.errors()).response()
 
-    async def http(request: Request, error: Exception) -> JSONResponse:
+    async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        detail = f"Nothing at {request.method} {request.url.path}." if error.status_code in (404, 405) else str(error.detail)
-        body = {"message": detail, "type": "invalid_request_error", "param": None, "code": None}
+        no_route = error.status_code in (404, 405)
+        message = f"There is no route {request.method} {request.url.path}." if no_route else str(error.detail)
+        body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": body}, error.status_code, error.headers)
 
-    app.add_exception_handler(ApiError, known)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(RequestValidationError, validation_error)
+    app.add_exception_handler(HTTPException, http_error)
 
 
-def bad_request(errors: Sequence[Any]) -> BadRequest:
-    """One sentence from pydantic's list. Of a union's many complaints the deepest is the one about what was meant."""
+def parameter_refused(error: ParameterError, param: str) -> BadRequest:
+    """A parameter that the engine refuses. `param` is the request's field that the engine's parameter was made from."""
+    message = f"{error}." if param == error.field else f"{param}: {error}."
+    return BadRequest(message, param=param, code=PARAMETER_CODES[error.code])
+
+
+def validation_refused(errors: Sequence[Any]) -> BadRequest:
+    """One sentence from pydantic's list of errors.
+
+    A value of a union type has one error for each member of the union. The error with the deepest location belongs to the
+    member that the client most likely meant.
+    """
     error = max(errors, key=lambda e: len(e["loc"]))
     param = _path(error["loc"])
     match error["type"]:
@@ -142,12 +175,15 @@ def bad_request(errors: Sequence[Any]) -> BadRequest:
             param = f"{param}.{error['ctx']['field']}" if param else error["ctx"]["field"]
             code = "unsupported_parameter" if error["type"] == "unsupported" else "invalid_value"
             return BadRequest(f"{param} {error['ctx']['rule']}.", param=param, code=code)
-    # not `repr` cut short: that would write out a value of megabytes first
-    return BadRequest(f"{param}: {error['msg']}, got {SHORT.repr(error['input'])}.", param=param, code="invalid_value")
+    # reprlib shortens while it writes: repr() would first write out a value of many megabytes
+    return BadRequest(f"{param}: {error['msg']}, got {_short.repr(error['input'])}.", param=param, code="invalid_value")
 
 
 def _path(loc: Sequence[str | int]) -> str | None:
-    """("body", "messages", 0, "list[TextPart]", 1, "type") -> "messages[0][1].type": fields and indices, no union tags."""
+    """The location as fields and indices, without the names of union members.
+
+    ("body", "messages", 0, "list[TextPart]", 1, "type") becomes "messages[0][1].type".
+    """
     text = ""
     for part in loc[1:]:
         if isinstance(part, int):

@@ -1,9 +1,9 @@
-"""What stands before the routes: request ids and the access log, API keys, the size of a body.
+"""The middleware before the routes: request ids and the access log, API keys, and the size of a body.
 
-Plain ASGI middleware, because FastAPI's `@app.middleware("http")` hides a client that leaves from the handlers behind it.
-The access log has method, path, status, time, the request's id and the `user` it named; never a prompt. Keys are compared by
-their SHA-256 in constant time, as a bearer token or, for a browser that opens the page at `/`, as the password of basic
-authentication. `scope["state"]` carries `request_id` and `key` (the key's hash) to the handlers.
+It is plain ASGI middleware, because FastAPI's `@app.middleware("http")` hides a client's disconnection from the handlers. The
+access log has the method, path, status and time of a request, its id, and the `user` that it names; it never has a prompt. API
+keys are compared by their SHA-256 in constant time. A key is a bearer token or, for a browser that opens the page at `/`, the
+password of basic authentication. `scope["state"]` hands `request_id` and `key` (the key's hash) to the handlers.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 from urllib.parse import quote
 
+from starlette import types as asgi
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import UNFORESEEN, ApiError, TooLarge, Unauthorized
+from .errors import INTERNAL_ERROR, ApiError, TooLarge, Unauthorized
 
 log = logging.getLogger("fa_serve.server")
 access_log = logging.getLogger("fa_serve.access")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
+CLIENT_GONE = 499  # the status in the log of a request whose client left before the response began
 
 
 class RequestIds:
-    """Takes X-Request-Id from the client or makes one, returns it, and logs and counts the response when it has ended.
+    """Takes X-Request-Id from the client or makes one, sends it back, and logs and counts the response when it has ended.
 
-    A failure that nobody foresaw ends here: its traceback goes to the log under the request's id, and the client gets a 500.
+    An unexpected failure ends here: its traceback goes to the log with the request's id, and the client gets a 500.
     """
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]):
+    def __init__(self, app: asgi.ASGIApp, count: Callable[[str, int], None]):
         self._app = app
         self._count = count
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -51,7 +53,7 @@ class RequestIds:
         status = 0
         begin = time.perf_counter()
 
-        async def tagged(message: Message) -> None:
+        async def send_with_id(message: asgi.Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -59,45 +61,50 @@ class RequestIds:
             await send(message)
 
         try:
-            await self._app(scope, receive, tagged)
+            await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            pass  # in the middle of its body
+            pass  # the client left while it was sending its body
         except Exception:
             log.exception("request %s failed", request_id)
             if not status:
-                await ApiError(UNFORESEEN).response()(scope, receive, tagged)
+                await ApiError(INTERNAL_ERROR).response()(scope, receive, send_with_id)
         finally:
-            seconds = time.perf_counter() - begin
-            status = status or 499
+            status = status or CLIENT_GONE
             self._count(getattr(scope.get("route"), "path", "other"), status)
             if access_log.isEnabledFor(logging.INFO):
-                fields = {
-                    "method": scope["method"],
-                    "path": scope["path"],
-                    "status": status,
-                    "seconds": round(seconds, 3),
-                    "request_id": request_id,
-                    "user": state.get("user"),
-                }
-                user = f" user={state['user']!r}" if state.get("user") else ""
-                line = f"{scope['method']} {quote(scope['path'])} {status} {seconds:.3f}s {request_id}{user}"
-                access_log.info("%s", line, extra={"fields": fields})
+                _log_access(scope, state, status, time.perf_counter() - begin)
+
+
+def _log_access(scope: asgi.Scope, state: dict[str, Any], status: int, seconds: float) -> None:
+    """One line for people, and the same as fields for the JSON log. The path is quoted, so it cannot begin a new line."""
+    fields = {
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "seconds": round(seconds, 3),
+        "request_id": state["request_id"],
+        "user": state.get("user"),
+    }
+    user = f" user={state['user']!r}" if state.get("user") else ""
+    line = f"{scope['method']} {quote(scope['path'])} {status} {seconds:.3f}s {state['request_id']}{user}"
+    access_log.info("%s", line, extra={"fields": fields})
 
 
 class Keys:
-    """401 for every path but the open ones unless the request carries one of the keys."""
+    """Answers 401 unless the request carries one of the keys. The open paths need no key."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str]):
+    def __init__(self, app: asgi.ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str]):
         self._app = app
         self._open = open_paths
         self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open:
             headers = Headers(scope=scope)
             digest = hashlib.sha256(_credential(headers.get("authorization", ""))).digest()
-            if not sum(hmac.compare_digest(digest, known) for known in self._hashes):  # all of them, whatever the first says
-                response = Unauthorized("A valid API key is required: Authorization: Bearer KEY.").response()
+            # sum() compares with every key, so the time does not tell which key matches
+            if not sum(hmac.compare_digest(digest, known) for known in self._hashes):
+                response = Unauthorized("A valid API key is required. Send the header Authorization: Bearer KEY.").response()
                 if "text/html" in headers.get("accept", ""):
                     response.headers["www-authenticate"] = 'Basic realm="fa_serve: the password is an API key"'
                 await response(scope, receive, send)
@@ -109,7 +116,7 @@ class Keys:
 def _credential(authorization: str) -> bytes:
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
-        return value.strip().encode("latin-1")  # as which headers are read
+        return value.strip().encode("latin-1")  # headers are decoded as latin-1
     with suppress(ValueError):
         if scheme.lower() == "basic":
             return base64.b64decode(value, validate=True).partition(b":")[2]
@@ -117,24 +124,24 @@ def _credential(authorization: str) -> bytes:
 
 
 class BodyLimit:
-    """413 for a body above the limit, whether its length is announced or found out while reading."""
+    """Answers 413 if a body is above the limit, by the length that it announces or while it is read."""
 
-    def __init__(self, app: ASGIApp, limit: int):
+    def __init__(self, app: asgi.ASGIApp, limit: int):
         self._app = app
         self._limit = limit
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        message = f"The body may have {self._limit} bytes."
+        message = f"The body must have at most {self._limit} bytes."
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdecimal() and int(announced) > self._limit:
             await TooLarge(message).response()(scope, receive, send)
             return
         read = 0
 
-        async def counted() -> Message:
+        async def receive_counted() -> asgi.Message:
             nonlocal read
             event = await receive()
             read += len(event.get("body", b""))
@@ -142,4 +149,4 @@ class BodyLimit:
                 raise TooLarge(message)
             return event
 
-        await self._app(scope, counted, send)
+        await self._app(scope, receive_counted, send)

@@ -1,32 +1,35 @@
-"""Log-probabilities in OpenAI's two shapes, and the texts of single tokens that both are made of.
+"""Log-probabilities in the shapes of OpenAI and vLLM, and the texts of single tokens.
 
-A token need not be text: it may be a piece of a character. `token` shows it as well as it can, `bytes` says what it is.
+A token may be a part of a character, and then it is not valid text. In a reply, `token` shows it with replacement characters,
+and `bytes` has it exactly.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 from fa_serve.engine import TokenLogprob
 
-from .replies import ChatLogprob, CompletionLogprobs, PromptLogprobs, TopLogprob
+from .replies import ChatLogprob, CompletionLogprobs, PromptLogprob, PromptLogprobs, TopLogprob
 
-LOWEST = -9999.0  # JSON has no infinity; other servers say the same
+LOWEST = -9999.0  # stands for minus infinity, which JSON does not have; other servers use the same number
+MAX_TEXTS = 1 << 18  # tokens whose bytes are remembered: more than vocabularies have
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: the printable ones stand for themselves, the others for what follows U+0100."""
+    """GPT-2's characters for bytes: a printable byte is its own character, the others take characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
 
 
 class TokenTexts:
-    """The bytes of single tokens, by the tokenizer's own alphabet; remembered."""
+    """The bytes of single tokens. They are remembered, because the same tokens come again and again."""
 
     ALPHABET = _byte_alphabet()
 
@@ -34,30 +37,29 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
         self._special = {token.content for token in tokenizer.added_tokens_decoder.values()}
-        self._known: dict[int, bytes] = {}
+        self._bytes = lru_cache(MAX_TEXTS)(self._look_up)
 
     def of(self, token_id: int) -> bytes:
-        if token_id not in self._known:
-            self._known[token_id] = self._look_up(token_id)
-        return self._known[token_id]
+        return self._bytes(token_id)
 
     def text(self, token_id: int) -> str:
         return self.of(token_id).decode(errors="replace")
 
     def _look_up(self, token_id: int) -> bytes:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
-        if token is None:  # the vocabulary is padded beyond the tokenizer's
+        if token is None:  # the model's vocabulary is padded and larger than the tokenizer's
             return b""
         if token in self._special:
             return str(token).encode()
         if self._byte_level:
-            return bytes(self.ALPHABET[letter] for letter in token)
+            return bytes(self.ALPHABET[character] for character in token)
         if byte := BYTE.fullmatch(token):
             return bytes.fromhex(byte[1])
         return str(token).replace("▁", " ").encode()
 
 
 def for_chat(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[ChatLogprob]:
+    """OpenAI's shape for chats."""
     return [
         {**_top(texts, entry.token_id, entry.logprob), "top_logprobs": [_top(texts, *other) for other in entry.top]}
         for entry in logprobs
@@ -67,24 +69,30 @@ def for_chat(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[ChatLo
 def for_completion(
     texts: TokenTexts, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], offset: int, count: int
 ) -> tuple[CompletionLogprobs, int]:
-    """With the `count` likeliest tokens and the actual one; None is a prompt's first token, which has nothing before it.
+    """OpenAI's shape for completions, and where the last token ends in the choice's text.
 
-    `offset` is where the first token begins in the choice's text; where the last one ends is returned too.
+    entries: one for each of token_ids; None for the first token of a prompt, because no token comes before it
+    offset:  where the first token begins in the choice's text
+    count:   how many of the most likely tokens to report besides the actual one
     """
     tokens = [texts.text(token) for token in token_ids]
     *offsets, end = accumulate(map(len, tokens), initial=offset)
     values: list[float | None] = [None if entry is None else max(entry.logprob, LOWEST) for entry in entries]
-    top: list[dict[str, float] | None] = [
-        None
-        if entry is None
-        else {texts.text(token): max(v, LOWEST) for token, v in [*entry.top[:count], (entry.token_id, entry.logprob)]}
-        for entry in entries
-    ]
+    top: list[dict[str, float] | None] = []
+    for entry in entries:
+        if entry is None:
+            top.append(None)
+            continue
+        reported = [*entry.top[:count], (entry.token_id, entry.logprob)]
+        top.append({texts.text(token): max(value, LOWEST) for token, value in reported})
     return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": top}, end
 
 
 def for_prompt(texts: TokenTexts, entries: Sequence[TokenLogprob | None], count: int) -> PromptLogprobs:
-    """As vLLM writes them: by token id, the likeliest and the actual token, whose rank is known if it is among them."""
+    """vLLM's shape: by token id, the `count` most likely tokens and the actual one.
+
+    The rank of the actual token is None unless it is one of the most likely ones.
+    """
     scores: PromptLogprobs = []
     for entry in entries:
         if entry is None:
@@ -92,9 +100,10 @@ def for_prompt(texts: TokenTexts, entries: Sequence[TokenLogprob | None], count:
             continue
         top: dict[int, tuple[float, int | None]] = {entry.token_id: (entry.logprob, None)}
         top |= {token: (value, rank) for rank, (token, value) in enumerate(entry.top[:count], 1)}
-        scores.append(
-            {str(t): {"logprob": max(v, LOWEST), "rank": rank, "decoded_token": texts.text(t)} for t, (v, rank) in top.items()}
-        )
+        score: dict[str, PromptLogprob] = {}
+        for token, (value, rank) in top.items():
+            score[str(token)] = {"logprob": max(value, LOWEST), "rank": rank, "decoded_token": texts.text(token)}
+        scores.append(score)
     return scores
 
 

@@ -1,10 +1,10 @@
-"""Prometheus metrics, spelled as vLLM spells them with our prefix, so that its dashboards need one replacement.
+"""Prometheus metrics. They have vLLM's names with another prefix, so vLLM's dashboards need one replacement.
 
-Gauges and counters of the engine are read from its snapshot when somebody scrapes; times are taken here, where the client
-sees them: from the arrival of the request to the hand-over of each increment. Every metric has the label `model_name`. Left
-out: the metrics of the process, which are nobody's but the operating system's.
+The engine's gauges and counters are read from its snapshot at each scrape. Times are measured here, as the client sees them:
+from the arrival of the request to the moment when an increment is handed to the connection. Every metric has the label
+`model_name`. The metrics of the process, such as its memory, are left to the operating system's exporters.
 
-A sequence that is watched is a span as well where traces are asked for (traces.py).
+With traces, each sequence is a span as well (traces.py).
 """
 
 from __future__ import annotations
@@ -32,37 +32,42 @@ TOKENS = tuple(float(2**power) for power in range(18))
 
 
 class Metrics(Collector):
-    """`snapshot` gives the engine's and its model's name; None before the engine is there."""
+    """`snapshot` returns the engine's statistics and the model's name, or None while no engine is running."""
 
     def __init__(self, snapshot: Callable[[], tuple[EngineStats, str] | None]):
         self._snapshot = snapshot
         self.tracer: Tracer | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self.first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", REQUEST_SECONDS)
-        self.next = self._histogram("inter_token_latency_seconds", "From one token to the next.", TOKEN_SECONDS)
-        self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_SECONDS)
-        self.queue = self._histogram("request_queue_time_seconds", "From the engine's door to the first step.", REQUEST_SECONDS)
-        self.prompt = self._histogram("request_prompt_tokens", "Tokens of a finished sequence's prompt.", TOKENS)
-        self.output = self._histogram("request_generation_tokens", "Tokens of a finished sequence's answer.", TOKENS)
+        self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", REQUEST_SECONDS)
+        self.between_tokens = self._histogram("inter_token_latency_seconds", "One token to the next.", TOKEN_SECONDS)
+        self.whole = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_SECONDS)
+        self.queue = self._histogram(
+            "request_queue_time_seconds", "Time in the engine's queue before the first step.", REQUEST_SECONDS
+        )
+        self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a finished sequence.", TOKENS)
+        self.output = self._histogram("request_generation_tokens", "Generated tokens of a finished sequence.", TOKENS)
         labels = ["model_name", "finished_reason"]
-        self.finished = Counter(f"{PREFIX}request_success", "Sequences that ended, by reason.", labels, registry=self._registry)
+        self.finished = Counter(
+            f"{PREFIX}request_success", "Sequences that have ended, by reason.", labels, registry=self._registry
+        )
         self._responses = Counter(
-            f"{PREFIX}http_responses", "Responses, by path and status.", ["path", "status"], registry=self._registry
+            f"{PREFIX}http_responses", "HTTP responses, by path and status.", ["path", "status"], registry=self._registry
         )
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, status).inc()
 
     def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
-        self._registry.register(histogram := Histogram(name, help, bounds))
+        histogram = Histogram(name, help, bounds)
+        self._registry.register(histogram)
         return histogram
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's snapshot as Prometheus has it."""
+        """The engine's snapshot as gauges and counters."""
         found = self._snapshot()
         if found is None:
             return
@@ -70,13 +75,13 @@ class Metrics(Collector):
         label = [found[1]]
         gauges = {
             "num_requests_running": ("Sequences in the running batch.", stats.num_running),
-            "num_requests_waiting": ("Sequences that wait for a place in it.", stats.num_waiting),
-            "kv_cache_usage_perc": ("Share of the KV cache's pages in use, 0 to 1.", stats.num_pages_used / stats.num_pages),
+            "num_requests_waiting": ("Sequences that wait to be admitted to the running batch.", stats.num_waiting),
+            "kv_cache_usage_perc": ("Fraction of the KV cache's pages in use, 0 to 1.", stats.num_pages_used / stats.num_pages),
         }
         counters = {
-            "num_preemptions": ("Sequences put back for want of pages.", stats.num_preemptions),
-            "prompt_tokens": ("Tokens of prompts.", stats.num_prompt_tokens),
-            "generation_tokens": ("Tokens of answers.", stats.num_output_tokens),
+            "num_preemptions": ("Sequences that were preempted because no page was free.", stats.num_preemptions),
+            "prompt_tokens": ("Prompt tokens that have been processed.", stats.num_prompt_tokens),
+            "generation_tokens": ("Tokens that have been generated.", stats.num_output_tokens),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.num_prompt_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
             "engine_steps": ("Steps of the engine.", stats.num_steps),
@@ -92,16 +97,20 @@ class Metrics(Collector):
 
 
 class Histogram(Collector):
-    """What is observed at every token wants a tenth of the time of the library's own, and several at once cost one."""
+    """A histogram for values that are observed at every token.
+
+    It takes a tenth of the time of the library's own histogram, and several equal values cost as much as one.
+    """
 
     def __init__(self, name: str, help: str, bounds: tuple[float, ...]):
         self._name = PREFIX + name
         self._help = help
         self._bounds = bounds
-        self._seen: dict[str, tuple[list[int], list[float]]] = {}  # by model: how many in each bucket; their sum
+        # by model name, of which a server has one: the number of values in each bucket, and the sum of all values
+        self._seen: dict[str, tuple[list[int], list[float]]] = {}
 
     def of(self, model_name: str) -> Callable[[float, int], None]:
-        """`observe(value, count)`, for the event loop alone."""
+        """`observe(value, count)` for this model; only the event loop may call it."""
         counts, total = self._seen.setdefault(model_name, ([0] * (len(self._bounds) + 1), [0.0]))
         bounds = self._bounds
 
@@ -119,8 +128,8 @@ class Histogram(Collector):
         yield family
 
 
-class Watch:
-    """The times of one sequence, from the arrival of its request."""
+class SequenceMetrics:
+    """The metrics of one sequence. `arrival`: when its request came, on time.perf_counter's clock."""
 
     def __init__(self, metrics: Metrics, model_name: str, arrival: float):
         self._metrics = metrics
@@ -128,17 +137,18 @@ class Watch:
         self._arrival = arrival
         self._first: float | None = None
         self._last: float | None = None
-        self._next = metrics.next.of(model_name)
+        self._observe_gap = metrics.between_tokens.of(model_name)
         self._span = metrics.tracer.start_span("sequence") if metrics.tracer else None
 
-    def saw(self, output: RequestOutput) -> None:
+    def observe(self, output: RequestOutput) -> None:
+        """The sequence has gained this output."""
         now = time.perf_counter()
         count = len(output.token_ids)
         if count and self._last is None:
             self._first = now - self._arrival
-            self._metrics.first.of(self._model)(self._first, 1)
+            self._metrics.first_token.of(self._model)(self._first, 1)
         elif self._last is not None and count:
-            self._next((now - self._last) / count, count)
+            self._observe_gap((now - self._last) / count, count)
         if count:
             self._last = now
         if output.finished:
@@ -147,10 +157,14 @@ class Watch:
             self._metrics.output.of(self._model)(output.num_output_tokens, 1)
             if output.queue_time is not None:
                 self._metrics.queue.of(self._model)(output.queue_time, 1)
-            self.ended(output.finish_reason or "error", output)
+            self.end(output.finish_reason or "error", output)
 
-    def ended(self, reason: str, output: RequestOutput | None = None) -> None:
-        """By itself or, without an output, because nobody waits for it any more, or it was "refused", which is not counted."""
+    def end(self, reason: str, output: RequestOutput | None = None) -> None:
+        """The sequence has ended.
+
+        reason: the finish reason, "abort" if the client left, or "refused", which is not counted
+        output: the sequence's last output, or None if it ended without one
+        """
         if reason != "refused":
             self._metrics.finished.labels(self._model, reason).inc()
         if self._span is None:

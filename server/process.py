@@ -1,8 +1,9 @@
-"""The server as a process: uvicorn, the start-up report, and what signals mean.
+"""The server as a process: uvicorn, and the meaning of signals.
 
-The first SIGTERM or SIGINT drains: /ready turns 503, new requests get 503, running ones have `drain_timeout` seconds; then the
-process ends with code 0. A second signal, or one while the model is being loaded, ends it at once, with 128 and the signal's
-number as its code. uvicorn alone would close its port at the first signal and end with the signal's code after a clean stop.
+The first SIGTERM or SIGINT drains the server: /ready and new requests get a 503, running requests have `drain_timeout` seconds
+to finish, and then the process ends with code 0. A second signal, or a signal while the model is being loaded, ends the process
+at once with the code 128 plus the signal's number. uvicorn alone would close its port at the first signal, and would end with
+the signal's code after a clean stop.
 """
 
 from __future__ import annotations
@@ -16,19 +17,48 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from importlib.metadata import version
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import uvicorn
-from fastapi import FastAPI
 
+from fa_serve.engine import AsyncEngine
+
+from .app import create_app
 from .service import Service
+from .settings import Settings
+from .startup_report import SampleRequest, StartupReport
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 log = logging.getLogger("fa_serve.server")
 
 
+def build_server(settings: Settings, report: StartupReport) -> Server:
+    """The server for these settings, with nothing loaded yet. Raises ValueError or OSError for settings that cannot work."""
+    report.mark("import", f"torch {torch.__version__}, transformers {version('transformers')}")
+    engine_config = settings.engine_config()
+    engine = AsyncEngine(engine_config, on_phase=report.add)
+    app = create_app(engine, settings)
+    report.mark("config", f"{engine_config.model_name}, dtype {engine_config.dtype}, device {engine_config.device}")
+
+    def on_ready(url: str) -> None:
+        chat = bool(engine.tokenizer.chat_template or settings.chat_template)
+        request = SampleRequest(settings.served_model_name or engine.model_name, chat, needs_key=bool(settings.all_keys))
+        report.ready(url, request)
+
+    return Server(app, settings.host, settings.port, settings.drain_timeout, on_ready)
+
+
 class Server(uvicorn.Server):
-    """`run()` serves until a signal; `failure` then says what, if anything, went wrong."""
+    """`run()` serves until a signal comes. Afterwards `failure` holds the error that ended it, or None.
+
+    drain_timeout: seconds that running requests have after the first signal
+    on_ready:      called with the server's address when the model is loaded
+    """
 
     def __init__(self, app: FastAPI, host: str, port: int, drain_timeout: float, on_ready: Callable[[str], None]):
         super().__init__(
@@ -50,13 +80,14 @@ class Server(uvicorn.Server):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes the port before anything is loaded, so that one that is in use is known at once, by an OSError."""
+        """Take the port before anything is loaded. Raises OSError at once if the port is in use."""
         family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
         address = (self.config.host, self.config.port)
         sockets = sockets or [socket.create_server(address, family=family, backlog=self.config.backlog)]
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # what a client that was cut off has not read is not kept for longer either
-            timeout = min(max(self._service.settings.send_timeout * 1000, 1), 2**31 - 1)
-            sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout))
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # the kernel also drops data that a client does not read after this time
+            milliseconds = min(max(self._service.settings.send_timeout * 1000, 1), 2**31 - 1)
+            sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(milliseconds))
         super().run(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -72,26 +103,26 @@ class Server(uvicorn.Server):
                 self.failure = error
             self.should_exit = True
         else:
-            _settle()
+            _tune_interpreter()
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal handler of Python's own: it may only set flags and wake the loop."""
+        """Python's signal handler, which may only set flags and wake the event loop."""
         if self._service.draining or not self._service.running:
-            os._exit(128 + sig)  # a container's first process gets no signal's default
+            os._exit(128 + sig)  # the first process of a container does not get a signal's default action
         self._service.draining = True
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain(signal.Signals(sig).name)))
 
     async def _drain(self, name: str) -> None:
         begin = time.perf_counter()
-        running = self._service.in_flight
-        log.warning("%s: draining, %d in flight, at most %g s", name, running, self._drain_timeout)
+        in_flight = self._service.in_flight
+        log.warning("%s: draining %d sequences in flight, for at most %g s", name, in_flight, self._drain_timeout)
         try:
             await asyncio.wait_for(self._service.drain(), self._drain_timeout)
         except asyncio.TimeoutError:
-            log.warning("%d are cut off", self._service.in_flight)
-            await self._service.engine.shutdown()  # they end with an error that their clients can read
+            log.warning("the drain timeout has passed: %d sequences are cut off", self._service.in_flight)
+            await self._service.engine.shutdown()  # the sequences end with an error that their clients can read
         else:
             log.warning("drained in %.1f s", time.perf_counter() - begin)
         self.should_exit = True
@@ -102,10 +133,11 @@ class Server(uvicorn.Server):
         task.add_done_callback(self._tasks.discard)
 
 
-def _settle() -> None:
-    """What has been loaded stays: collections that went through all of it would hold up every stream for a quarter of a second.
+def _tune_interpreter() -> None:
+    """Settings for the time after loading.
 
-    The threads of the engine's pipe wait a millisecond at most for a busy loop, not five.
+    The loaded objects stay, so the garbage collector skips them: a collection of all of them would stop every stream for a
+    quarter of a second. The threads that serve the engine's pipe wait for a busy event loop at most one millisecond, not five.
     """
     gc.collect()
     gc.freeze()

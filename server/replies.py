@@ -1,6 +1,7 @@
-"""What clients get: OpenAI's objects, field for field, and what is beyond them as vLLM spells it.
+"""What clients get: OpenAI's objects with OpenAI's fields, and further fields with vLLM's names.
 
-TypedDicts: checked by mypy, shown in /openapi.json, free at run time. Left out: what clients send (schemas.py).
+They are typed dictionaries: mypy checks them, /openapi.json shows them, and they cost nothing at run time. What clients send
+is in schemas.py and chat/conversation.py.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from typing import Literal
 from typing_extensions import NotRequired, TypedDict
 
 
-class Tokens(TypedDict):
+class TokenizeReply(TypedDict):
     tokens: list[int]
     count: int
     max_model_len: int
 
 
-class Text(TypedDict):
+class DetokenizeReply(TypedDict):
     prompt: str
 
 
@@ -47,7 +48,7 @@ class ChatLogprobs(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Null stands for the first token of an echoed prompt, which has nothing before it."""
+    """The first token of an echoed prompt has null, because no token comes before it."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]

@@ -1,4 +1,4 @@
-"""The endpoints. Each says what it takes and gives; the work is done by `Answer` and `Service`."""
+"""The endpoints. Each says what it takes and what it returns. `Answer` and `Service` do the work."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from pydantic_core import from_json
+from starlette import types as asgi
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
 
 import fa_serve
 
+from .answer import Answer
+from .chat.chat_answer import ChatAnswer
+from .chat.conversation import ChatRequest, TokenizeRequest
+from .completion_answer import CompletionAnswer
 from .errors import Unavailable
-from .generation import Answer, CompletionAnswer
-from .messages import ChatAnswer
-from .replies import ChatCompletion, Completion, ErrorReply, ModelCard, ModelList, Text, Tokens
-from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply
+from .schemas import CompletionRequest, DetokenizeRequest
 from .service import Service
 from .streaming import EventStream, attend
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorReply, "description": "The request's fault, or there is no room (429)."},
-    "5XX": {"model": ErrorReply, "description": "The server's fault, or it is not ready (503)."},
+    "4XX": {"model": ErrorReply, "description": "The request is wrong, or the queue is full (429)."},
+    "5XX": {"model": ErrorReply, "description": "The server failed, or it is not ready (503)."},
 }
 JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
 STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 class JsonRequest(Request):
-    """Strict JSON, unlike Python's own parser: no NaN, no half of a surrogate pair, which no tokenizer could take."""
+    """Parses strict JSON. Python's own parser accepts NaN, and halves of surrogate pairs, which no tokenizer accepts."""
 
     async def json(self) -> Any:
         try:
@@ -46,16 +48,16 @@ class JsonRequest(Request):
 
 
 class BodyRoute(APIRoute):
-    """A POST to `endpoint(body, request)`, called without FastAPI's dependencies: they take longer than all the rest of it.
+    """A POST to `endpoint(body, request)` without FastAPI's dependencies, which take longer than all the rest of the route.
 
-    FastAPI reads the same signature for the schema, and finds the route; complaints have the shape of its own.
+    FastAPI still finds the route and reads the endpoint's signature for the schema. Errors have the shape of FastAPI's own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._model = get_type_hints(self.endpoint)["body"]
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["method"] != "POST":
             await super().handle(scope, receive, send)
             return
@@ -64,8 +66,8 @@ class BodyRoute(APIRoute):
         try:
             body = self._model.model_validate(await request.json() if is_json else None)
         except ValidationError as error:
-            complaints = [each | {"loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-            raise RequestValidationError(complaints) from None
+            errors = [each | {"loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+            raise RequestValidationError(errors) from None
         response = await self.endpoint(body, request)
         await response(scope, receive, send)
 
@@ -74,7 +76,7 @@ router = APIRouter(responses=ERRORS)
 posts = APIRouter(responses=ERRORS, route_class=BodyRoute)
 
 
-async def _service(request: Request) -> Service:  # a plain function would be called in a thread, at every request
+async def _service(request: Request) -> Service:  # FastAPI calls a plain function in a thread for each request
     service: Service = request.app.state.service
     return service
 
@@ -84,7 +86,7 @@ Shared = Annotated[Service, Depends(_service)]
 
 @posts.post("/v1/completions", response_model=Completion, responses=STREAM, tags=["OpenAI"])
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    """Continue a prompt, or a batch of prompts, given as text or as token ids."""
+    """Continue a prompt or several prompts, given as text or as token ids."""
     return await _respond(CompletionAnswer, body, request)
 
 
@@ -106,65 +108,68 @@ async def _respond(kind: type[Answer], body: Any, request: Request) -> Response:
 
 @router.get("/v1/models", tags=["OpenAI"])
 async def models(service: Shared) -> ModelList:
-    """The one model that is served here."""
+    """The one model that this server serves."""
     service.require_ready()
     return {"object": "list", "data": [service.model_card()]}
 
 
 @router.get("/v1/models/{model:path}", tags=["OpenAI"])
 async def model(model: str, service: Shared) -> ModelCard:
+    """The model, if it is the one that this server serves."""
     service.require_ready()
     service.require_model(model)
     return service.model_card()
 
 
-@posts.post("/tokenize", response_model=Tokens, tags=["Tokens"])
+@posts.post("/tokenize", response_model=TokenizeReply, tags=["Tokens"])
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """The token ids of a prompt or of a conversation, as generation would see them."""
+    """The token ids of a prompt or a conversation, as generation would get them."""
     service = await _service(request)
     service.require_ready()
     service.require_model(body.model)
+    tokenization = service.tokenization
     if body.prompt is not None:
-        [tokens] = await service.encode([body.prompt], special=body.add_special_tokens is not False)
+        [tokens] = await tokenization.encode([body.prompt], special=body.add_special_tokens is not False)
     else:
         tools = body.tools or []
-        tokens, _ = await service.encode_chat(service.template(body, tools), body, tools, body.chat_template_kwargs or {})
+        template = tokenization.template(body, tools)
+        tokens, _ = await tokenization.encode_chat(template, body, tools, body.chat_template_kwargs or {})
     return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len})
 
 
-@posts.post("/detokenize", response_model=Text, tags=["Tokens"])
+@posts.post("/detokenize", response_model=DetokenizeReply, tags=["Tokens"])
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """The text of token ids, including special tokens."""
     service = await _service(request)
     service.require_ready()
     service.require_model(body.model)
-    return JSONResponse({"prompt": await service.decode(body.tokens)})
+    return JSONResponse({"prompt": await service.tokenization.decode(body.tokens)})
 
 
 @router.get("/health", tags=["Operation"])
 async def health(service: Shared) -> dict[str, str]:
-    """Alive: loading and draining count, a dead engine does not."""
-    if reason := service.dead():
-        raise Unavailable(f"Dead: {reason}.")
+    """200 while the process can serve or will be able to, which includes loading and draining; 503 if the engine is dead."""
+    if reason := service.death_reason():
+        raise Unavailable(f"The server is dead: {reason}.")
     return {"status": "alive"}
 
 
 @router.get("/ready", tags=["Operation"])
 async def ready(service: Shared) -> dict[str, str]:
-    """Ready for requests: 503 while loading or draining."""
+    """200 if requests are accepted; 503 while loading or draining."""
     service.require_ready()
     return {"status": "ready"}
 
 
 @router.get("/metrics", tags=["Operation"], response_class=PlainTextResponse)
 async def metrics(service: Shared) -> Response:
-    """Prometheus text."""
+    """The metrics in Prometheus' text format."""
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    """The playground: one file, which loads nothing from anywhere else."""
+    """The playground: one file that loads nothing from anywhere else."""
     policy = "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     headers = {"content-security-policy": f"{policy}; frame-ancestors 'none'", "x-content-type-options": "nosniff"}
     return HTMLResponse(PAGE, headers=headers)
@@ -172,4 +177,5 @@ async def page() -> Response:
 
 @router.get("/version", tags=["Operation"])
 async def version() -> dict[str, str]:
+    """The version of fa_serve."""
     return {"version": fa_serve.__version__}

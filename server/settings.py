@@ -1,13 +1,13 @@
 """Every setting of the service, once: its name, type, default and meaning.
 
-From this table come the flags of `fa-serve serve`, the `FA_SERVE_*` environment variables, the keys of the TOML or YAML file
-and, by tests/test_cli.py, the reference in docs/serving.md. A flag wins over the environment, the environment over the file,
-the file over all else.
-
     settings = load(flags={"port": 9000}, file=Path("fa-serve.toml"))
 
-Secrets are the exception: API keys come from the environment or a file and never from a flag, which every user of the
-machine could read. Left out: what the settings do.
+This table gives the flags of `fa-serve serve`, the `FA_SERVE_*` environment variables, the keys of the TOML or YAML file and,
+through tests/test_cli.py, the reference in docs/serving.md. A flag wins over the environment, the environment over the file,
+and the file over the default.
+
+Secrets are an exception: API keys come from the environment or a file and never from a flag, because every user of the machine
+can read flags.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PREFIX = "FA_SERVE_"
 SECRETS = ("api_keys",)
+# The engine learns that a client has left only when it reads the abort, so its queue has room for more than the service admits.
+EXTRA_WAITING = 1024
 Items = Annotated[list[str], NoDecode]  # a comma-separated list in the environment
 
 
@@ -37,57 +39,77 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", protected_namespaces=()
     )
 
-    model: str | None = _option(None, "Hub name or local folder; none means the embedded model.", "Model")
-    served_model_name: str | None = _option(None, "Name that clients ask for; none means the model's own.", "Model")
-    dtype: Literal["auto", "float16", "bfloat16", "float32"] = _option("auto", "Data type of weights and cache.", "Model")
-    device: str = _option("auto", "auto, cpu, cuda, cuda:1, ...", "Model")
-    max_model_len: int | None = _option(None, "Tokens of prompt and answer together.", "Model", ge=1)
-    chat_template: Path | None = _option(None, "Jinja file to use instead of the model's chat template.", "Model")
+    model: str | None = _option(None, "Hub name or local folder; without it, the embedded model.", "Model")
+    served_model_name: str | None = _option(None, "Name that clients ask for; by default the model's name.", "Model")
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = _option(
+        "auto", "Data type of the weights and the KV cache; auto takes the checkpoint's.", "Model"
+    )
+    device: str = _option("auto", "auto, cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.", "Model")
+    max_model_len: int | None = _option(
+        None, "Maximum number of tokens of prompt and answer together; by default the model's limit.", "Model", ge=1
+    )
+    chat_template: Path | None = _option(None, "Jinja file that replaces the model's chat template.", "Model")
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = _option(
-        "auto", "How the model writes tool calls; auto tells it from the chat template.", "Model"
+        "auto", "Format in which the model writes tool calls; auto detects it from the chat template.", "Model"
     )
     reasoning_parser: Literal["auto", "none", "think"] = _option(
-        "auto", "Whether <think> is split from answers; auto: if the chat template has it.", "Model"
+        "auto", "Whether <think> is separated from answers; auto does so if the chat template has it.", "Model"
     )
-    trust_remote_code: bool = _option(False, "Run code that comes with a model.", "Model")
+    trust_remote_code: bool = _option(False, "Run code that comes with the model.", "Model")
 
-    max_num_seqs: int = _option(256, "Sequences that run at once.", "Engine", ge=1)
-    # half of what the engine has offline: of prompts that come together, the first are answered after half a step
-    max_num_batched_tokens: int = _option(4096, "Tokens in one step.", "Engine", ge=1)
+    max_num_seqs: int = _option(256, "Maximum number of sequences that run at once.", "Engine", ge=1)
+    # half of the engine's default for offline use: of prompts that arrive together, the first are answered after half a step
+    max_num_batched_tokens: int = _option(4096, "Maximum number of tokens in one step.", "Engine", ge=1)
     page_size: int = _option(16, "Tokens in a page of the KV cache.", "Engine", ge=1)
-    num_pages: int | None = _option(None, "Pages of the KV cache; none sizes it by memory.", "Engine", ge=1)
-    kv_cache_dtype: Literal["auto", "fp8"] = _option("auto", "fp8 halves the KV cache's memory; tokens may differ.", "Engine")
-    gpu_memory_utilization: float = _option(0.9, "Share of the GPU's memory to use in all.", "Engine", gt=0, le=1)
-    prefix_caching: bool = _option(True, "Keep finished prompts' pages for prompts that begin alike.", "Engine")
-    eager: bool = _option(False, "No CUDA graphs and no fusion: every step launches the model's own kernels.", "Engine")
-    fusion: bool = _option(True, "Fused kernels for layers of the Llama kind.", "Engine")
-    deterministic: bool = _option(False, "The same tokens whatever else is in the batch; slower.", "Engine")
-    process: bool | None = _option(None, "Run the engine in a process of its own; none means if it is on a GPU.", "Engine")
-    max_restarts: int = _option(0, "New engines after one that has died; until one is loaded /ready is 503.", "Engine", ge=0)
-    seed: int | None = _option(None, "Seed for requests that bring none; none draws one at start.", "Engine")
+    num_pages: int | None = _option(None, "Pages of the KV cache; by default as many as fit into memory.", "Engine", ge=1)
+    kv_cache_dtype: Literal["auto", "fp8"] = _option(
+        "auto", "fp8 halves the memory of the KV cache, and may change tokens.", "Engine"
+    )
+    gpu_memory_utilization: float = _option(0.9, "Fraction of the GPU's memory to use in all.", "Engine", gt=0, le=1)
+    prefix_caching: bool = _option(
+        True, "Keep the pages of finished requests for prompts that begin with the same tokens.", "Engine"
+    )
+    eager: bool = _option(False, "Use neither CUDA graphs nor fused layers.", "Engine")
+    fusion: bool = _option(True, "Use fused kernels for layers of Llama's architecture.", "Engine")
+    deterministic: bool = _option(False, "Generate the same tokens in any batch, which is slower.", "Engine")
+    process: bool | None = _option(None, "Run the engine in a separate process; by default on a GPU only.", "Engine")
+    max_restarts: int = _option(
+        0, "How often a dead engine is replaced by a new one; /ready is 503 until it is loaded.", "Engine", ge=0
+    )
+    seed: int | None = _option(None, "Seed for requests that have none; by default a random one.", "Engine")
 
     host: str = _option("127.0.0.1", "Address to listen on.", "Network")
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", "Network", ge=0, le=65535)
-    cors_origins: Items = _option([], "Origins that browsers may call from, comma-separated; none by default.", "Network")
+    cors_origins: Items = _option([], "Origins from which browsers may call, comma-separated; by default none.", "Network")
 
     api_keys: Annotated[list[SecretStr], NoDecode] = _option([], "API keys, comma-separated (environment only).", "Access")
-    api_key_file: Path | None = _option(None, "File with one API key per line; # starts a comment.", "Access")
-    allow_request_chat_template: bool = _option(False, "Let requests bring chat templates of their own.", "Access")
+    api_key_file: Path | None = _option(None, "File with one API key in each line; # starts a comment.", "Access")
+    allow_request_chat_template: bool = _option(False, "Allow requests to carry chat templates.", "Access")
     public_metrics: bool = _option(False, "Serve /metrics without an API key.", "Access")
 
-    log_level: Literal["debug", "info", "warning", "error"] = _option("info", "What to log; info has the access log.", "Logs")
-    log_format: Literal["plain", "json"] = _option("plain", "How to log.", "Logs")
+    log_level: Literal["debug", "info", "warning", "error"] = _option(
+        "info", "Lowest level to log; info includes the access log.", "Logs"
+    )
+    log_format: Literal["plain", "json"] = _option("plain", "Format of the log.", "Logs")
 
     otlp_traces_endpoint: str | None = _option(
-        None, "OTLP/HTTP address for OpenTelemetry traces, which need the otel extra; none sends no traces.", "Logs"
+        None, "OTLP/HTTP address that gets OpenTelemetry traces; needs the otel extra.", "Logs"
     )
 
-    max_waiting: int = _option(1024, "Sequences that may wait beyond the running ones; more get 429.", "Limits", ge=0)
-    max_per_key: int | None = _option(None, "Sequences that one API key may have in flight.", "Limits", ge=1)
-    max_n: int = _option(128, "Sequences that one request may ask for.", "Limits", ge=1)
-    max_body_bytes: int = _option(16 * 2**20, "Size of a request body.", "Limits", ge=1)
-    request_timeout: float | None = _option(None, "Seconds that a request may take in all.", "Limits", gt=0)
-    send_timeout: float = _option(30.0, "Seconds that a client may leave what it is sent unread.", "Limits", gt=0)
+    max_waiting: int = _option(
+        1024, "Maximum number of sequences that wait beyond the running ones; more get a 429.", "Limits", ge=0
+    )
+    max_per_key: int | None = _option(
+        None, "Maximum number of sequences in flight for one API key; by default no limit.", "Limits", ge=1
+    )
+    max_n: int = _option(128, "Maximum number of sequences in one request.", "Limits", ge=1)
+    max_body_bytes: int = _option(16 * 2**20, "Maximum size of a request's body.", "Limits", ge=1)
+    request_timeout: float | None = _option(
+        None, "Maximum number of seconds for a request; by default no limit.", "Limits", gt=0
+    )
+    send_timeout: float = _option(
+        30.0, "Seconds after which a client that does not read its stream is cut off.", "Limits", gt=0
+    )
     drain_timeout: float = _option(60.0, "Seconds that running requests have after SIGTERM.", "Limits", ge=0)
 
     @field_validator("cors_origins", "api_keys", mode="before")
@@ -100,7 +122,7 @@ class Settings(BaseSettings):
 
     @cached_property
     def all_keys(self) -> tuple[str, ...]:
-        """The keys of the environment and of the file together."""
+        """The API keys of the environment and of the file. Raises ValueError for a file without keys, OSError for no file."""
         keys = [key.get_secret_value() for key in self.api_keys]
         if self.api_key_file is not None:
             lines = (line.partition("#")[0].strip() for line in self.api_key_file.read_text().splitlines())
@@ -110,18 +132,17 @@ class Settings(BaseSettings):
         return tuple(keys)
 
     def engine_config(self) -> EngineConfig:
-        """The part that is the engine's. The queue is bounded before the engine, where keys are known, so the engine's bound
-        is wider: it learns of clients that have left only when it takes in their aborts."""
+        """The settings of the engine."""
         from dataclasses import fields
 
         from fa_serve.engine import EngineConfig
 
         given = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
-        return EngineConfig(**given | {"max_waiting": self.max_waiting + 1024})
+        return EngineConfig(**given | {"max_waiting": self.max_waiting + EXTRA_WAITING})
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
-    """Flags that were given, then the environment, then the file. Raises ValueError with one line for each bad setting."""
+    """The settings from flags, environment and file. Raises ValueError, which names every bad setting."""
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"config must be an existing TOML or YAML file, got {file}")
     kind = YamlConfigSettingsSource if file is not None and file.suffix in (".yaml", ".yml") else TomlConfigSettingsSource
@@ -134,10 +155,13 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
     try:
         return Sourced(**flags)
     except ValidationError as error:
-        bad = [
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}" + ("" if e["loc"][0] in SECRETS else f", got {e['input']!r}")
-            for e in error.errors()
-        ]
-        raise ValueError("; ".join(bad)) from None
-    except Exception as error:  # whatever the readers of TOML and YAML raise
+        raise ValueError("; ".join(_described(each) for each in error.errors())) from None
+    except Exception as error:  # the readers of TOML and YAML have many kinds of errors
         raise ValueError(f"{file} must be a table of settings: {error}") from None
+
+
+def _described(error: Any) -> str:
+    """One of pydantic's errors, as "port: Input should be ..., got 99999". A secret's value is left out."""
+    name = ".".join(map(str, error["loc"]))
+    given = "" if error["loc"][0] in SECRETS else f", got {error['input']!r}"
+    return f"{name}: {error['msg']}{given}"

@@ -1,12 +1,14 @@
 """Connections that may end before their answer does.
 
-`attend` runs the work of one request while somebody waits for it: when the client leaves or the time is up, the work is
-cancelled, which aborts its sequences in the engine. Starlette does this for streams only, and only after the first byte.
-`EventStream` writes server-sent events under the same watch. Its headers wait for the first event, so that a request which
-fails before its first token gets an honest status; later failures become an error event, as OpenAI's clients expect. A client
-that leaves its stream unread holds up nobody: the engine's outputs merge while it dawdles, and it is cut off at a bound.
-`merge` interleaves the sequences of one request. An event passes here once for each token: what can be done once for each
-stream is not done for each event.
+`attend` runs the work of one request while a client waits for it. If the client disconnects or the time is up, the work is
+cancelled, which aborts its sequences in the engine. Starlette does this for streams only, and only after their first byte.
+
+`EventStream` writes server-sent events under the same watch. Its headers wait for the first event, so a request that fails
+before its first token gets the status of its error. A later failure becomes an error event, as OpenAI's clients expect. A
+client that does not read its stream holds up no other client: the engine's outputs are merged meanwhile, and the client is cut
+off after `send_timeout`.
+
+An event passes here for each token, so work that can be done once for each stream is not done for each event.
 """
 
 from __future__ import annotations
@@ -15,40 +17,44 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
+from starlette import types as asgi
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
-from .errors import UNFORESEEN, ApiError, ClientGone, TimedOut
+from .errors import INTERNAL_ERROR, ApiError, ClientGone, TimedOut
 
 T = TypeVar("T")
 log = logging.getLogger("fa_serve.server")
 DONE = b"data: [DONE]\n\n"
 
 
-async def attend(work: Coroutine[Any, Any, T], receive: Receive, timeout: float | None) -> T:
-    """The work's result. Raises ClientGone or TimedOut after the work has been cancelled and has come to rest.
+async def attend(work: Coroutine[Any, Any, T], receive: asgi.Receive, timeout: float | None) -> T:
+    """The result of the work. Raises ClientGone or TimedOut after the work has been cancelled and has ended.
 
-    The work is done in the task of the caller, who is cancelled in its stead; one more task waits for the client to leave.
+    The work runs in the caller's task, which is cancelled. One more task waits for the client to disconnect.
     """
     task = asyncio.current_task()
-    causes = list[ApiError]()
     assert task is not None
+    causes: list[ApiError] = []
 
     def stop(cause: ApiError) -> None:
         causes.append(cause)
-        if len(causes) == 1:  # a second one would cut off the work's own end, which aborts its sequences
+        if len(causes) == 1:  # a second cancellation would interrupt the work's own clean-up, which aborts its sequences
             task.cancel()
 
-    leaving = asyncio.create_task(_disconnected(receive))
-    leaving.add_done_callback(left := lambda _: stop(ClientGone("The client left.")))
-    late = timeout and asyncio.get_running_loop().call_later(
-        timeout, stop, TimedOut(f"The request took longer than {timeout:g} s.")
-    )
+    def stop_for_client(_: asyncio.Task[None]) -> None:
+        stop(ClientGone("The client disconnected."))
+
+    disconnected = asyncio.create_task(_wait_for_disconnect(receive))
+    disconnected.add_done_callback(stop_for_client)
+    timer = None
+    if timeout is not None:
+        late = TimedOut(f"The request took longer than {timeout:g} s, which is the server's limit.")
+        timer = asyncio.get_running_loop().call_later(timeout, stop, late)
     try:
         return await work
     except asyncio.CancelledError:
@@ -58,54 +64,23 @@ async def attend(work: Coroutine[Any, Any, T], receive: Receive, timeout: float 
             task.uncancel()
         raise causes[0] from None
     finally:
-        leaving.remove_done_callback(left)
-        leaving.cancel()
-        if late:
-            late.cancel()
+        disconnected.remove_done_callback(stop_for_client)
+        disconnected.cancel()
+        if timer is not None:
+            timer.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: asgi.Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def merge(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items from all iterators as they come; the first error ends it. Closing it closes them all."""
-    return iterators[0] if len(iterators) == 1 else _merge(iterators)
-
-
-async def _merge(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(len(iterators))
-
-    async def pump(iterator: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(iterator):
-                async for item in iterator:
-                    await queue.put(item)
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    pumps = [asyncio.create_task(pump(iterator)) for iterator in iterators]
-    try:
-        running = len(pumps)
-        while running:
-            entry = await queue.get()
-            if isinstance(entry, Exception):
-                raise entry
-            if entry is None:
-                running -= 1
-            else:
-                yield entry
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-
-
 class EventStream(Response):
-    """One `data:` line for each of `events`, which are JSON, then [DONE]."""
+    """A response with one `data:` line for each of `events`, which are JSON, and a last line [DONE].
+
+    timeout:      seconds that the whole stream may take, or None
+    send_timeout: seconds that the client may leave an event unread
+    """
 
     media_type = "text/event-stream"
 
@@ -117,12 +92,12 @@ class EventStream(Response):
         self._timeout = timeout
         self._send_timeout = send_timeout
         self._started = False
-        self._sending: float | None = None  # since when, while a send waits for the client to read
+        self._sending_since: float | None = None  # while a send waits for the client to read
         self._unread = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         try:
-            await attend(self._watched(self._write(send)), receive, self._timeout)
+            await attend(self._watch_sends(self._write(send)), receive, self._timeout)
         except ClientGone as gone:
             log.info("%s", gone.message)
         except Exception as error:
@@ -130,11 +105,11 @@ class EventStream(Response):
                 raise
             if not isinstance(error, ApiError):
                 log.exception("a stream failed")
-                error = ApiError(UNFORESEEN)
+                error = ApiError(INTERNAL_ERROR)
             with suppress(ClientGone):
-                await self._watched(self._send(send, _body(_event(to_json(error.body())), last=True)))
+                await self._watch_sends(self._send(send, _body(_event(to_json(error.body())), last=True)))
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: asgi.Send) -> None:
         async with aclosing(self._events) as events:
             async for event in events:
                 if not self._started:
@@ -144,27 +119,27 @@ class EventStream(Response):
                 await self._send(send, _body(_event(event)))
         await self._send(send, _body(DONE, last=True))
 
-    async def _send(self, send: Send, message: Message) -> None:
-        self._sending = time.monotonic()
+    async def _send(self, send: asgi.Send, message: asgi.Message) -> None:
+        self._sending_since = time.monotonic()
         await send(message)
-        self._sending = None
+        self._sending_since = None
 
-    async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
-        """The work, cut off when a send of its has waited for `send_timeout`: one timer looks after all of them."""
+    async def _watch_sends(self, work: Coroutine[Any, Any, None]) -> None:
+        """The work, cut off if one of its sends waits for `send_timeout`. One timer watches all of them."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
 
-        def look() -> None:
-            waited = 0.0 if self._sending is None else time.monotonic() - self._sending
+        def check() -> None:
+            waited = 0.0 if self._sending_since is None else time.monotonic() - self._sending_since
             if waited >= self._send_timeout:
                 self._unread = True
                 task.cancel()
             else:
-                self._timer = loop.call_later(self._send_timeout - waited, look)
+                self._timer = loop.call_later(self._send_timeout - waited, check)
 
-        self._sending = None
-        self._timer = loop.call_later(self._send_timeout, look)
+        self._sending_since = None
+        self._timer = loop.call_later(self._send_timeout, check)
         try:
             await work
         except asyncio.CancelledError:
@@ -175,7 +150,7 @@ class EventStream(Response):
             self._timer.cancel()
 
 
-def _body(body: bytes, last: bool = False) -> Message:
+def _body(body: bytes, last: bool = False) -> asgi.Message:
     return {"type": "http.response.body", "body": body, "more_body": not last}
 
 

@@ -1,7 +1,7 @@
-"""The kernel matrix, shared by every backend: odd lengths, head groups, head sizes, each option and their combinations.
+"""The cases that every backend is tested with: odd lengths, head groups, head sizes, each option, and combinations.
 
-A `Case` says what to compute; `check(case, backend, dtype, device)` makes inputs, asks the float64 oracle, runs the backend
-through the public API and applies the 2x rule to every row, in all three layouts.
+A `Case` says what to compute. `check(case, backend, dtype, device, layout)` makes inputs, computes them with the float64 oracle
+and, through the public API, with the backend, and applies the 2x rule to every row.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Case:
 
 
 def params(cases: list[Case]) -> list[Any]:
-    assert len({str(case) for case in cases}) == len(cases), "two cases of the same name"
+    assert len({str(case) for case in cases}) == len(cases), "two cases have the same name"
     return [pytest.param(case, id=str(case)) for case in cases]
 
 
@@ -141,7 +141,7 @@ def _sequences(case: Case, dtype: torch.dtype, device: str) -> list[tuple[torch.
 
 
 def _options_of(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the API takes, and what the oracle takes."""
+    """The options of a case as the API takes them, and as the oracle takes them."""
     sinks = torch.linspace(-1.5, 2.0, case.heads, device=device) if case.sinks else None
     api = {"causal": case.causal, "window_size": case.window, "softcap": case.softcap, "sinks": sinks}
     window = (case.window[0], 0 if case.causal else case.window[1])
@@ -164,7 +164,7 @@ def _mask(case: Case, device: str) -> torch.Tensor | None:
 
 
 def check(case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", layout: str = "dense", **extra: Any) -> None:
-    """Raises AssertionError where a row breaks the rule."""
+    """Raise AssertionError if a row breaks the 2x rule. `extra` are more options of the public function."""
     api, oracle = _options_of(case, device)
     sequences = _sequences(case, dtype, device)
     mask = _mask(case, device)
@@ -200,7 +200,7 @@ def _run(
     dtype: torch.dtype,
     extra: dict[str, Any],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Per sequence: out (q, heads, dim_v), lse (heads, q)."""
+    """out (seqlen_q, heads, head_dim_v) and lse (heads, seqlen_q) of each sequence."""
     options = api | extra | {"return_lse": True, "backend": backend}
     if layout == "dense":
         q, k, v = (torch.stack(x) for x in zip(*sequences, strict=True))
@@ -217,7 +217,7 @@ def _run(
     if layout == "varlen":
         k = torch.cat([x[1] for x in sequences] or [empty_k])
         v = torch.cat([x[2] for x in sequences] or [empty_v])
-        # a neighbour full of NaN on either side, and after the last sequence
+        # rows of NaN after the last sequence, which no kernel may read
         q, k, v = (torch.cat([x, x.new_full((70, *x.shape[1:]), float("nan"))]) for x in (q, k, v))
         out, lse = fa_serve.attention_varlen(
             q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options

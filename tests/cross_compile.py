@@ -28,6 +28,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import fa_serve.spec
+from fa_serve.backends.plan import PLANS
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -136,7 +137,10 @@ class _NamingDriver:
 
 @contextlib.contextmanager
 def compiling_for(target: str) -> Iterator[list[Kernel]]:
-    """Every Triton or Gluon launch inside the block is compiled for `target` and recorded instead of run."""
+    """Every Triton or Gluon launch inside the block is compiled for `target` and recorded instead of run.
+
+    Plans are made again inside the block, because they depend on the architecture, and forgotten after it.
+    """
     gpu = TARGETS[target]
     kernels: list[Kernel] = []
     run = JITFunction.run
@@ -150,4 +154,6 @@ def compiling_for(target: str) -> Iterator[list[Kernel]]:
         patch.setattr(driver, "_active", _NamingDriver(gpu))
         patch.setattr(JITFunction, "run", record)
         patch.setattr(fa_serve.spec, "arch_of", lambda device: gpu.arch if gpu.backend == "cuda" else 0)
+        PLANS.clear()
         yield kernels
+        PLANS.clear()

@@ -1,7 +1,7 @@
 """Tiny models of many families with random weights, for the tests of the transformers adapter on the CPU and on the GPU.
 
-Weights are drawn wide enough that attention is far from uniform: a window, a sink or a padded key that is lost then moves the
-logits by far more than rounding does. Windows and chunks are shorter than the sequences.
+Weights are drawn wide enough that attention is far from uniform. A lost window, sink or padded key then moves the logits by far
+more than rounding does. Windows and chunks are shorter than the sequences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import fa_serve
 from fa_serve import hf
 
-ROUNDING = 4e-6  # of the largest value, in float32
+ROUNDING = 4e-6  # allowed error relative to the largest value, in float32
 VOCAB = 96
 WINDOW = 5
 LENGTH = 24
@@ -29,10 +29,10 @@ LENGTH = 24
 class Family:
     """A model class of transformers and what its config needs beyond the common small sizes.
 
-    kind:  "decoder" (input_ids -> logits, has a KV cache), "encoder", "seq2seq", "vision" (pixel_values)
-    paged: whether it runs on the engine's paged cache; if not, why (a part of the error's text)
-    packs: whether restarting positions alone tell transformers (and eager attention) of packed sequences
-    gain:  how wide the weights are
+    kind:  "decoder" (input_ids -> logits, has a KV cache), "encoder", "seq2seq" or "vision" (pixel_values)
+    paged: True if it runs on the engine's paged cache, else a part of the error that says why not
+    packs: whether restarting position_ids alone make transformers (and eager attention) treat sequences as packed
+    gain:  standard deviation of the weights, relative to 1 / sqrt(fan_in)
     """
 
     name: str
@@ -117,7 +117,7 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB,
     "num_kv_shared_layers": 0,
 }
-_MASK_OF_ITS_OWN = "needs a mask of its own"
+_OTHER_MASK = "needs a mask beyond causality"
 
 FAMILIES = [
     Family("llama", "LlamaForCausalLM"),
@@ -134,12 +134,12 @@ FAMILIES = [
             "use_sliding_window": True,
             **_ALTERNATING,
         },
-        paged=_MASK_OF_ITS_OWN,
+        paged=_OTHER_MASK,
     ),
     Family("mixtral", "MixtralForCausalLM", config=_MOE),
     Family("mistral", "MistralForCausalLM", config={"sliding_window": WINDOW}),
     Family("phi3", "Phi3ForCausalLM", config={"sliding_window": WINDOW}),
-    Family("phimoe", "PhimoeForCausalLM", config={**_MOE, "sliding_window": WINDOW}, paged=_MASK_OF_ITS_OWN),
+    Family("phimoe", "PhimoeForCausalLM", config={**_MOE, "sliding_window": WINDOW}, paged=_OTHER_MASK),
     Family("granite", "GraniteForCausalLM", config={"attention_multiplier": 0.3, "logits_scaling": 2.0}),
     Family("olmo2", "Olmo2ForCausalLM"),
     Family("olmo3", "Olmo3ForCausalLM", config=_ALTERNATING),
@@ -194,7 +194,7 @@ FAMILIES = [
             "layer_types": ["chunked_attention", "full_attention"],
             "no_rope_layers": [1, 0],
         },
-        paged=_MASK_OF_ITS_OWN,
+        paged=_OTHER_MASK,
         packs=False,
     ),
     Family("gpt2", "GPT2LMHeadModel", config={"n_inner": 96}),
@@ -225,7 +225,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def here() -> torch.device:
-    """Where tensors are made; the GPU suite changes it."""
+    """The device on which tensors are made; the GPU suite changes it."""
     return torch.get_default_device()
 
 
@@ -236,7 +236,7 @@ def _pair(family: Family, device: torch.device) -> tuple[PreTrainedModel, PreTra
 
 
 def pair(family: Family) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The same weights twice: eager, and ours."""
+    """Two models with the same weights: one with eager attention, one with fa_serve."""
     return _pair(family, here())
 
 
@@ -245,7 +245,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
 
 
 def padding_mask(kind: str, length: int = LENGTH) -> Tensor:
-    """(3, length): rows with different amounts of padding, one with none."""
+    """(3, length) int64: rows with different amounts of padding, the last with none."""
     mask = torch.ones(3, length, dtype=torch.int64)
     if kind == "left":
         mask[0, :9], mask[1, :1] = 0, 0
@@ -261,7 +261,7 @@ def positions(mask: Tensor) -> Tensor:
 
 
 def assert_same(actual: Tensor, expected: Tensor, valid: Tensor | None = None) -> None:
-    """Both are float32, so they differ by a few roundings of the largest value; what an adapter loses moves it by percents."""
+    """Compare float32 results: rounding moves them by a few 1e-7 of the largest value, a fault of an adapter by percents."""
     if valid is not None:
         actual = actual[valid.bool()]
         expected = expected[valid.bool()]
@@ -273,7 +273,7 @@ def assert_same(actual: Tensor, expected: Tensor, valid: Tensor | None = None) -
 
 
 class Pages:
-    """Sequences in a paged cache, fed in steps of any lengths, as the engine does; unwritten slots are NaN."""
+    """Sequences in a paged cache that grow by any number of tokens in each step, as in the engine. Unwritten slots are NaN."""
 
     def __init__(self, model: PreTrainedModel, count: int, page_size: int = 4) -> None:
         self.model = model
@@ -289,7 +289,7 @@ class Pages:
         ]
 
     def step(self, new: list[Tensor]) -> Tensor:
-        """The new tokens of each sequence -> logits of all of them, packed."""
+        """The new tokens of each sequence -> their logits, (total, vocab), packed."""
         at = [torch.arange(n, n + len(ids)) for n, ids in zip(self.used, new, strict=True)]
         slots = [self.table[b, p // self.page_size].long() * self.page_size + p % self.page_size for b, p in enumerate(at)]
         self.used = [n + len(ids) for n, ids in zip(self.used, new, strict=True)]

@@ -1,14 +1,17 @@
-"""Runs the Hopper kernel's own Python source on a CPU, with threads for its warps, to find what a GPU shows only by hanging.
+"""Runs the Python source of the Hopper kernel on a CPU, with threads for its warps.
+
+On a GPU a wrong barrier shows only as a kernel that hangs; here it shows as an error.
 
     with emulated():
-        out, lse = launch_forward(q, k, v, ...)       # CPU tensors; launcher, tile table and kernel are the product's
+        out, lse = plan_forward(tensors, options)(tensors)      # CPU tensors; plan, tile table and kernel are the product's
 
-Every partition of every resident block is a thread. Barriers count arrivals and bytes as mbarriers do; a matrix product and an
-outgoing copy read shared memory only when they are waited for, as late as the hardware may; an incoming copy first fills its
-place with NaN. So a wrong phase is a deadlock (or a wrong result), a slot released too early is NaN, and a missing mask is a
-wrong value. Copies move through the descriptors' real addresses, modulo 2^64 bytes, with the hardware's bounds.
+Each partition of each resident thread block is a thread. Barriers count arrivals and bytes as mbarriers do. Matrix products
+and copies to global memory read shared memory only when they are waited for, which is as late as the hardware may read it.
+A copy from global memory first fills its destination with NaN. So a wrong phase is a deadlock or a wrong result, a stage that
+is released too early is NaN, and a missing mask is a wrong value. Copies use the descriptors' real addresses, modulo 2^64
+bytes, and the hardware's bounds. The emulator knows no layouts, registers or timing.
 
-`faults` edits the source before it runs: a test of the kernel is worth what it catches. Left out: layouts, registers, timing.
+`faults` edits the source before it runs, because tests of the kernel are worth what they catch.
 """
 
 from __future__ import annotations
@@ -27,16 +30,16 @@ from unittest import mock
 
 import torch
 
-from fa_serve.backends.hopper import consumer, forward, producer, schedule, shared
+from fa_serve.backends.hopper import consumer, forward, kernel_types, producer, tile_schedule
 from fa_serve.backends.launch import Launch, View
 
 
 class EmulationError(Exception):
-    """A deadlock, a barrier that is overrun, or an access outside of a tensor."""
+    """A deadlock, too many arrivals at a barrier, or an access outside of a tensor."""
 
 
 class _Thread(threading.local):
-    """What a warp group knows about itself."""
+    """State of one warp group: its thread block, and its products and copies that have not been waited for."""
 
     block: Block
     products: list[_Product]
@@ -44,7 +47,7 @@ class _Thread(threading.local):
 
 
 class Block:
-    """One thread block: its number, its named barriers."""
+    """One thread block: its number and its named barriers."""
 
     def __init__(self, index: int, grid: int, machine: Machine) -> None:
         self.index = index
@@ -54,8 +57,10 @@ class Block:
 
 
 class Machine:
-    """What outlives a block: failures, the lock of atomics, jitter of up to `delay` seconds. After `patience` seconds a wait
-    counts as a deadlock."""
+    """What all thread blocks share: failures, a lock for atomics, and random delays of up to `delay` seconds.
+
+    A wait of more than `patience` seconds counts as a deadlock.
+    """
 
     def __init__(self, seed: int, patience: float, delay: float) -> None:
         self.patience = patience
@@ -111,12 +116,12 @@ class _Barrier:
 
 
 class _NamedBarrier:
-    """Two warpgroups: one arrives, the other waits for it."""
+    """A named barrier of two warpgroups: one arrives, and the other waits for it."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.arrived = 0
-        self.turns = 0
+        self.turns = 0  # how often both have arrived
 
     def arrive(self) -> int:
         with self.condition:
@@ -124,7 +129,7 @@ class _NamedBarrier:
             self.arrived += 1
             if self.arrived == 2:
                 self.arrived = 0
-                self.turns = self.turns + 1
+                self.turns += 1
                 self.condition.notify_all()
             return turn
 
@@ -149,8 +154,8 @@ class _Shared:
     def permute(self, order: tuple[int, ...]) -> _Shared:
         return _Shared(self.data.permute(order))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> _Pieces:
-        return _Pieces(self.data, shape)
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> _Boxes:
+        return _Boxes(self.data, shape)
 
     def store(self, value: torch.Tensor) -> None:
         self.data.copy_(value)
@@ -159,20 +164,22 @@ class _Shared:
         return self.data.clone()
 
 
-class _Pieces:
-    """A ring (stages, rows, columns) as boxes of some rows by 64 columns: in memory all rows of 64 columns come first."""
+class _Boxes:
+    """A ring (stages, rows, columns) as boxes of some rows by 64 columns. In memory, all rows of 64 columns come first."""
 
     def __init__(self, ring: torch.Tensor, shape: list[int]) -> None:
-        self.ring, self.rows, (self.count, *self.box) = ring, shape[-3], shape
+        self.ring = ring
+        self.count = shape[0]
+        self.rows = shape[-3]
         if ring.numel() != self.count * self.rows * 64:
             raise EmulationError(f"{shape} is not the memory of {tuple(ring.shape)}")
 
     def index(self, i: Any) -> _Shared:
         stages, rows, _ = self.ring.shape
         stage, rest = divmod(int(i), self.count // stages)
-        chunk, piece = divmod(rest, rows // self.rows)
-        box = self.ring[stage, piece * self.rows : (piece + 1) * self.rows, 64 * chunk : 64 * chunk + 64]
-        return _Shared(box[None, None, :, None, :])
+        chunk, box = divmod(rest, rows // self.rows)
+        data = self.ring[stage, box * self.rows : (box + 1) * self.rows, 64 * chunk : 64 * chunk + 64]
+        return _Shared(data[None, None, :, None, :])
 
 
 class _Barriers:
@@ -192,9 +199,7 @@ class _Pointer:
         return _Pointer(self.data, self.offset + offset)
 
     def cells(self) -> tuple[torch.Tensor, torch.Tensor]:
-        flat = self.data.view(-1)
-        offset = torch.as_tensor(self.offset)
-        return flat, offset
+        return self.data.view(-1), torch.as_tensor(self.offset)
 
     def load(self, mask: Any = None, other: Any = 0) -> torch.Tensor:
         flat, offset = self.cells()
@@ -213,7 +218,7 @@ class _Pointer:
 
 
 class _Copy:
-    """A tensor descriptor: 64-bit addresses, and bounds per coordinate as the copy engine has them."""
+    """A tensor descriptor: 64-bit addresses, and a bound for each coordinate, as in the copy engine."""
 
     def __init__(self, base: torch.Tensor, view: View) -> None:
         self.base = base
@@ -230,6 +235,8 @@ class _Copy:
         for size, stride in zip(d.shape, d.strides, strict=True):
             if size <= 0 or not 0 <= stride * itemsize < 1 << 40:
                 raise EmulationError(f"a descriptor cannot have {size} and stride {stride}")
+        if self.base.data_ptr() % 16:
+            raise EmulationError(f"an address must be a multiple of 16 bytes, got {self.base.data_ptr()}")
         if any(stride * itemsize % 16 for stride in d.strides[:-1]):
             raise EmulationError(f"strides must be multiples of 16 bytes, got {d.strides}")
         start = self.base.storage_offset()
@@ -263,7 +270,7 @@ class _Copy:
 
 
 class _Product:
-    """An asynchronous matrix product; it reads its operands when it is waited for."""
+    """An asynchronous matrix product, which reads its operands when it is waited for."""
 
     def __init__(self, a: Any, b: _Shared, acc: Any, use_acc: bool) -> None:
         self.a = a
@@ -304,7 +311,7 @@ def _wait_stores(pending: int) -> None:
 
 
 def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any) -> Any:
-    if "mul.f32" in text:  # O for a new maximum
+    if "mul.f32" in text:  # rescales O for a new maximum
         assert (values[1] <= 1).all(), "a maximum that falls"
         return values[0] * values[1]
     kind, number = re.match(r"bar\.(sync|arrive) (\d+), 256;", text).groups()  # type: ignore[union-attr]
@@ -358,7 +365,7 @@ def _tensors(function: Callable[..., torch.Tensor], scalars: Callable[..., Any])
 
 
 def _language() -> types.SimpleNamespace:
-    """What the sources use of `gl` and `tl`."""
+    """The parts of `gl` and `tl` that the kernels use."""
     anything = lambda *args, **options: None  # noqa: E731
     return types.SimpleNamespace(
         constexpr=lambda x: x,
@@ -404,8 +411,8 @@ def _language() -> types.SimpleNamespace:
     )
 
 
-def _namespace(faults: dict[str, str]) -> dict[str, Any]:
-    """The kernel's modules, executed against the emulated language. A fault replaces a piece of source, which must be there."""
+def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
+    """The kernels' definitions, executed against the emulated language. A fault replaces source text, which must be there."""
 
     def jit(function: Any = None, **options: Any) -> Any:
         return function if function is not None else lambda f: f
@@ -434,16 +441,16 @@ def _namespace(faults: dict[str, str]) -> dict[str, Any]:
         "fence_async_shared": lambda: None,
         "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait_products,
-        "RAGGED": shared.RAGGED.value,
-        "Tile": shared.Tile,
-        "Descs": shared.Descs,
-        "Smem": shared.Smem,
-        "Bars": shared.Bars,
-        "Work": shared.Work,
-        "Epilogue": shared.Epilogue,
+        "RAGGED": kernel_types.RAGGED.value,
+        "Tile": kernel_types.Tile,
+        "Descriptors": kernel_types.Descriptors,
+        "SharedMemory": kernel_types.SharedMemory,
+        "Barriers": kernel_types.Barriers,
+        "ProducerArgs": kernel_types.ProducerArgs,
+        "ConsumerArgs": kernel_types.ConsumerArgs,
     }
     unused = dict(faults)
-    for module in (schedule, producer, consumer, forward):
+    for module in (tile_schedule, producer, consumer, forward):
         source = inspect.getsource(module)
         for old, new in faults.items():
             if old in source:
@@ -472,15 +479,15 @@ def _on_device(arg: Any) -> Any:
 def emulated(
     resident_blocks: int = 3, seed: int = 0, faults: dict[str, str] | None = None, patience: float = 20.0, delay: float = 1e-4
 ) -> Iterator[None]:
-    """Launches inside the block run here. Blocks of one launch run at once, up to `resident_blocks`, as on a small GPU."""
-    names = _namespace(faults or {})
+    """Launches inside the `with` block run on the CPU, up to `resident_blocks` thread blocks at a time, as on a small GPU."""
+    names = kernel_definitions(faults or {})
 
-    def launch(self: Launch, tensors: Any) -> None:
+    def launch(self: Launch, tensors: Any, *late: float) -> None:
         machine = Machine(seed, patience, delay)
         function = names[self._kernel.__name__]
         grid = self._grid[0]
         wrapped = [None if view is None else _Copy(base, view) for base, view in zip(tensors, self._views, strict=False)]
-        wrapped += [_on_device(arg) for arg in (*tensors[len(wrapped) :], *self._numbers)]
+        wrapped += [_on_device(arg) for arg in (*tensors[len(wrapped) :], *late, *self._numbers)]
         for first in range(0, grid, resident_blocks):
             blocks = [Block(i, grid, machine) for i in range(first, min(first + resident_blocks, grid))]
             _run_threads([(block, function, tuple(wrapped)) for block in blocks])

@@ -1,11 +1,11 @@
-"""docs/models.md from what the tests themselves reported.
+"""Write docs/models.md from the outcomes of tests.
 
     python tests/report_models.py             # runs the tests of the families, then writes the page (minutes)
-    python tests/report_models.py --page      # writes the page alone, from tests/results/*.json
+    python tests/report_models.py --page      # writes the page alone, from the files below
 
-tests/results/families.json holds the outcomes of test_hf_models.py and test_hf_multimodal.py, who serves the layers of each
-architecture as it is published, and what became of every model of transformers; tests/upstream/results.json those of
-transformers' own tests (tests/upstream/run.py writes it).
+tests/results/families.json holds the outcomes of tests/hf/test_families.py and tests/hf/test_multimodal.py, the backends that
+serve the layers of each architecture in its published sizes, and whether fa_serve takes each model of transformers.
+tests/upstream/results.json holds the outcomes of transformers' own tests, which tests/upstream/run.py writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 FAMILIES = HERE / "results" / "families.json"
 UPSTREAM = HERE / "upstream" / "results.json"
 PAGE = HERE.parent / "docs" / "models.md"
-# the tests of a family, and how the page calls them
+# The tests of a family, by the name of their column on the page.
 COLUMNS = {
     "forward": "padded",
     "seq2seq": "padded",
@@ -43,15 +43,15 @@ COLUMNS = {
 
 
 def outcomes() -> dict[str, dict[str, list[int]]]:
-    """By family and column: how many tests passed, and how many there were."""
+    """For each family and column: how many tests passed, and how many there are."""
     from hf_families import FAMILIES as known
-    from test_hf_multimodal import MODELS
+    from hf_multimodal import MODELS
 
     names = sorted([f.name for f in known] + [f"{name} (multimodal)" for name in MODELS], key=len, reverse=True)
     found: dict[str, dict[str, list[int]]] = {name: {} for name in sorted(names)}
-    for module in ("models", "multimodal"):
+    for module in ("families", "multimodal"):
         with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-            tests = str(HERE / f"test_hf_{module}.py")
+            tests = str(HERE / "hf" / f"test_{module}.py")
             options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report.name}"]
             subprocess.run([sys.executable, "-m", "pytest", *options, tests], cwd=HERE.parent, check=False)
             for case in ET.parse(report.name).iter("testcase"):
@@ -71,7 +71,7 @@ def _names(parameters: str, family: str) -> bool:
 
 
 def layers() -> dict[str, list[dict[str, str]]]:
-    """Of each architecture in the sizes that transformers gives it: what its layers ask for, and who serves them on an H200."""
+    """For each architecture in transformers' default sizes: what its layers ask for, and who serves them on an H200."""
     from hf_families import FAMILIES as known
 
     from fa_serve.backends import explain
@@ -96,7 +96,7 @@ def layers() -> dict[str, list[dict[str, str]]]:
 
 
 def census() -> dict[str, dict[str, str]]:
-    """Every model type of transformers: "" if fa_serve takes its model, else the reason, without the model's name."""
+    """For each model type of transformers: "" if fa_serve takes its model, else the reason, without the model's name."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -107,10 +107,10 @@ def census() -> dict[str, dict[str, str]]:
     for model_type, config_class in CONFIG_MAPPING.items():
         try:
             classes = MODEL_MAPPING.get(config_class, ())
-        except ValueError:  # the mapping of 5.17 names two classes that are not there
+        except ValueError:  # the mapping of 5.17 names two classes that do not exist
             continue
         for model_class in classes if isinstance(classes, tuple) else (classes,):
-            if getattr(model_class, "is_dummy", False):  # it wants a package that is not here
+            if getattr(model_class, "is_dummy", False):  # it needs a package that is not installed
                 continue
             try:
                 check_class(model_class)
@@ -134,22 +134,25 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
     lines = [
         "# Models",
         "",
-        "<!-- written by tests/report_models.py; tests/test_models_page.py holds it to the results -->",
+        "<!-- written by tests/report_models.py; tests/test_report_models.py compares it with the results -->",
         "",
-        "A model is computed as transformers' eager attention computes it, or refused with a sentence: when it is loaded, if",
-        "its attention cannot reach us or is told something that we do not know; when it is called, if it asks for attention",
-        "weights, for dropout in attention, or passes a mask of a shape that is none of transformers'.",
-        "`fa-serve info MODEL` tells it for a hub name or a folder from the config alone, `--arch 90` for a GPU elsewhere.",
+        "fa_serve computes a model as transformers' eager attention computes it, or refuses it and says why. A model is",
+        "refused when it is loaded if its attention does not go through transformers' attention interface, or if it passes its",
+        "attention an argument that fa_serve does not know. A call is refused if it asks for attention weights or for dropout",
+        "in attention, or if it passes a mask that does not have four dimensions. `fa-serve info MODEL` shows all of this for",
+        "a hub name or a folder, from the config alone; `--arch 90` asks for a GPU that is not in this machine.",
         "",
-        "Masks that are causality, a window, padding or packed sequences are never formed: the kernels know them and skip what",
-        "nobody sees. Chunks, image blocks, prefixes and masks of your own are passed as they are.",
+        "A mask that consists of causality, a window, padding or packed sequences is never formed. The kernels apply it and",
+        "skip the keys that no query sees. Masks with chunks, image blocks or prefixes, and your own masks, are passed to the",
+        "kernel as they are.",
         "",
         "## What is tested",
         "",
-        "Tiny models with random weights against eager attention: every row, every valid position, to a few roundings of",
-        f'float32 ({versions}). A cell: tests passed of all. "pages": in the',
-        "engine's paged cache, or refused there as it should be. Multimodal models have a vision or audio tower beside the",
-        "text. `make test` runs them all, `make test-newest` on the newest release.",
+        "Tiny models with random weights are compared with eager attention in every row and at every valid position, within a",
+        f"few roundings of float32 ({versions}). A cell says how many of the",
+        'tests passed. "pages" means that the model runs in the engine\'s paged cache, or is refused there for the right',
+        "reason. Multimodal models have a vision or audio tower beside the text model. `make test` runs all of these tests,",
+        "and `make test-newest` runs them on the newest release of transformers.",
         "",
         "| family | " + " | ".join(columns) + " |",
         "|---" * (len(columns) + 1) + "|",
@@ -159,10 +162,11 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "## Who serves which layer",
+        "## Which backend serves which layer",
         "",
-        "On an H200 in bfloat16, each architecture in the sizes that transformers gives it by default: the Hopper kernel, the",
-        "portable Triton kernels, or PyTorch's own (sdpa). Decoding is the engine's; - where the engine does not run it.",
+        "For an H200 in bfloat16, with each architecture in transformers' default sizes: `hopper` is the Hopper kernel,",
+        "`triton` the portable Triton kernels, and `sdpa` PyTorch's own attention. The last column is the engine's decoding;",
+        "- means that the engine does not run the model.",
         "",
         "| model | layers | what they ask for | prefill | decoding |",
         "|---|---|---|---|---|",
@@ -175,11 +179,12 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
         "",
         "## Every model of transformers",
         "",
-        f"Of {len(results['census'])} model types {counts.pop('')} are taken: their attention reaches us and tells us",
-        "nothing that we do not know. Only the families above are computed in tests. The others are refused at load,",
-        "and so is a model with a part that is refused, unless it is told to leave that part to another implementation:",
+        f"fa_serve takes {counts.pop('')} of {len(results['census'])} model types: their attention goes through the attention",
+        "interface, with arguments that fa_serve knows. Only the families above are computed in tests. The other types are",
+        "refused when they are loaded, with the reason below. So is a model with a part of such a type, unless that part is",
+        "given another implementation.",
         "",
-        "| why | model types |",
+        "| reason | model types |",
         "|---|---|",
     ]
     for reason, _ in counts.most_common():
@@ -195,14 +200,14 @@ def _upstream(upstream: dict[str, Any]) -> list[str]:
         "",
         "## transformers' own tests",
         "",
-        "`python tests/upstream/run.py` fetches the source distribution of transformers and runs the tests of attention in its",
-        "`test_modeling_common.py` (sdpa against eager in three dtypes, padded on either side; batching; training; gradient",
-        "checkpointing; switching; offloading) with fa_serve in the place of sdpa. The distribution has neither the tests of",
-        "generation and of masks nor those of single models: ours are in `tests/test_hf_*.py`.",
+        "`python tests/upstream/run.py` fetches the source distribution of transformers. It runs the tests of attention in",
+        "`test_modeling_common.py` (sdpa against eager attention in three dtypes, padded on either side; batching; training;",
+        "gradient checkpointing; switching; offloading) with fa_serve in the place of sdpa. The distribution lacks",
+        "transformers' tests of generation, of masks and of single models. fa_serve's tests of these are in `tests/hf/`.",
         "",
         f"transformers {versions['transformers']}, torch {versions['torch']}:",
         "",
-        "| family | passed | failed | skipped | why those failed |",
+        "| family | passed | failed | skipped | reasons of the failures |",
         "|---|---|---|---|---|",
     ]
     for name, row in upstream["families"].items():
@@ -213,7 +218,7 @@ def _upstream(upstream: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--page", action="store_true", help="write the page from the results that are there")
+    parser.add_argument("--page", action="store_true", help="write the page from the existing results")
     if not parser.parse_args().page:
         FAMILIES.parent.mkdir(exist_ok=True)
         FAMILIES.write_text(json.dumps(collect(), indent=1) + "\n")

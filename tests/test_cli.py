@@ -1,4 +1,7 @@
-"""The command line, up to where a server starts (tests/server/test_process.py goes on from there)."""
+"""The command line: its flags, its help, and settings that are refused before a server starts.
+
+Running servers are in tests/server/test_process.py, the output of `fa-serve info` in tests/test_info_tables.py.
+"""
 
 import os
 import subprocess
@@ -28,7 +31,7 @@ def test_without_its_extra_it_says_what_to_install():
 
 
 def test_help_is_quick():
-    """It imports neither torch nor transformers nor a web framework, which take seconds."""
+    """It imports no torch, no transformers and no web framework, which take seconds."""
     program = """
 import sys
 from fa_serve.__main__ import app
@@ -46,13 +49,45 @@ def test_every_setting_is_a_flag():
         assert (flag in text) == (name not in {*SECRETS, "model"}), name
 
 
+@pytest.mark.parametrize(
+    "command", [(), ("serve",), ("chat",), ("bench",), ("info",)], ids=lambda words: " ".join(words) or "-"
+)
+def test_help_fits_100_columns(command):
+    text = run(*command, "--help", COLUMNS="100").stdout
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text, "a flag is cut off"
+
+
+def given(*arguments, monkeypatch, **environment):
+    """The settings that `serve` would take from these arguments, without a server."""
+    found = []
+
+    def stop(flags, file=None):
+        found.append(load(flags, file))
+        raise ValueError("stopped")
+
+    monkeypatch.setattr("fa_serve.__main__.load", stop)
+    assert run("serve", *arguments, **environment).exit_code == 2
+    return found[0]
+
+
+def test_a_flag_turns_off_what_the_environment_turns_on(monkeypatch):
+    environment = {"FA_SERVE_EAGER": "true", "FA_SERVE_PREFIX_CACHING": "true", "FA_SERVE_PROCESS": "true"}
+    settings = given("--no-eager", "--no-prefix-caching", "--no-process", monkeypatch=monkeypatch, **environment)
+    assert (settings.eager, settings.prefix_caching, settings.process) == (False, False, False)
+    settings = given(monkeypatch=monkeypatch, **environment)
+    assert (settings.eager, settings.prefix_caching, settings.process) == (True, True, True)
+    settings = given("--eager", "--deterministic", monkeypatch=monkeypatch)
+    assert (settings.eager, settings.deterministic, settings.trust_remote_code) == (True, True, False)
+
+
 def test_engine_settings_are_the_engines():
     for field in fields(EngineConfig):
         default = field.default // 2 if field.name == "max_num_batched_tokens" else field.default
         assert Settings.model_fields[field.name].default == default, field.name
 
 
-def test_the_engine_refuses_nobody_whom_the_service_lets_wait():
+def test_the_engines_queue_is_longer_than_the_services():
     config = load({"max_waiting": 5000, "max_num_seqs": 7, "page_size": 3}).engine_config()
     assert config.max_waiting > 5000
     assert (config.max_num_seqs, config.page_size, config.seed) == (7, 3, None)
@@ -111,18 +146,10 @@ def test_a_bad_file_is_refused(name, text, said, tmp_path):
     assert said in result.stderr
 
 
-def test_keys_that_are_none_do_not_open_the_server():
+def test_an_empty_list_of_keys_is_refused():
     result = run("serve", FA_SERVE_API_KEYS=" , ")
     assert result.exit_code == 2
     assert "api_keys: Value error, must hold at least one item" in result.stderr
-
-
-def test_info_names_a_backend_for_every_case():
-    result = run("info")
-    assert result.exit_code == 0, result.output
-    assert "serving, Llama-3 8B" in result.stdout
-    assert "sdpa" in result.stdout or "triton" in result.stdout
-    assert "none" not in result.stdout
 
 
 def test_module_and_script_are_the_same():
@@ -131,7 +158,7 @@ def test_module_and_script_are_the_same():
 
 
 def reference():
-    """The table of docs/serving.md, from the settings themselves."""
+    """The tables of docs/serving.md, generated from the settings."""
     rows = []
     group = None
     for name, field in Settings.model_fields.items():
@@ -149,7 +176,7 @@ def reference():
 
 
 def test_the_documented_settings_are_the_settings():
-    """To write them anew: FA_SERVE_WRITE_DOCS=1 pytest tests/test_cli.py"""
+    """To generate the tables again: FA_SERVE_WRITE_DOCS=1 pytest tests/test_cli.py"""
     document = Path(__file__).parents[1] / "docs" / "serving.md"
     before, rest = document.read_text().split("<!-- settings -->\n")
     after = rest.split("<!-- end of settings -->")[1]

@@ -1,4 +1,4 @@
-"""`import fa_serve` costs little, and has its names; tests/test_hf_plugin.py has what it does to transformers or without it."""
+"""`import fa_serve` takes little time and offers its public names; `tests/hf/test_register.py` tests the registration."""
 
 import subprocess
 import sys

@@ -1,8 +1,8 @@
-"""The promise in one file: the embedded model's greedy tokens are those of eager attention, whichever way they are asked for.
+"""Every way to the embedded model gives the greedy tokens of eager attention.
 
 Sixteen prompts of unequal length go through transformers' `generate` with fa_serve (left-padded, in one batch), through the
-offline engine at once, and through a real server as sixteen requests at once. float32, so that a token can differ only by a
-fault and not by rounding.
+offline engine in one batch, and through a real server as sixteen concurrent requests. The dtype is float32, so a different
+token is a fault and not a rounding error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def _generate(attention: str, prompts: list[list[int]]) -> list[list[int]]:
-    """Left-padded, one batch, through transformers' own generate; up to the end token."""
+    """The tokens of transformers' `generate` for one left-padded batch, up to the end token."""
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32, attn_implementation=attention)
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -59,7 +59,7 @@ def _before_end(tokens: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def eager(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """One prompt at a time: no padding, no batch, no cache shared with anyone."""
+    """One prompt at a time, so without padding, without a batch, and each with a new cache."""
     return [_generate("eager", [tokenizer(prompt)["input_ids"]])[0] for prompt in PROMPTS]
 
 

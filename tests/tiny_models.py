@@ -45,7 +45,7 @@ CONFIGS = {
 
 
 def make_model(family: str = "llama") -> PreTrainedModel:
-    """A model of that family in float32, the same at each call; its logits are far enough apart to be told by argmax."""
+    """A float32 model of that family, the same at each call. Its logits are far enough apart for argmax to be stable."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32, attn_implementation="eager")
     model.generation_config = GenerationConfig(pad_token_id=0)
@@ -58,7 +58,7 @@ def random_prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[in
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What transformers itself generates with eager attention."""
+    """The tokens that transformers generates with eager attention."""
     model.set_attn_implementation("eager")
     ids = torch.tensor([list(prompt)], device=model.device)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
@@ -66,7 +66,7 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> li
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: all 256 bytes are tokens, so any sequence of ids is a text or the broken pieces of one."""
+    """Byte-level BPE. All 256 bytes are tokens, so any sequence of ids is a text, possibly with incomplete characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

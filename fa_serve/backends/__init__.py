@@ -1,148 +1,135 @@
-"""The table of backends, fastest first, and the choice among them.
+"""The backends of attention, fastest first, and the choice among them.
 
-A backend is one class with `supports(spec) -> str | None` (None: yes; else the reason, in words a user can act on) and the
-four calls of `Backend` below. Backends are imported when they are first considered: a machine without Triton never imports
-it. Checks of meaning (shapes, dtypes) are the API's; a backend checks only what is its own, such as strides.
+A backend is one class with the members of `Backend`: `supports(spec)` says None for yes, else the reason in words that a user
+can act on; `plan(...)` decides everything about calls that look alike and returns a function that runs them (see `plan`).
+Backends are imported when they are first considered, so a machine without Triton never imports it. The functions of
+`fa_serve.api` check what a call means (shapes, dtypes); a backend checks only what concerns itself, such as strides.
 
-`auto` takes the first that supports the spec. An explicit name never falls back. Left out: `reference`, which is chosen by
-name only.
+`auto` takes the first backend that supports the spec. An explicit name never falls back to another backend. `reference` is
+chosen by its name only.
 """
 
 from __future__ import annotations
 
 import importlib
-from functools import cache, lru_cache
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-from torch import Tensor
-
+from fa_serve.backends.plan import AttentionOptions, Run
 from fa_serve.spec import AttentionSpec, UnsupportedError
 
-BACKENDS = {
-    "hopper": "fa_serve.backends.hopper:HopperBackend",
-    "triton": "fa_serve.backends.triton:TritonBackend",
-    "sdpa": "fa_serve.backends.sdpa:SdpaBackend",
-    "reference": "fa_serve.backends.reference:ReferenceBackend",
-}
-AUTO = ("hopper", "triton", "sdpa")
+MAX_KEYS_PER_TILE = 128
+"""The most keys of a paged cache that any kernel loads at once. Keys that share a tile with a visible key are read, although
+they are masked, so their pages must not be given to another sequence. The plans of the kernels assert this bound."""
+
+
+class Selectable(Protocol):
+    """What a table needs of its backends: whether they can serve a spec."""
+
+    def supports(self, spec: Any) -> str | None: ...
 
 
 class Backend(Protocol):
-    """Shapes and conventions are those of `fa_serve.api`; every argument has been validated there.
+    """A backend of attention. Shapes and conventions are those of `fa_serve.api`, which has validated every argument.
 
-    `window_size` already holds causality (right == 0). `out` may be None: then the backend allocates. Each forward returns
-    (out, lse); lse is None unless `return_lse`. A backend with a true attribute `plans` gets `memo`, a dictionary, empty at
-    first, for what it works out from shapes, strides, dtypes and options: calls that share it differ in addresses and contents
-    alone. One with `step` makes short ways for such calls, of dense tensors (see `hf.ops`). Two backends may share a mixed
-    paged batch, see `mixed`: the one that serves few queries then takes `lse` too, and leaves sequences with more than
-    `max_seqlen_q` queries alone; the other takes `lse` and `skip_q`.
+    name:       key of the backend in the table
+    mixed_rows: rows (queries times query heads per KV head) up to which this backend's decoding kernel is the faster one for a
+                sequence in a batch that mixes decoding with prompts; None if one kernel serves such batches (see `mixed`)
     """
 
     name: str
+    mixed_rows: int | None
 
-    def supports(self, spec: AttentionSpec) -> str | None: ...
+    def supports(self, spec: AttentionSpec) -> str | None:
+        """None if the backend serves the spec, else the reason."""
+        ...
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        softmax_scale: float,
-        window_size: tuple[int, int],
-        softcap: float,
-        sinks: Tensor | None,
-        mask: Tensor | None,
-        out: Tensor | None,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]: ...
+    def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:
+        """Decide about calls that look like this one.
 
-    def forward_varlen(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        window_size: tuple[int, int],
-        softcap: float,
-        sinks: Tensor | None,
-        out: Tensor | None,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]: ...
+        For the ops "attention" and "decode", `tensors` is an `AttentionTensors` and the plan maps an `AttentionTensors` with
+        the same facts to (out, lse or None). For "store_kv" it is a `StoreTensors`, there are no options, and the plan returns
+        None.
 
-    def forward_paged(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        block_table: Tensor,
-        seqused_k: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        window_size: tuple[int, int],
-        softcap: float,
-        sinks: Tensor | None,
-        k_descale: Tensor | None,
-        v_descale: Tensor | None,
-        num_splits: int,
-        out: Tensor | None,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-    def store_kv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        k_descale: Tensor | None,
-        v_descale: Tensor | None,
-    ) -> None: ...
+        A dense "decode" of one query per sequence is planned once for a cache that grows: later calls have another number of
+        keys (with the same bit length) and the strides that follow from it, each a multiple of 16 and below 2^31.
+        """
+        ...
 
 
-@cache
-def load_backend(name: str) -> Backend | str:
-    """The backend of that name, or the reason why it cannot be imported on this machine."""
-    module, _, attribute = BACKENDS[name].partition(":")
-    try:
-        backend: Backend = getattr(importlib.import_module(module), attribute)()
-    except ImportError as error:
-        return f"cannot be imported: {error}"
-    return backend
+B = TypeVar("B", bound=Selectable)
 
 
-def explain(spec: AttentionSpec) -> dict[str, str | None]:
-    """For each backend that `auto` considers: None if it serves the spec, else its reason."""
-    reasons: dict[str, str | None] = {}
-    for name in AUTO:
-        backend = load_backend(name)
-        reasons[name] = backend if isinstance(backend, str) else backend.supports(spec)
-    return reasons
+class BackendTable(Generic[B]):
+    """Backends by name, imported when they are first considered.
 
-
-@lru_cache(maxsize=4096)
-def select_backend(spec: AttentionSpec, name: str = "auto") -> Backend:
-    """The backend for this spec.
-
-    Raises ValueError for an unknown name, UnsupportedError with every reason when none (or not the one named) can.
+    modules: name -> "module:Class"
+    auto:    the names that `select` considers by itself, fastest first
     """
-    if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"backend must be 'auto' or one of {sorted(BACKENDS)}, got {name!r}")
-    reasons = []
-    for candidate in AUTO if name == "auto" else (name,):
-        backend = load_backend(candidate)
-        reason = backend if isinstance(backend, str) else backend.supports(spec)
-        if not isinstance(backend, str) and reason is None:
-            return backend
-        reasons.append(f"  {candidate}: {reason}")
-    raise UnsupportedError(f"no backend can serve {spec}\n" + "\n".join(reasons))
+
+    def __init__(self, modules: Mapping[str, str], auto: Sequence[str]) -> None:
+        self.modules = dict(modules)
+        self.auto = tuple(auto)
+        self._loaded: dict[str, B | str] = {}  # at most one entry for each name in `modules`
+
+    def load(self, name: str) -> B | str:
+        """The backend of that name, or the reason why it cannot be imported on this machine."""
+        if name not in self._loaded:
+            module, _, attribute = self.modules[name].partition(":")
+            try:
+                self._loaded[name] = getattr(importlib.import_module(module), attribute)()
+            except ImportError as error:
+                self._loaded[name] = f"cannot be imported: {error}"
+        return self._loaded[name]
+
+    def reason(self, name: str, spec: Any) -> str | None:
+        """Why the backend does not serve the spec; None if it does."""
+        backend = self.load(name)
+        return backend if isinstance(backend, str) else backend.supports(spec)
+
+    def explain(self, spec: Any) -> dict[str, str | None]:
+        """For each backend that `auto` considers: None if it serves the spec, else its reason."""
+        return {name: self.reason(name, spec) for name in self.auto}
+
+    def select(self, spec: Any, name: str = "auto") -> B:
+        """The backend for this spec.
+
+        Raises ValueError for an unknown name, and UnsupportedError with every reason when none (or not the one named) can
+        serve.
+        """
+        if name != "auto" and name not in self.modules:
+            raise ValueError(f"backend must be 'auto' or one of {sorted(self.modules)}, got {name!r}")
+        reasons = []
+        for candidate in self.auto if name == "auto" else (name,):
+            backend = self.load(candidate)
+            reason = backend if isinstance(backend, str) else backend.supports(spec)
+            if not isinstance(backend, str) and reason is None:
+                return backend
+            reasons.append(f"  {candidate}: {reason}")
+        raise UnsupportedError(f"no backend can serve {spec}\n" + "\n".join(reasons))
+
+
+ATTENTION: BackendTable[Backend] = BackendTable(
+    {
+        "hopper": "fa_serve.backends.hopper:HopperBackend",
+        "triton": "fa_serve.backends.triton:TritonBackend",
+        "sdpa": "fa_serve.backends.sdpa:SdpaBackend",
+        "reference": "fa_serve.backends.reference:ReferenceBackend",
+    },
+    auto=("hopper", "triton", "sdpa"),
+)
+
+load_backend = ATTENTION.load
+explain = ATTENTION.explain
+select_backend = ATTENTION.select
+
+__all__ = [
+    "ATTENTION",
+    "MAX_KEYS_PER_TILE",
+    "Backend",
+    "BackendTable",
+    "Selectable",
+    "explain",
+    "load_backend",
+    "select_backend",
+]

@@ -1,47 +1,57 @@
-"""A paged batch in which some sequences decode and others are mid-prompt, each by the kernel made for it.
+"""A paged batch in which some sequences decode and others are in their prompt, each served by the kernel made for it.
 
-The lengths are on the device, so both kernels get the whole batch: one takes the sequences whose packed queries fill one tile
-of the tensor cores at most, the other the longer ones, and each skips the other's. They write disjoint rows of the same
-output, one after the other on the caller's stream. Which kernels these are is the caller's choice: the portable backend has
-both, and `api` joins two backends. Left out: running both at once.
+The lengths are on the device, so both kernels get the whole batch. The decoding kernel takes the sequences whose packed queries
+fill at most one of its shortest tiles, the forward kernel takes the longer ones, and each skips the sequences of the other.
+They write disjoint rows of the same output, one after the other on the caller's stream. Which two backends serve the batch is
+decided by `fa_serve.api`. This module leaves out running both kernels at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-# The decoding kernel's shortest tile. At 16, its next one, 32 sequences of 4096 keys beside a prompt take 170 us instead of 141
-# (32/8 heads of 128, one H200), 197 instead of 142 with 64/8, and alone 135 and 142
-_ROWS = 8
+from fa_serve.backends import Backend
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
+from fa_serve.spec import AttentionSpec
 
 
-def forward_mixed(
-    decode: Callable[..., Any],
-    forward: Callable[..., Any],
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    max_seqlen_q: int,
-    out: Tensor | None,
-    return_lse: bool,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Arguments as in `fa_serve.attention_paged`, for a cache of q's dtype and no fixed number of splits.
+def plan_mixed(
+    decoder: Backend, forward: Backend, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions
+) -> Run:
+    """Plan paged calls that look like this one, for a cache of q's dtype and no fixed number of splits.
 
-    decode:  leaves sequences with more than its `max_seqlen_q` queries alone
-    forward: leaves sequences with up to `skip_q` queries alone; both write `out` and, if it is not None, `lse`
+    decoder: the backend that serves the spec with op "decode"; its `mixed_rows` is not None
+    forward: the backend that serves the spec, which skips sequences of up to `options.skip_q` queries
     """
-    total_q, num_heads, _ = q.shape
-    few = max(1, _ROWS // (num_heads // k_cache.shape[2]))
-    q = q if q.stride(2) == 1 else q.contiguous()
-    result = q.new_empty(total_q, num_heads, v_cache.shape[3]) if out is None or out.stride(2) != 1 else out
-    lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=q.device) if return_lse else None
-    shared = {**options, "out": result, "lse": lse, "return_lse": return_lse}
-    forward(q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, skip_q=few, **shared)
-    decode(q, k_cache, v_cache, max_seqlen_q=few, **shared)
-    return (result if out is None or result is out else out.copy_(result)), lse
+    total_q, num_heads, _ = tensors.q.shape
+    assert decoder.mixed_rows is not None
+    few_queries = max(1, decoder.mixed_rows // (num_heads // tensors.k.shape[2]))
+    out_shape = (total_q, num_heads, tensors.v.shape[3])
+    lse_shape = (num_heads, total_q)
+    takes_out = tensors.out is not None and tensors.out.stride(2) == 1
+
+    def prepare(tensors: AttentionTensors) -> AttentionTensors:
+        """Allocate what both kernels write."""
+        q = tensors.q if tensors.q.stride(2) == 1 else tensors.q.contiguous()
+        out = tensors.out if takes_out else q.new_empty(out_shape)
+        lse = q.new_empty(lse_shape, dtype=torch.float32) if options.return_lse else None
+        return tensors._replace(q=q, out=out, lse=lse)
+
+    example = prepare(tensors)
+    long = forward.plan(spec, example, replace(options, skip_q=few_queries))
+    short = decoder.plan(replace(spec, op="decode"), example, replace(options, max_seqlen_q=few_queries))
+
+    def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+        shared = prepare(tensors)
+        long(shared)
+        short(shared)
+        out = shared.out
+        assert out is not None
+        if tensors.out is not None and out is not tensors.out:
+            out = tensors.out.copy_(out)
+        return out, shared.lse
+
+    return run

@@ -57,13 +57,47 @@ def facts(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple([x if x is None else (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad) for x in tensors])
 
 
+def growing_facts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, ...] | None:
+    """The facts of a dense call with one query per sequence, without the number of keys, which grows by one at each step.
+
+    The bit length of the number of keys stays, because tiles are chosen by it. So do all relations between the tensors that are
+    checked or that kernels depend on. None if a stride has an unusual alignment or width: such a call has facts of the usual
+    form.
+    """
+    keys = k.shape[1]
+    k_strides = k.stride()
+    v_strides = v.stride()
+    page_k, token_k, head_k, unit_k = k_strides
+    page_v, token_v, head_v, unit_v = v_strides
+    if (page_k | token_k | head_k | page_v | token_v | head_v) & 15 or (page_k | head_k | page_v | head_v) >> 31:
+        return None
+    if unit_k != 1 or unit_v != 1 or keys != v.shape[1] or (torch.is_grad_enabled() and _needs_grad(q, k, v)):
+        return None
+    seen = None
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1) or mask.shape[3] != keys:
+            return None
+        seen = (mask.shape[0], mask.stride(3), mask.device)
+    same = k_strides == v_strides
+    return (
+        (q.shape, q.stride(), q.dtype, q.device),
+        (k.shape[0], k.shape[2:], k.dtype, k.device),
+        (v.shape[0], v.shape[2:], v.dtype, v.device),
+        (keys.bit_length(), same, seen),
+    )
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return any(x.requires_grad for x in tensors)
+
+
 class AttentionTensors(NamedTuple):
     """The tensors of one attention call; shapes are those of `fa_serve.api` for the layout of the spec.
 
     k, v: keys and values, or the paged caches
     keys: what says how long the keys of a sequence are: cu_seqlens_k (varlen), seqused_k (paged), or None (dense)
-    out:  written in place if given, else allocated by the plan
-    lse:  likewise, if the options ask for it; only a mixed batch gives it, see `mixed`
+    out:  written in place if given, else the plan allocates it
+    lse:  written in place if given, which only `mixed` does; else the plan allocates it if the options ask for it
     """
 
     q: Tensor
@@ -80,6 +114,18 @@ class AttentionTensors(NamedTuple):
     lse: Tensor | None = None
 
 
+class StoreTensors(NamedTuple):
+    """The tensors of one call of `fa_serve.store_kv`."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """The options of one attention call, validated and with their defaults filled in.
@@ -87,7 +133,8 @@ class AttentionOptions:
     window_size: (left, right) with causality folded in (right == 0), -1 unlimited
     max_seqlen_q, max_seqlen_k: upper bounds of the lengths; of a dense batch, the lengths
     num_splits:  as in `fa_serve.attention_paged`
-    skip_q:      sequences with up to this many queries are left to another kernel, see `mixed`
+    skip_q:      sequences with up to this many queries are left to another kernel, see `mixed`. For the op "decode" the bound
+                 is `max_seqlen_q`: sequences with more queries are left to another kernel
     """
 
     softmax_scale: float

@@ -5,18 +5,20 @@
     P = exp(S - lse),  lse = log(sum_j exp(S_j) [+ exp(sink)])
     O = P V
 
-It computes in at least float32, and in float64 when given float64. It is slow and holds the whole score matrix on purpose.
-Tests compare the other backends with it; those never import it. Left out: everything that is not in the equation.
+It computes in at least float32, and in float64 for float64 input. It is slow and holds the whole score matrix on purpose. Tests
+compare the other backends with it; the other backends never import it. It leaves out everything that is not in the equation.
 """
 
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run, StoreTensors
 from fa_serve.spec import AttentionSpec
 
 
@@ -62,89 +64,101 @@ def attention_reference(
     lse = torch.logsumexp(s, dim=-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(dtype)[None, :, None].expand_as(lse))
-    # a row that sees nothing has lse -inf and P = exp(-inf - -inf): it is defined to be 0
+    # a row that sees no key has lse -inf and P = exp(-inf - -inf), which is defined to be 0
     p = torch.exp(s - lse[..., None]).masked_fill(s == float("-inf"), 0.0)
-    # finfo.min, by which some hide keys, has no room for the logarithm of a sum: P is 1 then for each of such a row's keys
+    # Some masks hide keys with finfo.min instead of -inf. A row of nothing but finfo.min has no room for the logarithm of a
+    # sum, so P is 1 for each of its keys; the division makes it a mean.
     p = p / p.sum(dim=-1, keepdim=True).round().clamp(min=1.0)
     return (p @ v).transpose(1, 2), lse
 
 
 class ReferenceBackend:
+    """The oracle as a backend, chosen by its name only. It serves every spec."""
+
     name = "reference"
+    mixed_rows: int | None = None
 
     def supports(self, spec: AttentionSpec) -> str | None:
         return None
 
-    def forward(self, q, k, v, *, out, return_lse, **options):  # type: ignore[no-untyped-def]
-        result, lse = attention_reference(q, k, v, **options)
-        return _deliver(result, q, out), lse if return_lse else None
+    def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:
+        if spec.op == "store_kv":
+            return store_kv_reference
+        assert options is not None
+        return partial(_ATTENTION[spec.layout], options)
 
-    def forward_varlen(  # type: ignore[no-untyped-def]
-        self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, out, return_lse, **options
-    ):
-        starts_q = cu_seqlens_q.tolist()
-        starts_k = cu_seqlens_k.tolist()
-        keys = [(k[a:b], v[a:b]) for a, b in itertools.pairwise(starts_k)]
-        return self._each_sequence(q, starts_q, keys, v.shape[-1], out, return_lse, options)
 
-    def forward_paged(  # type: ignore[no-untyped-def]
-        self,
+def _attend(options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, t: AttentionTensors) -> tuple[Tensor, Tensor]:
+    return attention_reference(
         q,
-        k_cache,
-        v_cache,
-        *,
-        block_table,
-        seqused_k,
-        cu_seqlens_q,
-        max_seqlen_q,
-        max_seqlen_k,
-        k_descale,
-        v_descale,
-        num_splits,
-        out,
-        return_lse,
-        **options,
-    ):
-        page_size = k_cache.shape[1]
-        keys = []
-        for pages, length in zip(block_table.tolist(), seqused_k.tolist(), strict=True):
-            used = torch.tensor(pages[: -(-length // page_size)], dtype=torch.long, device=q.device)
-            sequence = []
-            for cache, descale in ((k_cache, k_descale), (v_cache, v_descale)):
-                x = cache[used].flatten(0, 1)[:length].to(torch.promote_types(q.dtype, torch.float32))
-                sequence.append(x if descale is None else x * descale.to(x.dtype)[None, :, None])
-            keys.append(tuple(sequence))
-        return self._each_sequence(q, cu_seqlens_q.tolist(), keys, v_cache.shape[-1], out, return_lse, options)
-
-    def store_kv(self, k, v, k_cache, v_cache, slot_mapping, *, k_descale, v_descale):  # type: ignore[no-untyped-def]
-        page_size = k_cache.shape[1]
-        for token, slot in enumerate(slot_mapping.tolist()):
-            if slot < 0:
-                continue
-            for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, v_descale)):
-                row = x[token] if descale is None else x[token].float() / descale[:, None]
-                if cache.dtype == torch.float8_e4m3fn:
-                    row = row.float().clamp(-448, 448)
-                cache[slot // page_size, slot % page_size] = row.to(cache.dtype)
-
-    @staticmethod
-    def _each_sequence(
-        q: Tensor,
-        starts: list[int],
-        keys: list[tuple[Tensor, Tensor]],
-        head_dim_v: int,
-        out: Tensor | None,
-        return_lse: bool,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        result = torch.zeros(*q.shape[:2], head_dim_v, dtype=dtype, device=q.device)
-        lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=dtype, device=q.device)
-        for (a, b), (k, v) in zip(itertools.pairwise(starts), keys, strict=True):
-            o, sequence_lse = attention_reference(q[a:b][None], k[None], v[None], **options)
-            result[a:b], lse[:, a:b] = o[0], sequence_lse[0]
-        return _deliver(result, q, out), lse if return_lse else None
+        k,
+        v,
+        softmax_scale=options.softmax_scale,
+        window_size=options.window_size,
+        softcap=options.softcap,
+        sinks=t.sinks,
+        mask=t.mask,
+    )
 
 
-def _deliver(result: Tensor, q: Tensor, out: Tensor | None) -> Tensor:
-    return result.to(q.dtype) if out is None else out.copy_(result)
+def _dense(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+    result, lse = _attend(options, t.q, t.k, t.v, t)
+    return _deliver(result, t), lse if options.return_lse else None
+
+
+def _varlen(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+    assert t.keys is not None
+    sequences = [(t.k[a:b], t.v[a:b]) for a, b in itertools.pairwise(t.keys.tolist())]
+    return _each_sequence(options, t, sequences)
+
+
+def _paged(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+    assert t.keys is not None
+    assert t.block_table is not None
+    page_size = t.k.shape[1]
+    dtype = torch.promote_types(t.q.dtype, torch.float32)
+    sequences = []
+    for pages, length in zip(t.block_table.tolist(), t.keys.tolist(), strict=True):
+        used = torch.tensor(pages[: -(-length // page_size)], dtype=torch.long, device=t.q.device)
+        k, v = (cache[used].flatten(0, 1)[:length].to(dtype) for cache in (t.k, t.v))
+        if t.k_descale is not None and t.v_descale is not None:
+            k = k * t.k_descale.to(dtype)[None, :, None]
+            v = v * t.v_descale.to(dtype)[None, :, None]
+        sequences.append((k, v))
+    return _each_sequence(options, t, sequences)
+
+
+_ATTENTION = {"dense": _dense, "varlen": _varlen, "paged": _paged}
+
+
+def _each_sequence(
+    options: AttentionOptions, t: AttentionTensors, sequences: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of packed queries, each sequence with its keys and values (seqlen_k, heads, dim)."""
+    assert t.cu_seqlens_q is not None
+    dtype = torch.promote_types(t.q.dtype, torch.float32)
+    result = torch.zeros(*t.q.shape[:2], t.v.shape[-1], dtype=dtype, device=t.q.device)
+    lse = torch.full((t.q.shape[1], t.q.shape[0]), float("-inf"), dtype=dtype, device=t.q.device)
+    for (a, b), (k, v) in zip(itertools.pairwise(t.cu_seqlens_q.tolist()), sequences, strict=True):
+        o, sequence_lse = _attend(options, t.q[a:b][None], k[None], v[None], t)
+        result[a:b] = o[0]
+        lse[:, a:b] = sequence_lse[0]
+    return _deliver(result, t), lse if options.return_lse else None
+
+
+def _deliver(result: Tensor, t: AttentionTensors) -> Tensor:
+    return result.to(t.q.dtype) if t.out is None else t.out.copy_(result)
+
+
+def store_kv_reference(tensors: StoreTensors) -> None:
+    """Write each token's keys and values to its slot, as `fa_serve.store_kv` defines it."""
+    k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale = tensors
+    page_size = k_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, v_descale)):
+            row = x[token] if descale is None else x[token].float() / descale[:, None]
+            if cache.dtype == torch.float8_e4m3fn:
+                row = row.float().clamp(-448, 448)
+            cache[slot // page_size, slot % page_size] = row.to(cache.dtype)

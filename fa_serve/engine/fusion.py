@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from fa_serve import ops
 from fa_serve.engine.fused_layer import FusedLayer, Product
-from fa_serve.hf import PagedBatch, paged_forward
+from fa_serve.hf import LayerCall, paged_forward
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -58,14 +58,18 @@ class _Recorder:
     def __init__(self, call: _Call | None = None) -> None:
         self.call = call
 
-    def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, causal: bool, left: int, **options: Any
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
+        v = call.value[0].transpose(0, 1)
         if self.call is not None:
-            self.call.index = module.layer_idx
-            self.call.heads = tuple(x[0].transpose(0, 1) for x in (query, key, value))
-            self.call.options = {"left": left, **options}
-        return _repeat_heads(value[0].transpose(0, 1), query.shape[1])[None]
+            self.call.index = cast(int, call.module.layer_idx)
+            self.call.heads = (call.query[0].transpose(0, 1), call.key[0].transpose(0, 1), v)
+            self.call.options = {
+                "left": call.window_size[0],
+                "softmax_scale": call.softmax_scale,
+                "softcap": call.softcap,
+                "sinks": call.sinks,
+            }
+        return _repeat_heads(v, call.query.shape[1])[None]
 
 
 def _repeat_heads(v: Tensor, num_heads: int) -> Tensor:
@@ -114,7 +118,7 @@ def _observe(model: PreTrainedModel, found: Sequence[nn.Module]) -> list[_Call]:
     try:
         ids = torch.arange(1, 8, device=model.device) % int(cast(Any, model).get_input_embeddings().weight.shape[0])
         positions = torch.tensor([0, 1, 2, 13, 5, 30, 31], device=model.device)
-        paged_forward(model, ids, positions, cast(PagedBatch, recorder), ids[:1] * 0)
+        paged_forward(model, ids, positions, recorder, ids[:1] * 0)
     finally:
         for hook in hooks:
             hook.remove()

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from fa_serve.api import attention_varlen
-from fa_serve.hf import PagedBatch, paged_forward
+from fa_serve.hf import LayerCall, paged_forward
 from fa_serve.spec import AttentionSpec
 
 HEADROOM = 224.0
@@ -51,11 +51,10 @@ class _Ranges:
     def __init__(self) -> None:
         self.largest: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, causal: bool, left: int, **options: Any
-    ) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        self.largest[module.layer_idx] = tuple(x.float().abs().amax(dim=(0, 2)) for x in (k, v))  # type: ignore[assignment]
+    def attend(self, call: LayerCall) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        largest = k.float().abs().amax(dim=(0, 2)), v.float().abs().amax(dim=(0, 2))
+        self.largest[cast(int, call.module.layer_idx)] = largest
         ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
         out = attention_varlen(
             q,
@@ -66,8 +65,10 @@ class _Ranges:
             max_seqlen_q=len(q),
             max_seqlen_k=len(q),
             causal=True,
-            window_size=(left, 0),
-            **options,
+            window_size=(call.window_size[0], 0),
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
         )
         return cast(Tensor, out)[None]
 
@@ -81,7 +82,7 @@ def descales(model: PreTrainedModel, vocab: int, num_tokens: int = 256) -> list[
     """
     ids = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(model.device)
     ranges = _Ranges()
-    paged_forward(model, ids, torch.arange(num_tokens, device=model.device), cast(PagedBatch, ranges), ids[:1] * 0)
+    paged_forward(model, ids, torch.arange(num_tokens, device=model.device), ranges, ids[:1] * 0)
     scaled = [tuple(x.clamp(min=1e-6) / HEADROOM for x in ranges.largest[layer]) for layer in sorted(ranges.largest)]
     return cast(list[tuple[Tensor, Tensor]], scaled)
 

@@ -3,14 +3,11 @@
     params = SampleParams(**on_device(sampling_arrays(requests, positions, vocab)))
     tokens = sample(logits, params)          # int64 (n,); -1 where the logits are not finite
 
-Each row is drawn by itself: its random numbers are a hash of the request's seed and the token's position, so a seed gives the
-same numbers alone, in any batch, and after preemption. A draw is an exponential race, argmax p / E with E ~ Exp(1), which
-chooses i with probability p_i / sum(p) and needs no normalisation. It is run in two rounds, first among blocks of BLOCK tokens
-and then within the winning block, so that a row needs vocab / BLOCK + BLOCK random numbers and not one for each token.
+Each row is drawn independently. Its random numbers are a hash of the request's seed and the token's position, so a seed gives
+the same numbers alone, in any batch, and after preemption.
 
-top_k and top_p keep tokens that tie with the last one kept. On a GPU one kernel does it all (ops.sample_rows); what stands
-here in torch is for other devices. Left out: end tokens and stop strings (scheduler.py,
-detokenizer.py).
+This module changes logits by penalties, biases and masks, and makes the keys of the random numbers. `ops.sample_rows` draws the
+tokens. It leaves out end tokens and stop strings (scheduler.py, detokenizer.py).
 """
 
 from __future__ import annotations
@@ -26,14 +23,9 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduler import INVALID_TOKEN
+from fa_serve.ops.exponential_race import GOLDEN, MIX1, MIX2
 
-BLOCK = 256
-CANDIDATES = 1024  # up to so many the most likely tokens are selected, not sorted out of the whole vocabulary
 NEG_INF = float("-inf")
-_GOLDEN = 0x9E3779B97F4A7C15  # the constants of splitmix64 (Steele, Lea, Flood 2014)
-_MIX1 = 0xBF58476D1CE4E5B9
-_MIX2 = 0x94D049BB133111EB
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +101,17 @@ def sample(
     last_tokens: (num_slots,) int64, which gets the tokens at `slots`, and 0 for those that are not finite
     """
     scores = _adjust(logits, params, counts, slots)
-    tokens = ops.sample_rows(
-        scores, params.keys, params.temperature, params.top_k, params.top_p, params.min_p, slots, last_tokens
+    return ops.sample_rows(
+        scores,
+        params.keys,
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        slots,
+        last_tokens,
+        params.largest_top_k,
     )
-    if tokens is None:
-        tokens = _sample(scores, params)
-        if last_tokens is not None:
-            last_tokens[slots] = tokens.clamp(min=0)
-    return tokens
-
-
-def _sample(scores: Tensor, params: SampleParams) -> Tensor:
-    """In plain torch, for devices without the kernel."""
-    best, tokens = scores.max(dim=-1)  # a NaN anywhere in a row is its maximum
-    if params.keys is not None and params.temperature is not None:
-        greedy = params.temperature == 0
-        # from the maximum down, so that no temperature is too low for a finite result
-        scores = (scores.float() - best.float()[:, None]) / params.temperature.masked_fill(greedy, 1.0)[:, None]
-        if params.top_k is not None or params.top_p is not None:
-            scores = scores.masked_fill(scores < _threshold(scores, params)[:, None], NEG_INF)
-        if params.min_p is not None:
-            scores = scores.masked_fill(scores < params.min_p.log()[:, None], NEG_INF)
-        tokens = torch.where(greedy, tokens, _race(scores, params.keys))
-    return tokens.masked_fill(~torch.isfinite(best), INVALID_TOKEN)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,13 +174,13 @@ def sampling_arrays(requests: Sequence[Request], positions: Sequence[int], vocab
 def random_keys(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """One 64-bit key for each (seed, position), on the host."""
     with np.errstate(over="ignore"):
-        mixed = _mix_host(seeds.astype(np.uint64) + np.uint64(_GOLDEN))
-        return _mix_host(mixed ^ (positions.astype(np.uint64) * np.uint64(_GOLDEN))).view(np.int64)
+        mixed = _mix_host(seeds.astype(np.uint64) + np.uint64(GOLDEN))
+        return _mix_host(mixed ^ (positions.astype(np.uint64) * np.uint64(GOLDEN))).view(np.int64)
 
 
 def _mix_host(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX2)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX2)
     return x ^ (x >> np.uint64(31))
 
 
@@ -221,58 +201,3 @@ def _adjust(logits: Tensor, params: SampleParams, counts: TokenCounts | None, sl
         banned = (bits & 1 == 0).flatten(1)[:, : logits.shape[1]]
         scores = scores.index_copy(0, params.mask_rows, scores[params.mask_rows].masked_fill(banned, NEG_INF))
     return scores
-
-
-def _threshold(scores: Tensor, params: SampleParams) -> Tensor:
-    """(n,) the lowest score that is kept: first the top_k, then of their distribution the top_p."""
-    if params.largest_top_k is None or params.largest_top_k > CANDIDATES:
-        ordered = scores.sort(dim=-1, descending=True).values
-    else:
-        ordered = scores.topk(min(params.largest_top_k, scores.shape[1]), dim=-1).values
-    if params.top_k is None:
-        last = ordered[:, -1:]
-    else:
-        last = ordered.gather(1, (params.top_k.clamp(max=ordered.shape[1]) - 1)[:, None])
-    if params.top_p is None:
-        return last[:, 0]
-    # what ties with the last one is kept and counts as well, among the candidates or not
-    ties = (scores == last).sum(dim=-1, keepdim=True) - (ordered == last).sum(dim=-1, keepdim=True)
-    weights = (ordered - ordered[:, :1]).exp().masked_fill(ordered < last, 0.0)
-    total = weights.sum(dim=-1, keepdim=True) + ties * (last - ordered[:, :1]).exp()
-    before = (weights.cumsum(dim=-1) - weights) / total
-    # rounding must not cut the tail of a row that wants everything
-    kept = (before < params.top_p[:, None]) | (params.top_p[:, None] >= 1.0)
-    kept[:, 0] = True
-    lowest = ordered.masked_fill(~kept, float("inf")).min(dim=-1).values
-    return torch.maximum(lowest, last[:, 0])
-
-
-def _race(scores: Tensor, keys: Tensor) -> Tensor:
-    """(n, vocab) float32 scores whose maximum is 0, keys (n,) -> (n,) the token that wins each row's race."""
-    n, vocab = scores.shape
-    blocks = -(-vocab // BLOCK)
-    weights = torch.exp(scores)
-    weights = torch.nn.functional.pad(weights, (0, blocks * BLOCK - vocab)).view(n, blocks, BLOCK)
-    exponentials = _exponentials(keys, blocks + BLOCK)
-    block = (weights.sum(dim=-1) / exponentials[:, :blocks]).argmax(dim=-1)
-    inside = weights.gather(1, block[:, None, None].expand(n, 1, BLOCK))[:, 0]
-    return block * BLOCK + (inside / exponentials[:, blocks:]).argmax(dim=-1)
-
-
-def _exponentials(keys: Tensor, count: int) -> Tensor:
-    """(n, count) float32, Exp(1), positive and finite: splitmix64 from each key."""
-    x = keys[:, None] + torch.arange(1, count + 1, device=keys.device) * _signed(_GOLDEN)
-    x = (x ^ _shift(x, 30)) * _signed(_MIX1)
-    x = (x ^ _shift(x, 27)) * _signed(_MIX2)
-    # the smallest of the exponentials decides, so they must be fine near 0, and never 0 or infinite
-    uniform = ((_shift(x, 32) ^ _shift(x, 63)).float() + 0.5) * 2.0**-32
-    return -torch.log1p(-uniform.clamp(max=1.0 - 2.0**-24))
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x

@@ -1,17 +1,26 @@
-"""The adapter to transformers: attn_implementation="fa_serve", and the paged forward of the engine.
+"""The adapter to transformers: `attn_implementation="fa_serve"`, and the paged forward of the engine.
 
     import fa_serve
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve")
 
-transformers asks an implementation for two functions. The mask function (`masks.py`) turns "causal, window 128, this padding"
-into whatever the attention function wants to see; the attention function (`attention.py`) gets q, k, v, that mask and the
-model's own options. Between ours a mask is either `Implicit`, a pattern that a kernel knows by itself, so that it can skip what
-nobody sees; or, for chunks, image blocks and masks of the user's own, a tensor of four dimensions, honoured as it is.
+transformers asks an implementation for two functions. The mask function (`masks.py`) turns a description such as "causal, a
+window of 128, this padding" into what the attention function wants to see. The attention function (`attention.py`) gets query,
+key, value, that mask and the words of the model. A mask is an `ImplicitMask` if a kernel can apply it from a few numbers and
+skip the keys that no query sees. For chunks, image blocks and users' masks it is a tensor of four dimensions, which is applied
+as it is.
 
-`register.py` is where both are made known; `models.py` says which models may come, and refuses the others when they are
-loaded; `paged.py` is the engine's way in, and `continuous.py` that of transformers' own continuous batching.
+    register.py        makes both functions known to transformers; `patch` switches a loaded model
+    models.py          says which models may come, and refuses the others when they are loaded
+    mask_patterns.py   recognises what a mask function of transformers stands for
+    masks.py           ImplicitMask, and the mask function
+    translate.py       transformers' words -> one LayerCall; the one place that knows which keys a call sees
+    attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
+    traced.py          attention as one node of a compiled, exported or traced graph
+    paged.py           the engine's forward over packed tokens and a paged cache
+    continuous.py      transformers' own continuous batching (`generate_batch`)
+    info.py            what a model asks of attention, from its config alone
 
-Left out: attention dropout, attention weights as an output, and caches that do not hold keys and values.
+Left out: dropout in attention, attention weights as an output, and caches that hold anything but keys and values.
 """
 
 try:
@@ -21,16 +30,21 @@ try:
     if Version(transformers.__version__).release < (5, 17):
         raise ImportError(f"found {transformers.__version__}")
 except ImportError as error:
-    raise ImportError(f"fa_serve's adapter needs transformers >= 5.17 (pip install 'transformers>=5.17'): {error}") from error
+    raise ImportError(
+        f"fa_serve's adapter needs transformers >= 5.17: {error}. Install it with pip install 'transformers>=5.17'"
+    ) from error
 
 from fa_serve.hf.attention import attention_forward
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
 from fa_serve.hf.paged import PagedBatch, attention_layers, check_model, paged_forward
 from fa_serve.hf.register import patch, register
+from fa_serve.hf.translate import AttendsBatch, LayerCall
 
 __all__ = [
     "NAME",
+    "AttendsBatch",
+    "LayerCall",
     "PagedBatch",
     "attention_forward",
     "attention_layers",

@@ -1,8 +1,13 @@
-"""What a config asks of attention and who would serve it, told without weights: behind `fa-serve info MODEL`.
+"""What a model asks of attention and which backend would serve it, found from a config without weights: `fa-serve info MODEL`.
 
-The model is made on the meta device, where tensors have shapes and no memory, and asked for one forward of its own code, in
-which each call of attention is written down and none is computed. Left out: towers whose inputs a config alone does not tell
-(those of Qwen2-VL take a grid for each image); they are checked by their source like every part, and named as not tried out.
+    description = describe("Qwen/Qwen3-0.6B", device="cuda", arch=90)
+    for layer, calls in description.parts[0].kinds(): ...
+
+The model is made on the meta device, where tensors have shapes and no memory. One forward of the model's code is run there, in
+which each call of attention is written down and none is computed.
+
+Left out: towers whose inputs cannot be told from a config (those of Qwen2-VL take a grid for each image). Their source is
+checked like that of every part, and they are reported as untried.
 """
 
 from __future__ import annotations
@@ -10,22 +15,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from fa_serve.hf.masks import Implicit
-from fa_serve.hf.models import NAME, admit, check_class
+from fa_serve.hf.models import NAME, check_class, prepare_model
 from fa_serve.hf.paged import check_model
+from fa_serve.hf.translate import spec_of, translate
 from fa_serve.spec import AttentionSpec, UnsupportedModelError
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of attention: the class of its module, and what the call is, as a dense prefill."""
+    """One call of attention: the class of the module that makes it, and what it asks for, as a dense prefill."""
 
     module: str
     spec: AttentionSpec
@@ -33,9 +38,11 @@ class Layer:
 
 @dataclass
 class Part:
-    """A model with a config of its own: the whole, or the text or a tower of it.
+    """A model that has a config: the whole, its text model, or a tower.
 
-    refused: why fa_serve does not take it, or None; untried: why its layers are not known, or None
+    refused: why fa_serve does not serve it, or None
+    untried: why its layers are not known, or None
+    layers:  the calls of attention in one forward, in order
     """
 
     name: str
@@ -45,7 +52,7 @@ class Part:
     layers: list[Layer] = field(default_factory=list)
 
     def kinds(self) -> list[tuple[Layer, str]]:
-        """Layers that ask for the same, and which of the calls of a forward they are: "0-4, 6-10"."""
+        """The different layers, each with the calls of the forward that ask for the same: "0-4, 6-10"."""
         found: dict[Layer, list[list[int]]] = {}
         for i, layer in enumerate(self.layers):
             spans = found.setdefault(layer, [])
@@ -65,9 +72,12 @@ class Description:
 
 
 def describe(model_or_config: str | PreTrainedConfig, device: str = "cpu", arch: int = 0) -> Description:
-    """What a hub name, a folder or a config needs, and whether each of its layers is served, for a device of that kind.
+    """What the layers of a model ask for, and why fa_serve or its engine refuses it, if they do.
 
-    Raises OSError or ValueError, in transformers' words, for a name that is no model's.
+    model_or_config: a hub name, a folder or a config
+    device, arch:    where the layers would run: a torch device type, and 10 * major + minor of a CUDA device (90 for an H200)
+
+    Raises OSError or ValueError, with transformers' message, for a name that belongs to no model.
     """
     loaded = AutoConfig.from_pretrained(model_or_config) if isinstance(model_or_config, str) else model_or_config
     config = copy.deepcopy(loaded)
@@ -85,16 +95,23 @@ def describe(model_or_config: str | PreTrainedConfig, device: str = "cpu", arch:
     return Description(list(parts.values()), engine)
 
 
+def decoding(spec: AttentionSpec) -> AttentionSpec:
+    """The same layer in the engine's decoding: one token of each sequence, keys and values in pages of 16."""
+    return replace(spec, layout="paged", page_size=16, op="decode")
+
+
 def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """A config and all configs inside it."""
     found = [config]
     for name in config.sub_configs:
-        if isinstance(sub := getattr(config, name, None), PreTrainedConfig):
+        sub = getattr(config, name, None)
+        if isinstance(sub, PreTrainedConfig):
             found += _configs(sub)
     return found
 
 
 def _models(whole: PreTrainedModel) -> list[tuple[str, PreTrainedModel]]:
-    """By their names, the models within a model whose configs have names of their own or another class, outermost first."""
+    """(name, model) for the models inside a model whose configs differ by name or class, outermost first."""
     names = {id(getattr(whole.config, name, None)): name for name in whole.config.sub_configs}
     first: dict[object, tuple[str, PreTrainedModel]] = {}
     for model in whole.modules():
@@ -105,6 +122,7 @@ def _models(whole: PreTrainedModel) -> list[tuple[str, PreTrainedModel]]:
 
 
 def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
+    """Check one part, and run its forward on the meta device if it attends itself."""
     part = Part(name, type(model).__name__)
     within = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     try:
@@ -114,9 +132,9 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
         part.refused = str(error)
         return part
     if len({type(m.config) for m in within}) > 1:
-        return part  # its parts attend, not itself
+        return part  # the parts inside it attend, and are examined one by one
     for each in within:
-        admit(each)
+        prepare_model(each)
         each.config._attn_implementation = NAME
     recorder = _Recorder(device, arch, model.dtype)
     registered: dict[str, Any] = AttentionInterface._global_mapping
@@ -125,63 +143,36 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
     try:
         with torch.no_grad(), torch.device("meta"):
             model.train(False)(**_inputs(model))
-    except Exception as error:  # whatever a model of any kind does with inputs that are not quite its own
-        part.untried = f"a forward of its own on the meta device ended in {type(error).__name__}: {str(error)[:200]}"
+    except Exception as error:  # any model may raise anything for inputs that it does not expect
+        part.untried = f"its forward on the meta device failed with {type(error).__name__}: {str(error)[:200]}"
     finally:
         registered[NAME] = known
     part.layers = recorder.layers
     if not part.layers and part.untried is None:
-        part.untried = "a forward of it calls no attention"
+        part.untried = "its forward calls no attention"
     return part
 
 
 class _Recorder:
-    """In the place of the attention function: writes down and computes nothing."""
+    """Takes the place of the attention function: it writes each call down, and computes nothing."""
 
     def __init__(self, device: str, arch: int, dtype: torch.dtype) -> None:
         self.layers: list[Layer] = []
-        self.here: dict[str, Any] = {"layout": "dense", "device": device, "arch": arch, "dtype": dtype, "kv_dtype": dtype}
+        self.device = device
+        self.arch = arch
+        self.dtype = dtype
 
     def __call__(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | Implicit | None,
-        is_causal: bool | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        **kwargs: Any,
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **words: Any
     ) -> tuple[Tensor, None]:
-        own = getattr(module, "is_causal", False) and query.shape[2] == key.shape[2]
-        left = -1 if sliding_window is None else sliding_window - 1
-        window = (left, 0 if (own if is_causal is None else is_causal) else left)
-        if isinstance(attention_mask, Implicit):
-            window = attention_mask.window_size
-        explicit: Literal["bool", "float"] | None = None if position_bias is None else "float"
-        if isinstance(attention_mask, Tensor):
-            window = (-1, -1)
-            explicit = explicit or ("bool" if attention_mask.dtype == torch.bool else "float")
-        spec = AttentionSpec(
-            **self.here,
-            head_dim=query.shape[-1],
-            head_dim_v=value.shape[-1],
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            window_size=window,
-            softcap=bool(softcap),
-            sinks=s_aux is not None,
-            mask=explicit,
-        )
+        call = translate(module, query, key, value, attention_mask, **words)
+        spec = replace(spec_of(call, "dense"), device=self.device, arch=self.arch, dtype=self.dtype, kv_dtype=self.dtype)
         self.layers.append(Layer(type(module).__name__, spec))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The smallest inputs of a forward that the config tells."""
+    """The smallest inputs of a forward that can be made from the config alone."""
     config: Any = model.config
     ids = torch.zeros((1, 2), dtype=torch.int64)
     makers: dict[str, Callable[[], Tensor]] = {
@@ -190,7 +181,7 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
         "input_features": lambda: torch.zeros((1, config.num_mel_bins, 2 * config.max_source_positions), dtype=model.dtype),
     }
     if model.main_input_name not in makers:
-        raise UnsupportedModelError(f"no inputs are known that are called {model.main_input_name}")
+        raise UnsupportedModelError(f"the main input must be one of {sorted(makers)}, got {model.main_input_name!r}")
     inputs = {model.main_input_name: makers[model.main_input_name]()}
     if model.main_input_name == "input_ids":
         inputs["attention_mask"] = torch.ones_like(ids)  # see _probe in paged.py
@@ -199,8 +190,3 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _square(size: Any) -> tuple[int, ...]:
     return tuple(size) if isinstance(size, list | tuple) else (size, size)
-
-
-def decoding(spec: AttentionSpec) -> AttentionSpec:
-    """The same layer in the engine: one token of each sequence, keys and values in pages of 16."""
-    return replace(spec, layout="paged", page_size=16, few_queries=True)

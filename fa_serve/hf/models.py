@@ -1,9 +1,14 @@
-"""Which models may use fa_serve, and what the mask function has to know of them; read from their source when they are made.
+"""Which models may use fa_serve, and which of them work on their masks: read from the source of the model when it is made.
 
-A model is refused, with a sentence, if its attention would not reach us, or if it is told something that we do not know. That
-rests on the model's own code: what its eager attention names, and what its modules pass on by name, is its mathematics; what
-eager attention swallows in **kwargs is not, and so we may swallow that too. transformers itself reads a model's source to find
-out whether its attention can be switched.
+    prepare_model(model)              # raises UnsupportedModelError with the reason, or notes what the mask function must know
+    check_class(LlamaForCausalLM)     # the check alone
+
+A model is refused if its attention would not reach fa_serve, or if it passes its attention an argument that fa_serve does not
+know. The model's own code decides: the arguments that its eager attention names, and those that its modules pass by name, are
+its mathematics. Arguments that eager attention swallows in **kwargs change nothing, so fa_serve ignores them too. transformers
+itself reads a model's source to find out whether its attention can be switched.
+
+Left out: running the model. What a model asks of attention in a forward is found in `paged.py` and `info.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from fa_serve.spec import UnsupportedModelError
 
 NAME = "fa_serve"
 
-# what a model's own eager attention may name, and what its modules may pass on: all of it handled or refused in
-# `attention_forward`, or of no consequence for the numbers (position_ids, deterministic)
+# What a model's eager attention may name, and what its modules may pass. `attention_forward` handles or refuses all of it, or
+# it does not change the numbers (position_ids, deterministic).
 _KNOWN = {
     "module",
     "query",
@@ -48,17 +53,20 @@ _KNOWN = {
     "kwargs",
 }
 _LOOKS = (ast.Attribute, ast.Subscript)
+# Set on the class of a config, where it is neither saved with a config nor kept longer than the class.
+_WORKS_ON_MASKS = "_fa_serve_works_on_masks"
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a file of transformers' says about its attention.
+    """What the source file of a model in transformers says about its attention.
 
-    told:             the names that its modules pass on, and that its eager attention takes
-    works_on_masks:   its attention does, or another kind of it beside the one that reaches us: they must be tensors
-    wants_mask:       it works on a mask before the attention, and may ask for one that is never left out
-    counts_positions: it makes position_ids of its own, which do not start at 0 (as fairseq does)
-    chooses_by_name:  it has a table of classes by implementations' names, ours not among them
+    told:             names of the arguments that its modules pass, and that its eager attention takes
+    works_on_masks:   its attention works on masks, or it has a second kind of attention, beside the one that reaches fa_serve,
+                      that does: masks must be tensors
+    wants_mask:       it works on a mask before the attention, and may ask for one that is never skipped
+    counts_positions: it makes position_ids that do not start at 0 (as fairseq does)
+    chooses_by_name:  it has a table of classes by the names of implementations, which has no entry for fa_serve
     """
 
     told: frozenset[str]
@@ -68,12 +76,9 @@ class Source:
     chooses_by_name: bool
 
 
-_handling_masks: set[type] = set()
-
-
 def handles_mask(config: object) -> bool:
-    """Whether the models with this config work on their masks."""
-    return type(config) in _handling_masks
+    """Whether the models with this config work on their masks, so that each mask must be a tensor."""
+    return _WORKS_ON_MASKS in vars(type(config))
 
 
 def counts_positions(model_class: type[PreTrainedModel]) -> bool:
@@ -81,37 +86,46 @@ def counts_positions(model_class: type[PreTrainedModel]) -> bool:
     return _read(model_class.__module__).counts_positions
 
 
-def admit(model: PreTrainedModel) -> None:
-    """Check a model that is being made or switched over, and note what the mask function has to know of it."""
+def prepare_model(model: PreTrainedModel) -> None:
+    """Check a model that is being made or switched to fa_serve, and note on its config's class whether it works on masks.
+
+    Raises UnsupportedModelError with the reason if fa_serve does not serve it.
+    """
     check_class(type(model))
     source = _read(type(model).__module__)
     if source.works_on_masks or source.wants_mask:
-        _handling_masks.add(type(model.config))
+        setattr(type(model.config), _WORKS_ON_MASKS, True)
 
 
 def check_class(model_class: type[PreTrainedModel]) -> None:
-    """Raise UnsupportedModelError, with the reason, unless fa_serve computes this model's attention as eager would."""
+    """Raise UnsupportedModelError, with the reason, unless fa_serve computes this model's attention as eager attention does."""
     source = _read(model_class.__module__)
     if source.chooses_by_name or not model_class._can_set_attn_implementation():
         raise UnsupportedModelError(
-            f"{model_class.__name__} computes its attention by itself, not through transformers' AttentionInterface, so "
-            'fa_serve cannot take its place: load it with attn_implementation="eager" (or "sdpa"), or, if it is a part of '
-            "a larger model, pass a dict that names the parts to be served"
+            f"{model_class.__name__} computes its attention itself instead of through transformers' AttentionInterface, so "
+            'fa_serve cannot replace it: load the model with attn_implementation="eager" or "sdpa". If it is a part of a '
+            'larger model, pass a dict that names the parts to serve, such as attn_implementation={"text_config": "fa_serve"}'
         )
     if source.works_on_masks and not model_class._supports_sdpa:
         raise UnsupportedModelError(
-            f"{model_class.__name__} works on masks in the form that eager attention takes them, not ours"
+            f"{model_class.__name__} works on its masks in the form that only its eager attention takes, so fa_serve cannot "
+            'replace it: load the model with attn_implementation="eager"'
         )
     unknown = sorted(source.told - _KNOWN)
     if unknown:
-        raise UnsupportedModelError(f"{model_class.__name__} tells its attention {unknown}, which fa_serve does not know")
+        raise UnsupportedModelError(
+            f"{model_class.__name__} passes its attention {unknown}, which fa_serve does not know, so fa_serve cannot replace "
+            'it: load the model with attn_implementation="eager" or "sdpa"'
+        )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _read(module: str) -> Source:
+    """What the source of a loaded module says."""
     told: set[str] = set()
     text = inspect.getsource(sys.modules[module])
-    works_on_masks = "attention_mask.size() !=" in text  # of eager attention; Informer's has a kind of its own
+    # such a check stands in a kind of attention that bypasses the interface, for example Informer's second one
+    works_on_masks = "attention_mask.size() !=" in text
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name.endswith("eager_attention_forward"):
             told |= {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
@@ -119,10 +133,28 @@ def _read(module: str) -> Source:
             inside = list(ast.walk(node))
             calls = [n for n in inside if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "attention_interface"]
             told |= {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
-            looked_into = {n.value.id for n in inside if isinstance(n, _LOOKS) and isinstance(n.value, ast.Name)}
-            added = {x.id for n in inside if isinstance(n, ast.BinOp) for x in (n.left, n.right) if isinstance(x, ast.Name)}
-            works_on_masks |= "attention_mask" in (looked_into if calls else added if "Attention" in node.name else ())
-    wants_mask = "allow_is_causal_skip" in text or "mask.dtype == torch.bool" in text
-    counts = "create_position_ids_from_input_ids" in text
-    by_name = "_CLASSES[config._attn_implementation]" in text
-    return Source(frozenset(told), works_on_masks, wants_mask, counts, by_name)
+            works_on_masks |= _works_on_its_mask(node.name, inside, has_calls=bool(calls))
+    return Source(
+        told=frozenset(told),
+        works_on_masks=works_on_masks,
+        wants_mask="allow_is_causal_skip" in text or "mask.dtype == torch.bool" in text,
+        counts_positions="create_position_ids_from_input_ids" in text,
+        chooses_by_name="_CLASSES[config._attn_implementation]" in text,
+    )
+
+
+def _works_on_its_mask(class_name: str, inside: list[ast.AST], has_calls: bool) -> bool:
+    """Whether a class does more with `attention_mask` than pass it on.
+
+    A class that calls the attention interface works on the mask if it reads an attribute or an index of it. An attention that
+    does not call the interface works on the mask if it adds something to it.
+    """
+    if has_calls:
+        return any(isinstance(n, _LOOKS) and _is_attention_mask(n.value) for n in inside)
+    if "Attention" not in class_name:
+        return False
+    return any(isinstance(n, ast.BinOp) and (_is_attention_mask(n.left) or _is_attention_mask(n.right)) for n in inside)
+
+
+def _is_attention_mask(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "attention_mask"

@@ -1,7 +1,12 @@
 """The engine's way into a transformers model: one forward over packed tokens whose keys and values live in pages.
 
-The batch rides along as an argument of the model's forward, which transformers hands down to every attention function. So no
-mask is built, nothing is read back from the device, and the model's own code runs as it is.
+    layers = attention_layers(model)                                      # one AttentionSpec per layer, or the reason of a
+    refusal logits = paged_forward(model, input_ids, position_ids, batch, rows)   # batch: a PagedBatch
+
+The batch rides along as the argument `fa_serve_batch` of the model's forward, which transformers hands down to every attention
+function. So no mask is built, nothing is read back from the device, and the model's own code runs as it is.
+
+Left out: which pages a sequence has and which sequences a step computes, which is the engine's business.
 """
 
 from __future__ import annotations
@@ -21,19 +26,19 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.api import attention_paged, attention_varlen, store_kv
-from fa_serve.hf.masks import Implicit
 from fa_serve.hf.models import NAME, check_class, counts_positions
-from fa_serve.spec import AttentionSpec, UnsupportedModelError, arch_of
+from fa_serve.hf.translate import AttendsBatch, LayerCall, spec_of
+from fa_serve.spec import AttentionSpec, UnsupportedModelError
 
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """What one step of the engine tells every attention layer; tensors on the model's device, shapes as in `fa_serve.api`.
+    """What one step of the engine tells every attention layer. Tensors are on the model's device, shapes as in `fa_serve.api`.
 
-    kv_caches: (k_cache, v_cache) by layer_idx
-    fresh:     no sequence has keys in the cache but those of this step, so attention takes them as they come
+    kv_caches:  (k_cache, v_cache) by layer_idx
+    fresh:      no sequence has keys in the cache but those of this step, so attention takes them as they come
     num_splits: as in `attention_paged`
-    descales:  (k_descale, v_descale) by layer_idx, of float8 caches
+    descales:   (k_descale, v_descale) by layer_idx, for float8 caches; else None
     """
 
     kv_caches: Sequence[tuple[Tensor, Tensor]]
@@ -48,82 +53,105 @@ class PagedBatch:
     num_splits: int = 0
     descales: Sequence[tuple[Tensor, Tensor]] | None = None
 
-    def attend(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | Implicit | None,
-        *,
-        causal: bool,
-        left: int,
-        **options: Any,
-    ) -> Tensor:
-        """Store this step's keys and values, then attend to all there are: (1, heads, total, dim) -> (1, total, heads, dim)."""
-        if not isinstance(mask, Tensor) or mask.numel():
+    def attend(self, call: LayerCall) -> Tensor:
+        """Store this step's keys and values, then attend to all keys of each sequence -> (1, total, num_heads, head_dim_v)."""
+        if not isinstance(call.mask, Tensor) or call.mask.numel():
             raise UnsupportedModelError(
-                f"{type(module).__name__} makes a mask of its own, which a paged cache has no place for"
+                f"{type(call.module).__name__} makes a mask itself, which attention on a paged cache cannot apply"
             )
-        k_cache, v_cache = self.kv_caches[module.layer_idx]
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend, **self.descale(module.layer_idx))
-        return self.attention(module.layer_idx, q, k, v, left=left, **options)[None]
-
-    def attention(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, left: int, **options: Any) -> Tensor:
-        """Attend to all there are when this step's keys and values are stored: (total, heads, dim), for each of q, k, v."""
-        if self.fresh:
-            return cast(
-                Tensor,
-                attention_varlen(
-                    q,
-                    k,
-                    v,
-                    cu_seqlens_q=self.cu_seqlens_q,
-                    cu_seqlens_k=self.cu_seqlens_q,
-                    max_seqlen_q=self.max_seqlen_q,
-                    max_seqlen_k=self.max_seqlen_q,
-                    causal=True,
-                    window_size=(left, 0),
-                    backend=self.backend,
-                    **options,
-                ),
-            )
+        layer_idx = cast(int, call.module.layer_idx)
+        q = call.query[0].transpose(0, 1)
+        k = call.key[0].transpose(0, 1)
+        v = call.value[0].transpose(0, 1)
         k_cache, v_cache = self.kv_caches[layer_idx]
-        return cast(
-            Tensor,
-            attention_paged(
-                q,
-                k_cache,
-                v_cache,
-                block_table=self.block_table,
-                seqused_k=self.seqused_k,
-                cu_seqlens_q=self.cu_seqlens_q,
-                max_seqlen_q=self.max_seqlen_q,
-                max_seqlen_k=self.max_seqlen_k,
-                window_size=(left, 0),
-                num_splits=self.num_splits,
-                backend=self.backend,
-                **self.descale(layer_idx),
-                **options,
-            ),
+        store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend, **self.descale(layer_idx))
+        out = self.attention(
+            layer_idx,
+            q,
+            k,
+            v,
+            left=call.window_size[0],
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
         )
+        return out[None]
+
+    def attention(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        left: int,
+        softmax_scale: float | None,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Causal attention to all keys of each sequence, after this step's keys and values have been stored.
+
+        q: (total, num_heads, head_dim); k, v: this step's, (total, num_kv_heads, head_dim or head_dim_v)
+        left: keys before a query that it sees, -1 unlimited
+        Returns (total, num_heads, head_dim_v).
+        """
+        if self.fresh:
+            out = attention_varlen(
+                q,
+                k,
+                v,
+                cu_seqlens_q=self.cu_seqlens_q,
+                cu_seqlens_k=self.cu_seqlens_q,
+                max_seqlen_q=self.max_seqlen_q,
+                max_seqlen_k=self.max_seqlen_q,
+                causal=True,
+                softmax_scale=softmax_scale,
+                window_size=(left, 0),
+                softcap=softcap,
+                sinks=sinks,
+                backend=self.backend,
+            )
+            return cast(Tensor, out)
+        k_cache, v_cache = self.kv_caches[layer_idx]
+        out = attention_paged(
+            q,
+            k_cache,
+            v_cache,
+            block_table=self.block_table,
+            seqused_k=self.seqused_k,
+            cu_seqlens_q=self.cu_seqlens_q,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+            softmax_scale=softmax_scale,
+            window_size=(left, 0),
+            softcap=softcap,
+            sinks=sinks,
+            num_splits=self.num_splits,
+            backend=self.backend,
+            **self.descale(layer_idx),
+        )
+        return cast(Tensor, out)
 
     def descale(self, layer_idx: int) -> dict[str, Any]:
-        """The arguments of `store_kv` and `attention_paged` for a float8 cache, none for another."""
-        return {} if self.descales is None else dict(zip(("k_descale", "v_descale"), self.descales[layer_idx], strict=True))
+        """The arguments k_descale and v_descale of `store_kv` and `attention_paged` for a float8 cache; none for another."""
+        if self.descales is None:
+            return {}
+        k_descale, v_descale = self.descales[layer_idx]
+        return {"k_descale": k_descale, "v_descale": v_descale}
 
 
 def paged_forward(
-    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, batch: PagedBatch, logits_indices: Tensor
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, batch: AttendsBatch, logits_indices: Tensor
 ) -> Tensor:
-    """One forward of a causal model over packed tokens, its keys and values in a paged cache.
+    """One forward of a causal model over packed tokens, with keys and values in a paged cache.
 
-    input_ids, position_ids: (total,) int64, packed by batch.cu_seqlens_q; logits_indices: (n,) int64, rows of these
-    Returns logits (n, vocab). No mask is built and nothing is read back from the device. It is right for the models that
-    `check_model` lets pass.
+    input_ids, position_ids: (total,) int64, packed as the batch says
+    batch:                   a PagedBatch, or another object that answers for the attention of every layer
+    logits_indices:          (n,) int64, the tokens whose logits are computed
+    Returns logits (n, vocab). No mask is built and nothing is read back from the device. The result is right for the models
+    that `check_model` accepts.
     """
-    # a mask of four dimensions goes through transformers untouched, so that it neither builds one nor looks for packing
+    # transformers passes a mask of 4 dimensions on untouched: it builds none, and does not look for packed sequences
     no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
     output = model(
         input_ids=input_ids[None],
@@ -137,62 +165,46 @@ def paged_forward(
     return logits
 
 
-_CALLED_WITH = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep"}
-
-
 class Probe:
-    """Rides in the place of a PagedBatch and writes down what each attention layer asks for; computes nothing."""
+    """Rides along in the place of a PagedBatch: it writes down what each attention layer asks for, and computes nothing.
+
+    layers: AttentionSpec by layer_idx
+    """
 
     def __init__(self) -> None:
         self.layers: dict[int, AttentionSpec] = {}
 
-    def attend(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | Implicit | None,
-        *,
-        causal: bool,
-        left: int,
-        softmax_scale: float | None,
-        softcap: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Note the layer. The mask is the one of an ordinary forward: without it the layer must still do what it says."""
-        window_size = (left, 0)
-        if module.layer_idx in self.layers:
-            raise UnsupportedModelError(f"layer {module.layer_idx} ({type(module).__name__}) attends more than once")
-        if not (mask.window_size == window_size if isinstance(mask, Implicit) else mask is None and causal):
-            raise UnsupportedModelError(f"layer {module.layer_idx} ({type(module).__name__}) needs a mask of its own")
-        self.layers[module.layer_idx] = AttentionSpec(
-            layout="paged",
-            device=query.device.type,
-            arch=arch_of(query.device),
-            dtype=query.dtype,
-            kv_dtype=key.dtype,
-            head_dim=query.shape[-1],
-            head_dim_v=value.shape[-1],
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            window_size=window_size,
-            softcap=softcap != 0.0,
-            sinks=sinks is not None,
-        )
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+    def attend(self, call: LayerCall) -> Tensor:
+        """Write the layer down -> zeros (1, total, num_heads, head_dim_v).
+
+        The mask is that of an ordinary forward. `paged_forward` passes none, so the layer must ask for the same keys without
+        it.
+        """
+        module = call.module
+        layer_idx = cast(int, module.layer_idx)
+        if layer_idx in self.layers:
+            raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
+        left, _ = call.window_size
+        if call.visible_window != (left, 0):
+            raise UnsupportedModelError(
+                f"layer {layer_idx} ({type(module).__name__}) needs a mask beyond causality and its sliding window"
+            )
+        self.layers[layer_idx] = spec_of(call, "paged")
+        return call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
 
 
 def attention_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> list[AttentionSpec]:
-    """What each attention layer of a causal model needs from the paged attention, found by one forward of a single token.
+    """What each attention layer of a causal model asks of attention on a paged cache, found by one forward of a single token.
 
-    A config is tried out on the meta device, without weights. Raises UnsupportedModelError with the reason if the model cannot
-    run on a paged cache: its state is not keys and values alone, its masks are more than causality and windows, ...
+    A config is tried out on the meta device, without weights.
+
+    Raises UnsupportedModelError with the reason if the model cannot run on a paged cache, for example because it keeps more
+    than keys and values, or because its masks are more than causality and windows.
     """
     if isinstance(model_or_config, PreTrainedModel):
         return _probe(model_or_config)
     config = copy.deepcopy(model_or_config)
-    # the other implementations of a mixture of experts look at the router's choice, which the meta device has not
+    # the other implementations of experts read the router's choice, which has no values on the meta device
     config._experts_implementation = "batched_mm"
     auto: Any = transformers.AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
@@ -206,25 +218,20 @@ def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
     attention_layers(model_or_config)
 
 
+# arguments of the model's forward that `paged_forward` passes
+_FORWARD_ARGUMENTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep"}
+
+
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
     check_class(type(model))
     config = model.config.get_text_config()
+    _check_before_a_forward(model, config)
     probe = Probe()
     training = model.training
-    parameters = inspect.signature(model.forward).parameters
-    missing = _CALLED_WITH - set(parameters)
-    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        missing |= {"**kwargs"}
-    _refuse(model, config.is_encoder_decoder, "it is an encoder-decoder, whose cross-attention has no place there")
-    _refuse(model, model._is_stateful, "it keeps more than keys and values")
-    _refuse(model, missing, f"its forward takes no {sorted(missing)}")
-    _refuse(model, counts_positions(type(model)), "it numbers its positions from its padding token")
-    changing = _rope_types(config) & {"dynamic", "longrope"}
-    _refuse(model, changing, f"its {changing} rotary embedding depends on the longest sequence of the batch")
     try:
         token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-        # with a mask of padding transformers does not look for packed sequences, which the meta device could not show it
+        # with a padding mask transformers does not look for packed sequences, which it could not read on the meta device
         padding = torch.ones_like(token)
         output = model.train(False)(input_ids=token, attention_mask=padding, use_cache=True, fa_serve_batch=probe)
     except UnsupportedModelError as error:
@@ -232,21 +239,36 @@ def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
     finally:
         model.train(training)
     kinds = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
-    # later than 5.17 a layer that shares the keys of another keeps a dummy, which holds nothing
+    # from some release after 5.17 on, a layer that shares the keys of another one keeps a DummyLayer, which holds nothing
     known = {DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
-    _refuse(model, kinds - known, "it keeps more than keys and values")
-    complete = sorted(probe.layers) == list(range(config.num_hidden_layers))
-    _refuse(model, not complete, f"of its {config.num_hidden_layers} layers only {sorted(probe.layers)} reach it")
-    return [probe.layers[i] for i in sorted(probe.layers)]
+    _refuse_if(kinds - known, model, "it keeps more than keys and values")
+    found = sorted(probe.layers)
+    if found != list(range(config.num_hidden_layers)):
+        _refuse_if(True, model, f"only layers {found} of its {config.num_hidden_layers} layers use the attention interface")
+    return [probe.layers[i] for i in found]
 
 
-def _refuse(model: PreTrainedModel, condition: object, reason: str) -> None:
+def _check_before_a_forward(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Refuse what the model's class and config alone rule out."""
+    parameters = inspect.signature(model.forward).parameters
+    missing = _FORWARD_ARGUMENTS - set(parameters)
+    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        missing |= {"**kwargs"}
+    _refuse_if(config.is_encoder_decoder, model, "it is an encoder-decoder, whose cross-attention has no place in the cache")
+    _refuse_if(model._is_stateful, model, "it keeps more than keys and values")
+    _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
+    _refuse_if(counts_positions(type(model)), model, "it numbers its positions from its padding token")
+    changing = _rope_types(config) & {"dynamic", "longrope"}
+    _refuse_if(changing, model, f"its {changing} rotary embedding depends on the longest sequence of the batch")
+
+
+def _refuse_if(condition: object, model: PreTrainedModel, reason: str) -> None:
     if condition:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {reason}")
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
-    """The kinds of rotary embedding in a config, which has one set of parameters or one for each kind of layer."""
+    """The kinds of rotary embedding in a config, which has one set of parameters, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)]
     return {p.get("rope_type", "default") for p in nested or [parameters]}

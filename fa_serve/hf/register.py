@@ -1,4 +1,8 @@
-"""How a model comes to use fa_serve: by name when it is loaded, or patched afterwards."""
+"""How a model comes to use fa_serve: by the name of the implementation when it is loaded, or by `patch` afterwards.
+
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve")
+model = fa_serve.patch(model)      # a model that is loaded already
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,24 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from fa_serve.hf.attention import attention_forward
 from fa_serve.hf.continuous import PAGED_NAME, enable, paged_attention
 from fa_serve.hf.masks import mask_forward
-from fa_serve.hf.models import NAME, admit, check_class
+from fa_serve.hf.models import NAME, check_class, prepare_model
 
 
 def patch(model: PreTrainedModel) -> PreTrainedModel:
     """Switch a loaded model to fa_serve, in place, and return it.
 
-    Raises UnsupportedModelError, and changes nothing, if a part of the model cannot be served. To serve some parts only, call
-    `model.set_attn_implementation({"text_config": "fa_serve"})`.
+    To switch some parts of a model only, call `model.set_attn_implementation({"text_config": "fa_serve"})` instead.
+
+    Raises UnsupportedModelError, and changes nothing, if fa_serve cannot serve a part of the model.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         check_class(type(part))
     model.set_attn_implementation(NAME)
-    # transformers leaves out parts that have a copy of the whole model's config, such as the two stacks of T5
+    # transformers leaves out parts whose config is a copy of the whole model's, such as the two stacks of T5
     for part in parts:
         if part.config._attn_implementation != NAME:
-            admit(part)
+            prepare_model(part)
             part.config._attn_implementation = NAME
     return model
 
@@ -41,11 +46,12 @@ def register() -> None:
     if getattr(original, "asks_fa_serve", False):
         return
 
-    # transformers asks this of every model and submodel that it makes or switches; a name it knows it would accept for all
+    # transformers calls this method for every model and part of a model that it makes or switches, and would accept a name that
+    # is registered for all of them
     @functools.wraps(original)
     def get_correct_attn_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
         if requested in (NAME, PAGED_NAME):
-            admit(self)
+            prepare_model(self)
             enable()
         return original(self, requested, *args, **kwargs)
 

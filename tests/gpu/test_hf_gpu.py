@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
+import hf_checks as checks
 import hf_families
+import hf_multimodal
 import pytest
-import test_hf_models as checks
-import test_hf_multimodal as multimodal
 import torch
 from hf_families import BY_NAME, FAMILIES, LENGTH, Family, padding_mask, pair, positions, tokens
 from packaging.version import Version
@@ -31,11 +31,11 @@ from transformers import __version__ as transformers_version
 
 import fa_serve
 from fa_serve import api, hf
-from fa_serve.hf import attention_forward, ops
-from fa_serve.hf.masks import Implicit
+from fa_serve.backends.plan import PLANS
+from fa_serve.hf.masks import ImplicitMask
 from fa_serve.testing import assert_matches_reference, eager_attention, make_qkv
 
-# one of each trait: plain, windows, softcap, sinks, head_dim_v of its own, chunks in the mask, a window in the mask alone
+# one family for each trait: plain, windows, softcap, sinks, another head_dim_v, chunks in the mask, a window in the mask alone
 DECODERS = [
     BY_NAME[name] for name in ("llama", "mistral", "gemma2", "gpt-oss", "deepseek-v3", "llama4", "qwen2-moe-window", "gpt2")
 ]
@@ -108,7 +108,7 @@ def test_seq2seq(family: Family, kind: str) -> None:
 
 
 def outputs(model: PreTrainedModel, family: Family, way: str) -> Tensor:
-    """(valid positions, vocab): what a model says, asked in this way."""
+    """Logits of a model at the valid positions, (positions, vocab), from one way to call it."""
     if family.kind == "vision":
         pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), device="cpu").to("cuda", model.dtype)
         out = model(pixels)
@@ -152,14 +152,14 @@ WAYS = ("none", "left", "right", "packed", "decode", "static decode", "chunks", 
 ASKED = [
     pytest.param(family, way, id=f"{family.name}-{way}")
     for family in FAMILIES
-    if family.name != "phimoe"  # its router weighs the first of two experts otherwise than the second
+    if family.name != "phimoe"  # its router weighs the first of two experts differently from the second
     for way in (WAYS if family.kind == "decoder" else WAYS[:1] if family.kind == "vision" else WAYS[:3])
 ]
 
 
 @pytest.mark.parametrize(("family", "way"), ASKED)
 def test_bfloat16_by_the_rule_of_two(family: Family, way: str) -> None:
-    """Our error is at most twice that of eager bfloat16; both are measured against eager float32 with the same weights."""
+    """The error is at most twice that of eager bfloat16; both are measured against eager float32 with the same weights."""
     exact = three(family)
     eager = copy.deepcopy(exact).to(torch.bfloat16)
     ours = fa_serve.patch(copy.deepcopy(eager))
@@ -168,7 +168,7 @@ def test_bfloat16_by_the_rule_of_two(family: Family, way: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def three(family: Family) -> PreTrainedModel:
-    """In float32, with weights that are bfloat16's. A router flips between two experts on a rounding: all are taken here."""
+    """A float32 model with bfloat16 weights. A rounding makes a router flip between two experts, so all experts are taken."""
     return family.build(**{name: value for name, value in EVERY_EXPERT.items() if name in family.config}).bfloat16().float()
 
 
@@ -182,10 +182,10 @@ EVERY_EXPERT = {
 }
 
 
-@pytest.mark.parametrize("make", multimodal.MODELS.values(), ids=multimodal.MODELS)
-def test_what_sees_and_hears_in_bfloat16(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("make", hf_multimodal.MODELS.values(), ids=hf_multimodal.MODELS)
+def test_multimodal_models_in_bfloat16(make: Callable[[], Any]) -> None:
     name, config, inputs = make()
-    exact = multimodal.build(name, config).bfloat16().float()
+    exact = hf_multimodal.build(name, config).bfloat16().float()
     inputs = {k: v.bfloat16().float() if v.is_floating_point() else v for k, v in inputs.items()}
     rounded = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
     eager = copy.deepcopy(exact).to(torch.bfloat16)
@@ -195,11 +195,11 @@ def test_what_sees_and_hears_in_bfloat16(make: Callable[[], Any]) -> None:
     assert_matches_reference(*results)
 
 
-# inductor makes its pool for graphs by capturing nothing, and the suite makes the warning of that, which it drops, an error
+# inductor makes its pool for graphs by capturing nothing, and the suite turns the warning about that into an error
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @each([BY_NAME[name] for name in ("llama", "mistral", "gemma2")])
 def test_compiled_generation_with_cuda_graphs(family: Family) -> None:
-    """transformers compiles decoding with a static cache by itself, in mode reduce-overhead: CUDA graphs."""
+    """transformers compiles decoding with a static cache in mode reduce-overhead, with CUDA graphs."""
     eager, ours = pair(family)
     mask = padding_mask("left", 12)
     ids = tokens(*mask.shape).masked_fill(mask == 0, 0)
@@ -211,7 +211,7 @@ def test_compiled_generation_with_cuda_graphs(family: Family) -> None:
     counters = torch._dynamo.utils.counters
     assert not counters["graph_break"]
     assert not counters["inductor"]["cudagraph_skips"]
-    # a sliding static cache takes another way once it is full
+    # a sliding static cache runs other code once it is full
     assert counters["stats"]["unique_graphs"] <= 2
 
 
@@ -220,14 +220,14 @@ def test_compiled_generation_with_cuda_graphs(family: Family) -> None:
 def test_a_decoding_step_does_not_wait_for_the_gpu(
     family: Family, static: bool, no_synchronisation: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """The masks of a padded batch included."""
+    """Neither do the masks of a padded batch."""
     eager, ours = pair(family)
     layers = getattr(ours.config, "layer_types", None) or ["sliding_attention"] * bool(
         getattr(ours.config, "sliding_window", 0)
     )
     if static and {"sliding_attention", "chunked_attention"} & set(layers):
-        pytest.skip("a static cache that rolls copies an index to the device by itself")
-    ours.config._experts_implementation = "batched_mm"  # the eager one looks at the router's choice
+        pytest.skip("a static cache that rolls copies an index to the device")
+    ours.config._experts_implementation = "batched_mm"  # the eager implementation reads the router's choice
     mask = padding_mask("left")
     ids = tokens(*mask.shape).masked_fill(mask == 0, 0)
     expected = eager(ids, attention_mask=mask, position_ids=positions(mask)).logits[:, -1]
@@ -248,8 +248,8 @@ def test_a_decoding_step_does_not_wait_for_the_gpu(
 @each([BY_NAME[name] for name in ("llama", "gemma2")])
 def test_offloaded_caches(family: Family, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if Version(transformers_version) < Version("5.23"):
-        # a layer is fetched on a stream of its own before it has been put away: a GPU that is behind the host loses keys,
-        # whatever attends to them
+        # a layer is fetched on another stream before it has been put away: a GPU that lags behind the host loses keys, with any
+        # attention
         original = Cache.prefetch
 
         def prefetch(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -296,29 +296,31 @@ def test_paged_forward_neither_waits_for_the_gpu_nor_resists_capture(
     hf_families.assert_same(captured, expected[:, 10])
 
 
+def as_layers_hold_them(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads before tokens; keys and values contiguous so, as transformers' cache keeps them."""
+    return q.transpose(1, 2), k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("batch", "dims"), [(1, (128, 128)), (16, (64, 64)), (3, (192, 128)), (2, (256, 256))])
-def test_later_steps_go_the_short_way(
-    batch: int, dims: tuple[int, int], masked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the second call on, however many keys: past the public function, with its results."""
-    monkeypatch.setattr(ops, "_STEPS", {})
-    long_way: list[int] = []
-    attention = api.attention
-    monkeypatch.setattr(api, "attention", lambda q, k, *args, **kw: long_way.append(k.shape[1]) or attention(q, k, *args, **kw))
+def test_tokens_behind_a_cache_share_plans(batch: int, dims: tuple[int, int], masked: bool, dtype: torch.dtype) -> None:
+    """One plan for each power of two of keys, with right results at any number of them."""
+    PLANS.clear()
     for keys in (1023, 700, 513, 40, 37, 63, 5000, 8191, 17, 1022):
-        q, k, v = (x.transpose(1, 2) for x in make_qkv(batch, 1, keys, 8, 2, *dims, dtype=dtype, device="cuda", seed=keys))
-        q, k, v = (x.contiguous().transpose(1, 2) for x in (q, k, v))  # as transformers' cache lays them out
-        mask = torch.rand(batch, 1, 1, keys, device="cuda") < 0.7 if masked else None
-        options: dict[str, Any] = {"softmax_scale": 0.1, "softcap": 20.0, "mask": mask}
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        actual, _ = ops.attend(*heads_first, sinks=None, window_size=(-1, 0), **options)
-        exact, eager = (eager_attention(*(x.to(t) for x in (q, k, v)), **options) for t in (torch.float64, dtype))
-        if dtype == torch.float32:  # eager sums a product of one query in another order: no less exact than the long way, then
-            eager = attention(q, k, v, window_size=(-1, 0), **options)
-        assert_matches_reference(actual, exact, eager)
-    assert long_way == [1023, 40, 5000, 17]
+        q, k, v = make_qkv(batch, 1, keys, 8, 2, *dims, dtype=dtype, device="cuda", seed=keys)
+        seen = torch.rand(batch, 1, 1, keys, device="cuda") < 0.7 if masked else None
+        mask = ImplicitMask((-1, 0), key_mask=seen)
+        layer = as_layers_hold_them(q, k, v)
+        actual, _ = hf.attention_forward(torch.nn.Module(), *layer, mask, scaling=0.1, softcap=20.0)
+        options: dict[str, Any] = {"softmax_scale": 0.1, "softcap": 20.0, "mask": seen}
+        exact = eager_attention(q.double(), k.double(), v.double(), **options)
+        if dtype == torch.float32:  # eager attention sums in another order, with an error that is sometimes much smaller
+            hf_families.assert_same(actual, exact.float())
+        else:
+            assert_matches_reference(actual, exact, eager_attention(q, k, v, **options))
+    if not hasattr(api, "_PLANS"):
+        assert len(PLANS) == 4
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
@@ -326,7 +328,7 @@ def test_later_steps_go_the_short_way(
 def test_a_trace_holds_the_attention(queries: int) -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor) -> Tensor:
-            return attention_forward(self, q, k, k, Implicit((-1, 0)), scaling=0.1)[0]
+            return hf.attention_forward(self, q, k, k, ImplicitMask((-1, 0)), scaling=0.1)[0]
 
     q, k, _ = (x.transpose(1, 2) for x in make_qkv(2, queries, 40, 4, 4, 64, dtype=torch.bfloat16, device="cuda"))
     other = q.flip(0)
@@ -337,23 +339,23 @@ def test_a_trace_holds_the_attention(queries: int) -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (100, 0)], ids=str)
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256), (80, 80)], ids=str)
-def test_prompts_of_a_length_that_was_met_go_the_short_way(
-    dims: tuple[int, int], window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit what the public function gives; heads of 80 have no short way on any GPU."""
-    monkeypatch.setattr(ops, "_STEPS", {})
-    long_way: list[int] = []
-    attention = api.attention
-    monkeypatch.setattr(api, "attention", lambda q, k, *args, **kw: long_way.append(q.shape[1]) or attention(q, k, *args, **kw))
+def test_prompts_of_a_known_length_share_plans(dims: tuple[int, int], window: tuple[int, int]) -> None:
+    """Bit for bit what the public function gives, at each length."""
+    PLANS.clear()
     lengths = [(600, 600), (20, 700), (600, 600), (20, 700), (5, 40), (600, 600)]
     for seed, (queries, keys) in enumerate(lengths):
         q, k, v = make_qkv(2, queries, keys, 8, 2, *dims, dtype=torch.bfloat16, device="cuda", seed=seed)
-        q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).contiguous() for x in (k, v))  # as a model and its cache lay them out
-        options: dict[str, Any] = {"softmax_scale": 0.1, "softcap": 20.0, "window_size": window}
-        actual, _ = ops.attend(q, k, v, None, sinks=None, **options)
-        assert torch.equal(actual, attention(*(x.transpose(1, 2) for x in (q, k, v)), **options))
-    hopper = torch.cuda.get_device_capability()[0] == 9 and dims != (80, 80)
-    assert long_way == ([600, 20, 5] if hopper else [queries for queries, _ in lengths])
+        layer = as_layers_hold_them(q, k, v)
+        actual, _ = hf.attention_forward(torch.nn.Module(), *layer, ImplicitMask(window), scaling=0.1, softcap=20.0)
+        plans = len(PLANS)
+        # a window that reaches over all keys is unlimited
+        left = -1 if window[0] + 1 >= keys else window[0]
+        views = (x.transpose(1, 2) for x in layer)
+        expected = api.attention(*views, softmax_scale=0.1, softcap=20.0, window_size=(left, window[1]))
+        assert torch.equal(actual, expected)
+        assert len(PLANS) == plans, "the adapter's call looks like the public one"
+    if not hasattr(api, "_PLANS"):
+        assert len(PLANS) == 3
 
 
 BATCHES: dict[str, dict[str, Any]] = {
@@ -366,9 +368,9 @@ BATCHES: dict[str, dict[str, Any]] = {
 @each([BY_NAME[name] for name in ("llama", "gemma2", "gpt-oss")])
 @pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 def test_continuous_batching(family: Family, batches: dict[str, Any]) -> None:
-    """transformers' own, with block tables and CUDA graphs."""
+    """transformers' own continuous batching, with block tables and CUDA graphs."""
     eager, ours = pair(family)
-    ours.config._experts_implementation = "batched_mm"  # no graph captures the eager one, which looks at the router's choice
+    ours.config._experts_implementation = "batched_mm"  # the eager implementation synchronises
     eager.generation_config.eos_token_id = None
     prompts = [tokens(n, seed=n).tolist() for n in (5, 17, 1, 30, 9, 64)]
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
@@ -386,8 +388,11 @@ def test_continuous_batching(family: Family, batches: dict[str, Any]) -> None:
 
 
 def test_continuous_batching_at_the_sizes_of_a_model() -> None:
-    """bfloat16, heads of 128, pages of 256: given the tokens before it, a token falls short of float32's best one by no more,
-    in the mean, than twice what the tokens of eager bfloat16 do."""
+    """bfloat16, heads of 128, pages of 256: tokens are nearly as good as those of eager bfloat16.
+
+    A token's gap is how far its float32 logit, given the tokens before it, lies below the best one. The mean gap may be twice
+    that of eager bfloat16.
+    """
     config = LlamaConfig(
         vocab_size=4096,
         hidden_size=1024,
@@ -435,7 +440,7 @@ def test_continuous_batching_at_the_sizes_of_a_model() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_on_several_gpus(dtype: torch.dtype) -> None:
-    """Kernels go to the device of their tensors, which is not the current one for half of the layers."""
+    """Kernels run on the device of their tensors, which is not the current device for half of the layers."""
     eager, ours = (model.to(dtype) for model in pair(BY_NAME["qwen3"]))
     ours.to("cuda:0")
     ours.model.layers[1].to("cuda:1")

@@ -1,7 +1,6 @@
-"""What only a Hopper GPU can show of its kernel: counters across launches, streams and graphs, and races.
+"""What only a Hopper GPU can show of the Hopper kernel: counters across launches, streams and graphs, and races.
 
-Correctness over the options is `test_attention_gpu.py`, for every backend; the tiles that are not chosen are checked by
-`benchmarks/tune_hopper.py`.
+`test_attention_gpu.py` checks all options for every backend, and `benchmarks/tune_hopper.py` the tiles that are never chosen.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 
 import fa_serve
-from fa_serve.backends.hopper.forward import launch_forward
-from fa_serve.backends.hopper.tiles import Schedule, TileConfig, forward_tiles
+from fa_serve.backends.hopper.forward import plan_forward
+from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig, forward_tiles
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import (
     assert_lse_matches,
@@ -32,8 +32,20 @@ OPTIONS = {"softmax_scale": 0.1, "window_size": (-1, 0), "softcap": 0.0, "sinks"
 DYNAMIC = TileConfig(2, 128, 2, 2, Schedule.DYNAMIC)
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, tiles: TileConfig | None = DYNAMIC, **lengths: object) -> Tensor:
-    return launch_forward(q, k, v, out=None, return_lse=False, tiles=tiles, **OPTIONS, **lengths)[0]
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: TileConfig | None = DYNAMIC,
+    softmax_scale: float = OPTIONS["softmax_scale"],
+    cu: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Causal attention of a dense batch, or of packed sequences with `cu` for queries and keys."""
+    longest = q.shape[1] if max_seqlen is None else max_seqlen
+    tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu, keys=cu)
+    options = AttentionOptions(softmax_scale, (-1, 0), 0.0, longest, longest, return_lse=False)
+    return plan_forward(tensors, options, tiles)(tensors)[0]
 
 
 def inputs(seed: int = 0, seqlen: int = 700, batch: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +58,7 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def test_many_launches_give_the_same_bits() -> None:
-    """The dynamic schedule deals tiles differently every time; the result does not depend on it."""
+    """The dynamic schedule assigns tiles differently every time, and the result does not depend on it."""
     q, k, v = inputs()
     first = run(q, k, v)
     check(first, q, k, v)
@@ -58,13 +70,13 @@ def test_many_launches_give_the_same_bits() -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("late", [False, True])
 def test_maxima_that_grow(late: bool, dim: int, dtype: torch.dtype) -> None:
-    """Keys that grow from block to block, either way: by less and by more than what a row's maximum is followed by."""
+    """Keys that grow from block to block or shrink: maxima change by less and by more than the growth that is ignored."""
     q, k, v = make_qkv(2, 700, 700, 4, 2, dim, dtype=dtype, device="cuda")
     tiles = replace(forward_tiles(dim, dim, (-1, 0), 700, 700, False), rescale_late=late)
     options = OPTIONS | {"softmax_scale": 3 * dim**-0.5}
     for first, last in ((0.1, 4.0), (4.0, 0.1)):
         keys = k * torch.linspace(first, last, 700, device="cuda", dtype=dtype)[:, None, None]
-        out = launch_forward(q, keys, v, out=None, return_lse=False, tiles=tiles, **options)[0]
+        out = run(q, keys, v, tiles, options["softmax_scale"])
         exact, _ = attention_reference(q.double(), keys.double(), v.double(), **options)
         assert_matches_reference(out, exact, eager_attention(q, keys, v, **options))
 
@@ -108,14 +120,13 @@ def test_graphs_replayed_side_by_side() -> None:
 
 
 def test_one_graph_for_all_lengths() -> None:
-    """Packed lengths are read on the device: a captured call follows new cu_seqlens within its maxima."""
+    """Packed lengths are read on the device, so a captured call follows new cu_seqlens within its maxima."""
     q, k, v = (x[0] for x in make_qkv(1, 600, 600, 8, 2, 128, dtype=torch.bfloat16, device="cuda"))
     cu = cu_seqlens([100, 200, 300], "cuda")
-    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 600, "max_seqlen_k": 600}
-    run(q, k, v, **lengths)
+    run(q, k, v, cu=cu, max_seqlen=600)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run(q, k, v, **lengths)
+        out = run(q, k, v, cu=cu, max_seqlen=600)
     for split in ([600, 0, 0], [1, 598, 1], [0, 0, 0], [300, 150, 150]):
         cu.copy_(cu_seqlens(split, "cuda"))
         out.fill_(float("nan"))
@@ -158,7 +169,7 @@ PAGED_CASES = [  # page size, head dims, window, heads
 
 
 def paged_call(lengths_q: list[int], lengths_k: list[int], page_size: int, head_dims: tuple[int, int], heads: tuple[int, int]):
-    """-> q, the caches and the lengths of one call, and the keys and values of each sequence. What nobody owns is NaN."""
+    """-> q and the caches, the lengths of one call, and q, k and v of each sequence. Slots that no sequence uses are NaN."""
     q, k, v = (
         x[0] for x in make_qkv(1, sum(lengths_q), sum(lengths_k), *heads, *head_dims, dtype=torch.bfloat16, device="cuda")
     )
@@ -180,12 +191,18 @@ def paged_call(lengths_q: list[int], lengths_k: list[int], page_size: int, head_
 def test_paged(
     page_size: int, head_dims: tuple[int, int], window: tuple[int, int], heads: tuple[int, int], longest: int
 ) -> None:
-    """Up to 64 queries have a tile of their own."""
+    """Both with the usual tiles and with those for up to 64 queries."""
     lengths_q = [min(n, longest) for n in (500, 1, 70, 0, 128, 17)]
     lengths_k = [500, 300, 333, 40, 1000, 17]
     tensors, lengths, sequences = paged_call(lengths_q, lengths_k, page_size, head_dims, heads)
     options = OPTIONS | {"window_size": window}
-    runs = [launch_forward(*tensors, out=None, return_lse=True, **lengths, **options) for _ in range(20)]
+    call = AttentionTensors(
+        *tensors, cu_seqlens_q=lengths["cu_seqlens_q"], keys=lengths["seqused_k"], block_table=lengths["block_table"]
+    )
+    planned = plan_forward(
+        call, AttentionOptions(0.1, window, 0.0, lengths["max_seqlen_q"], lengths["max_seqlen_k"], return_lse=True)
+    )
+    runs = [planned(call) for _ in range(20)]
     assert all(torch.equal(out, runs[0][0]) for out, _ in runs)
     out, lse = runs[0]
     for part, part_lse, (q, k, v) in zip(out.split(lengths_q), lse.split(lengths_q, dim=1), sequences, strict=True):
@@ -197,7 +214,7 @@ def test_paged(
 
 
 def test_a_mixed_batch_in_a_graph_follows_its_lengths() -> None:
-    """Through the public function: prompts here, decoding sequences by the split-KV kernel, and one graph for all of it."""
+    """The public function computes prompts by this kernel and decoding sequences by split-KV, and one graph captures both."""
     heads = (8, 2)
     few = 4  # 16 packed rows
     tensors, lengths, _ = paged_call([1, 300, 1, 20], [900, 700, 33, 500], 16, (128, 128), heads)

@@ -1,15 +1,9 @@
-"""An engine that repeats set words, a real server process, and OpenAI's response schemas."""
+"""An engine that repeats given words, a real server process, and OpenAI's schemas of replies."""
 
 import asyncio
 import json
-import os
-import re
-import subprocess
-import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +13,14 @@ import jsonschema
 import pytest
 from fa_serve.server.app import create_app
 from fa_serve.server.settings import Settings
+from server_process import served, start_server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fa_serve.engine import RequestOutput, TokenLogprob
+from fa_serve.engine import RequestError, RequestOutput, TokenLogprob
 from fa_serve.engine.prompts import PromptReader
 
+__all__ = ["served", "start_server"]
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
     "{{ raise_exception('a system message must come first') }}{% endif %}"
@@ -33,7 +29,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, then the roles and the end."""
+    """One token for each byte, and special tokens for the roles and the end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -46,7 +42,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class FakeEngine:
-    """Answers every prompt with `words`, one token each. `gate` holds it back; `aborted` tells who left early."""
+    """Answers every prompt with `words`, one token each. `gate` holds answers back; `aborted` has requests that ended early."""
 
     model_name = "fake"
     max_model_len = 64
@@ -60,13 +56,13 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.aborted = []
         self.seen = []
-        self.error = None
+        self.error: RequestError | None = None
         self.gate.set()
 
     async def start(self) -> None: ...
 
     async def shutdown(self) -> None:
-        self.error = "the engine was shut down"
+        self.error = RequestError("engine_dead", "the engine was shut down")
         self.gate.set()
 
     def stats(self) -> SimpleNamespace:
@@ -99,7 +95,7 @@ class FakeEngine:
                 await asyncio.sleep(0)
                 last = i + 1 == len(words)
                 reason = ("error" if self.error else "length" if len(words) < len(self.words) else "stop") if last else None
-                for index in reversed(range(params.n)):  # none may count on the first to come first
+                for index in reversed(range(params.n)):  # nothing may rely on the order of the sequences
                     ended = last and not index
                     scored = not (i or index) and params.prompt_logprobs is not None
                     scores = [self._logprobs(token, params.prompt_logprobs)[0] for token in prompt[1:]] if scored else []
@@ -147,7 +143,7 @@ def serving(engine: FakeEngine) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def conforms() -> Callable[[str, Any], None]:
-    """`conforms(name, reply)`: the reply is an instance of OpenAI's published schema of that name, with no key beyond it."""
+    """`conforms(name, reply)`: assert that the reply is an instance of OpenAI's schema of that name and has no further keys."""
     document = json.loads((Path(__file__).parent / "openai_schemas.json").read_text())
     schemas = _json_schema(document["components"]["schemas"])
 
@@ -158,7 +154,7 @@ def conforms() -> Callable[[str, Any], None]:
 
 
 def _json_schema(node: Any) -> Any:
-    """OpenAPI 3.0's `nullable` as JSON Schema has it."""
+    """OpenAPI 3.0's `nullable` in the form of JSON Schema."""
     if isinstance(node, list):
         return [_json_schema(item) for item in node]
     if not isinstance(node, dict):
@@ -170,57 +166,3 @@ def _json_schema(node: Any) -> Any:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@dataclass
-class Served:
-    process: subprocess.Popen
-    url: str
-    lines: list[str]
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-
-    def metric(self, name: str, labels: str = "") -> float:
-        text = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^fa_serve:{name}{{{labels}.*}} (\S+)$", text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
-
-    def aborted(self) -> float:
-        return self.metric("request_success_total", 'finished_reason="abort"')
-
-
-def _start(*arguments: str, log: Path | None = None, **environment: str) -> Served:
-    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", "--num-pages", "1024", *arguments]
-    with ExitStack() as files:
-        stderr = files.enter_context(log.open("w")) if log else None
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | environment)
-    watchdog = threading.Timer(120, process.kill)
-    watchdog.start()
-    lines = []
-    for line in process.stdout:
-        lines.append(line.rstrip())
-        if line.startswith("curl"):
-            break
-    watchdog.cancel()
-    served = Served(process, next((line for line in lines if line.startswith("http://")), ""), lines)
-    if not served.url:
-        served.end()
-        pytest.fail(f"the server did not start: {lines}")
-    return served
-
-
-@pytest.fixture(scope="session")
-def start_server() -> Callable[..., Served]:
-    """`start_server("--flag", ..., FA_SERVE_NAME="value")`: a server process that is ready, with the embedded model."""
-    return _start
-
-
-@pytest.fixture(scope="session")
-def served() -> Iterator[Served]:
-    """One server for all tests that leave it as it was."""
-    served = _start("--dtype", "float32")
-    yield served
-    served.end()

@@ -1,4 +1,4 @@
-"""The files that an operator copies: read by the programs they are for, where installed, and held to what they name."""
+"""The files of deploy/: the programs that they are for read them, if installed, and everything that they name exists."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_compose():
             source, _, target = volume.partition(":")
             assert source in compose["volumes"] or (ROOT / source).is_dir(), f"{name}: {source}"
             assert target.startswith("/")
-        assert all(port.startswith("127.0.0.1:") for port in entry["ports"]), f"{name} listens to the world"
+        assert all(port.startswith("127.0.0.1:") for port in entry["ports"]), f"{name} listens on a public address"
         assert name == "fa-serve" or not entry["image"].endswith(":latest")
     [source] = read("deploy/grafana/provisioning/datasources/prometheus.yml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
@@ -128,13 +128,13 @@ def test_the_image_knows_its_health(served):
         assert run(*healthcheck(), env={"FA_SERVE_PORT": str(silent)}).returncode != 0
 
 
-def test_the_image_is_not_roots():
+def test_the_image_does_not_run_as_root():
     lines = [line for line in DOCKERFILE.splitlines() if line and not line.startswith("#")]
     stages = "\n".join(lines).split("\nFROM ")
     for name in ("cuda", "cpu"):
         [stage] = [stage for stage in stages if stage.startswith(f"runtime AS {name}\n")]
         assert stage.endswith("\nUSER 1000"), name
-    assert stages[-1].startswith("runtime AS cpu"), "what docker build makes by default"
+    assert stages[-1].startswith("runtime AS cpu"), "docker build makes the last stage by default"
 
 
 def test_caddy():
@@ -143,7 +143,7 @@ def test_caddy():
 
 
 class Draining(BaseHTTPRequestHandler):
-    """A server that refuses, as one that drains does, and counts."""
+    """A server that refuses every request, as a draining server does, and keeps their paths."""
 
     asked: ClassVar[list[str]] = []
 
@@ -158,7 +158,7 @@ class Draining(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def proxied(served, tmp_path):
-    """The server behind our nginx configuration, with a certificate, ports and folders of the test's own."""
+    """The server behind the nginx configuration, with the certificate, the ports and the folders of this test."""
     nginx = program("nginx")
     openssl = program("openssl")
     key = tmp_path / "privkey.pem"
@@ -215,8 +215,8 @@ def test_streams_pass_nginx_unbuffered(proxied):
         assert response.headers["x-request-id"] == "mine"
         pieces = [piece for piece in response.iter_raw() if piece]
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
-    assert len(pieces) > 16, "the stream came in lumps"
+    assert len(pieces) > 16, "the stream was buffered"
     assert proxied.get("/metrics").status_code == 403
     body = {"model": "fa-serve-demo", "prompt": "import os\n", "max_tokens": 1}
     assert [proxied.post("/v1/completions", json=body).status_code for _ in range(4)] == [200] * 4
-    assert "/v1/completions" in Draining.asked, "one that drains was asked as well, and refused"
+    assert "/v1/completions" in Draining.asked, "nginx asked the draining server first and then the other one"

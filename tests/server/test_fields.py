@@ -1,6 +1,6 @@
-"""docs/api.md: every field of every request, from the schemas themselves, and none of OpenAI's forgotten.
+"""docs/api.md has a table with every field of every request, generated from the schemas, and no field of OpenAI's is missing.
 
-To write its tables anew: FA_SERVE_WRITE_DOCS=1 pytest tests/server/test_fields.py
+To generate the tables again: FA_SERVE_WRITE_DOCS=1 pytest tests/server/test_fields.py
 """
 
 import json
@@ -10,17 +10,28 @@ from typing import Any
 
 import pytest
 from fa_serve.server import schemas
+from fa_serve.server.chat import conversation
+from fa_serve.server.strict import StrictModel
 from openai.types import chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
 ROUTES = {
-    "/v1/chat/completions": schemas.ChatRequest,
+    "/v1/chat/completions": conversation.ChatRequest,
     "/v1/completions": schemas.CompletionRequest,
-    "/tokenize": schemas.TokenizeRequest,
+    "/tokenize": conversation.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
 }
-PARTS = ("Message", "ToolCall", "Tool", "Function", "ResponseFormat", "JsonSchemaFormat", "StructuredOutputs", "StreamOptions")
+PARTS = {
+    "Message": conversation.Message,
+    "ToolCall": conversation.ToolCall,
+    "Tool": conversation.Tool,
+    "Function": conversation.Function,
+    "ResponseFormat": conversation.ResponseFormat,
+    "JsonSchemaFormat": conversation.JsonSchemaFormat,
+    "StructuredOutputs": schemas.StructuredOutputs,
+    "StreamOptions": schemas.StreamOptions,
+}
 OPENAIS = {
     "/v1/chat/completions": {*chat_params.CompletionCreateParamsBase.__annotations__, "stream"},
     "/v1/completions": {*completion_create_params.CompletionCreateParamsBase.__annotations__, "stream"},
@@ -36,7 +47,7 @@ OPENAIS = {
 
 
 def kind(schema: dict[str, Any]) -> str:
-    """A JSON schema in words; null, which is the same as absent, is not mentioned."""
+    """A JSON schema in words. Null is the same as absent, so it is not mentioned."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(kind(part) for part in schema["anyOf"] if part.get("type") != "null"))
     if "$ref" in schema:
@@ -58,7 +69,7 @@ def kind(schema: dict[str, Any]) -> str:
     return words + (", not empty" if schema.get("minLength") else "")
 
 
-def table(name: str, model: type[schemas.Request]) -> str:
+def table(name: str, model: type[StrictModel]) -> str:
     shown = model.model_json_schema()
     openais = OPENAIS.get(name, set())
     rows = [f"### `{name}`", "", "| field | values | |", "|---|---|---|"]
@@ -75,13 +86,13 @@ def table(name: str, model: type[schemas.Request]) -> str:
 
 @pytest.mark.parametrize("name", OPENAIS)
 def test_none_of_openais_fields_is_forgotten(name):
-    """As openai-python knows them: each is honoured, or refused by its name."""
-    model = ROUTES.get(name) or getattr(schemas, name)
+    """The fields that openai-python knows are honoured, or refused by their names."""
+    model = (ROUTES | PARTS)[name]
     assert OPENAIS[name] - model.model_json_schema()["properties"].keys() - model.UNSUPPORTED.keys() == set()
 
 
 def test_the_documented_fields_are_the_fields():
-    everything = {**ROUTES, **{name: getattr(schemas, name) for name in PARTS}}
+    everything = ROUTES | PARTS
     before, rest = DOCUMENT.read_text().split("<!-- fields -->\n")
     after = rest.split("<!-- end of fields -->")[1]
     tables = "\n".join(table(name, model) for name, model in everything.items())

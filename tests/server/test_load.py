@@ -1,6 +1,6 @@
-"""A server process under load, on this machine alone: crowds, bursts over a small queue, clients that hang up, SIGTERM.
+"""A server process under load: many streams, bursts over a small queue, clients that disconnect, SIGTERM.
 
-CI runs a smaller form. The whole one, which prints what it measured: make test-load
+The default is a small load. `make test-load` runs the full load and prints what it measured.
 """
 
 import asyncio
@@ -12,13 +12,14 @@ import time
 from collections import Counter
 
 import httpx
-from fa_serve.server.bench import Load, run
+
+from fa_serve.client.bench import Load, run
 
 FULL = os.environ.get("FA_SERVE_LOAD") == "full"
 
 
 def eventually(condition, seconds: float = 10.0) -> float:
-    """How long it took."""
+    """Wait until the condition holds. Returns the seconds that it took."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < seconds, "it never came true"
@@ -30,7 +31,7 @@ def tell(what: str, **figures) -> None:
     print(f"\n{what}: {json.dumps(figures)}")
 
 
-def test_a_crowd_of_streams(served):
+def test_many_streams(served):
     streams, tokens = (500, 64) if FULL else (200, 8)
     load = Load(url=served.url, requests=streams, concurrency=streams, prompt_tokens=8, output_tokens=tokens)
     report = asyncio.run(run(load))
@@ -43,8 +44,8 @@ def test_a_crowd_of_streams(served):
     )
 
 
-def test_a_full_house(start_server, tmp_path):
-    """A small queue under bursts, clients that hang up, and SIGTERM under load; with keys, and the settings of a file."""
+def test_a_small_queue(start_server, tmp_path):
+    """A small queue with bursts, clients that disconnect, and SIGTERM under load, with API keys and a settings file."""
     (tmp_path / "fa-serve.toml").write_text('served_model_name = "org/name"\nmax_num_seqs = 32\nmax_waiting = 64\n')
     settings = ("--config", str(tmp_path / "fa-serve.toml"), "--log-level", "warning", "--public-metrics")
     served = start_server(*settings, FA_SERVE_API_KEYS="key-1,key-2")
@@ -52,7 +53,7 @@ def test_a_full_house(start_server, tmp_path):
     try:
         assert httpx.get(f"{served.url}/v1/models").status_code == 401
         asyncio.run(bursts(served, 10 if FULL else 3, 200 if FULL else 120))
-        asyncio.run(with_client(served, some_hang_up, crowd))
+        asyncio.run(with_client(served, some_disconnect, crowd))
         asyncio.run(with_client(served, drain, crowd))
         assert served.process.wait(30) == 0
     finally:
@@ -60,7 +61,7 @@ def test_a_full_house(start_server, tmp_path):
 
 
 async def bursts(served, number, size):
-    """`number` of them, half a second apart, whether the one before has been answered or not."""
+    """`number` bursts, half a second apart, whether or not the burst before has been answered."""
     load = Load(
         url=served.url,
         model="org/name",
@@ -79,7 +80,7 @@ async def bursts(served, number, size):
     begin = time.monotonic()
     reports = await asyncio.wait_for(asyncio.gather(*map(burst, range(number))), 240)
     failed = sum(report["failed"] for report in reports)
-    assert 0 < failed < number * size, "both must occur: room, and the end of it"
+    assert 0 < failed < number * size, "some requests must find room and some must not"
     assert all(error.startswith("status 429") for report in reports for error in report["errors"])
     eventually(lambda: served.metric("num_requests_running") == 0)
     assert served.metric("kv_cache_usage_perc") == 0
@@ -100,8 +101,8 @@ def ask(client, tokens):
     return client.stream("POST", "/v1/completions", json=body)
 
 
-async def some_hang_up(served, client, crowd):
-    """Three of ten, each in the middle of its stream."""
+async def some_disconnect(served, client, crowd):
+    """Three of ten clients disconnect in the middle of their streams."""
     draw = random.Random(0)
     gone = crowd * 3 // 10
 
@@ -122,14 +123,14 @@ async def some_hang_up(served, client, crowd):
     seconds = eventually(lambda: served.metric("num_requests_running") + served.metric("num_requests_waiting") == 0)
     assert served.metric("kv_cache_usage_perc") == 0
     assert served.aborted() - aborted == gone
-    tell(f"{gone} of {crowd} clients hang up", seconds_until_idle=seconds)
+    tell(f"{gone} of {crowd} clients disconnect", seconds_until_idle=seconds)
 
 
 async def drain(served, client, crowd):
-    """SIGTERM with every stream under way or waiting: all of them end as they would have, and nothing new begins."""
+    """SIGTERM while all streams run or wait: all of them complete, and new requests are refused."""
 
     def arrived():
-        # three readings: against the way that requests go, so that none is counted twice
+        # the three are read in the reverse order of a request's life, so that no request is counted twice
         return sum(map(served.metric, ("e2e_request_latency_seconds_count", "num_requests_running", "num_requests_waiting")))
 
     async def one():

@@ -1,6 +1,6 @@
-"""openai-python, sync and async, over every route of a real server: what it sends is understood, what it reads is right.
+"""openai-python, sync and async, with every route of a real server.
 
-The embedded model knows no tools and no JSON. Grammars make it write both, so what is shown is the service, not the model.
+The embedded model knows neither tools nor JSON. Grammars make it write both, so these tests show the service, not the model.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def url(start_server, tmp_path_factory) -> Iterator[str]:
 
 @pytest.fixture(params=["sync", "async"])
 def api(request, url):
-    """`api(path, **fields)`: the reply of that method, of a stream the list of its chunks."""
+    """`api(path, **fields)`: the reply of that method of openai-python, or the list of chunks of a stream."""
 
     def sync(path: str, *arguments: Any, **fields: Any) -> Any:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -71,7 +71,7 @@ def api(request, url):
 
 @pytest.fixture(scope="module")
 def chat(conforms):
-    """`chat(api, **fields)`: the message of the plain reply, which conforms, and which its stream adds up to."""
+    """`chat(api, **fields)`: the choice of the plain reply. It conforms to OpenAI's schema and equals the sum of its stream."""
 
     def ask(api, **fields: Any) -> Any:
         plain = api("chat.completions.create", **{**ASK, **fields})
@@ -100,7 +100,7 @@ def chat(conforms):
 
 
 def as_openai(reply: BaseModel) -> Any:
-    """Less reasoning_content, which is vLLM's."""
+    """The reply without reasoning_content, which OpenAI's schemas do not have."""
     data = reply.model_dump(exclude_unset=True)
     for choice in data["choices"]:
         choice.get("message", choice.get("delta")).pop("reasoning_content", None)
@@ -120,7 +120,7 @@ def test_forced_calls(api, chat):
 
 def test_strict_tools_may_be_left_alone_or_called(api, chat):
     assert chat(api, tools=[ADD], max_tokens=8).message.tool_calls is None
-    # where JSON of a schema is wanted the model cannot but choose between that and a call
+    # the grammar of a response_format leaves the model only the choice between an object and a call
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     other = {"type": "json_schema", "json_schema": {"name": "nothing", "schema": nothing}}
     choice = chat(api, tools=[ADD], response_format=other, parallel_tool_calls=False)
@@ -149,7 +149,7 @@ def test_structured_outputs(api, chat):
 
 
 def test_thoughts(api, chat):
-    """The prompt opens them, and the model never ends them by itself; those that the history has are the template's affair."""
+    """The prompt opens the thoughts, and the model never closes them. The chat template handles thoughts in the history."""
     thinking = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}, "max_tokens": 12}
     choice = chat(api, **thinking)
     assert (choice.message.content, choice.finish_reason) == (None, "length")
@@ -160,7 +160,7 @@ def test_thoughts(api, chat):
     assert chat(api, messages=[*ASK["messages"], later, *ASK["messages"]], max_tokens=4).message.content
 
 
-# each name leads to the next: where the compiler's stack ends, a server once did
+# each rule leads to the next; the depth of such a grammar once overflowed the compiler's stack and ended a server
 DEEP = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(15_000)) + 'a15000: "x"'
 BAD = [
     ({"tools": [{**ADD, "function": {"name": "f", "parameters": {"type": "nonsense"}}}], "tool_choice": "required"}, "tools"),

@@ -1,8 +1,8 @@
-"""schemathesis over our /openapi.json: what the document forbids is refused, every answer is one it describes, none is a 500.
+"""schemathesis with /openapi.json: the server refuses what the document forbids, and every answer is one that it describes.
 
-A server with the embedded model and small limits is asked about a thousand times. The document cannot say which fields go
-together, so a case that it allows is put in order before it is sent, for most of them to come as far as the engine. Guards
-broken on purpose show that each kind of fault is found. A longer search, with other cases each time:
+A server with the embedded model and small limits gets about a thousand requests. The document cannot say which fields exclude
+each other, so a case that it allows is corrected before it is sent; otherwise few cases would reach the engine. Guards that are
+broken on purpose show that each kind of fault is found. A longer search, with different cases each time:
 
     FA_SERVE_FUZZ=500 pytest tests/server/test_openapi.py
 """
@@ -21,9 +21,9 @@ import pytest
 from fa_serve.server import errors, routes
 from fa_serve.server.app import create_app
 from fa_serve.server.process import Server
-from fa_serve.server.service import Service
 from fa_serve.server.settings import Settings
 from fa_serve.server.streaming import EventStream
+from fa_serve.server.tokenization import Tokenization
 from starlette.responses import JSONResponse
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -38,9 +38,9 @@ CHECKS = (
     "unsupported_method",
     "missing_required_header",
 )
-TOGETHER = {"stream_options": "stream", "top_logprobs": "logprobs"}  # the one is refused without the other
+TOGETHER = {"stream_options": "stream", "top_logprobs": "logprobs"}  # the first is refused without the second
 ALONE = {"/tokenize": ("messages",), "/v1/completions": ("suffix", "best_of")}
-# what is only right for some vocabulary, chat template or grammar, of which the document knows nothing
+# fields whose values depend on the vocabulary, the chat template or the grammar, which the document does not describe
 MEANT_FOR = (
     "stop_token_ids",
     "allowed_token_ids",
@@ -61,7 +61,7 @@ SHORT = 4
 
 @dataclass
 class Found:
-    """`failures` by check; `statuses` of what the document allows, by path."""
+    """failures by check, statuses of allowed cases by path, and the number of streams"""
 
     failures: dict[str, str] = field(default_factory=dict)
     statuses: dict[str, Counter[int]] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def fuzz(url: str, examples: int, path: str | None = None) -> Found:
 
     def before_call(context, case, kwargs) -> None:
         if isinstance(case.body, dict):
-            # or else another model's name and an empty prompt are all that is ever refused
+            # a wrong name or an empty prompt would hide every other reason for a refusal
             if isinstance(case.body.get("model"), str):
                 case.body["model"] = cards["data"][0]["id"]
             if case.body.get("prompt") == "":
@@ -176,7 +176,7 @@ def test_the_service_does_what_its_document_says(start_server):
 
 @contextmanager
 def serving(app) -> Iterator[str]:
-    """The application in a thread of this process, over the fake engine, so that it can be broken."""
+    """The application over the fake engine, in a thread of this process, so that a test can break it."""
     urls = []
     ready = threading.Event()
 
@@ -208,11 +208,11 @@ def test_what_is_loaded_is_not_searched_for_garbage_again(engine):
 
 
 def a_handler_fails(monkeypatch):
-    monkeypatch.setattr(Service, "encode", lambda *_: 1 / 0)
+    monkeypatch.setattr(Tokenization, "encode", lambda *_: 1 / 0)
 
 
 def errors_are_fastapis_own(monkeypatch):
-    monkeypatch.setattr(errors, "bad_request", lambda found: Plain(str(found)))
+    monkeypatch.setattr(errors, "validation_refused", lambda found: Plain(str(found)))
 
 
 class Plain(errors.BadRequest):

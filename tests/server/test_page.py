@@ -1,6 +1,6 @@
-"""The playground in a real browser, where there is one: a chat, the stop button, the keyboard, both schemes, charts that move.
+"""The playground in a real browser, if one is installed: a chat, the stop button, the keyboard, both colour schemes, charts.
 
-With FA_SERVE_SCREENSHOTS=docs/images the pictures in the documentation are made anew.
+With FA_SERVE_SCREENSHOTS=docs/images the tests also take the screenshots of the documentation.
 """
 
 import json
@@ -41,7 +41,7 @@ def page(served):
 
 
 def write_on(route) -> None:
-    """Has an answer go on until it is stopped: the model's own may be over after four tokens."""
+    """Make an answer go on until it is stopped. The model itself may end it after four tokens."""
     route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True}))
 
 
@@ -62,7 +62,7 @@ def test_chat_stop_and_charts(page):
         page.keyboard.press("Enter")
         expect(notes).to_have_count(number + 1)
         expect(answers.last).to_contain_text(answer)
-        expect(notes.last).to_contain_text(re.compile(r"stop · \d+ tokens · first after \d+ ms"))
+        expect(notes.last).to_contain_text(re.compile(r"stop · \d+ tokens · first token after \d+ ms"))
 
     page.get_by_label("Temperature").fill("3")
     message.fill("Who are you?")
@@ -138,7 +138,7 @@ CONTRAST = """
 
 
 def test_light_and_dark_with_the_server_at_work(page, served):
-    """The pictures of the documentation: a chat that runs, charts under load; text that can be read in both schemes."""
+    """A chat and charts under load, as in the screenshots. The text has enough contrast in both colour schemes."""
     expect = pytest.importorskip("playwright.sync_api").expect
     message = page.get_by_label("Message", exact=True)
     notes = page.locator(".note")

@@ -2,12 +2,12 @@
 
     python tests/upstream/run.py [--families llama,bert] [--version 5.17.0] [--out tests/upstream/results.json]
 
-Fetches the source distribution of transformers (the installed release unless another is named) and the three packages that
-its tests want, once, into --cache; runs the tests of `test_modeling_common.py` that have to do with attention (`suite.py`);
-runs those that fail once more on sdpa itself; and prints, for each family, what passed and the reason of what did not. Ends
-with 1 if a failure has no reason.
+The script fetches the source distribution of transformers (of the installed release, unless another one is named) and the three
+packages that its tests need, once, into --cache. It runs the tests of `test_modeling_common.py` that concern attention (see
+`suite.py`), and runs those that fail once more with sdpa itself. For each family it prints what passed, and why the rest
+failed. The exit status is 1 if a failure has no known reason.
 
-The distribution leaves out the tests of generation, of masks and of single models: those of ours are in tests/test_hf_*.py.
+The distribution lacks the tests of generation, of masks and of single models. fa_serve's tests of these are in tests/hf/.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ ATTENTION = (
     "eager_matches_sdpa or equivalence or batching or determinism or training or gradient or attention or attn or dispatch "
     "or hidden_states or inputs_embeds or offload or parallelism or capture or meta or flex or compile"
 )
-# whether a test file has the mixin that is not in the distribution; the same once more with a choice among sdpa's own kernels
+# The first asks whether a test file has a mixin that the distribution lacks, the second chooses among sdpa's own kernels.
 NOT_HERE = "generation_tester_mixin or sdpa_kernels"
 TOOLS = ["accelerate==1.15.0", "parameterized==0.9.0", "psutil==7.2.2"]
-# what we refuse on purpose, by the words of the error
+# What fa_serve refuses on purpose, by words of the error.
 REASONS = {
     "never forms the attention weights": "asks sdpa for attention weights, which sdpa leaves out with a warning and fa_serve "
     "refuses with a sentence",
-    "asks for attention dropout": "trains with attention dropout, which fa_serve refuses with a sentence",
+    "attention dropout must be 0": "trains with attention dropout, which fa_serve refuses with a sentence",
 }
 SAME = "fails with sdpa itself in the same way"
 
 
 def fetch(version: str, cache: Path) -> tuple[Path, Path]:
-    """The unpacked distribution, and a folder of packages that its tests import."""
+    """The folder of the unpacked distribution, and a folder with packages that its tests import."""
     source = cache / f"transformers-{version}"
     tools = cache / "tools"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -74,7 +74,7 @@ def pytest(source: Path, tools: Path, report: Path, redirect: bool, *arguments: 
 
 
 def failures(cases: list[ET.Element]) -> dict[str, str]:
-    """The message of each test that failed, by its name."""
+    """The message of each test that failed, by the test's name."""
     found: dict[str, str] = {}
     for case in cases:
         for kind in ("failure", "error"):
@@ -94,7 +94,8 @@ def run(family: str, source: Path, tools: Path, cache: Path) -> dict[str, object
     reasons = {}
     for name, text in failed.items():
         reasons[name] = next((reason for words, reason in REASONS.items() if words in text), "")
-    if unknown := [name for name, reason in reasons.items() if not reason]:
+    unknown = [name for name, reason in reasons.items() if not reason]
+    if unknown:
         report.unlink()
         again = failures(pytest(source, tools, report, False, *(f"{suite}::Test{family}::{name}" for name in unknown)))
         for name in unknown:
@@ -106,9 +107,9 @@ def run(family: str, source: Path, tools: Path, cache: Path) -> dict[str, object
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--families", help="names of tests/hf_families.py, separated by commas; default: all")
-    parser.add_argument("--version", default=transformers.__version__, help="of the tests; should be the one installed")
+    parser.add_argument("--version", default=transformers.__version__, help="version of the tests, normally the installed one")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "fa_serve" / "upstream")
-    parser.add_argument("--out", type=Path, help="JSON file to write; families that it has of these versions stay")
+    parser.add_argument("--out", type=Path, help="JSON file to write; its other families stay if it is of the same versions")
     arguments = parser.parse_args()
     sys.path.insert(0, str(HERE.parent))
     from hf_families import FAMILIES
@@ -119,8 +120,10 @@ def main() -> None:
     versions = {"transformers": transformers.__version__, "tests": arguments.version, "torch": torch.__version__}
     results = {}
     unexplained = 0
-    if arguments.out and arguments.out.exists() and (before := json.loads(arguments.out.read_text()))["versions"] == versions:
-        results = before["families"]
+    if arguments.out and arguments.out.exists():
+        before = json.loads(arguments.out.read_text())
+        if before["versions"] == versions:
+            results = before["families"]
     for family in arguments.families.split(",") if arguments.families else [f.name for f in FAMILIES]:
         results[family] = result = run(family, source, tools, arguments.cache)
         failed = result["failed"]

@@ -1,11 +1,11 @@
-"""transformers' own tests of a model, run on our tiny families: collected by `run.py` alone, see there.
+"""transformers' own tests of a model, run on the tiny families of `hf_families`; only `run.py` collects this file.
 
-`tests/test_modeling_common.py` of transformers' source distribution is one class of tests to which a model's own test file adds
-a configuration and inputs. Those files, and the tests of generation, are not in the distribution, so both come from
-`hf_families` here, and what the class imports from the files that are missing is left empty.
+`tests/test_modeling_common.py` in transformers' source distribution is one class of tests, to which the test file of each model
+adds a configuration and inputs. The distribution lacks these files and the tests of generation. So configurations and inputs
+come from `hf_families`, and what the class imports from the missing files is left empty.
 
-With REDIRECT=1 the name "sdpa" means fa_serve: the attention function, the mask function, and the check of a model when it is
-made. sdpa is what transformers takes when nothing is asked for, so nearly every test then runs through us.
+With REDIRECT=1 the name "sdpa" means fa_serve: its attention function, its mask function, and its check of a model when it is
+made. transformers uses sdpa when nothing else is asked for, so nearly every test then runs through fa_serve.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SOURCE = Path(os.environ["TRANSFORMERS_SOURCE"]) / "tests"
 REDIRECT = os.environ.get("REDIRECT") == "1"
 BATCH = 4
 MISSING = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
-# the heads that transformers' testers of decoders and encoders try beside the main one; of others, the model without a head
+# The heads that transformers' testers try on decoders and encoders, beside the main one. For other kinds, only the first.
 HEADS = ("MODEL_MAPPING", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING")
 
 calls = 0
@@ -50,14 +50,14 @@ def redirect() -> None:
     def get_correct_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         chosen = original(self, *args, **kwargs)
         if chosen == "sdpa":
-            models.admit(self)
+            models.prepare_model(self)
         return chosen
 
     setattr(PreTrainedModel, original.__name__, get_correct_attn_implementation)
 
 
 def common() -> Any:
-    """test_modeling_common, as a module of a package of another name than "tests"."""
+    """The module test_modeling_common, in a package that is not called "tests"."""
     package = types.ModuleType("upstream_tests")
     package.__path__ = [str(SOURCE)]
     sys.modules["upstream_tests"] = package
@@ -75,7 +75,7 @@ ModelTesterMixin = common().ModelTesterMixin
 
 
 class Tester:
-    """What ModelTesterMixin wants to know of a model."""
+    """What ModelTesterMixin asks about a model."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -120,7 +120,7 @@ def test_case(family: Family) -> type[unittest.TestCase]:
         self.all_model_classes = tuple(sorted(classes, key=lambda c: c.__name__))
 
     def flash_style(side: str) -> Any:
-        """What transformers holds FlashAttention to; its own tests of that name ask for the package."""
+        """transformers' test of FlashAttention; its own tests of that name need the package flash_attn."""
 
         def test(self: Any) -> None:
             self.flash_attn_inference_equivalence("fa_serve" if REDIRECT else "sdpa", side)

@@ -1,10 +1,11 @@
-"""Every causal language model of transformers, shrunk and filled with random weights: right with fa_serve, or refused.
+"""Check that every causal language model of transformers, shrunk and with random weights, is right with fa_serve or refused.
 
     python tests/upstream/sweep.py [--out tests/upstream/sweep.json]
 
-No model has a line of its own here: sizes are put where a config has a field of that name. Logits of a batch without padding,
-padded on the left and on the right are held against eager attention. Ends with 1 if a model is wrong; those that cannot be
-made from such a config are listed and show nothing. tests/hf_families.py has the models that are looked at closely.
+No model is treated specially: small sizes are set in the fields of a config that have these names. Logits of a batch without
+padding, with padding on the left and with padding on the right are compared with those of eager attention. The exit status is 1
+if a model is wrong. Models that cannot be made from such a config are listed; nothing is known of them. tests/hf_families.py
+has the models that are tested closely.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from fa_serve.spec import UnsupportedModelError
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from hf_families import VOCAB, WINDOW, padding_mask, tokens
 
-ALLOWED = 1e-5
-SECONDS = 20
-PARAMETERS = 30_000_000  # relative to the largest logit; for one model
+ALLOWED = 1e-5  # error relative to the largest logit
+SECONDS = 20  # for one model
+PARAMETERS = 30_000_000  # of one model at most
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -94,12 +95,12 @@ def judge(config_class: Any, model_class: Any) -> str:
         torch.manual_seed(0)
         eager = model_class(shrunk(config_class)).eval()
         if sum(p.numel() for p in eager.parameters()) > PARAMETERS:
-            return "not made: its sizes have other names"
+            return "not made: its config names its sizes differently"
         for parameter in eager.parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
         expected = {kind: eager(tokens(3, 24), attention_mask=padding_mask(kind)).logits for kind in ("none", "left", "right")}
-    except Exception as error:  # a config of sizes that do not go together: whatever its model says then
+    except Exception as error:  # sizes that do not fit together: the model may raise anything
         return f"not made: {type(error).__name__}"
     try:
         ours = fa_serve.patch(copy.deepcopy(eager))

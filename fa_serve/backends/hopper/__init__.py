@@ -1,77 +1,73 @@
-"""Kernels for Hopper (sm90) alone, in Gluon: TMA, warp specialisation, wgmma.
+"""Attention for Hopper (sm90) in Gluon: TMA, warp specialisation, wgmma.
 
-`forward` is attention over dense, packed and paged keys; `producer` and `consumer` are its two kinds of warps and `shared` what
-they share; `schedule` deals tiles, `tiles` chooses their shape. Left out: few queries over a paged cache, float8 caches and
-explicit masks, which the portable kernels have, and the backward pass.
+forward         the kernel and its plan, for dense, packed and paged keys
+producer        the warp that copies to shared memory; `consumer` holds the warpgroups that compute
+kernel_types    what these warps hand to one another
+tile_schedule   which tile comes next
+hopper_tiles    the shape of tiles
+descriptors     how the copy engine addresses tensors
 
-Gluon is Triton's experimental layer and changes with every release, so the kernel modules are imported only under the release
-that they are written for.
+Left out: decoding, float8 caches and explicit masks, which the portable kernels have, and the backward pass.
+
+Gluon is Triton's experimental layer and changes with every release. The modules with kernels are therefore imported only when a
+call is planned, after `supports` has seen the release that they are written for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
-from torch import Tensor
 
-from fa_serve.backends.hopper.tiles import HEAD_DIMS
-from fa_serve.spec import FEW_QUERIES, AttentionSpec
+from fa_serve.backends.hopper.hopper_tiles import HEAD_DIMS
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
+from fa_serve.spec import FEW_QUERIES, AttentionSpec, dtype_name
 
 GLUON_OF_TRITON = "3.6."
 
 
 class HopperBackend:
+    """The Hopper kernel as a backend of attention."""
+
     name = "hopper"
-    plans = True
+    mixed_rows: int | None = None
 
     def supports(self, spec: AttentionSpec) -> str | None:
+        if spec.op != "attention":
+            return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
         if spec.device != "cuda" or spec.arch != 90:
             got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
-            return f"runs on Hopper (compute capability 9.0) alone, got {got}"
+            return f"runs on Hopper (compute capability 9.0) only, got {got}"
         if not triton.__version__.startswith(GLUON_OF_TRITON):
             return f"is written in the Gluon of Triton {GLUON_OF_TRITON}x, got Triton {triton.__version__}"
         if triton.knobs.runtime.interpret:
-            return "has no interpreter: TRITON_INTERPRET is set"
+            return "cannot run in Triton's interpreter, and TRITON_INTERPRET is set"
         if spec.dtype not in (torch.float16, torch.bfloat16):
-            return f"computes float16 and bfloat16, got {str(spec.dtype)[6:]}"
-        if spec.few_queries:
-            return f"leaves up to {FEW_QUERIES} queries per sequence, and fixed splits, to the decoding kernels"
+            return f"computes float16 and bfloat16, got {dtype_name(spec.dtype)}"
         if spec.layout == "paged" and (reason := _cannot_page(spec)):
             return reason
         if (spec.head_dim, spec.head_dim_v) not in HEAD_DIMS:
             known = ", ".join(str(d) if d == dv else f"{d} with head_dim_v {dv}" for d, dv in HEAD_DIMS)
-            got = str(spec.head_dim) if spec.head_dim == spec.head_dim_v else f"{spec.head_dim} with {spec.head_dim_v}"
-            return f"has head_dim {known}, got {got}"
+            got = (
+                str(spec.head_dim) if spec.head_dim == spec.head_dim_v else f"{spec.head_dim} with head_dim_v {spec.head_dim_v}"
+            )
+            return f"supports head_dim {known}, got {got}"
         if spec.mask is not None:
-            return "takes causality and windows, not an explicit mask"
+            return f"supports causality and windows but no explicit mask, got a {spec.mask} mask"
         return "has no backward pass, and an input requires gradients" if spec.needs_grad else None
 
-    # the kernels' module is imported when it is first asked for: where Gluon differs it cannot be
-    @property
-    def forward(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        from fa_serve.backends.hopper.forward import launch_forward
+    def plan(self, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions) -> Run:
+        """As in `backends.Backend`. Any strides and addresses are right; those that TMA cannot address cost a copy per call."""
+        from fa_serve.backends.hopper.forward import plan_forward
 
-        return launch_forward
-
-    forward_varlen = forward_paged = forward
-
-    @property
-    def step(self) -> Callable[..., object]:
-        from fa_serve.backends.hopper.forward import make_step
-
-        return make_step
-
-    def store_kv(self, *args, **options):
-        raise NotImplementedError("the Hopper backend does not write a paged cache; supports() says so")
+        return plan_forward(tensors, options)
 
 
 def _cannot_page(spec: AttentionSpec) -> str | None:
+    """Why the paged cache cannot be read, or None."""
     if spec.kv_dtype != spec.dtype:
-        return f"reads a cache of q's dtype, got {str(spec.kv_dtype)[6:]}"
+        return f"reads caches of q's dtype {dtype_name(spec.dtype)}, got {dtype_name(spec.kv_dtype)}"
     if spec.page_size % 16:
         return f"reads pages of a multiple of 16 tokens, got {spec.page_size}"
     if not spec.whole_rows:
-        return "reads caches whose tokens and heads are multiples of 16 bytes apart, and pages a whole number of tokens"
+        return "reads caches in which tokens and heads are multiples of 16 bytes apart and pages a whole number of tokens apart"
     return None

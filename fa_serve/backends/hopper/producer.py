@@ -1,16 +1,31 @@
-"""The producer warp: deals tiles and keeps the copy engine busy.
+"""The producer warp: it assigns tiles to its thread block and starts every copy from global to shared memory.
 
-It asks for the next tile while the loads of this one are in flight, and hands each tile's record to the consumers through
-shared memory beside the tile's queries, so that nobody else decodes an index or reads a length.
+The producer asks for the next tile while the copies of the current one are in flight. It writes each tile's record to shared
+memory beside the tile's queries, so that the consumers decode no index and read no length.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from fa_serve.backends.hopper.shared import RAGGED, Tile
+from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
+
+TILE_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
+"""A tile's record [8] in the producer's one warp: each thread has all of it."""
+PAGES_LAYOUT = gl.constexpr(gl.BlockedLayout([16], [32], [1], [0]))
+"""The pages of a block of keys [block_n / page_rows] in the producer's one warp."""
+
+
+class PagedOperand(NamedTuple):
+    """K or V in a paged cache: its descriptor, its boxes in shared memory, and the distance from page to page in rows."""
+
+    desc: gl.tensor
+    boxes: gl.tensor
+    pitch: gl.tensor
 
 
 @gluon.jit
@@ -33,8 +48,8 @@ def unpack_tile(record, layout: gl.constexpr):
 
 
 @gluon.jit
-def _pack(tile, layout: gl.constexpr):
-    i = gl.arange(0, 8, layout=layout)
+def _pack(tile):
+    i = gl.arange(0, 8, layout=TILE_LAYOUT)
     record = gl.where(i == 0, tile.row, tile.head)
     record = gl.where(i == 2, tile.origin, record)
     record = gl.where(i == 3, tile.q_len, record)
@@ -45,74 +60,77 @@ def _pack(tile, layout: gl.constexpr):
 
 
 @gluon.jit
-def _deal(index, tiles, heads, work):
-    """-> head and number of the tile among those of the head, longest first: tiles of a group of heads together (their keys
-    share the L2 cache), neighbours in head order. The last group has `head_tail` heads and what does not fill a group: a short
-    one would leave most blocks without work."""
+def _locate_tile(index, tiles, heads, args):
+    """The `index`-th tile of the launch -> (head, number of the tile among the `tiles` of this head).
+
+    Tiles of `head_group` heads follow one another, because these heads' keys share the L2 cache. Within a group the longest
+    tiles come first, and tiles of the same length follow in the order of heads. The last group has `head_tail` heads and those
+    that do not fill a group: a short last group would leave most thread blocks without work.
+    """
     safe = gl.maximum(gl.minimum(index, tiles * heads - 1), 0)
-    per_group = gl.maximum(work.head_group * tiles, 1)
-    last = (heads - work.head_tail) // work.head_group
+    per_group = gl.maximum(args.head_group * tiles, 1)
+    last = (heads - args.head_tail) // args.head_group
     group = gl.minimum(safe // per_group, last)
     rest = safe - group * per_group
-    size = gl.where(group == last, heads - group * work.head_group, work.head_group)
-    return group * work.head_group + rest % size, rest // size
+    size = gl.where(group == last, heads - group * args.head_group, args.head_group)
+    return group * args.head_group + rest % size, rest // size
 
 
 @gluon.jit
-def _dense_tile(index, work, var: gl.constexpr):
-    batch_head, m = _deal(index, work.num_m, work.total // work.num_m, work)
+def _dense_tile(index, args, var: gl.constexpr):
+    batch_head, m = _locate_tile(index, args.num_m, args.total // args.num_m, args)
     if var.has_right:
-        m = work.num_m - 1 - m
+        m = args.num_m - 1 - m
     row = m * var.tiles.block_m
-    offset = work.seqlen_k - work.seqlen_q
-    end = work.seqlen_k
+    offset = args.seqlen_k - args.seqlen_q
+    end = args.seqlen_k
     if var.has_right:
-        end = gl.minimum(end, row + var.tiles.block_m + offset + work.right)
-    # a tile that sees nothing still visits one block, wholly masked: every tile then runs the same code
+        end = gl.minimum(end, row + var.tiles.block_m + offset + args.right)
+    # a tile whose rows see no key still visits one block, which is wholly masked, so that all tiles run the same code
     high = gl.maximum((end + var.tiles.block_n - 1) // var.tiles.block_n, 1)
     low = end * 0
     if var.has_left:
-        low = gl.minimum(gl.maximum(row + offset - work.left, 0) // var.tiles.block_n, high - 1)
-    batch = batch_head // work.num_heads
-    row = gl.where(index < work.total, row, -1)
-    return Tile(row, batch_head % work.num_heads, batch, work.seqlen_q, batch, work.seqlen_k, low, high)
+        low = gl.minimum(gl.maximum(row + offset - args.left, 0) // var.tiles.block_n, high - 1)
+    batch = batch_head // args.num_heads
+    row = gl.where(index < args.total, row, -1)
+    return Tile(row, batch_head % args.num_heads, batch, args.seqlen_q, batch, args.seqlen_k, low, high)
 
 
 @gluon.jit
-def _packed_tile(index, work, live, layout: gl.constexpr):
-    """A record of `schedule.tile_table`, of which `live` are tiles."""
-    head, number = _deal(index, live, work.num_heads, work)
-    tile = unpack_tile(gl.load(work.table + number * 8 + gl.arange(0, 8, layout=layout)), layout)
-    row = gl.where(index < live * work.num_heads, tile.row, -1)
+def _packed_tile(index, args, live):
+    """Read a record of `tile_schedule.tile_table`, whose first `live` records are tiles."""
+    head, number = _locate_tile(index, live, args.num_heads, args)
+    tile = unpack_tile(gl.load(args.table + number * 8 + gl.arange(0, 8, layout=TILE_LAYOUT)), TILE_LAYOUT)
+    row = gl.where(index < live * args.num_heads, tile.row, -1)
     return Tile(row, head, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, tile.low, tile.high)
 
 
 @gluon.jit
-def _tile(index, work, live, layout: gl.constexpr, var: gl.constexpr):
+def _tile(index, args, live, var: gl.constexpr):
     if var.varlen:
-        return _packed_tile(index, work, live, layout)
+        return _packed_tile(index, args, live)
     else:  # noqa: RET505
-        return _dense_tile(index, work, var)
+        return _dense_tile(index, args, var)
 
 
 @gluon.jit
-def _next_index(work, var: gl.constexpr):
-    """Which tile this block does next; one past the end when the schedule has no more for it."""
+def _next_index(args, var: gl.constexpr):
+    """The index of this thread block's next tile; it is past the last tile when the schedule has no more."""
     if var.tiles.schedule == 0:
-        index = work.total
+        index = args.total
     else:
-        taken = gl.atomic_add(work.counter, 1, sem="relaxed")
+        taken = gl.atomic_add(args.counter, 1, sem="relaxed")
         if not var.varlen:  # noqa: SIM102
-            # every tile is followed by one request: the last request of the launch leaves the counter as it was found
-            if taken == work.total - 1:
-                gl.store(work.counter, 0)
+            # one request follows each tile, so the launch's last request can reset the counter to zero
+            if taken == args.total - 1:
+                gl.store(args.counter, 0)
         index = taken + gl.num_programs(0)
     return index
 
 
 @gluon.jit
 def _load(desc, origin, length, row, head, column: gl.constexpr, full, buffer, varlen: gl.constexpr):
-    """Start copying rows [row, ...) of one head; rows past `length` arrive as zeros."""
+    """Start copying rows [row, ...) of one head. Rows from `length` on arrive as zeros."""
     if varlen:
         tma.async_copy_global_to_shared(desc, [RAGGED, origin + length, RAGGED - length + row, head, column], full, buffer)
     else:
@@ -120,124 +138,117 @@ def _load(desc, origin, length, row, head, column: gl.constexpr, full, buffer, v
 
 
 @gluon.jit
-def _load_queries(tile, slot, desc, smem, bars, var: gl.constexpr):
+def _load_queries(tile, stage, desc, smem, bars, var: gl.constexpr):
     GROUPS: gl.constexpr = var.tiles.groups
-    full = bars.q_full.index(slot)
+    full = bars.q_full.index(stage)
     mbarrier.expect(full, 2 * 64 * GROUPS * (var.d0 + var.d1))
     for g in gl.static_range(GROUPS):
         row = tile.row + 64 * g
-        _load(desc.q, tile.origin, tile.q_len, row, tile.head, 0, full, smem.q.index(slot * GROUPS + g), var.varlen)
+        _load(desc.q, tile.origin, tile.q_len, row, tile.head, 0, full, smem.q.index(stage * GROUPS + g), var.varlen)
         if var.d1 > 0:
-            _load(desc.q1, tile.origin, tile.q_len, row, tile.head, var.d0, full, smem.q1.index(slot * GROUPS + g), var.varlen)
+            _load(desc.q1, tile.origin, tile.q_len, row, tile.head, var.d0, full, smem.q1.index(stage * GROUPS + g), var.varlen)
 
 
 @gluon.jit
-def _pages(tile, block, work, layout: gl.constexpr, var: gl.constexpr):
-    """The page of each piece of a block of keys; -1 where all of it is hidden, whose table entry nobody may read."""
-    keys = block * var.tiles.block_n + var.page_rows * gl.arange(0, var.tiles.block_n // var.page_rows, layout=layout)
+def _pages(tile, block, args, var: gl.constexpr):
+    """The page of each box of a block of keys, or -1 for a wholly hidden box, whose entry of the block table is not read."""
+    keys = block * var.tiles.block_n + var.page_rows * gl.arange(0, var.tiles.block_n // var.page_rows, layout=PAGES_LAYOUT)
     seen = keys < tile.kv_len
     if var.has_left:
-        seen = seen & (keys + var.page_rows > tile.row + tile.kv_len - tile.q_len - work.left)
-    entries = work.block_table + tile.k_origin.to(gl.int64) * work.table_stride + keys // var.page_size
+        seen = seen & (keys + var.page_rows > tile.row + tile.kv_len - tile.q_len - args.left)
+    entries = args.block_table + tile.k_origin.to(gl.int64) * args.table_stride + keys // var.page_size
     return gl.load(entries, mask=seen, other=-1)
 
 
 @gluon.jit
 def _load_pages(
-    pages,
-    tile,
-    kv_head,
-    block,
-    slot,
-    pitch,
-    desc,
-    column: gl.constexpr,
-    full,
-    boxes,
-    width: gl.constexpr,
-    layout: gl.constexpr,
-    var: gl.constexpr,
+    operand, pages, tile, kv_head, block, stage, column: gl.constexpr, full, width: gl.constexpr, var: gl.constexpr
 ):
-    """Start copying a block of keys page by page. Rows past the sequence's end, and hidden pieces, arrive as zeros: a page is
-    addressed as a packed sequence that is as long as what the sequence uses of it. `pitch` is its distance to the next in rows.
+    """Start copying `width` columns of a block of keys, box by box.
+
+    Rows past the sequence's end and hidden boxes arrive as zeros, because a page is addressed as a packed sequence whose length
+    is the number of rows that this sequence uses.
     """
-    PIECES: gl.constexpr = var.tiles.block_n // var.page_rows
+    BOXES: gl.constexpr = var.tiles.block_n // var.page_rows
     CHUNKS: gl.constexpr = width // 64
-    for i in gl.static_range(PIECES):
+    for i in gl.static_range(BOXES):
         key = block * var.tiles.block_n + var.page_rows * i
-        page = _field(pages, i, layout, PIECES)
+        page = _field(pages, i, PAGES_LAYOUT, BOXES)
         row = key % var.page_size
         length = gl.where(page < 0, 0, gl.minimum(gl.maximum(tile.kv_len - key + row, 0), var.page_size))
         for chunk in gl.static_range(CHUNKS):
-            target = boxes.index((slot * CHUNKS + chunk) * PIECES + i)
-            _load(desc, gl.maximum(page, 0) * pitch, length, row, kv_head, column + 64 * chunk, full, target, True)
+            box = operand.boxes.index((stage * CHUNKS + chunk) * BOXES + i)
+            _load(operand.desc, gl.maximum(page, 0) * operand.pitch, length, row, kv_head, column + 64 * chunk, full, box, True)
 
 
 @gluon.jit
-def _load_keys(tile, kv_head, block, count, desc, smem, bars, work, var: gl.constexpr):
-    PAGES_LAYOUT: gl.constexpr = gl.BlockedLayout([16], [32], [1], [0])
-    slot = count % var.tiles.stages
+def _load_keys(tile, kv_head, block, block_count, desc, smem, bars, args, var: gl.constexpr):
+    """Start copying block `block` of K, the `block_count`-th of this thread block, once the consumers have freed its stage."""
+    stage = block_count % var.tiles.stages
     if var.page_size > 0:
-        pages = _pages(tile, block, work, PAGES_LAYOUT, var)
-    mbarrier.wait(bars.k_empty.index(slot), ((count // var.tiles.stages) & 1) ^ 1)
-    full = bars.k_full.index(slot)
+        pages = _pages(tile, block, args, var)
+    mbarrier.wait(bars.k_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
+    full = bars.k_full.index(stage)
     mbarrier.expect(full, 2 * var.tiles.block_n * (var.d0 + var.d1))
     row = block * var.tiles.block_n
     if var.page_size > 0:
-        _load_pages(pages, tile, kv_head, block, slot, work.k_pitch, desc.k, 0, full, smem.k_boxes, var.d0, PAGES_LAYOUT, var)
+        k = PagedOperand(desc.k, smem.k_boxes, args.k_pitch)
+        _load_pages(k, pages, tile, kv_head, block, stage, 0, full, var.d0, var)
         if var.d1 > 0:
-            _load_pages(
-                pages, tile, kv_head, block, slot, work.k_pitch, desc.k, var.d0, full, smem.k1_boxes, var.d1, PAGES_LAYOUT, var
-            )
+            k1 = PagedOperand(desc.k, smem.k1_boxes, args.k_pitch)
+            _load_pages(k1, pages, tile, kv_head, block, stage, var.d0, full, var.d1, var)
     else:
-        _load(desc.k, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.k.index(slot), var.varlen)
+        _load(desc.k, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.k.index(stage), var.varlen)
         if var.d1 > 0:
-            _load(desc.k1, tile.k_origin, tile.kv_len, row, kv_head, var.d0, full, smem.k1.index(slot), var.varlen)
+            _load(desc.k1, tile.k_origin, tile.kv_len, row, kv_head, var.d0, full, smem.k1.index(stage), var.varlen)
 
 
 @gluon.jit
-def _load_values(tile, kv_head, block, count, desc, smem, bars, work, var: gl.constexpr):
-    PAGES_LAYOUT: gl.constexpr = gl.BlockedLayout([16], [32], [1], [0])
-    slot = count % var.tiles.stages
+def _load_values(tile, kv_head, block, block_count, desc, smem, bars, args, var: gl.constexpr):
+    """Start copying block `block` of V, the `block_count`-th of this thread block, once the consumers have freed its stage."""
+    stage = block_count % var.tiles.stages
     if var.page_size > 0:
-        pages = _pages(tile, block, work, PAGES_LAYOUT, var)
-    mbarrier.wait(bars.v_empty.index(slot), ((count // var.tiles.stages) & 1) ^ 1)
-    full = bars.v_full.index(slot)
+        pages = _pages(tile, block, args, var)
+    mbarrier.wait(bars.v_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
+    full = bars.v_full.index(stage)
     mbarrier.expect(full, 2 * var.tiles.block_n * var.dv)
     if var.page_size > 0:
-        _load_pages(pages, tile, kv_head, block, slot, work.v_pitch, desc.v, 0, full, smem.v_boxes, var.dv, PAGES_LAYOUT, var)
+        v = PagedOperand(desc.v, smem.v_boxes, args.v_pitch)
+        _load_pages(v, pages, tile, kv_head, block, stage, 0, full, var.dv, var)
     else:
-        _load(desc.v, tile.k_origin, tile.kv_len, block * var.tiles.block_n, kv_head, 0, full, smem.v.index(slot), var.varlen)
+        _load(desc.v, tile.k_origin, tile.kv_len, block * var.tiles.block_n, kv_head, 0, full, smem.v.index(stage), var.varlen)
 
 
 @gluon.jit
-def producer(desc, smem, bars, work, var: gl.constexpr):
-    RECORD_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
-    turn = 0
-    count = 0
-    live = work.total
+def producer(desc, smem, bars, args, var: gl.constexpr):
+    """Copy tile after tile. `tile_count` and `block_count` count the tiles and key blocks so far; they give stage and phase."""
+    tile_count = 0
+    block_count = 0
+    live = args.total
     if var.varlen:
-        live = gl.load(work.counter + 1)
-    tile = _tile(gl.program_id(0), work, live, RECORD_LAYOUT, var)
+        live = gl.load(args.counter + 1)
+    tile = _tile(gl.program_id(0), args, live, var)
     while tile.row >= 0:
-        kv_head = tile.head // work.heads_per_kv
+        kv_head = tile.head // args.heads_per_kv
         blocks = tile.high - tile.low
-        _load_keys(tile, kv_head, tile.high - 1, count, desc, smem, bars, work, var)
-        slot = turn % var.tiles.q_stages
-        mbarrier.wait(bars.q_empty.index(slot), ((turn // var.tiles.q_stages) & 1) ^ 1)
-        smem.record.index(slot).store(_pack(tile, RECORD_LAYOUT))
-        _load_queries(tile, slot, desc, smem, bars, var)
-        index = _next_index(work, var)
-        for j in range(1, blocks + 1):  # from the last block to the first, K one step ahead of V: the consumers' order
+        _load_keys(tile, kv_head, tile.high - 1, block_count, desc, smem, bars, args, var)
+        stage = tile_count % var.tiles.q_stages
+        mbarrier.wait(bars.q_empty.index(stage), ((tile_count // var.tiles.q_stages) & 1) ^ 1)
+        smem.record.index(stage).store(_pack(tile))
+        _load_queries(tile, stage, desc, smem, bars, var)
+        index = _next_index(args, var)
+        # the consumers' order: from the last block to the first, and K one block ahead of V
+        for j in range(1, blocks + 1):
             if j < blocks:
-                _load_keys(tile, kv_head, tile.high - 1 - j, count + j, desc, smem, bars, work, var)
-            _load_values(tile, kv_head, tile.high - j, count + j - 1, desc, smem, bars, work, var)
-        count += blocks
-        turn += 1
-        tile = _tile(index, work, live, RECORD_LAYOUT, var)
-    # a grid's block that had a tile knows that it was the only one
-    if var.tiles.schedule != 0 or turn == 0:
-        slot = turn % var.tiles.q_stages
-        mbarrier.wait(bars.q_empty.index(slot), ((turn // var.tiles.q_stages) & 1) ^ 1)
-        smem.record.index(slot).store(_pack(tile, RECORD_LAYOUT))
-        mbarrier.arrive(bars.q_full.index(slot), count=1)
+                _load_keys(tile, kv_head, tile.high - 1 - j, block_count + j, desc, smem, bars, args, var)
+            _load_values(tile, kv_head, tile.high - j, block_count + j - 1, desc, smem, bars, args, var)
+        block_count += blocks
+        tile_count += 1
+        tile = _tile(index, args, live, var)
+    # the last record says that no tile is left; a plain grid gives a thread block one tile at most, and only a thread block
+    # without any needs to be told
+    if var.tiles.schedule != 0 or tile_count == 0:
+        stage = tile_count % var.tiles.q_stages
+        mbarrier.wait(bars.q_empty.index(stage), ((tile_count // var.tiles.q_stages) & 1) ^ 1)
+        smem.record.index(stage).store(_pack(tile))
+        mbarrier.arrive(bars.q_full.index(stage), count=1)

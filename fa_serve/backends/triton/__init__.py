@@ -1,33 +1,37 @@
-"""Portable Triton kernels: any GPU that Triton compiles for, and its interpreter on a CPU.
+"""Portable Triton kernels: any GPU that Triton compiles for, and Triton's interpreter on a CPU.
 
-`forward` is the FlashAttention-2 forward pass over dense, packed and paged keys; `decode` splits one sequence's keys, paged or
-dense, among programs when the queries are few (`pieces` cuts and merges, `steps` keeps what steps share); `kv_cache` writes
-the paged cache; `primitives` are the shared steps of the algorithm and `tiles` the choice of tile. Beside attention: `layers`
-and `linear` for what a decoder layer computes, `sampling` for its tokens, `invariant` for results that no other row changes.
-Left out: the backward pass, and everything that only Hopper has (see `backends.hopper`).
+`forward` is the FlashAttention-2 forward pass over dense, packed and paged keys. `decode` divides one sequence's keys, paged or
+dense, among programs when the queries are few; `splits` cuts the keys and merges the results, and `float8_conversions` reads a
+quantised cache. `store_kv` writes the paged cache. `primitives` are the steps of the algorithm that kernels share, and
+`triton_tiles` chooses tiles.
+
+This package leaves out the backward pass, everything that only Hopper has (`backends.hopper`), and what a decoder layer
+computes beside attention (`fa_serve.ops`).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
-from torch import Tensor
 
-from fa_serve.backends.mixed import forward_mixed
-from fa_serve.backends.triton.decode import launch_decode, launch_dense
-from fa_serve.backends.triton.forward import launch_forward
-from fa_serve.backends.triton.kv_cache import launch_store_kv
-from fa_serve.backends.triton.steps import make_step
-from fa_serve.spec import FEW_QUERIES, AttentionSpec
+from fa_serve.backends.plan import AttentionOptions, Run
+from fa_serve.backends.triton.decode import plan_decode
+from fa_serve.backends.triton.forward import plan_forward
+from fa_serve.backends.triton.store_kv import plan_store_kv
+from fa_serve.backends.triton.triton_tiles import DECODE_MIN_ROWS
+from fa_serve.spec import AttentionSpec, dtype_name
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_HEAD_DIM = 256
 
 
 class TritonBackend:
+    """The portable kernels as a backend of attention."""
+
     name = "triton"
-    plans = True
-    forward_varlen = staticmethod(launch_forward)
-    step = staticmethod(make_step)
+    mixed_rows: int | None = DECODE_MIN_ROWS
 
     def supports(self, spec: AttentionSpec) -> str | None:
         interpreted = triton.knobs.runtime.interpret
@@ -36,38 +40,17 @@ class TritonBackend:
         if spec.device == "cuda" and 0 < spec.arch < 80 and torch.version.hip is None:
             return f"needs compute capability 8.0 or newer, got {spec.arch / 10}"
         if spec.dtype not in _DTYPES:
-            return f"computes float16, bfloat16 and float32, got {str(spec.dtype)[6:]}"
+            return f"computes float16, bfloat16 and float32, got {dtype_name(spec.dtype)}"
         if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
-            return f"reads a cache of q's dtype or float8_e4m3fn, got {str(spec.kv_dtype)[6:]}"
+            return f"reads a cache of q's dtype or float8_e4m3fn, got {dtype_name(spec.kv_dtype)}"
         if spec.kv_dtype == torch.float8_e4m3fn and 0 < spec.arch < 89:
             return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
-        if max(spec.head_dim, spec.head_dim_v) > 256:
-            return f"head_dim up to 256, got {max(spec.head_dim, spec.head_dim_v)}"
+        if max(spec.head_dim, spec.head_dim_v) > _MAX_HEAD_DIM:
+            return f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {max(spec.head_dim, spec.head_dim_v)}"
         return "has no backward pass, and an input requires gradients" if spec.needs_grad else None
 
-    def forward(self, q, k, v, *, mask, **options):
-        over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
-        if 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and over_keys:
-            return launch_dense(q, k, v, mask=mask, **options)
-        return launch_forward(q, k, v, mask=mask, **options)
-
-    def forward_paged(self, q, k_cache, v_cache, **options):
-        longest = options["max_seqlen_q"]
-        if longest <= FEW_QUERIES or options["k_descale"] is not None or options["num_splits"] > 0:
-            return launch_decode(q, k_cache, v_cache, **options)
-        if q.shape[0] < options["seqused_k"].shape[0] * longest:
-            return forward_mixed(launch_decode, launch_forward, q, k_cache, v_cache, **options)
-        return launch_forward(q, k_cache, v_cache, **options)
-
-    def store_kv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        k_descale: Tensor | None,
-        v_descale: Tensor | None,
-    ) -> None:
-        launch_store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale)
+    def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:
+        if spec.op == "store_kv":
+            return plan_store_kv(tensors)
+        assert options is not None
+        return plan_decode(tensors, options) if spec.op == "decode" else plan_forward(tensors, options)

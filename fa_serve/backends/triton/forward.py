@@ -1,15 +1,20 @@
-"""The FlashAttention-2 forward pass in portable Triton: dense, varlen and paged, one kernel.
+"""The FlashAttention-2 forward pass in portable Triton: dense, varlen and paged, in one kernel.
 
-One program computes BLOCK_M query rows of one head of one sequence, and walks over the keys in tiles of BLOCK_N; rows of Q are
-split among the warps, K and V are shared by them (FlashAttention-2, Dao 2023, 3.2 and 3.3). The N x N scores never leave the
-registers; the output stays unscaled until the last tile (3.1). Keys wholly outside the causal or window band are never visited
-and only tiles that cross its edge are masked, in a uniform branch of the one loop.
+One program computes `block_m` query rows of one head of one sequence and walks over the keys in tiles of `block_n`. The rows of
+Q are divided among the warps, which share K and V (FlashAttention-2, Dao 2023, sections 3.2 and 3.3). The N x N scores never
+leave the registers, and the output stays unscaled until the last tile (section 3.1). Keys that lie completely outside of the
+causal or window band are never visited, and only tiles that cross the edge of the band are masked, in a uniform branch of the
+one loop.
 
-Layouts differ only in where row r of sequence b lies: dense and varlen add an offset, paged looks the page up. Lengths are
-runtime values read on the device. Left out: splitting one sequence's keys among programs (decode.py), the backward pass.
+The layouts differ only in where row r of sequence b lies: dense and varlen add an offset, paged looks the page up. Lengths are
+runtime values that the kernel reads on the device. This module leaves out dividing one sequence's keys among programs
+(`decode`) and the backward pass.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -18,41 +23,65 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
-from fa_serve.backends.launch import launch, on_device_of
+from fa_serve.backends import MAX_KEYS_PER_TILE
+from fa_serve.backends.launch import Launch, on_device_of
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, online_softmax_update, softcap_scores, window_keep
-from fa_serve.backends.triton.tiles import TileConfig, batch_block, forward_tiles, padded_dim
+from fa_serve.backends.triton.triton_tiles import TileConfig, batch_block, forward_tiles, padded_dim
+
+_L2_BYTES = 32 << 20  # how much of the L2 cache the keys and values of concurrent programs may fill
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardVariant:
+    """What the forward kernel is compiled for.
+
+    groups:      query heads per KV head
+    dim, dim_v:  head_dim and head_dim_v; block_d, block_dv: the same, padded to tiles
+    page_size:   tokens per page, 0 for keys that are not paged
+    tma:         K and V are read through tensor descriptors
+    mask:        "none", "bool" or "float"
+    precision:   input precision of the products
+    batch_block: with `skip_q`, the width of the prefix sum that finds a program's tile, else 0
+    """
+
+    num_heads: int
+    groups: int
+    dim: int
+    dim_v: int
+    block_d: int
+    block_dv: int
+    block_m: int
+    block_n: int
+    page_size: int
+    tma: bool
+    varlen: bool
+    has_left: bool
+    has_right: bool
+    has_softcap: bool
+    mask: str
+    precision: str
+    batch_block: int
 
 
 @triton.jit
-def _load_tile(
-    tensor,
-    n,
-    cols,
-    kv_len,
-    where,
-    CHECK_ROWS,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    VARLEN: tl.constexpr,
-):
-    """[BLOCK_N, BLOCK_D] keys or values from key n on. Rows past kv_len read as 0: they belong to somebody else."""
+def _load_tile(tensor, n, cols, kv_len, where, CHECK_ROWS, DIM: tl.constexpr, BLOCK_D: tl.constexpr, var: tl.constexpr):
+    """[BLOCK_N, BLOCK_D] keys or values from key n on. Rows past kv_len belong to another sequence and read as 0."""
+    BLOCK_N: tl.constexpr = var.block_n
     base_ptr, descriptor, stride_page, stride_t = tensor
     batch, head, row0, table_row_ptr = where
-    if USE_TMA:
-        if not VARLEN:
+    if var.tma:
+        if not var.varlen:
             return descriptor.load([batch, head, n, 0]).reshape(BLOCK_N, BLOCK_D)
         x = descriptor.load([0, head, row0 + n, 0]).reshape(BLOCK_N, BLOCK_D)
         if CHECK_ROWS:
-            # the tile's tail is the next sequence, and 0 * NaN is NaN
+            # the tail of the tile is the next sequence, and 0 * NaN is NaN
             x = tl.where((cols < kv_len)[:, None], x, 0.0)
         return x
     offs_d = tl.arange(0, BLOCK_D)
-    if PAGE_SIZE > 0:
-        page = tl.load(table_row_ptr + cols // PAGE_SIZE, mask=cols < kv_len, other=0).to(tl.int64)
-        row_ptrs = base_ptr + page * stride_page + (cols % PAGE_SIZE) * stride_t
+    if var.page_size > 0:
+        page = tl.load(table_row_ptr + cols // var.page_size, mask=cols < kv_len, other=0).to(tl.int64)
+        row_ptrs = base_ptr + page * stride_page + (cols % var.page_size) * stride_t
     else:
         row_ptrs = base_ptr + n.to(tl.int64) * stride_t + (cols - n) * stride_t
     keep = (cols < kv_len)[:, None]
@@ -62,35 +91,15 @@ def _load_tile(
 
 
 @triton.jit
-def _walk(
-    state,
-    q,
-    span,
-    k_tensor,
-    v_tensor,
-    mask_tensor,
-    where,
-    rows,
-    scaling,
-    window,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    VARLEN: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The inner loop. Tiles outside [inner_lo, inner_hi) cross the band's edge or the end of the sequence and are masked.
+def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling, window, var: tl.constexpr):
+    """The inner loop. Tiles outside of [inner_lo, inner_hi) cross the edge of the band or the end of the sequence and are
+    masked.
 
-    The branch is uniform, and one loop keeps one software pipeline: cutting the walk in three drains it twice more.
+    The branch is uniform, and one loop keeps one software pipeline. Cutting the walk into three loops drains the pipeline
+    twice more.
     """
+    BLOCK_N: tl.constexpr = var.block_n
+    PRECISION: tl.constexpr = var.precision
     acc, row_max, row_sum = state
     lo, inner_lo, inner_hi, hi, kv_len = span
     q_rows, q_len, offset = rows
@@ -101,40 +110,40 @@ def _walk(
         n = tl.multiple_of(n, BLOCK_N)
         cols = n + tl.arange(0, BLOCK_N)
         edge = (n < inner_lo) | (n >= inner_hi)
-        k = _load_tile(k_tensor, n, cols, kv_len, where, False, DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, USE_TMA, VARLEN)
+        k = _load_tile(k_tensor, n, cols, kv_len, where, False, var.dim, var.block_d, var)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         factor = scale * LOG2E
-        if HAS_SOFTCAP:
+        if var.has_softcap:
             s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
             factor = 1.0
-        if MASK != "none":
+        if var.mask != "none":
             inside = (q_rows < q_len)[:, None] & (cols < kv_len)[None, :]
             mask_ptrs = mask_ptr + q_rows[:, None].to(tl.int64) * stride_mq + cols[None, :] * stride_mk
             given = tl.load(mask_ptrs, mask=inside, other=0)
-            if MASK == "bool":
+            if var.mask == "bool":
                 s = tl.where(given != 0, s, float("-inf"))
             else:
                 s = s * factor + given.to(tl.float32) * LOG2E
                 factor = 1.0
         if edge:
-            keep = window_keep(q_rows + offset, cols, kv_len, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+            keep = window_keep(q_rows + offset, cols, kv_len, window_left, window_right, var.has_left, var.has_right)
             s = tl.where(keep, s, float("-inf"))
         p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
-        v = _load_tile(v_tensor, n, cols, kv_len, where, edge, DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, USE_TMA, VARLEN)
+        v = _load_tile(v_tensor, n, cols, kv_len, where, edge, var.dim_v, var.block_dv, var)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
 
 
 @triton.jit
-def _find_tile(tile, cu_q_ptr, batch, skip_q, BLOCK_M: tl.constexpr, BATCH_BLOCK: tl.constexpr):
-    """-> the sequence and block of rows of a tile, among those of sequences with more than skip_q queries, longest rows first.
+def _find_tile(tile, cu_q_ptr, batch, skip_q, var: tl.constexpr):
+    """-> the sequence and the block of rows of a tile, among the sequences with more than skip_q queries, last rows first.
 
-    The sequence is `batch` when the tiles have run out.
+    The sequence is `batch` when there are no more tiles.
     """
-    index = tl.arange(0, BATCH_BLOCK)
+    index = tl.arange(0, var.batch_block)
     live = index < batch
     q_len = tl.load(cu_q_ptr + index + 1, mask=live, other=0) - tl.load(cu_q_ptr + index, mask=live, other=0)
-    tiles = tl.where(q_len > skip_q, (q_len + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles = tl.where(q_len > skip_q, (q_len + var.block_m - 1) // var.block_m, 0)
     ends = tl.cumsum(tiles, 0)
     seq = tl.sum((ends <= tile).to(tl.int32), 0)
     return tl.minimum(seq, batch), tl.sum(tl.where(index == seq, ends, 0), 0) - 1 - tile
@@ -186,49 +195,38 @@ def _attn_fwd(
     stride_mq,
     stride_mk,
     stride_table,
-    NUM_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    VARLEN: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr,
+    var: tl.constexpr,
 ):
-    # neighbours in launch order share K and V: (group of heads, block of rows, head in the group). The longest rows go first.
+    """One program: block_m query rows of one head of one sequence."""
+    BLOCK_M: tl.constexpr = var.block_m
+    BLOCK_N: tl.constexpr = var.block_n
+    BLOCK_DV: tl.constexpr = var.block_dv
+    # Neighbours in launch order share K and V: the order is (group of heads, block of rows, head in the group). The rows that
+    # see the most keys go first.
     pid = tl.program_id(0)
     group = pid // (head_group * num_m)
     rest = pid % (head_group * num_m)
     bh = group * head_group + rest % head_group
-    block = num_m - 1 - rest // head_group if HAS_RIGHT else rest // head_group
-    batch = bh // NUM_HEADS
-    head = bh % NUM_HEADS
-    if BATCH_BLOCK > 0:
-        head = pid % NUM_HEADS
-        batch, block = _find_tile(pid // NUM_HEADS, cu_q_ptr, num_seqs, skip_q, BLOCK_M, BATCH_BLOCK)
+    block = num_m - 1 - rest // head_group if var.has_right else rest // head_group
+    batch = bh // var.num_heads
+    head = bh % var.num_heads
+    if var.batch_block > 0:
+        head = pid % var.num_heads
+        batch, block = _find_tile(pid // var.num_heads, cu_q_ptr, num_seqs, skip_q, var)
         if batch >= num_seqs:
             return
-    head_kv = head // GROUPS
+    head_kv = head // var.groups
 
-    if VARLEN:
+    if var.varlen:
         q_row0 = tl.load(cu_q_ptr + batch)
         q_len = tl.load(cu_q_ptr + batch + 1) - q_row0
     else:
         q_row0 = 0
         q_len = seqlen_q
-    if PAGE_SIZE > 0:
+    if var.page_size > 0:
         k_row0 = 0
         kv_len = tl.load(used_k_ptr + batch)
-    elif VARLEN:
+    elif var.varlen:
         k_row0 = tl.load(cu_k_ptr + batch)
         kv_len = tl.load(cu_k_ptr + batch + 1) - k_row0
     else:
@@ -238,31 +236,31 @@ def _attn_fwd(
     if m0 >= q_len:
         return
 
-    # int64 before any product with a stride: a long batch passes 2^31 elements
-    batch_q = 0 if VARLEN else batch.to(tl.int64)
+    # int64 before any product with a stride: a long batch has more than 2^31 elements
+    batch_q = 0 if var.varlen else batch.to(tl.int64)
     head64 = head.to(tl.int64)
     kv64 = head_kv.to(tl.int64)
     first_row = (q_row0 + m0).to(tl.int64)
-    if PAGE_SIZE > 0:
+    if var.page_size > 0:
         table_ptr += batch.to(tl.int64) * stride_table
         k_ptr += kv64 * stride_kh
         v_ptr += kv64 * stride_vh
-    elif not USE_TMA:
-        row64 = k_row0.to(tl.int64) if VARLEN else 0
+    elif not var.tma:
+        row64 = k_row0.to(tl.int64) if var.varlen else 0
         k_ptr += batch_q * stride_kb + row64 * stride_kt + kv64 * stride_kh
         v_ptr += batch_q * stride_vb + row64 * stride_vt + kv64 * stride_vh
-    if MASK != "none":
+    if var.mask != "none":
         mask_ptr += batch.to(tl.int64) * stride_mb + head64 * stride_mh
 
     offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = tl.arange(0, var.block_d)
     offs_dv = tl.arange(0, BLOCK_DV)
     q_rows = m0 + offs_m
     live = (q_rows < q_len)[:, None]
     q_ptr += batch_q * stride_qb + first_row * stride_qt + head64 * stride_qh
     q = tl.load(
         q_ptr + offs_m[:, None] * stride_qt + offs_d[None, :],
-        mask=live & (offs_d < DIM)[None, :] if DIM < BLOCK_D else live,
+        mask=live & (offs_d < var.dim)[None, :] if var.dim < var.block_d else live,
         other=0.0,
     )
 
@@ -282,10 +280,10 @@ def _attn_fwd(
     inner_lo = 0
     hi = kv_len
     inner_hi = kv_len // BLOCK_N * BLOCK_N
-    if HAS_LEFT:
+    if var.has_left:
         lo = tl.maximum(m0 + offset - window_left, 0) // BLOCK_N * BLOCK_N
         inner_lo = tl.maximum(last_row + offset - window_left, 0)
-    if HAS_RIGHT:
+    if var.has_right:
         hi = tl.maximum(tl.minimum(kv_len, last_row + offset + window_right + 1), 0)
         inner_hi = tl.maximum(tl.minimum(kv_len, m0 + offset + window_right + 1), 0) // BLOCK_N * BLOCK_N
     acc, row_max, row_sum = _walk(
@@ -299,19 +297,7 @@ def _attn_fwd(
         (q_rows, q_len, offset),
         (scale, softcap),
         (window_left, window_right),
-        DIM,
-        DIM_V,
-        BLOCK_D,
-        BLOCK_DV,
-        BLOCK_N,
-        PAGE_SIZE,
-        USE_TMA,
-        VARLEN,
-        HAS_LEFT,
-        HAS_RIGHT,
-        HAS_SOFTCAP,
-        MASK,
-        PRECISION,
+        var,
     )
 
     inverse, lse = finish_softmax(row_max, row_sum)
@@ -322,152 +308,217 @@ def _attn_fwd(
     tl.store(
         out_ptr + offs_m[:, None] * stride_ot + offs_dv[None, :],
         (acc * inverse[:, None]).to(out_ptr.dtype.element_ty),
-        mask=live & (offs_dv < DIM_V)[None, :] if DIM_V < BLOCK_DV else live,
+        mask=live & (offs_dv < var.dim_v)[None, :] if var.dim_v < BLOCK_DV else live,
     )
 
 
-def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    window_size: tuple[int, int],
-    softcap: float,
-    sinks: Tensor | None,
-    out: Tensor | None,
-    return_lse: bool,
-    mask: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    block_table: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    skip_q: int = 0,
-    lse: Tensor | None = None,
-    tiles: TileConfig | None = None,
-    memo: object = None,
-    k_descale: None = None,
-    v_descale: None = None,
-    num_splits: int = 0,
-) -> tuple[Tensor, Tensor | None]:
-    """Allocates out and lse, picks the tile, launches once.
+def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None = None) -> Run:
+    """Plan calls that look like this one, for AttentionTensors of any layout (see `fa_serve.api`). A run is one launch.
 
-    Dense: q (batch, seqlen_q, heads, dim) and no cu_seqlens. Varlen: q (total, heads, dim) with cu_seqlens_q and _k. Paged: q
-    (total, heads, dim) with cu_seqlens_q, block_table, seqused_k, and k, v as (num_pages, page_size, heads, dim).
-    With skip_q > 0, sequences of up to skip_q queries are left to another kernel: their rows of out and lse stay as they are,
-    and the grid holds the tiles of the others alone, found by a prefix sum on the device. `lse` is written if given, `tiles`
-    overrides the choice, for tuning. It keeps no memo, and caches here are not quantised, nor keys split.
+    With options.skip_q > 0, sequences of up to skip_q queries are left to another kernel: their rows of out and lse stay as
+    they are, and the grid holds only the tiles of the other sequences, which a prefix sum on the device finds. `tiles`
+    overrides the choice, for tuning. Caches are not quantised here and keys are not split.
     """
-    varlen = cu_seqlens_q is not None
-    paged = block_table is not None
-    num_heads = q.shape[-2]
-    num_kv_heads = k.shape[-2]
-    dim = q.shape[-1]
-    dim_v = v.shape[-1]
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if varlen:
-        batch = cu_seqlens_q.shape[0] - 1
-        q_strides = (0, *q.stride()[:2])
-        lse_shape = (num_heads, q.shape[0])
-    else:
-        batch = q.shape[0]
-        max_seqlen_q = q.shape[1]
-        max_seqlen_k = k.shape[1]
-        q_strides = q.stride()[:3]
-        lse_shape = (batch, num_heads, max_seqlen_q)
-    k_strides, v_strides = ((0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3] for x in (k, v))
-    result = torch.empty((*q.shape[:-1], dim_v), dtype=q.dtype, device=q.device) if out is None else out
-    if result.stride(-1) != 1:
-        result = torch.empty_like(result, memory_format=torch.contiguous_format)
-    out_strides = (0, *result.stride()[:2]) if varlen else result.stride()[:3]
-    if return_lse and lse is None:
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    mask_strides = (0, 0, 0, 0)
-    if mask is not None:
-        mask_strides = tuple(0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True))
-        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    if tiles is None:
-        tiles = forward_tiles(
-            spec.arch_of(q.device),
-            q.element_size(),
-            dim,
-            dim_v,
-            max_seqlen_q,
-            max_seqlen_k,
-            causal=window_size[1] >= 0,
-            paged=paged,
-            masked=mask is not None,
+    return _ForwardPlan(tensors, options, tiles)
+
+
+class _ForwardPlan:
+    """The launch of one kind of call, and the shapes of what a run allocates."""
+
+    __slots__ = (
+        "_block_d",
+        "_block_dv",
+        "_launch",
+        "_layout",
+        "_lse_shape",
+        "_needs_lse",
+        "_options",
+        "_out_shape",
+        "_tiles",
+        "_uses_tma",
+    )
+
+    def __init__(self, tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None) -> None:
+        q, k, v = (_with_unit_stride(x) for x in tensors[:3])
+        paged = tensors.block_table is not None
+        if tiles is None:
+            tiles = forward_tiles(
+                spec.arch_of(q.device),
+                q.element_size(),
+                q.shape[-1],
+                v.shape[-1],
+                options.max_seqlen_q,
+                options.max_seqlen_k,
+                causal=options.window_size[1] >= 0,
+                paged=paged,
+                masked=tensors.mask is not None,
+            )
+        assert not paged or tiles.block_n <= MAX_KEYS_PER_TILE
+        self._options = options
+        self._tiles = tiles
+        self._layout = "paged" if paged else "dense" if tensors.cu_seqlens_q is None else "varlen"
+        self._block_d = padded_dim(q.shape[-1])
+        self._block_dv = padded_dim(v.shape[-1])
+        self._out_shape = (*q.shape[:-1], v.shape[-1])
+        self._needs_lse = options.return_lse
+        self._lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+        self._uses_tma = tiles.tma and not paged and _tma_strides(k) and _tma_strides(v)
+        out = tensors.out if tensors.out is not None and tensors.out.stride(-1) == 1 else None
+        self._launch = self._make_launch(tensors._replace(q=q, k=k, v=v, out=out), options)
+
+    def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+        q, k, v = (_with_unit_stride(x) for x in tensors[:3])
+        if self._uses_tma and (k.data_ptr() | v.data_ptr()) & 15:
+            return _ForwardPlan(tensors, self._options, replace(self._tiles, tma=False))(tensors)
+        out = tensors.out
+        result = out if out is not None and out.stride(-1) == 1 else q.new_empty(self._out_shape)
+        lse = tensors.lse
+        if self._needs_lse and lse is None:
+            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        if self._launch is not None:
+            mask = tensors.mask
+            if mask is not None and mask.dtype == torch.bool:
+                mask = mask.view(torch.uint8)
+            cu_seqlens_k = tensors.keys if self._layout == "varlen" else None
+            seqused_k = tensors.keys if self._layout == "paged" else None
+            descriptors: tuple[Any, ...] = (None, None)
+            if self._uses_tma:
+                descriptors = (
+                    _descriptor(k, self._tiles.block_n, self._block_d),
+                    _descriptor(v, self._tiles.block_n, self._block_dv),
+                )
+            pointers = (q, k, v, result, lse, tensors.sinks, mask, *descriptors)
+            self._launch((*pointers, tensors.cu_seqlens_q, cu_seqlens_k, seqused_k, tensors.block_table))
+        if out is not None and result is not out:
+            result = out.copy_(result)
+        return result, lse
+
+    def _make_launch(self, tensors: AttentionTensors, options: AttentionOptions) -> Any:
+        """The launch for these tensors; None if there is nothing to compute."""
+        q = tensors.q
+        k = tensors.k
+        dense = self._layout == "dense"
+        batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
+        num_heads = q.shape[-2]
+        num_m = -(-options.max_seqlen_q // self._tiles.block_m)
+        num_tiles = batch * num_m
+        if options.skip_q:
+            # At most so many sequences have more than skip_q queries, each with one tile that is not full.
+            num_tiles = min(batch, q.shape[0] // (options.skip_q + 1)) + q.shape[0] // self._tiles.block_m
+        if num_tiles * num_heads == 0:
+            return None
+        groups = num_heads // k.shape[-2]
+        head_bytes = options.max_seqlen_k * (q.shape[-1] + self._out_shape[-1]) * k.element_size()
+        varying = (
+            float(options.softmax_scale),
+            float(options.softcap),
+            *options.window_size,
+            options.max_seqlen_q,
+            options.max_seqlen_k,
+            num_m,
+            _head_group(batch * num_heads, groups, head_bytes),
+            batch,
+            options.skip_q,
         )
-    use_tma = tiles.tma and not paged and _tma_reads(k) and _tma_reads(v)
-    block_d = padded_dim(dim)
-    block_dv = padded_dim(dim_v)
-    num_m = -(-max_seqlen_q // tiles.block_m)
-    # more than skip_q queries each: that many sequences at most, with a part of a tile each
-    num_tiles = batch * num_m if skip_q == 0 else min(batch, q.shape[0] // (skip_q + 1)) + q.shape[0] // tiles.block_m
-    if num_tiles * num_heads > 0:
-        descriptors = (None, None)
-        if use_tma:
-            descriptors = _descriptor(k, tiles.block_n, block_d), _descriptor(v, tiles.block_n, block_dv)
-        pointers = (q, k, v, result, lse, sinks, mask, *descriptors, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-        group = _head_group(batch * num_heads, num_heads // num_kv_heads, max_seqlen_k, dim + dim_v, k.element_size())
-        varying = (float(softmax_scale), float(softcap), *window_size, max_seqlen_q, max_seqlen_k, num_m, group, batch, skip_q)
-        strides = (
-            *q_strides,
-            *k_strides,
-            *v_strides,
-            *out_strides,
-            0 if lse is None or varlen else lse.stride(0),
-            0 if lse is None else lse.stride(-2),
-            *mask_strides,
-            0 if block_table is None else block_table.stride(0),
-        )
-        fixed = (
-            num_heads,
-            num_heads // num_kv_heads,
-            dim,
-            dim_v,
-            block_d,
-            block_dv,
-            tiles.block_m,
-            tiles.block_n,
-            k.shape[1] if paged else 0,
-            use_tma,
-            varlen,
-            window_size[0] >= 0,
-            window_size[1] >= 0,
-            softcap != 0.0,
-            "none" if mask is None else "bool" if mask.dtype == torch.uint8 else "float",
-            "ieee" if q.dtype == torch.float32 else "tf32",
-            batch_block(batch) if skip_q else 0,
-        )
-        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        launch_options = {"num_warps": self._tiles.num_warps, "num_stages": self._tiles.num_stages}
+        variant = self._variant(tensors, options, groups, batch)
+        strides = self._strides(tensors, dense)
         grid = num_tiles * num_heads
-        if use_tma:
-            with on_device_of(q):
-                _attn_fwd[grid,](*pointers, *varying, *strides, *fixed, **options)
-        else:
-            launch(_attn_fwd, grid, pointers, varying, fixed, options, strides)
-    if out is not None and result is not out:
-        return out.copy_(result), lse
-    return result, lse
+        if self._uses_tma:
+            return _TmaLaunch(grid, (*varying, *strides, variant), launch_options)
+        return Launch(_attn_fwd, grid, varying=varying, strides=strides, fixed=(variant,), options=launch_options)
+
+    def _variant(self, tensors: AttentionTensors, options: AttentionOptions, groups: int, batch: int) -> ForwardVariant:
+        mask = tensors.mask
+        return ForwardVariant(
+            num_heads=tensors.q.shape[-2],
+            groups=groups,
+            dim=tensors.q.shape[-1],
+            dim_v=tensors.v.shape[-1],
+            block_d=self._block_d,
+            block_dv=self._block_dv,
+            block_m=self._tiles.block_m,
+            block_n=self._tiles.block_n,
+            page_size=tensors.k.shape[1] if self._layout == "paged" else 0,
+            tma=self._uses_tma,
+            varlen=self._layout != "dense",
+            has_left=options.window_size[0] >= 0,
+            has_right=options.window_size[1] >= 0,
+            has_softcap=options.softcap != 0.0,
+            mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
+            precision="ieee" if tensors.q.dtype == torch.float32 else "tf32",
+            batch_block=batch_block(batch) if options.skip_q else 0,
+        )
+
+    def _strides(self, tensors: AttentionTensors, dense: bool) -> tuple[int, ...]:
+        """In the order of the kernel's parameters. A packed tensor has no stride between sequences."""
+        q_strides = _row_strides(tensors.q)
+        out_strides = _row_strides(tensors.out) if tensors.out is not None else _contiguous_strides(self._out_shape)
+        lse_strides = (0, 0)
+        if self._needs_lse:
+            lse_head_stride = tensors.lse.stride(-2) if tensors.lse is not None else self._lse_shape[-1]
+            lse_strides = (self._lse_shape[1] * self._lse_shape[2] if dense else 0, lse_head_stride)
+        mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+        if tensors.mask is not None:
+            sizes = zip(tensors.mask.shape, tensors.mask.stride(), strict=True)
+            mask_strides = tuple([0 if size == 1 else stride for size, stride in sizes])
+        table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
+        return (
+            *q_strides,
+            *_row_strides(tensors.k),
+            *_row_strides(tensors.v),
+            *out_strides,
+            *lse_strides,
+            *mask_strides,
+            table_stride,
+        )
 
 
-def _head_group(batch_heads: int, groups: int, seqlen_k: int, dims: int, itemsize: int, l2_bytes: int = 32 << 20) -> int:
+class _TmaLaunch:
+    """A launch with tensor descriptors, through the JIT at each call: the descriptors hold addresses."""
+
+    __slots__ = ("_grid", "_numbers", "_options")
+
+    def __init__(self, grid: int, numbers: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._grid = grid
+        self._numbers = numbers
+        self._options = options
+
+    def __call__(self, pointers: tuple[Any, ...]) -> None:
+        with on_device_of(pointers[0]):
+            _attn_fwd[self._grid,](*pointers, *self._numbers, **self._options)
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _row_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of (batch or page, token, head); 0 for the first if the tensor is packed."""
+    return (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """`_row_strides` of a contiguous tensor."""
+    head = shape[-1]
+    token = shape[-2] * head
+    return (shape[1] * token if len(shape) == 4 else 0, token, head)
+
+
+def _head_group(batch_heads: int, groups: int, head_bytes: int) -> int:
     """How many (batch, head) pairs run side by side, so that their K and V stay in L2 while the row blocks pass over them."""
-    group = max(1, min(batch_heads, l2_bytes * groups // max(1, seqlen_k * dims * itemsize)))
+    group = max(1, min(batch_heads, _L2_BYTES * groups // max(1, head_bytes)))
     while batch_heads % group:
         group -= 1
     return group
 
 
-def _tma_reads(x: Tensor) -> bool:
-    """TMA wants a 16-byte aligned base and strides that are multiples of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+def _tma_strides(x: Tensor) -> bool:
+    """Whether TMA can read a tensor with these strides, which must be multiples of 16 bytes. The address must be one, too."""
+    return all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
 
 
 def _descriptor(x: Tensor, block_n: int, block_d: int) -> TensorDescriptor:
-    """(batch, heads, seqlen, dim): rows past the end of a sequence, and columns past head_dim, are filled with zeros."""
+    """(batch, heads, seqlen, dim). Rows past the end of a sequence and columns past head_dim are filled with zeros."""
     x = (x if x.dim() == 4 else x[None]).transpose(1, 2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block_n, block_d])

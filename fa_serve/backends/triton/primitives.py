@@ -1,7 +1,7 @@
-"""The jit helpers that every kernel here is built from. Each does one step of the algorithm and says which.
+"""The jit helpers that the portable kernels are built from. Each one is a step of the algorithm.
 
-Scores live in base 2 throughout: exp(x) = exp2(x * log2(e)), and exp2 is one instruction. A row that has seen no key has a
-running maximum of -inf; `online_softmax_update` keeps it free of NaN, so no caller needs a special case.
+Scores are in base 2 throughout: exp(x) = exp2(x * log2(e)), and exp2 is one instruction. A row that has seen no key has a
+running maximum of -inf. `online_softmax_update` keeps such a row free of NaN, so no caller needs a special case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr):
-    """Every program waits, one with nothing to do as well: the next kernel takes our end for that of our predecessor too."""
+    """Wait until the kernel before this one has completed, and let the kernel behind this one start (programmatic launch).
+
+    Every program must call this, even one that has nothing to do: the next kernel waits for the completion of this kernel only,
+    so completing must imply that the kernel before this one has completed as well.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -25,8 +29,9 @@ def wait_for_previous_kernel(PDL: tl.constexpr):
 def softcap_scores(s, scale, softcap, EXACT: tl.constexpr):
     """softcap * tanh(s * scale / softcap), in base 2.
 
-    tanh(x) = 1 - 2 / (1 + exp(2x)) saturates without overflow, but cancels near 0: its error of 6e-8 * softcap is far below the
-    rounding of 16-bit inputs and above that of float32 ones. EXACT takes the Taylor series there (|x| < 1/4: error < 1e-8).
+    tanh(x) = 1 - 2 / (1 + exp(2x)) saturates without overflow but cancels near 0. Its error there, 6e-8 * softcap, is far below
+    the rounding of 16-bit inputs and above the rounding of float32 inputs. EXACT uses the Taylor series for |x| < 1/4, whose
+    error is below 1e-8.
     """
     x = s * (scale / softcap)
     tanh = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
@@ -39,7 +44,7 @@ def softcap_scores(s, scale, softcap, EXACT: tl.constexpr):
 
 @triton.jit
 def window_keep(rows, cols, kv_len, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """[BLOCK_M, BLOCK_N]: which keys a query sees. `rows` hold the bottom-right offset (query index + kv_len - q_len)."""
+    """[BLOCK_M, BLOCK_N]: which keys each query sees. `rows` includes the bottom-right offset: query index + kv_len - q_len."""
     keep = (cols < kv_len)[None, :]
     if HAS_RIGHT:
         keep = keep & (cols[None, :] <= rows[:, None] + window_right)
@@ -50,24 +55,26 @@ def window_keep(rows, cols, kv_len, window_left, window_right, HAS_LEFT: tl.cons
 
 @triton.jit
 def online_softmax_update(s, factor, row_max, row_sum):
-    """One step of the online softmax (FlashAttention, algorithm 1): -> p, the new maximum and sum, and what rescales the past.
+    """One step of the online softmax (FlashAttention, algorithm 1).
 
-    s [BLOCK_M, BLOCK_N]: scores that `factor` > 0 turns into base 2, -inf where hidden; row_max (base 2), row_sum [BLOCK_M].
-    The factor is applied inside the exponent, where it is one fused multiply-add. The output stays unscaled until the end
-    (FlashAttention-2, 3.1.1).
+    -> p, the new maximum, the new sum, and the factor that rescales the output so far.
+
+    s [BLOCK_M, BLOCK_N]: scores, -inf where hidden; `factor` > 0 turns them into base 2. row_max (base 2) and row_sum
+    [BLOCK_M]. The factor is applied inside the exponent, where it is part of one fused multiply-add. The output stays unscaled
+    until the end (FlashAttention-2, section 3.1.1).
     """
-    m_new = tl.maximum(row_max, tl.max(s, 1) * factor)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * factor - m_safe[:, None])
-    alpha = tl.exp2(row_max - m_safe)
-    return p, m_new, row_sum * alpha + tl.sum(p, 1), alpha
+    new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * factor - safe_max[:, None])
+    alpha = tl.exp2(row_max - safe_max)
+    return p, new_max, row_sum * alpha + tl.sum(p, 1), alpha
 
 
 @triton.jit
 def finish_softmax(row_max, row_sum):
-    """-> 1 / row_sum and lse in natural units; a row that saw nothing gets 0 and -inf.
+    """-> 1 / row_sum and lse in natural units; a row that has seen no key gets 0 and -inf.
 
-    Such a row is found by its maximum: a sum of emulated exponentials is not exactly 0 everywhere.
+    The maximum identifies such a row, because a sum of emulated exponentials is not exactly 0 on every device.
     """
     live = row_max > float("-inf")
     row_sum = tl.where(live, row_sum, 1.0)

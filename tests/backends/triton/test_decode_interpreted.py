@@ -13,18 +13,21 @@ import torch
 import triton
 import triton.language as tl
 
+import fa_serve
 from fa_serve.backends import triton as backend
-from fa_serve.backends.reference import ReferenceBackend, attention_reference
-from fa_serve.backends.triton import TritonBackend
-from fa_serve.backends.triton.decode import DecodeTiles, _fit_float16, decode_tiles, launch_decode
-from fa_serve.backends.triton.forward import launch_forward
-from fa_serve.backends.triton.tiles import TileConfig, batch_block
+from fa_serve.backends.plan import PLANS
+from fa_serve.backends.reference import attention_reference
+from fa_serve.backends.triton.decode import plan_decode
+from fa_serve.backends.triton.float8_conversions import fit_float16
+from fa_serve.backends.triton.forward import plan_forward
+from fa_serve.backends.triton.triton_tiles import DecodeTiles, TileConfig, batch_block, decode_tiles
 from fa_serve.testing import (
     assert_lse_matches,
     assert_matches_reference,
     cu_seqlens,
     eager_attention,
     make_paged,
+    run_plan,
 )
 
 
@@ -88,16 +91,27 @@ def make(case: Case):
     return q, k_cache, v_cache, dense, options
 
 
-def check(case: Case, launch=launch_decode, **overrides) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(q, k_cache, v_cache, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    return run_plan(plan_decode, q, k_cache, v_cache, **options)
+
+
+def through_the_api(q, k_cache, v_cache, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    return fa_serve.attention_paged(q, k_cache, v_cache, causal=False, backend="triton", **options)
+
+
+def check(case: Case, run=decode, **overrides) -> tuple[torch.Tensor, torch.Tensor]:
     q, k_cache, v_cache, dense, options = make(case)
-    actual, lse = launch(q, k_cache, v_cache, **(options | overrides))
+    actual, lse = run(q, k_cache, v_cache, **(options | overrides))
     exact_options = {name: options[name] for name in ("softmax_scale", "window_size", "softcap", "sinks")}
-    exact, exact_lse = ReferenceBackend._each_sequence(
-        q.double(), options["cu_seqlens_q"].tolist(), dense, actual.shape[-1], None, True, exact_options
-    )
+    exact = torch.zeros(*actual.shape, dtype=torch.float64)
+    exact_lse = torch.full(lse.shape, float("-inf"), dtype=torch.float64)
     eager = torch.zeros_like(actual)
     row = 0
     for n, (k, v) in zip(case.q_lens, dense, strict=True):
+        if n:
+            out, out_lse = attention_reference(q[row : row + n][None].double(), k[None], v[None], **exact_options)
+            exact[row : row + n] = out[0]
+            exact_lse[:, row : row + n] = out_lse[0]
         if n and len(k):
             eager[row : row + n] = eager_attention(
                 q[row : row + n][None], k.to(q.dtype)[None], v.to(q.dtype)[None], **exact_options
@@ -124,7 +138,7 @@ OPTIONS = [
     pytest.param(Case(q_lens=(6, 9), kv_lens=(150, 90), window_size=(-1, 2)), id="right-window"),
     pytest.param(Case(softcap=8.0), id="softcap"),
     pytest.param(Case(q_lens=(2, 1, 3), softcap=3.0, sinks=True, window_size=(70, 0)), id="softcap-sinks-window"),
-    pytest.param(Case(sinks=True, num_splits=1), id="sinks-one-piece"),
+    pytest.param(Case(sinks=True, num_splits=1), id="sinks-one-split"),
     pytest.param(Case(num_splits=40), id="more-splits-than-blocks"),
 ]
 
@@ -170,26 +184,26 @@ def test_head_major_cache_and_strided_inputs():
     wide = torch.full((3, 8, 64), float("nan"))
     wide[..., :32] = q
     out = torch.full((3, 8, 96), float("nan"))[:, :, ::3]
-    assert launch_decode(wide[..., :32], k_cache, v_cache, **(options | {"out": out}))[0] is out
+    assert run_plan(plan_decode, wide[..., :32], k_cache, v_cache, **(options | {"out": out}))[0] is out
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def test_pages_before_the_window_are_never_read():
     case = Case(q_lens=(2, 1), kv_lens=(200, 90), window_size=(20, 0))
     q, k_cache, v_cache, _, options = make(case)
-    expected, _ = launch_decode(q, k_cache, v_cache, **options)
+    expected, _ = run_plan(plan_decode, q, k_cache, v_cache, **options)
     options["block_table"][0, : (200 - 2 - 20) // 16] = 2**28
-    actual, _ = launch_decode(q, k_cache, v_cache, **options)
+    actual, _ = run_plan(plan_decode, q, k_cache, v_cache, **options)
     assert torch.equal(actual, expected)
 
 
 def test_without_lse_and_without_queries():
     q, k_cache, v_cache, _, options = make(Case(kv_lens=(40, 9, 90)))
-    out, lse = launch_decode(q, k_cache, v_cache, **(options | {"return_lse": False}))
+    out, lse = run_plan(plan_decode, q, k_cache, v_cache, **(options | {"return_lse": False}))
     assert lse is None
-    assert torch.equal(out, launch_decode(q, k_cache, v_cache, **options)[0])
+    assert torch.equal(out, run_plan(plan_decode, q, k_cache, v_cache, **options)[0])
     nothing = options | {"cu_seqlens_q": cu_seqlens((0, 0, 0)), "max_seqlen_q": 0}
-    assert launch_decode(q[:0], k_cache, v_cache, **nothing)[0].shape == (0, 8, 32)
+    assert run_plan(plan_decode, q[:0], k_cache, v_cache, **nothing)[0].shape == (0, 8, 32)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 3e-5, 1.0, 1e30])
@@ -210,15 +224,15 @@ def _fit(x_ptr, half_ptr, power_ptr):
     rows = tl.arange(0, 16)
     cols = tl.arange(0, 32)
     at = rows[:, None] * 32 + cols[None, :]
-    half, power = _fit_float16(tl.load(x_ptr + at))
+    half, power = fit_float16(tl.load(x_ptr + at))
     tl.store(half_ptr + at, half)
     tl.store(power_ptr + rows, power)
 
 
 @pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "fixed"])
-@pytest.mark.parametrize("parts", [1, 2, 7, 40])
-def test_every_cut_gives_the_same_answer(parts: int, balanced: bool):
-    tiles = DecodeTiles(16, 16, 2, 2, parts, balanced, min_blocks=1 + parts % 2)
+@pytest.mark.parametrize("splits", [1, 2, 7, 40])
+def test_every_cut_gives_the_same_answer(splits: int, balanced: bool):
+    tiles = DecodeTiles(16, 16, 2, 2, splits, balanced, min_blocks=1 + splits % 2)
     check(Case(q_lens=(1, 2, 0, 1), kv_lens=(300, 17, 40, 2), sinks=True), tiles=tiles)
 
 
@@ -246,17 +260,38 @@ def test_dense_cache(shape: tuple[int, int, int], window_size: tuple[int, int], 
         x.masked_fill_(torch.zeros(()).bool() if mask is None else ~torch.cat([mask, mask[..., :9]], -1).transpose(2, 3), 7.0)
     k, v = (x[:, :, :seqlen_k].transpose(1, 2) for x in (k, v))
     exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), **options)
-    # pieces are merged by weights exp(lse_i - lse), and float32 rounds each lse
+    # splits are merged by weights exp(lse_i - lse), and float32 rounds each lse
     merging = torch.finfo(torch.float32).eps * exact_lse.nan_to_num(neginf=0.0).transpose(1, 2)[..., None]
     eager = eager_attention(q, k, v, **options) * (1 + merging).float()
     if padded:  # what a mask hides is not read
         k, v = (x.masked_fill(~mask.permute(0, 3, 1, 2), float("nan")) for x in (k, v))
-    actual, lse = TritonBackend().forward(q, k, v, **options, out=None, return_lse=True)
+    options |= {"backend": "triton"}
+    actual, lse = fa_serve.attention(q, k, v, **options, return_lse=True)
     assert_matches_reference(actual, exact, eager)
     assert_lse_matches(lse, exact_lse)
     out = torch.empty(batch, seqlen_q, 8, 64)[..., ::2]
-    assert TritonBackend().forward(q, k, v, **options, out=out, return_lse=False) == (out, None)
+    assert fa_serve.attention(q, k, v, **options, out=out) is out
     assert torch.equal(out, actual)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+def test_a_growing_cache_has_one_plan(batch: int, masked: bool) -> None:
+    """One query per sequence behind 65 to 127 keys, as `generate` calls it: lengths and strides change, the plan does not."""
+    generator = torch.Generator().manual_seed(0)
+    PLANS.clear()
+    for keys in (65, 66, 90, 127):
+        q = torch.randn(batch, 8, 1, 32, generator=generator).transpose(1, 2)
+        k, v = (torch.randn(batch, 2, keys, 32, generator=generator).transpose(1, 2) for _ in range(2))
+        mask = torch.rand(batch, 1, 1, keys, generator=generator) > 0.3 if masked else None
+        options = {"softmax_scale": 0.2, "window_size": (40, 0), "softcap": 0.0, "sinks": None, "mask": mask}
+        exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), **options)
+        actual, lse = fa_serve.attention(q, k, v, **options, return_lse=True, backend="triton")
+        assert_matches_reference(actual, exact, eager_attention(q, k, v, **options))
+        assert_lse_matches(lse, exact_lse)
+        assert len(PLANS) == 1
+    fa_serve.attention(q, *(torch.randn(batch, 128, 2, 32) for _ in range(2)), backend="triton")
+    assert len(PLANS) == 2, "twice the keys have other tiles"
 
 
 def test_a_mask_of_one_key_is_that_of_all():
@@ -267,7 +302,7 @@ def test_a_mask_of_one_key_is_that_of_all():
     every = torch.tensor([True, False, True, False])
     mask = every[:2].view(2, 1, 1, 1)  # in memory, what follows it differs
     options = {"softmax_scale": 0.2, "window_size": (-1, -1), "softcap": 0.0, "sinks": None, "mask": mask}
-    actual, _ = TritonBackend().forward(q, k, v, **options, out=None, return_lse=False)
+    actual = fa_serve.attention(q, k, v, **options, backend="triton")
     exact, _ = attention_reference(q.double(), k.double(), v.double(), **options)
     assert_matches_reference(actual, exact, eager_attention(q, k, v, **options))
 
@@ -282,7 +317,7 @@ def test_batch_invariance():
     """With num_splits given, a row is bitwise the same alone and in any company."""
     case = Case(q_lens=(1, 5, 3), kv_lens=(150, 100, 20), num_splits=3, dtype=torch.float16)
     q, k_cache, v_cache, _, options = make(case)
-    together, lse = launch_decode(q, k_cache, v_cache, **options)
+    together, lse = run_plan(plan_decode, q, k_cache, v_cache, **options)
     row = 0
     for index, n in enumerate(case.q_lens):
         alone = options | {
@@ -292,7 +327,7 @@ def test_batch_invariance():
             "max_seqlen_q": n,
             "max_seqlen_k": case.kv_lens[index],
         }
-        out, alone_lse = launch_decode(q[row : row + n], k_cache, v_cache, **alone)
+        out, alone_lse = run_plan(plan_decode, q[row : row + n], k_cache, v_cache, **alone)
         assert torch.equal(out, together[row : row + n])
         assert torch.equal(alone_lse, lse[:, row : row + n])
         row += n
@@ -303,15 +338,15 @@ def test_tiles_depend_on_the_heads_alone_when_splits_are_given():
         return decode_tiles(90, 132, 2, 2, 128, 128, 32, 8, batch, max_q, max_k, splits)
 
     assert tiles(1, 1, 100, 4) == tiles(256, 16, 100_000, 4)
-    assert tiles(1, 1, 1024, 0) == replace(tiles(1, 1, 1024, 4), parts=16)
-    assert tiles(1, 1, 64, 0).parts == 1
+    assert tiles(1, 1, 1024, 0) == replace(tiles(1, 1, 1024, 4), splits=16)
+    assert tiles(1, 1, 64, 0).splits == 1
     assert tiles(64, 1, 8192, 0).balanced
 
 
-def test_pieces_fill_one_wave():
+def test_splits_fill_one_wave():
     """3 programs live on an SM: 396 on 132 of them, 49 for each of 8 heads."""
     for batch in (1, 8, 16, 200):
-        assert decode_tiles(90, 132, 2, 2, 128, 128, 32, 8, batch, 1, 131072, 0).parts == 49
+        assert decode_tiles(90, 132, 2, 2, 128, 128, 32, 8, batch, 1, 131072, 0).splits == 49
 
 
 def test_batch_block_covers_the_batch():
@@ -327,18 +362,27 @@ MIXED = [
 ]
 
 
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which kernels were planned; the plans are the real ones."""
+    names: list[str] = []
+    for make_plan in (plan_decode, plan_forward):
+        monkeypatch.setattr(
+            backend, make_plan.__name__, lambda *args, made=make_plan: names.append(made.__name__) or made(*args)
+        )
+    PLANS.clear()
+    return names
+
+
 @pytest.mark.parametrize("case", MIXED)
-def test_mixed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
-    for launch in (launch_decode, launch_forward):
-        monkeypatch.setattr(backend, launch.__name__, lambda *a, f=launch, **o: ran.append(f.__name__) or f(*a, **o))
-    check(case, launch=TritonBackend().forward_paged)
-    assert sorted(ran) == ["launch_decode", "launch_forward"]
+def test_mixed(case: Case, planned: list[str]) -> None:
+    check(case, run=through_the_api)
+    assert sorted(planned) == ["plan_decode", "plan_forward"]
 
 
-def test_equal_prompts_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(backend, "launch_decode")
-    check(Case(q_lens=(18, 18), kv_lens=(40, 18)), launch=TritonBackend().forward_paged)
+def test_equal_prompts_are_not_mixed(planned: list[str]) -> None:
+    check(Case(q_lens=(18, 18), kv_lens=(40, 18)), run=through_the_api)
+    assert planned == ["plan_forward"]
 
 
 def test_each_kernel_leaves_the_others_rows_alone() -> None:
@@ -351,17 +395,16 @@ def test_each_kernel_leaves_the_others_rows_alone() -> None:
         lse = torch.full((8, 50), 7.0)
         written = {"out": out, "lse": lse}
         if few:
-            launch_decode(q, k_cache, v_cache, **(options | written | {"max_seqlen_q": 4}))
+            run_plan(plan_decode, q, k_cache, v_cache, **(options | written | {"max_seqlen_q": 4}))
         else:
-            launch_forward(q, k_cache, v_cache, skip_q=4, tiles=TileConfig(16, 16, 4, 2), **(forward_options | written))
+            run_plan(plan_forward, q, k_cache, v_cache, skip_q=4, tiles=TileConfig(16, 16, 4, 2), **(forward_options | written))
         assert torch.equal((out == 7.0).all(-1).all(-1), ~rows if few else rows)
         assert torch.equal((lse == 7.0).all(0), ~rows if few else rows)
 
 
 def test_strided_out() -> None:
     q, k_cache, v_cache, _, options = make(Case(q_lens=(1, 40), kv_lens=(90, 70)))
-    backend = TritonBackend()
-    expected, _ = backend.forward_paged(q, k_cache, v_cache, **options)
+    expected, _ = through_the_api(q, k_cache, v_cache, **options)
     out = torch.full((41, 8, 96), float("nan"))[:, :, ::3]
-    assert backend.forward_paged(q, k_cache, v_cache, **(options | {"out": out, "return_lse": False})) == (out, None)
+    assert through_the_api(q, k_cache, v_cache, **(options | {"out": out, "return_lse": False})) is out
     assert torch.equal(out, expected)

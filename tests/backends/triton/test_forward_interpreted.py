@@ -12,9 +12,9 @@ import pytest
 import torch
 from cases import DENSE, PAGED, VARLEN, Case, check, params
 
-from fa_serve.backends.triton.forward import launch_forward
-from fa_serve.backends.triton.tiles import TileConfig
-from fa_serve.testing import make_qkv
+from fa_serve.backends.triton.forward import plan_forward
+from fa_serve.backends.triton.triton_tiles import TileConfig
+from fa_serve.testing import make_qkv, run_plan
 
 SHORT = [replace(case, lengths_q=(300,), lengths_k=(300,)) if case.lengths_q == (1000,) else case for case in DENSE]
 
@@ -42,10 +42,10 @@ def test_strided_inputs_and_out() -> None:
     """Head-first storage, as transformers has it, and a slice of a wider buffer as `out`: no copy is needed or made wrong."""
     options = {"softmax_scale": 0.125, "window_size": (-1, 0), "softcap": 0.0, "sinks": None, "return_lse": False}
     q, k, v = make_qkv(2, 40, 50, 4, 2, 64)
-    plain, _ = launch_forward(q, k, v, out=None, **options)
+    plain, _ = run_plan(plan_forward, q, k, v, out=None, **options)
     head_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     wide = torch.full((2, 40, 4, 96), float("nan"))
-    out, _ = launch_forward(*head_first, out=wide[..., :64], **options)
+    out, _ = run_plan(plan_forward, *head_first, out=wide[..., :64], **options)
     torch.testing.assert_close(out, plain, rtol=0, atol=0)
     assert out.data_ptr() == wide.data_ptr()
     assert wide[..., 64:].isnan().all()
@@ -56,7 +56,7 @@ def test_any_tile_gives_the_same(tile: tuple[int, int]) -> None:
     """The band's edges fall elsewhere in each tiling."""
     q, k, v = make_qkv(1, 75, 150, 2, 1, 32)
     options = {"softmax_scale": 0.2, "window_size": (37, 0), "softcap": 0.0, "sinks": None, "out": None, "return_lse": True}
-    expected, expected_lse = launch_forward(q, k, v, **options)
-    out, lse = launch_forward(q, k, v, tiles=TileConfig(*tile, num_warps=4, num_stages=1), **options)
+    expected, expected_lse = run_plan(plan_forward, q, k, v, **options)
+    out, lse = run_plan(plan_forward, q, k, v, tiles=TileConfig(*tile, num_warps=4, num_stages=1), **options)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-6)

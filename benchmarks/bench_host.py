@@ -1,0 +1,316 @@
+"""Host time of a call, before and after a change: two source trees in turn, in one run on one machine.
+
+    git worktree add /tmp/before 02e0ae0
+    python benchmarks/bench_host.py --before /tmp/before --after .
+
+Python and the launch of kernels cost time on the host, and a small change there is lost in the noise between two runs. Each
+round therefore starts one process for each tree, with PYTHONPATH set to the tree, and the trees take turns at being first.
+The table shows the medians of the rounds, their ratio after / before, and the least and greatest ratio of a round. A ratio
+above 1 means that the change made the call slower. `--cases` measures a part.
+
+    dense, varlen, paged      one call of `fa_serve.attention`, `attention_varlen`, `attention_paged`
+    layer prompt, token       one decoder layer of a model with `attn_implementation="fa_serve"` and a growing cache
+    engine N host             one decode step of `Engine` with N sequences, without waiting for the device
+    engine N wall             the same, with the device: what a token takes
+
+Calls are enqueued while the device is idle and has less to do than the host; the time until the last one is enqueued counts.
+Both trees must have the public names of `fa_serve` 0.1; neither needs to be installed. Weights are random. Results go to
+results/host.jsonl in the form of measure.py, with the tree before as the peer. Left out: what the device does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_workloads import make_model
+from measure import Results, commit_of
+
+HERE = Path(__file__).parent
+CASES = ("dense", "varlen", "paged", "layer", "engine")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a worker measures; the defaults are those that the results quote."""
+
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    prompt: int = 512
+    lengths: tuple[int, ...] = (64,) * 8
+    decoding: int = 64  # sequences of the paged call
+    context: int = 128  # keys of each of them
+    model: str = "qwen06"
+    layers: int = 8
+    engines: tuple[int, ...] = (1, 256)
+    calls: int = 50  # enqueued before the device is waited for
+    model_calls: int = 8
+    repeats: int = 60
+    steps: int = 40
+
+
+TINY = Sizes(
+    device="cpu",
+    dtype=torch.float32,
+    heads=4,
+    kv_heads=2,
+    dim=16,
+    prompt=8,
+    lengths=(3, 5),
+    decoding=2,
+    context=20,
+    model="tiny",
+    layers=2,
+    engines=(1, 2),
+    calls=2,
+    model_calls=2,
+    repeats=2,
+    steps=3,
+)
+"""For a test on a CPU; its times say nothing."""
+
+
+def wait(sizes: Sizes) -> None:
+    if sizes.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def microseconds(call: Callable[[], object], sizes: Sizes, calls: int, start: Callable[[], object] = lambda: None) -> float:
+    """Median host time of one call; `start` is run before each group of `calls`, and is not counted."""
+    times = []
+    for repeat in range(sizes.repeats + 3):
+        start()
+        wait(sizes)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        end = time.perf_counter()
+        if repeat >= 3:  # the first ones compile and warm up
+            times.append((end - begin) / calls * 1e6)
+    wait(sizes)
+    return statistics.median(times)
+
+
+def random_tensors(sizes: Sizes, tokens: int) -> list[torch.Tensor]:
+    """q (tokens, heads, dim), k and v (tokens, kv_heads, dim)."""
+    shapes = [(tokens, heads, sizes.dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
+    return [torch.randn(shape, device=sizes.device, dtype=sizes.dtype) for shape in shapes]
+
+
+def dense(sizes: Sizes) -> Iterator[tuple[str, float]]:
+    import fa_serve
+
+    q, k, v = (x[None] for x in random_tensors(sizes, sizes.prompt))
+    yield "dense", microseconds(partial(fa_serve.attention, q, k, v, causal=True), sizes, sizes.calls)
+
+
+def varlen(sizes: Sizes) -> Iterator[tuple[str, float]]:
+    import fa_serve
+
+    q, k, v = random_tensors(sizes, sum(sizes.lengths))
+    lengths = torch.tensor((0, *sizes.lengths), device=sizes.device)
+    ends = lengths.cumsum(0, dtype=torch.int32)
+    longest = max(sizes.lengths)
+    call = partial(
+        fa_serve.attention_varlen,
+        q,
+        k,
+        v,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        causal=True,
+    )
+    yield "varlen", microseconds(call, sizes, sizes.calls)
+
+
+def paged(sizes: Sizes) -> Iterator[tuple[str, float]]:
+    import fa_serve
+
+    page_size = 16
+    pages = -(-sizes.context // page_size)
+    count = sizes.decoding
+    q, _, _ = random_tensors(sizes, count)
+    shape = (count * pages, page_size, sizes.kv_heads, sizes.dim)
+    k_cache, v_cache = (torch.randn(shape, device=sizes.device, dtype=sizes.dtype) for _ in range(2))
+    integers = {"device": sizes.device, "dtype": torch.int32}
+    call = partial(
+        fa_serve.attention_paged,
+        q,
+        k_cache,
+        v_cache,
+        block_table=torch.arange(count * pages, **integers).view(count, pages),
+        seqused_k=torch.full((count,), sizes.context, **integers),
+        cu_seqlens_q=torch.arange(count + 1, **integers),
+        max_seqlen_q=1,
+        max_seqlen_k=sizes.context,
+        causal=True,
+    )
+    yield "paged", microseconds(call, sizes, sizes.calls)
+
+
+def layer(sizes: Sizes) -> Iterator[tuple[str, float]]:
+    """A forward of the model as `generate` calls it, divided by its layers: they are all but a few percent of it."""
+    from transformers import DynamicCache
+
+    import fa_serve
+
+    changes = {"model_type": "llama", "num_hidden_layers": sizes.layers, "vocab_size": 512}
+    model = make_model(sizes.model, sizes.device, dtype=sizes.dtype, **changes)
+    fa_serve.patch(model)
+    longest = sizes.prompt + sizes.model_calls
+    ids = torch.randint(5, 512, (1, longest), device=sizes.device)
+    ones = torch.ones_like(ids)
+    caches: list[Any] = []
+
+    def forward(begin: int, end: int, cache: Any) -> None:
+        model(ids[:, begin:end], attention_mask=ones[:, :end], past_key_values=cache, use_cache=True)
+
+    def prompt() -> None:
+        forward(0, sizes.prompt, DynamicCache())
+
+    def start() -> None:
+        caches[:] = [DynamicCache()]
+        forward(0, sizes.prompt, caches[0])
+
+    def token() -> None:
+        seen = caches[0].get_seq_length()
+        forward(seen, seen + 1, caches[0])
+
+    with torch.no_grad():
+        yield "layer prompt", microseconds(prompt, sizes, sizes.model_calls) / sizes.layers
+        yield "layer token", microseconds(token, sizes, sizes.model_calls, start) / sizes.layers
+
+
+def engine(sizes: Sizes) -> Iterator[tuple[str, float]]:
+    """Decode steps of sequences that all run already.
+
+    A step of the engine launches its work and then reads the results of the step before. The host's time is that of a step
+    which begins when the device is idle: the results have arrived, and nothing is waited for.
+    """
+    from fa_serve.engine import Engine, EngineConfig, SamplingParams
+
+    model = make_model(sizes.model, sizes.device, dtype=sizes.dtype, eos_token_id=None)
+    settings = {"device": sizes.device, "max_model_len": 1024, "max_num_seqs": max(sizes.engines), "prefix_caching": False}
+    running = Engine(EngineConfig(num_pages=40 * max(sizes.engines), seed=0, **settings), model=model)
+    running.tokenizer = None  # no text is made
+    params = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+    for batch in sizes.engines:
+        names = [f"{batch}-{row}" for row in range(batch)]
+        for row, name in enumerate(names):
+            running.add_request(name, [5 + (row + i) % 97 for i in range(16)], params)
+        started: set[str] = set()
+        while len(started) < batch:
+            started |= {output.request_id for output in running.step() if output.token_ids}
+        for _ in range(10):
+            running.step()
+        host = []
+        for _ in range(sizes.steps):
+            wait(sizes)
+            begin = time.perf_counter()
+            running.step()
+            host.append((time.perf_counter() - begin) * 1e6)
+        wait(sizes)
+        wall = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            for _ in range(sizes.steps):
+                running.step()
+            wall.append((time.perf_counter() - begin) / sizes.steps * 1e6)
+        yield f"engine {batch} host", statistics.median(host)
+        yield f"engine {batch} wall", statistics.median(wall)
+        for name in names:
+            running.abort(name)
+        while running.has_unfinished():
+            running.step()
+
+
+def work(args: argparse.Namespace, sizes: Sizes) -> None:
+    """One process: measure each case of one tree, and print a JSON line for each number."""
+    import fa_serve
+
+    where = Path(fa_serve.__file__).resolve()
+    if not where.is_relative_to(args.worker.resolve()):
+        sys.exit(f"fa_serve must come from {args.worker}, it was imported from {where}")
+    if sizes.device == "cpu":
+        torch.set_num_threads(1)
+    torch.manual_seed(0)
+    gc.disable()  # a collection in the middle of a measurement is noise
+    for name in args.cases:
+        for case, us in {"dense": dense, "varlen": varlen, "paged": paged, "layer": layer, "engine": engine}[name](sizes):
+            print("@ " + json.dumps([case, us]), flush=True)
+        gc.collect()
+
+
+def measure_tree(tree: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Microseconds of each case, by a process that imports `fa_serve` from the tree."""
+    paths = [str(tree.resolve()), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, str(HERE / "bench_host.py"), "--worker", str(tree), "--cases", ",".join(args.cases)]
+    command += ["--tiny"] if args.tiny else []
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"the worker of {tree} ended with {done.returncode}\n{done.stdout}")
+    return dict(json.loads(line[2:]) for line in done.stdout.splitlines() if line.startswith("@ "))
+
+
+def compare(args: argparse.Namespace) -> None:
+    """The rounds, the table, and the results."""
+    trees = {"before": args.before, "after": args.after}
+    rounds: list[dict[str, dict[str, float]]] = []
+    for number in range(args.rounds):
+        order = list(trees) if number % 2 == 0 else list(reversed(trees))
+        rounds.append({name: measure_tree(trees[name], args) for name in order})
+        print(f"round {number + 1} of {args.rounds} is done", flush=True)
+    commits = {name: getattr(args, f"{name}_commit") or commit_of(tree) for name, tree in trees.items()}
+    results = Results("host", args.out, before=commits["before"], commit=commits["after"])
+    print(f"\n{'us per call':<18}{'before':>10}{'after':>10}{'ratio':>8}   least and greatest of a round")
+    for case in rounds[0]["before"]:
+        before, after = (statistics.median(each[name][case] for each in rounds) for name in ("before", "after"))
+        ratios = [each["after"][case] / each["before"][case] for each in rounds]
+        results.add(case, "us", after, {"before": before})
+        print(f"{case:<18}{before:>10.1f}{after:>10.1f}{after / before:>8.3f}   {min(ratios):.3f} {max(ratios):.3f}")
+    results.write()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="source tree to compare with")
+    parser.add_argument("--after", type=Path, default=HERE.parent, help="source tree with the change (default: this one)")
+    for name in ("before", "after"):
+        parser.add_argument(f"--{name}-commit", default="", help="its commit, where the tree has no history")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES), help=f"some of {','.join(CASES)}")
+    parser.add_argument("--tiny", action="store_true", help="a CPU and sizes that are done at once; the times say nothing")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    unknown = set(args.cases) - set(CASES)
+    if unknown:
+        parser.error(f"--cases must be some of {','.join(CASES)}, got {','.join(sorted(unknown))}")
+    if args.worker is not None:
+        work(args, TINY if args.tiny else Sizes())
+    elif args.before is None:
+        parser.error("--before is required: the source tree to compare with")
+    else:
+        compare(args)
+
+
+if __name__ == "__main__":
+    main()

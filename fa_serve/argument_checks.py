@@ -1,0 +1,175 @@
+"""Checks of the tensor arguments of `fa_serve.api`: shapes, dtypes, devices and ranges, and what each message says.
+
+Every function raises ValueError or TypeError with the name of the argument, the rule and the value that was given. Plans
+remember that calls of one kind have passed, so these functions run once for each kind of call. This module leaves out what a
+backend can serve, which its `supports` says.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_serve.spec import Layout, dtype_name
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FAR = 1 << 29  # a window beyond any length; kernels add lengths to it in 32 bits
+
+
+class SoftmaxOptions(NamedTuple):
+    """The options that all layouts share, with their defaults filled in and causality folded into the window (right == 0)."""
+
+    softmax_scale: float
+    window_size: tuple[int, int]
+    softcap: float
+
+
+def check_qkv(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k and v have the ranks of the layout and agree in device, dtype, heads and head_dim."""
+    q_rank, k_rank = {"dense": (4, 4), "varlen": (3, 3), "paged": (3, 4)}[layout]
+    k_name, v_name = ("k_cache", "v_cache") if layout == "paged" else ("k", "v")
+    for name, x, rank in (("q", q, q_rank), (k_name, k, k_rank), (v_name, v, k_rank)):
+        if x.dim() != rank:
+            raise ValueError(f"{name} must have {rank} dimensions, got {_shown(x)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    if q.dtype not in _FLOATS:
+        raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}")
+    if k.dtype != q.dtype and not (layout == "paged" and k.dtype == torch.float8_e4m3fn):
+        raise TypeError(f"{k_name} must have q's dtype {q.dtype}, got {k.dtype}")
+    if v.dtype != k.dtype:
+        raise TypeError(f"{v_name} must have {k_name}'s dtype {k.dtype}, got {v.dtype}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"{v_name} must match {k_name} in all but the last dimension, got {tuple(v.shape)}, {tuple(k.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"{k_name} must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
+    if q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {q.shape[-2]} and {k.shape[-2]}")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"head_dim must be positive, got {q.shape[-1]} and head_dim_v {v.shape[-1]}")
+
+
+def softmax_options(
+    q: Tensor, causal: bool, softmax_scale: float | None, window_size: tuple[int, ...], softcap: float, sinks: Tensor | None
+) -> SoftmaxOptions:
+    """Check and complete the options that all layouts share."""
+    if len(window_size) != 2:
+        raise ValueError(f"window_size must be (left, right), got {window_size}")
+    left, right = window_size
+    if not (type(left) is type(right) is int and left >= -1 and right >= -1):
+        raise ValueError(f"window_size must be integers (left, right) with each >= -1, got {window_size}")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {softcap}")
+    if sinks is not None and (sinks.shape != (q.shape[-2],) or sinks.device != q.device):
+        raise ValueError(
+            f"sinks must be ({q.shape[-2]},) on {q.device}, one per query head, got {_shown(sinks)} on {sinks.device}"
+        )
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"softmax_scale must be finite and > 0, got {softmax_scale}")
+    window = (min(left, _FAR), 0 if causal else min(right, _FAR))
+    return SoftmaxOptions(scale, window, float(softcap))
+
+
+def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
+    """A mask of a dense call is broadcastable to (batch, num_heads, seqlen_q, seqlen_k), and bool or floating point."""
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if mask.dim() != 4 or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=True)):
+        raise ValueError(f"mask must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = {full}, got {_shown(mask)}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"mask must be bool or floating point, got {mask.dtype}")
+    if mask.device != q.device:
+        raise ValueError(f"mask must be on q's device {q.device}, got {mask.device}")
+
+
+def check_index(name: str, x: Tensor, q: Tensor, length: int | None) -> None:
+    """An index tensor is int32 of one dimension on q's device, with `length` entries (None: at least one)."""
+    if x.dim() != 1 or x.dtype != torch.int32 or x.device != q.device:
+        raise ValueError(f"{name} must be int32 of one dimension on {q.device}, got {_shown(x)} on {x.device}")
+    if x.shape[0] == 0 if length is None else x.shape[0] != length:
+        raise ValueError(f"{name} must have {'at least 1' if length is None else length} entries, got {x.shape[0]}")
+
+
+def check_lengths(**lengths: int) -> None:
+    """Upper bounds of lengths are integers on the host."""
+    for name, value in lengths.items():
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be a non-negative int on the host, got {value!r}")
+
+
+def check_block_table(block_table: Tensor, q: Tensor, batch: int) -> None:
+    """The block table is int32 (batch, max_pages) on q's device."""
+    if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.device != q.device:
+        raise ValueError(
+            f"block_table must be int32 (batch, max_pages) on {q.device}, got {_shown(block_table)} on {block_table.device}"
+        )
+    if block_table.shape[0] != batch:
+        raise ValueError(f"block_table must have {batch} rows, one per sequence, got {block_table.shape[0]}")
+
+
+def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
+    """The last dimension of both caches is contiguous."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride()[3] != 1:
+            raise ValueError(f"{name} must have a contiguous last dimension, got strides {cache.stride()}")
+
+
+def check_descale(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
+    """A float8 cache comes with float32 (num_kv_heads,) descales, any other cache without."""
+    if k_cache.dtype != torch.float8_e4m3fn:
+        if k_descale is not None or v_descale is not None:
+            name = "v_descale" if k_descale is None else "k_descale"
+            raise ValueError(f"{name} must be None for a cache of {k_cache.dtype}, which is not quantised")
+        return
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if x is None or x.shape != (k_cache.shape[2],) or x.dtype != torch.float32 or x.device != k_cache.device:
+            given = None if x is None else f"{_shown(x)} on {x.device}"
+            raise ValueError(
+                f"{name} must be float32 ({k_cache.shape[2]},) on {k_cache.device} for a float8_e4m3fn cache, got {given}"
+            )
+
+
+def check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
+    """`out` has q's shape with v's head_dim, q's dtype and q's device."""
+    if out is None:
+        return
+    shape = (*q.shape[:-1], v.shape[-1])
+    if out.shape != shape or out.dtype != q.dtype or out.device != q.device:
+        raise ValueError(f"out must be {dtype_name(q.dtype)} {shape} on {q.device}, got {_shown(out)} on {out.device}")
+
+
+def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """The tensors of `store_kv` agree in tokens, pages, heads, dims, dtypes and devices."""
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if x.dim() != 3 or cache.dim() != 4 or x.shape[1:] != cache.shape[2:]:
+            raise ValueError(
+                f"{name} must be (total, num_kv_heads, dim) and {name}_cache (num_pages, page_size, num_kv_heads, dim) "
+                f"of the same heads and dim, got {tuple(x.shape)} and {tuple(cache.shape)}"
+            )
+    if k.shape[:2] != v.shape[:2] or k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(
+            f"k and v must agree in tokens, pages and heads, got {tuple(k.shape)} and {tuple(v.shape)}, "
+            f"caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1] or slot_mapping.device != k.device:
+        raise ValueError(
+            f"slot_mapping must be int64 ({k.shape[0]},) on {k.device}, got {_shown(slot_mapping)} on {slot_mapping.device}"
+        )
+    if not k.device == v.device == k_cache.device == v_cache.device:
+        raise ValueError(
+            f"v, k_cache and v_cache must be on k's device {k.device}, got {v.device}, {k_cache.device} and {v_cache.device}"
+        )
+    if k_cache.dtype not in (k.dtype, torch.float8_e4m3fn):
+        raise TypeError(f"k_cache must have k's dtype {k.dtype} or float8_e4m3fn, got {k_cache.dtype}")
+    if v.dtype != k.dtype or v_cache.dtype != k_cache.dtype:
+        raise TypeError(
+            f"v and v_cache must have the dtypes of k and k_cache, {k.dtype} and {k_cache.dtype}, "
+            f"got {v.dtype} and {v_cache.dtype}"
+        )
+
+
+def _shown(x: Tensor) -> str:
+    return f"{dtype_name(x.dtype)} {tuple(x.shape)}"

@@ -1,0 +1,57 @@
+"""How the copy engine (TMA) addresses tensors: the strides that it accepts, and the views that a launch encodes.
+
+The copy engine wants a contiguous last dimension, all other strides and the base address at multiples of 16 bytes, and no
+expanded dimension. `copy_engine_strides` says whether a layout is of that kind. `dense_view` and `ragged_view` say how the
+kernel sees a tensor: the bounds given there are enforced by the hardware, which reads zeros and drops writes beyond them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from fa_serve.backends.hopper.kernel_types import RAGGED
+from fa_serve.backends.launch import View
+
+_LAYOUTS = {
+    (dtype, rank, width): gl.NVMMASharedLayout(min(2 * width, 128), 16, rank=rank)
+    for dtype in (torch.float16, torch.bfloat16)
+    for rank in (4, 5)
+    for width in (64, 128, 256)
+}
+
+
+@lru_cache(maxsize=4096)
+def copy_engine_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides to encode for a tensor of 2-byte elements, or None if the copy engine cannot address it.
+
+    The stride of a dimension of size 1 has no meaning and may be anything; it is replaced by a stride that is accepted.
+    """
+    outer = tuple(8 if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True))
+    return None if strides[-1] != 1 or any(stride & 7 or not stride for stride in outer) else (*outer, 1)
+
+
+@lru_cache(maxsize=512)
+def dense_view(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> View:
+    """A tensor (batch, seqlen, heads, dim) in boxes of `rows` tokens by `width` columns, bounded by seqlen and dim."""
+    encoded = copy_engine_strides(shape, strides)
+    assert encoded is not None
+    return View(shape, encoded, (1, rows, 1, width), _LAYOUTS[dtype, 4, width])
+
+
+@lru_cache(maxsize=512)
+def ragged_view(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> View:
+    """A tensor (total, heads, dim) in boxes of `rows` tokens by `width` columns, bounded by the end of each sequence.
+
+    Row r of the sequence [start, start + length) is addressed as (2^30, start + length, 2^30 - length + r): the bound 2^30
+    of the third coordinate stops at the sequence's end, and 2^30 times the first stride, 2^34 - stride, cancels the rest
+    modulo 2^64 bytes. After Triton's tools/ragged_tma.py.
+    """
+    encoded = copy_engine_strides(shape, strides)
+    assert encoded is not None
+    row, head, last = encoded
+    bounds = (0x7FFF0000, 0x7FFF0000, RAGGED.value, *shape[1:])
+    ragged_strides = ((1 << 34) - row, row, row, head, last)
+    return View(bounds, ragged_strides, (1, 1, rows, 1, width), _LAYOUTS[dtype, 5, width])

@@ -1,0 +1,185 @@
+"""Tile shapes and schedules of the Hopper kernel, chosen by pure functions of what the host knows.
+
+`forward_tiles` chooses the size of a tile, the number of warpgroups that compute it and the schedule. `head_group` chooses how
+many heads are computed together, so that their keys stay in the L2 cache. There is no autotuning, because a serving path must
+not stall on a new length. `benchmarks/tune_hopper.py` measures the alternatives; each branch states the figure that chose it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+
+
+class Schedule(IntEnum):
+    """How tiles reach the thread blocks.
+
+    GRID     one thread block per tile; the hardware starts thread blocks in order, longest tiles first
+    DYNAMIC  as many thread blocks as fit the GPU; each takes its next tile from a counter in global memory
+    """
+
+    GRID = 0
+    DYNAMIC = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """One way to run the kernel.
+
+    groups:    number of consumer warpgroups, each with 64 query rows; block_m = 64 * groups
+    block_n:   keys in a block
+    stages:    blocks of K in flight, and as many blocks of V
+    q_stages:  query tiles in shared memory. With 2, the next tile's queries arrive while this tile computes, and with `overlap`
+               the next tile's first QK^T is issued under this tile's last PV. With 1, a resident thread block starts each tile
+               cold
+    pingpong:  warpgroups take turns at issuing products, so that one computes its softmax under the other's products
+    overlap:   QK^T of a block is issued before PV of the previous block, and both run under the softmax (FlashAttention-3,
+               section 3.2). False waits for each product and is an ablation
+    softmax_first: all exponentials of a block come before the wait for PV of the previous block; otherwise ptxas chooses
+    o_parts:   0: O leaves through the buffer of its queries, which is free for new queries when O has left. 2: O leaves in two
+               halves through a buffer of half its size, and the queries' buffer is free after the tile's last QK^T
+    blocks_per_sm: thread blocks that share a multiprocessor; more than one needs small tiles
+    rescale_late: O is multiplied for a new maximum after QK^T of the next block is issued, under it, instead of before
+    """
+
+    groups: int
+    block_n: int
+    stages: int
+    q_stages: int
+    schedule: Schedule
+    pingpong: bool = False
+    overlap: bool = True
+    softmax_first: bool = True
+    o_parts: int = 0
+    blocks_per_sm: int = 1
+    rescale_late: bool = False
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread: (of every thread at launch, of a consumer thread after setmaxnreg). The producer keeps 24."""
+        warpgroups = self.groups + 1
+        launch = min(65536 // (128 * warpgroups * self.blocks_per_sm) // 8 * 8, 240)
+        consumer = min((launch * warpgroups - 24) // self.groups // 8 * 8, 240)
+        return launch, consumer
+
+
+HEAD_DIMS = {
+    (64, 64): (64, 0, 64),
+    (96, 96): (128, 0, 128),
+    (128, 128): (128, 0, 128),
+    (192, 128): (128, 64, 128),
+    (256, 256): (128, 128, 256),
+}
+"""(head_dim, head_dim_v) -> columns in shared memory (first part of Q and K, second part or 0, V).
+
+Columns are powers of two: the copy engine pads 96 with zeros, and 192 is computed as 128 + 64.
+"""
+
+
+@lru_cache(maxsize=4096)
+def forward_tiles(
+    head_dim: int,
+    head_dim_v: int,
+    window: tuple[int, int],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    varlen: bool,
+    paged: bool = False,
+) -> TileConfig:
+    """The tiles of one call; a paged call also counts as varlen.
+
+    Figures in the comments without a unit are TFLOPS on one H200 with bfloat16 and 16k tokens of hidden size 2048, measured by
+    `benchmarks/tune_hopper.py`. Lengths such as 512, 2k and 16k are numbers of keys.
+    """
+    first, second, _ = HEAD_DIMS[head_dim, head_dim_v]
+    left, right = window
+    masked = left >= 0 or right >= 0
+    seen = max_seqlen_k  # keys that a row sees on average
+    if right >= 0:
+        seen = min(seen - max_seqlen_q // 2, left + right + 1 if left >= 0 else seen)
+    if first + second <= 128 and (max_seqlen_q <= 64 or (masked and seen <= (1024 if first == 64 else 256))):
+        # One warpgroup holds all rows there are, or visits few keys that its rows do not see. Two or three thread blocks share
+        # a multiprocessor and hide each other's start and end.
+        # D64 causal reaches 302 at 512, 378 at 1k and 430 at 2k; the tile further below reaches 246, 339 and 409. At 8k it is
+        # the other way round, 475 and 526. A window of 128 at 16k takes 0.44 of the time of that tile.
+        # D128 causal reaches 334 against 344 at 512 and 440 against 474 at 1k; windows were not compared.
+        # 512 packed sequences of 64 tokens reach 88, and 68 with a plain grid.
+        blocks = 3 if first == 64 else 2
+        return TileConfig(1, 64, blocks, 2, Schedule.DYNAMIC, softmax_first=first > 64, blocks_per_sm=blocks)
+    if max_seqlen_q <= 64:
+        return TileConfig(1, 64, 2, 1, Schedule.GRID, o_parts=2)
+    if head_dim == 256:
+        # Shared memory has room for one query tile only. With a buffer for half of O, the next queries arrive under the last
+        # PV: 517 at 512, and 466 without the buffer. Rescaling O before the next QK^T reaches 691 at 4k, and under it 659.
+        return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
+    if second:
+        # Causal 4k reaches 525 with late rescaling, and 495 without.
+        return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2, rescale_late=True)
+    if first == 64 and (paged or (masked and max_seqlen_k <= 4096)):
+        # Two warpgroups waste less of the diagonal: 402 at 2k, and 368 with three and ping-pong.
+        # With three, few registers are left for a producer that reads a block table: 2k queries over 6k keys in pages take
+        # 561 us with three and 401 us with two.
+        return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
+    if first == 64:
+        # Exponentials where ptxas puts them reach 409 at 512, before the wait 375; at 8k both reach 516.
+        # Long causal tiles lose nothing by a cold start: 16k takes 2.18 ms with one query stage and 2.34 ms with two. Packed
+        # sequences may be short, so they keep two stages.
+        # Late rescaling reaches 501 against 472 at 2k and 543 against 535 at 16k, but 405 against 412 at 512 and 489 against
+        # 502 at causal 16k.
+        return TileConfig(
+            3,
+            128,
+            2,
+            1 if masked and not varlen else 2,
+            Schedule.DYNAMIC,
+            pingpong=True,
+            softmax_first=False,
+            rescale_late=not masked and max_seqlen_k > 1024,
+        )
+    # Ping-pong helps where tiles are short (625 against 604 at 1k, causal 526 against 482 at 2k) but not at 16k (755 against
+    # 757, causal 745 against 747). Late rescaling helps without ping-pong (757 against 745 at 16k, causal 747 against 733) and
+    # with pages (617 against 602).
+    pingpong = varlen or max_seqlen_k <= (4096 if masked else 1024)
+    return TileConfig(
+        2,
+        128,
+        2,
+        2,
+        Schedule.DYNAMIC,
+        pingpong=pingpong,
+        softmax_first=masked or max_seqlen_k > 512,
+        rescale_late=paged or not pingpong,
+    )
+
+
+@lru_cache(maxsize=4096)
+def head_group(
+    batch_heads: int, heads_per_kv: int, kv_bytes_per_head: int, tiles_per_head: int, equal: bool = False
+) -> tuple[int, int]:
+    """-> (query heads computed together, least number of heads in the last group); see `producer._locate_tile`.
+
+    batch_heads:       query heads of all sequences that the launch computes
+    kv_bytes_per_head: size of the keys and values of one KV head
+    tiles_per_head:    tiles of one query head
+    equal:             all tiles visit the same number of key blocks
+
+    Heads are computed together as long as their keys and values fit a third of the L2 cache, which has 50 MiB in two halves
+    that may both hold a line. At D128 and 16k keys, groups of 4 heads read 645 MB of memory, where 207 MB is the least.
+    The last group has enough heads for about three tiles per multiprocessor, so that the thread blocks finish at about the same
+    time: D256 causal at 4k loses 19% with 1 head and 13% with 4. If that is half of all heads, all heads are computed together:
+    D256 causal at 16k reaches 805 TFLOPS, and 786 with the last 4 of 8 apart.
+    Equal tiles finish evenly in any order, so KV heads are computed one by one: D256 reaches 806 against 789 TFLOPS at 4k and
+    696 against 678 at 1k. At 16k this is no faster: D64 reaches 600 against 610.
+    """
+    if equal and tiles_per_head <= 64:
+        return heads_per_kv, heads_per_kv
+    cached = max((16 << 20) // max(kv_bytes_per_head, 1), 1) * heads_per_kv
+    even = min(-(-3 * 132 // max(tiles_per_head, 1)), 32)
+    if batch_heads <= 2 * even and not equal:
+        return batch_heads, batch_heads
+    return min(cached, batch_heads), min(-(-even // heads_per_kv) * heads_per_kv, batch_heads)

@@ -1,0 +1,170 @@
+"""What the warps of the Hopper kernel agree on: the compiled variant, and what its partitions hand to one another.
+
+Named tuples travel through Gluon functions as the values that they hold; nothing of them exists at run time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from triton.experimental.gluon import language as gl
+
+from fa_serve.backends.hopper.hopper_tiles import TileConfig
+
+RAGGED = gl.constexpr(1 << 30)
+"""Bound of the row coordinate of a ragged descriptor, see `descriptors.ragged_view`."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Everything that is fixed when the kernel is compiled, passed as one constexpr.
+
+    tiles:      shape of a tile, stages, schedule
+    d0, d1, dv: columns in shared memory of the first part of Q and K, of their second part (0 if none) and of V
+    varlen:     sequences are packed, or their keys are in pages; else the batch is dense
+    has_left, has_right, softcap: whether the options have a left bound, a right bound, a softcap; their values are arguments
+    page_size:  tokens of a page of the KV cache, 0 without one
+    """
+
+    tiles: TileConfig
+    d0: int
+    d1: int
+    dv: int
+    varlen: bool
+    has_left: bool
+    has_right: bool
+    softcap: bool
+    page_size: int = 0
+
+    @property
+    def page_rows(self) -> int:
+        """Keys that lie in one page whichever block they are in: the rows of one copy from a paged cache."""
+        return math.gcd(self.page_size, self.tiles.block_n)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a consumer thread. If the producer reads a block table, consumers give it 8 of theirs."""
+        return self.tiles.registers[1] - (8 if self.page_size else 0)
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a producer thread. Without a block table 24 suffice, the least that the hardware hands out."""
+        return 40 if self.page_size else 24
+
+    @property
+    def o_width(self) -> int:
+        """Columns of O that one copy writes."""
+        return self.dv // max(self.tiles.o_parts, 1)
+
+    @property
+    def score_layout(self) -> gl.NVMMADistributedLayout:
+        """Layout of a warpgroup's scores [64, block_n] as wgmma leaves them."""
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.tiles.block_n, 16])
+
+    @property
+    def output_layout(self) -> gl.NVMMADistributedLayout:
+        """Layout of a warpgroup's output [64, dv] as wgmma leaves it."""
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.dv, 16])
+
+
+class Descriptors(NamedTuple):
+    """How the copy engine sees each tensor; q1 and k1 are the second parts of Q and K, or q and k again if there are none."""
+
+    q: gl.tensor
+    q1: gl.tensor
+    k: gl.tensor
+    k1: gl.tensor
+    v: gl.tensor
+    o: gl.tensor
+
+
+class SharedMemory(NamedTuple):
+    """The buffers of a thread block.
+
+    q, q1:    (q_stages * groups, 64 rows, d)
+    k, k1, v: (stages, block_n, d)
+    o:        (groups, 64 rows, o_width), or q if O has no buffer
+    record:   (q_stages, 8), int32: the tile of each stage of q
+    k_boxes, k1_boxes, v_boxes: the memory of k, k1 and v as boxes of page_rows keys by 64 columns, in the order of the swizzled
+              layout; without pages k, k1 and v
+    """
+
+    q: gl.tensor
+    q1: gl.tensor
+    k: gl.tensor
+    k1: gl.tensor
+    v: gl.tensor
+    o: gl.tensor
+    record: gl.tensor
+    k_boxes: gl.tensor
+    k1_boxes: gl.tensor
+    v_boxes: gl.tensor
+
+
+class Barriers(NamedTuple):
+    """Two mbarriers for each stage: the producer waits for `empty`, the consumers for `full`."""
+
+    q_full: gl.tensor
+    q_empty: gl.tensor
+    k_full: gl.tensor
+    k_empty: gl.tensor
+    v_full: gl.tensor
+    v_empty: gl.tensor
+
+
+class ProducerArgs(NamedTuple):
+    """The kernel's arguments that the producer needs to assign tiles and to find pages; see `forward.Numbers`."""
+
+    table: gl.tensor
+    counter: gl.tensor
+    total: gl.tensor
+    num_m: gl.tensor
+    num_heads: gl.tensor
+    heads_per_kv: gl.tensor
+    head_group: gl.tensor
+    head_tail: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    block_table: gl.tensor
+    table_stride: gl.tensor
+    k_pitch: gl.tensor
+    v_pitch: gl.tensor
+
+
+class ConsumerArgs(NamedTuple):
+    """The kernel's arguments that the consumers need besides tiles; see `forward.Numbers`."""
+
+    lse: gl.tensor
+    sinks: gl.tensor
+    lse_stride: gl.tensor
+    num_heads: gl.tensor
+    scale: gl.tensor
+    softcap: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+
+
+class Tile(NamedTuple):
+    """One tile: 64 * groups query rows of one head of one sequence.
+
+    row:       first row in the sequence; negative: there is no tile, and the work ends
+    head:      query head
+    origin:    batch index (dense), or the sequence's first row in q (packed)
+    q_len:     queries of the sequence
+    k_origin:  batch index (dense), the sequence's first row in k (packed), or its row of the block table (paged)
+    kv_len:    keys of the sequence
+    low, high: the tile visits key blocks [low, high)
+    """
+
+    row: gl.tensor
+    head: gl.tensor
+    origin: gl.tensor
+    q_len: gl.tensor
+    k_origin: gl.tensor
+    kv_len: gl.tensor
+    low: gl.tensor
+    high: gl.tensor

@@ -1,0 +1,219 @@
+"""Which tiles the portable kernels use: pure functions of what the host knows. Nothing is tuned on the serving path.
+
+`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for merging splits. Each
+branch carries the measurement behind it; `python benchmarks/bench_attention.py tune` and `python benchmarks/tune_decode.py`
+repeat them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import triton
+
+from fa_serve.backends.launch import power_of_2
+
+DECODE_MIN_ROWS = 8
+"""Rows of the shortest decoding tile, a row being one query of one query head. In a batch that mixes decoding with prompts,
+sequences with more rows go to the forward kernel. With 16 rows, the next tile, 32 sequences of 4096 keys beside a prompt take
+170 us instead of 141 (32/8 heads of 128, one H200) and 197 instead of 142 (64/8 heads)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Tiles of the forward kernel: block_m query rows by block_n keys.
+
+    num_stages: tiles of K and V in flight
+    tma:        K and V are read through tensor descriptors
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """Tiles of the decoding kernel: block_m packed query rows by block_n keys.
+
+    splits:     splits per sequence or, if balanced, equal shares of the key blocks of the whole batch
+    min_blocks: no split is shorter than this many key blocks
+    registers:  the most registers per thread, 0 for the compiler's choice. What a split needs once may spill; the inner loop
+                does not
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    balanced: bool
+    min_blocks: int = 1
+    registers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CombineTiles:
+    """Tiles of the kernel that merges splits: `block_rows` rows, `block_splits` splits at a time."""
+
+    block_splits: int
+    block_rows: int
+    num_warps: int
+
+
+def padded_dim(head_dim: int) -> int:
+    """The width of a tile for this head size. Tiles of tensor cores are powers of two, at least 16 wide."""
+    return max(16, power_of_2(head_dim))
+
+
+def batch_block(batch: int) -> int:
+    """The width of a prefix sum over the batch. It takes few values, so a growing batch compiles few kernels."""
+    block = 32
+    while block < batch:
+        block *= 8
+    return block
+
+
+def forward_tiles(
+    arch: int,
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool,
+    paged: bool,
+    masked: bool,
+) -> TileConfig:
+    """The tile of one forward call. `arch` is 10 * major + minor, 0 for a GPU that is not NVIDIA's and for the interpreter."""
+    width = max(padded_dim(head_dim), padded_dim(head_dim_v))
+    if itemsize == 4:
+        # float32 keeps its full mantissa: "ieee" products run on the FMA units, and large tiles would spill registers
+        if width <= 64:
+            return TileConfig(64, 32, 4, 2)
+        return TileConfig(32, 32, 8, 1) if width <= 128 else TileConfig(32, 16, 4, 1)
+    if arch == 0:
+        return TileConfig(64 if width > 128 or max_seqlen_q <= 64 else 128, 64 if width <= 128 else 32, 4, 1)
+    if arch in (90, 100, 103) and not paged:
+        # Measured on one H200 in bf16. The figures are TFLOPS at seqlen 512 / 2048 / 8192 (16k tokens, hidden size 2048). TMA
+        # needs no address registers, so three stages fit beside the accumulator and two programs of 64 rows share an SM.
+        if width <= 64 and causal and max_seqlen_k <= 4096:
+            return TileConfig(64, 64, 4, 3)  # causal 238 / 385 / 390, while the next tile reaches 178 / 342 / 437
+        if width <= 64 and max_seqlen_k <= 1024:
+            return TileConfig(128, 64, 8, 3)  # full 325 / 394 / 399
+        if width <= 64:
+            return TileConfig(64, 128, 4, 3, tma=True)  # full 290 / 411 / 409
+        if width <= 128:
+            return TileConfig(64, 64, 4, 3, tma=True)  # full 348 / 438 / 471, causal 247 / 438 / 469
+        if max_seqlen_q > 64:
+            return TileConfig(128, 64, 8, 2, tma=True)  # full 343 / 462 / 511, causal 240 / 428 / 515
+        return TileConfig(64, 64, 4, 2, tma=True)
+    # These are compiled but not measured: the largest tiles without spills on sm80 to sm120.
+    if width <= 64:
+        return TileConfig(64 if paged or masked or max_seqlen_q <= 64 else 128, 64, 4, 2 if paged else 3)
+    return TileConfig(64, 64, 4, 2) if width <= 128 else TileConfig(64, 32, 8 if paged else 4, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resources:
+    """What one decoding program uses. `resident` such programs run on an SM at once."""
+
+    block_n: int
+    num_warps: int
+    max_stages: int
+    registers: int
+    resident: int
+
+
+@lru_cache(maxsize=4096)
+def decode_tiles(
+    arch: int,
+    num_sms: int,
+    itemsize: int,
+    kv_itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    num_heads: int,
+    num_kv_heads: int,
+    batch: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_splits: int,
+) -> DecodeTiles:
+    """The tile of one decoding call. With `num_splits` given, neither the batch nor the lengths change the result."""
+    groups = num_heads // num_kv_heads
+    rows = groups if num_splits else groups * max_seqlen_q
+    block_m = min(32, max(DECODE_MIN_ROWS, 1 << (rows - 1).bit_length()))  # 64 rows would spill registers
+    width = max(padded_dim(head_dim), padded_dim(head_dim_v))
+    found = _decode_resources(arch, itemsize, kv_itemsize, width, block_m, one_sequence=batch == 1 and not num_splits)
+    tile_bytes = found.block_n * (padded_dim(head_dim) + padded_dim(head_dim_v)) * kv_itemsize
+    q_bytes = block_m * padded_dim(head_dim) * itemsize
+    num_stages = min(found.max_stages, max(2, 1 + (_pipeline_bytes(arch) - q_bytes) // tile_bytes))
+    tiles = DecodeTiles(
+        block_m, found.block_n, found.num_warps, num_stages, num_splits, balanced=False, registers=found.registers
+    )
+    if num_splits:
+        return tiles
+    units = num_kv_heads * triton.cdiv(groups * max_seqlen_q, block_m)
+    max_blocks = triton.cdiv(max_seqlen_k, found.block_n)
+    if max_blocks <= 1 or (batch * units >= 4 * num_sms and max_blocks * found.block_n <= 1024):
+        # Every SM has several programs of a few microseconds, so there is nothing to balance, and one launch suffices
+        # (6% at 128 x 1024).
+        return replace(tiles, splits=1)
+    wave = max(1, found.resident * num_sms // units)  # splits that run at once
+    if batch == 1:
+        return replace(tiles, splits=min(wave, max_blocks))
+    return replace(tiles, splits=wave, balanced=True, min_blocks=2)
+
+
+def _decode_resources(
+    arch: int, itemsize: int, kv_itemsize: int, width: int, block_m: int, *, one_sequence: bool
+) -> _Resources:
+    """Keys per tile, warps, stages and registers, for tiles of `width` columns. The figures are from one H200."""
+    # With three stages 8 sequences of 8192 keys take 73.4 us, with two 72.4.
+    found = _Resources(block_n=64, num_warps=4, max_stages=2, registers=168, resident=3)
+    if kv_itemsize == 1:
+        # Half the bytes per key allow twice the keys in flight.
+        found = replace(found, block_n=128, max_stages=3)
+    if width <= 64 and block_m == 8 and not one_sequence:
+        # 32 x 4096 with 64/8 heads takes 74.1 us, and 78.5 with the tile of wide heads. In float8 it takes 51.0 and 52.6.
+        found = _Resources(128, 4, 2, 128, 4) if kv_itemsize > 1 else _Resources(128, 2, 2, 168, 6)
+    elif width <= 64 and kv_itemsize > 1:
+        # One sequence of 16384 keys takes 14.8 us, and 16.8 with the tile above.
+        found = replace(found, block_n=128, max_stages=3, registers=0, resident=2)
+    if width > 128:
+        found = replace(found, block_n=32, max_stages=4, registers=0, resident=2)
+    if itemsize == 4:
+        # float32 products run on the FMA units, and their operands live in registers.
+        found = _Resources(32 if width <= 128 else 16, 8, 4, 0, 2)
+    if block_m > 16 or arch not in (90, 100):
+        found = _Resources(min(found.block_n, 64), max(found.num_warps, 4), 2 if block_m > 16 else 4, 0, 2)
+    return found
+
+
+def _pipeline_bytes(arch: int) -> int:
+    """Shared memory for the queries and for keys and values in flight, such that two programs fit on one SM."""
+    if arch in (90, 100):
+        return 100 << 10
+    return 72 << 10 if arch == 80 else 40 << 10 if arch else 24 << 10
+
+
+def combine_tiles(balanced: bool, splits: int, block_dv: int, rows: int) -> CombineTiles:
+    """The tile of a merge. It takes few values, so changing shapes compile few kernels.
+
+    One warp adds up a row in its registers, while four warps pass every sum through shared memory. In us on one H200 with 32/8
+    and 64/8 heads of 128, one warp and four: 8 x 8192 keys 72.2 and 74.6, 32 x 4096 keys 131.7 and 134.5, and 134.0 and 141.7.
+    One sequence leaves so many splits that two warps share them: 1024 keys take 6.8 us and with one warp 7.5. The first two
+    arguments alone set the order in which splits are added, so with a fixed number of splits it does not depend on the batch.
+    """
+    if not balanced:
+        return CombineTiles(16 if splits <= 16 else 32 if splits <= 32 else 64, 1, 2 if block_dv <= 128 else 4)
+    if rows >= 4096:
+        # Fewer programs with few splits each: 256 x 4096 keys with 64/8 heads take 994 us instead of 1004, and of head size 64
+        # 539 instead of 550.
+        return CombineTiles(4, 2, 1)
+    return CombineTiles(16 if block_dv <= 128 else 4, 1, 1)

@@ -1,0 +1,98 @@
+"""The pattern behind a mask function of transformers: a window of keys, or packed sequences with one, or nothing we know.
+
+    classify(causal_mask_function)                                # Pattern(window_size=(-1, 0), sequences=None)
+    classify(sliding_window_causal_mask_function(128))            # Pattern(window_size=(127, 0), sequences=None)
+
+transformers describes a mask by a function of (batch, head, query, key) indices, which it composes of closures. Closures of one
+function share its code object, so the code objects and the closed-over values tell how a mask function was composed.
+
+Left out: calling a mask function. A composition that is not listed here is no pattern, whatever it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
+)
+
+MaskFunction = Callable[..., Any]
+
+
+class Pattern(NamedTuple):
+    """What a kernel can apply without a mask.
+
+    window_size: (left, right) as in `fa_serve.api`; right is 0 if causal
+    sequences:   (batch, seqlen) int64, the number of the packed sequence that each token belongs to, or None
+    """
+
+    window_size: tuple[int, int]
+    sequences: Tensor | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        return self.window_size[1] == 0
+
+
+_AND = and_masks(causal_mask_function).__code__
+_PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
+_REMAPPED = None
+if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # later than transformers 5.17
+    _REMAPPED = masking_utils.remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
+_WINDOW = sliding_window_overlay(1).__code__
+_WINDOW_BOTH_WAYS = sliding_window_bidirectional_overlay(1).__code__
+
+
+def classify(mask_function: MaskFunction) -> Pattern | None:
+    """The pattern that a mask function of transformers stands for, or None if it is any other function."""
+    if mask_function is causal_mask_function:
+        return Pattern((-1, 0))
+    if mask_function is bidirectional_mask_function:
+        return Pattern((-1, -1))
+    if _code(mask_function) is not _AND:
+        return None
+    parts = _closed_over(mask_function, "mask_functions")
+    if len(parts) != 2:
+        return None
+    first, second = parts
+    if _code(first) is _WINDOW and second is causal_mask_function:
+        left = _closed_over(first, "sliding_window") - 1
+        return Pattern((left, 0)) if left >= 0 else None
+    if _code(first) is _WINDOW_BOTH_WAYS and second is bidirectional_mask_function:
+        side = _closed_over(first, "sliding_window")
+        return Pattern((side, side)) if side >= 0 else None
+    return _classify_packed(first, second)
+
+
+def _classify_packed(first: MaskFunction, second: MaskFunction) -> Pattern | None:
+    """`and_masks(first, second)`, where one of the two says which tokens belong to the same packed sequence."""
+    if _code(second) is _PACKED:
+        within = classify(first)
+        sequences = _closed_over(second, "packed_sequence_mask")
+    elif _code(first) is _PACKED and _code(second) is _REMAPPED:
+        # positions rise by one within a sequence, so a window of positions is a window of tokens
+        within = classify(_closed_over(second, "mask_function"))
+        sequences = _closed_over(first, "packed_sequence_mask")
+    else:
+        return None
+    if within is None or within.sequences is not None:
+        return None
+    return Pattern(within.window_size, sequences)
+
+
+def _code(function: Any) -> Any:
+    return getattr(function, "__code__", None)
+
+
+def _closed_over(function: Any, name: str) -> Any:
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents

@@ -1,0 +1,161 @@
+"""The output of `fa-serve info`: which attention backend serves each kind of call, and why the other backends do not.
+
+    show_machine(device, name, console)
+    show_cases(device, arch, console)          # common kinds of calls
+    show_model(described, console)             # the layers of one model
+
+A reason that holds for every call is printed once, above the calls. The output fits `WIDTH` columns.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from fa_serve.hf.info import Description
+    from fa_serve.spec import AttentionSpec
+
+WIDTH = 100
+Reasons = Mapping[str, str | None]  # for each backend, fastest first: why it is refused, or None
+
+
+def make_console() -> Console:
+    """Writes to stdout, in lines of at most WIDTH columns."""
+    terminal = Console()
+    return Console(width=min(terminal.width, WIDTH) if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
+
+
+def show_machine(device: str, name: str, console: Console) -> None:
+    import torch
+
+    import fa_serve
+
+    console.print(
+        f"fa_serve {fa_serve.__version__}, python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {version('transformers')}"
+    )
+    console.print(f"{device}: {name}\n")
+
+
+def show_cases(device: str, arch: int, console: Console) -> None:
+    """One row for each kind of call that people run."""
+    from fa_serve.backends import explain
+
+    cases = [(title, spec, explain(spec)) for title, spec in common_cases(device, arch)]
+    shared = shared_reasons([reasons for _, _, reasons in cases])
+    _show_shared(shared, console)
+    own = [_own_reasons(reasons, shared) for _, _, reasons in cases]
+    with_reasons = any(own)
+    table = Table("call", "spec", "backend", *(["refused"] if with_reasons else []), show_lines=with_reasons)
+    for (title, spec, reasons), text in zip(cases, own, strict=True):
+        table.add_row(title, str(spec), chosen(reasons), *([text] if with_reasons else []))
+    console.print(table)
+
+
+def show_model(described: Description, console: Console) -> None:
+    """Each kind of layer that a model has, with its backends in a prefill and in the engine's decoding."""
+    from fa_serve.backends import explain
+    from fa_serve.hf.info import decoding
+
+    prefills = {layer.spec: explain(layer.spec) for part in described.parts for layer, _ in part.kinds()}
+    shared = shared_reasons(list(prefills.values()))
+    _show_shared(shared, console)
+    for part in described.parts:
+        console.print(f"{part.name}: {part.model}")
+        for layer, where in part.kinds():
+            reasons = prefills[layer.spec]
+            decodes = layer.spec.window_size[1] == 0 and layer.spec.mask is None
+            decode = f", decoding: {chosen(explain(decoding(layer.spec)))}" if decodes else ""
+            console.print(f"  layers {where}: {layer.module}")
+            console.print(f"    {layer.spec}")
+            console.print(f"    prefill: {chosen(reasons)}{decode}")
+            for line in _own_reasons(reasons, shared).splitlines():
+                console.print(f"    refused: {line}")
+        if part.refused:
+            console.print(f"  refused: {part.refused}")
+        elif part.untried:
+            console.print(f"  not tried: {part.untried}")
+    console.print(f"\nengine: {described.engine or 'runs it'}")
+
+
+def chosen(reasons: Reasons) -> str:
+    """The first backend that is not refused."""
+    return next((name for name, reason in reasons.items() if reason is None), "none")
+
+
+def shared_reasons(calls: Sequence[Reasons]) -> dict[str, str]:
+    """The reasons that hold for every call, by backend."""
+    if not calls:
+        return {}
+    shared = {}
+    for name, reason in calls[0].items():
+        if reason is not None and all(call[name] == reason for call in calls):
+            shared[name] = reason
+    return shared
+
+
+def _show_shared(shared: Mapping[str, str], console: Console) -> None:
+    if not shared:
+        return
+    console.print("Refused for every call below:")
+    for name, reason in shared.items():
+        console.print(f"  {name}: {reason}")
+    console.print()
+
+
+def _own_reasons(reasons: Reasons, shared: Mapping[str, str]) -> str:
+    """The reasons of the backends before the chosen one, one in each line, without those that hold for every call."""
+    refused: Iterable[tuple[str, str | None]] = takewhile(lambda item: item[1] is not None, reasons.items())
+    return "\n".join(f"{name}: {reason}" for name, reason in refused if name not in shared)
+
+
+def common_cases(device: str, arch: int) -> list[tuple[str, AttentionSpec]]:
+    """Kinds of calls that people run, with the names of models that make them."""
+    import torch
+
+    from fa_serve.spec import AttentionSpec
+
+    def spec(**changes: Any) -> AttentionSpec:
+        dtype = changes.pop("dtype", torch.bfloat16)
+        llama = {
+            "layout": "varlen",
+            "device": device,
+            "arch": arch,
+            "dtype": dtype,
+            "kv_dtype": dtype,
+            "head_dim": 128,
+            "head_dim_v": 128,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "window_size": (-1, 0),
+        }
+        return AttentionSpec(**{**llama, **changes})
+
+    dense = {"layout": "dense"}
+    paged = {"layout": "paged", "page_size": 16}
+    bert = {**dense, "head_dim": 64, "head_dim_v": 64, "num_heads": 12, "num_kv_heads": 12, "window_size": (-1, -1)}
+    gemma = {**paged, "head_dim": 256, "head_dim_v": 256, "num_heads": 16, "softcap": True}
+    gpt_oss = {**paged, "head_dim": 64, "head_dim_v": 64, "num_heads": 64, "sinks": True, "window_size": (127, 0)}
+    deepseek = {"head_dim": 192, "head_dim_v": 128, "num_heads": 128, "num_kv_heads": 128}
+    return [
+        ("prefill, Llama-3 8B", spec()),
+        ("prefill in float16", spec(dtype=torch.float16)),
+        ("prefill in float32", spec(dtype=torch.float32)),
+        ("serving, Llama-3 8B", spec(**paged)),
+        ("decoding, Llama-3 8B", spec(**paged, op="decode")),
+        ("serving, Mistral 7B", spec(**paged, window_size=(4095, 0))),
+        ("serving, Gemma 2 9B", spec(**gemma)),
+        ("serving, gpt-oss", spec(**gpt_oss)),
+        ("prefill, DeepSeek", spec(**deepseek)),
+        ("dense, BERT", spec(**bert)),
+        ("dense, explicit mask", spec(**dense, window_size=(-1, -1), mask="bool")),
+        ("dense, training", spec(**dense, needs_grad=True)),
+    ]

@@ -1,0 +1,131 @@
+"""The backend of ops for any device, in plain PyTorch.
+
+It computes in float32, or in float64 for float64 input, and rounds the result once. Sampling is in `torch_sampling.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_serve.api import store_kv
+from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.torch_sampling import sample_rows
+from fa_serve.spec import OpSpec
+
+
+class TorchOps:
+    """The arguments are documented in `fa_serve.ops`."""
+
+    name = "torch"
+    sample_rows = staticmethod(sample_rows)
+
+    def supports(self, spec: OpSpec) -> str | None:
+        return None
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        alpha: float,
+        /,
+    ) -> Tensor:
+        if norm is not None:
+            x = self.rms_norm(x, norm, None, None)
+        y = product(x, weight, bias, residual, alpha)
+        return y if activation is None else self.act_and_mul(y, activation)
+
+    def rms_norm(self, x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor | None, /) -> Tensor:
+        y = _normed(x, norm)
+        if residual is not None:
+            y = y + residual
+        return y.to(x.dtype) if out is None else out.copy_(y)
+
+    def rotary_store_kv(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        num_heads: int,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        q_norm: Norm | None,
+        k_norm: Norm | None,
+        k_descale: Tensor | None,
+        v_descale: Tensor | None,
+        /,
+    ) -> None:
+        num_kv_heads, dim = k_cache.shape[2:]
+        heads = qkv.view(len(qkv), -1, dim)
+        qk, v = torch.split_with_sizes(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
+        k = qk[:, num_heads:]
+        if q_norm is None or k_norm is None:
+            _rotate(qk, _wide(qk), cos, sin)
+        else:
+            q = qk[:, :num_heads]
+            _rotate(q, _normed(q, q_norm), cos, sin)
+            _rotate(k, _normed(k, k_norm), cos, sin)
+        store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale=k_descale, v_descale=v_descale)
+
+    def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor:
+        gate, up = _wide(x).chunk(2, dim=1)
+        if activation == "silu":
+            gate = torch.nn.functional.silu(gate)
+        else:
+            gate = torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return (gate * up).to(x.dtype)
+
+    def invariant_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor:
+        if len(x) == 0:
+            return x @ weight.t()
+        # a library chooses its algorithm by the number of rows, so each row is computed alone
+        return torch.cat([torch.nn.functional.linear(row[None], weight, bias) for row in x])
+
+    def invariant_sum(self, x: Tensor, /) -> Tensor:
+        if len(x) == 0:
+            return _wide(x).sum(-1)
+        return torch.stack([_wide(row).sum() for row in x])
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, alpha: float) -> Tensor:
+    """PyTorch's x @ weight.T + bias. With `residual`, alpha times that is added to it in place.
+
+    x: (total, k); weight: (n, k); bias: (n,); residual: (total, n). Returns (total, n).
+    """
+    if residual is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    if bias is not None:
+        residual.add_(bias, alpha=alpha)
+    return residual.addmm_(x, weight.t(), alpha=alpha)
+
+
+def _rotate(out: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    """Rotate the first cos.shape[1] elements of each head of x (total, heads, dim) and write x into `out`."""
+    if cos is None or sin is None:
+        out.copy_(x)
+        return
+    rotary_dim = cos.shape[1]
+    if rotary_dim < x.shape[2]:
+        out[..., rotary_dim:] = x[..., rotary_dim:]
+        out = out[..., :rotary_dim]
+        x = x[..., :rotary_dim]
+    first, second = x.chunk(2, dim=2)
+    torch.addcmul(x * _wide(cos).unsqueeze(1), torch.cat([-second, first], dim=2), _wide(sin).unsqueeze(1), out=out)
+
+
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    """The RMS norm over the last dimension, in float32 or wider."""
+    weight = _wide(norm.weight)
+    if norm.offset:
+        weight = weight + norm.offset
+    return torch.nn.functional.rms_norm(_wide(x), weight.shape, weight, norm.eps)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in float32, or x itself if it is float32 or float64."""
+    return x.float() if x.dtype.itemsize < 4 else x

@@ -1,0 +1,52 @@
+"""The backend of ops for GPUs: each op is one Triton kernel, except products of several tokens.
+
+Each kernel stands with its launcher in a file `*_kernel.py`. A launcher keeps what it decides about a call (grid, blocks,
+strides) in `PLANS`, by those facts of the tensors that decide it; calls that look alike compute it once.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fa_serve.ops.activation_kernel import launch_act_and_mul
+from fa_serve.ops.linear_kernel import launch_linear_row
+from fa_serve.ops.norm_kernel import launch_rms_norm
+from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
+from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
+from fa_serve.ops.sampling_kernel import launch_sample_rows
+from fa_serve.ops.torch_ops import product
+from fa_serve.spec import OpSpec
+
+
+class TritonOps:
+    """The arguments are documented in `fa_serve.ops`."""
+
+    name = "triton"
+    rms_norm = staticmethod(launch_rms_norm)
+    rotary_store_kv = staticmethod(launch_rotary_store_kv)
+    act_and_mul = staticmethod(launch_act_and_mul)
+    sample_rows = staticmethod(launch_sample_rows)
+    invariant_linear = staticmethod(launch_invariant_linear)
+    invariant_sum = staticmethod(launch_invariant_sum)
+
+    def supports(self, spec: OpSpec) -> str | None:
+        return None if spec.device == "cuda" else f"runs on CUDA and ROCm devices only, got {spec.device!r}"
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        alpha: float,
+        /,
+    ) -> Tensor:
+        if x.shape[0] == 1:
+            return launch_linear_row(x, weight, bias, norm, activation, residual, alpha)
+        if norm is not None:
+            x = launch_rms_norm(x, norm, None, None)
+        y = product(x, weight, bias, residual, alpha)
+        return y if activation is None else launch_act_and_mul(y, activation)

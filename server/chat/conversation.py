@@ -1,0 +1,220 @@
+"""What clients send in a chat: messages, tools, and the fields of /v1/chat/completions and /tokenize.
+
+`rendered()` gives the form that chat templates expect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError, from_json
+
+from ..schemas import NonEmpty, SamplingRequest
+from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(StrictModel):
+    name: NonEmpty
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, text: str) -> str:
+        try:
+            if isinstance(from_json(text or "{}"), dict):
+                return text
+        except ValueError:
+            pass
+        raise PydanticCustomError("arguments", "must be a JSON object")
+
+
+class ToolCall(StrictModel):
+    id: NonEmpty
+    type: Literal["function"]
+    function: CalledFunction
+
+    def rendered(self) -> dict[str, Any]:
+        """Templates expect the arguments as an object, not as text."""
+        function = {"name": self.function.name, "arguments": from_json(self.function.arguments or "{}")}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Message(StrictModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = Field(None, description="For the chat template, which may leave old thoughts out.")
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"annotations": ([],), "audio": NOTHING, "function_call": NOTHING, "refusal": NOTHING}
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise field_error("content", "must be given")
+        for field in ("tool_calls", "reasoning_content"):
+            if getattr(self, field) and self.role != "assistant":
+                raise field_error(field, "is only allowed in messages of the assistant")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise field_error("tool_call_id", "must be given with the role tool, and with no other role")
+        return self
+
+    def rendered(self) -> dict[str, Any]:
+        """The content is one string. The role developer becomes system, which is its older name."""
+        content = self.content or ""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content if isinstance(content, str) else "".join(part.text for part in content),
+        }
+        if self.tool_calls:
+            message["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, field)) is not None:
+                message[field] = value
+        return message
+
+
+class Function(StrictModel):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; without one the function has no parameters.")
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+    def rendered(self) -> dict[str, Any]:
+        function = self.function.model_dump(include={"name", "description"}, exclude_none=True)
+        return {"type": "function", "function": function | {"parameters": self.parameters()}}
+
+    def parameters(self) -> dict[str, Any]:
+        return self.function.parameters or {"type": "object", "properties": {}}
+
+
+class FunctionName(StrictModel):
+    name: str
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchemaFormat(StrictModel):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="The answer follows the schema whether or not this is true.")
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise field_error("json_schema", "must be given with the type json_schema, and with no other type")
+        return self
+
+
+class TemplateFields(StrictModel):
+    """The fields besides the messages that the chat template turns into a prompt."""
+
+    tools: list[Tool] | None = Field(None, max_length=128)
+    chat_template: NonEmpty | None = Field(None, description="Replaces the model's chat template, if the server allows it.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
+
+    @field_validator("tools")
+    @classmethod
+    def _check_names(cls, tools: list[Tool] | None) -> list[Tool] | None:
+        names = [tool.function.name for tool in tools or ()]
+        if len(set(names)) < len(names):
+            raise PydanticCustomError("names", "must have different names")
+        return tools
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool,
+    one_error('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+]
+
+
+class ChatRequest(TemplateFields, SamplingRequest):
+    messages: list[Message] = Field(min_length=1)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: NonEmpty | None = Field(None, description="For the chat template, if it reads this variable.")
+    safety_identifier: str | None = Field(None, max_length=512, description="Written to the access log, like user.")
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        "audio": NOTHING,
+        "function_call": ("none",),
+        "functions": ([],),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "moderation": NOTHING,
+        "prediction": NOTHING,
+        "prompt_cache_key": NOTHING,
+        "prompt_cache_options": NOTHING,
+        "prompt_cache_retention": NOTHING,
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "verbosity": NOTHING,
+        "web_search_options": NOTHING,
+    }
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatRequest:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise field_error("max_tokens", "is the old name of max_completion_tokens and must not differ from it")
+        if self.top_logprobs and not self.logprobs:
+            raise field_error("top_logprobs", "is only allowed when logprobs is true")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise field_error("tool_choice", "is only allowed with tools")
+        if isinstance(self.tool_choice, NamedTool) and self.named_tool() is None:
+            raise field_error("tool_choice", "must name one of the tools")
+        return self
+
+    def offered_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def named_tool(self) -> Tool | None:
+        """The tool that `tool_choice` forces by its name, or None."""
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return next((tool for tool in self.tools or () if tool.function.name == name), None)
+
+
+class TokenizeRequest(TemplateFields):
+    """A prompt as it is, or a conversation as the chat template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the prompt gets the special tokens that the tokenizer adds to plain text."
+    )
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise field_error("prompt", "must be given if messages is not, and must not be given together with it")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise field_error("add_special_tokens", "is only allowed with prompt, because chat templates write special tokens")
+        for field in TemplateFields.model_fields:
+            if self.prompt is not None and getattr(self, field) is not None:
+                raise field_error(field, "is only allowed with messages")
+        return self

@@ -1,0 +1,81 @@
+"""A reasoning model's thoughts, <think>...</think>, are separated from its answer while the text arrives.
+
+    reader = ThoughtReader(inside=False)
+    thoughts, answer = reader.read("<think>\\nHm")     # a tag may arrive in several parts: text that may be one is held back
+    thoughts, answer = reader.read("m.</think>4", last=True)
+
+Some chat templates open the tag themselves, and some close it at once when thinking is turned off. The end of the prompt tells
+which (`opened_by`). White space next to a tag belongs neither to the thoughts nor to the answer. A second <think> is plain
+text.
+"""
+
+from __future__ import annotations
+
+OPENING = "<think>"
+CLOSING = "</think>"
+
+
+def held_back(text: str, marker: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `marker`."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
+
+
+def opened_by(prompt: str) -> bool | None:
+    """True if an answer to this prompt begins inside thoughts, False if it begins after them, None if the model decides."""
+    end = prompt[-64:].rstrip()
+    if end.endswith(OPENING):
+        return True
+    return False if end.endswith(CLOSING) else None
+
+
+class ThoughtReader:
+    """`inside` is what `opened_by` returns for the prompt."""
+
+    def __init__(self, inside: bool | None):
+        self._part = {True: "thoughts", False: "answer", None: "start"}[inside]
+        self._text = ""  # has arrived and has not been given out
+        self._begun = False  # some thought that is not white space has arrived
+
+    def read(self, text: str, last: bool = False) -> tuple[str, str]:
+        """The thoughts and the answer that are certain by now. With `last`, everything that is left."""
+        self._text += text
+        thoughts = answer = ""
+        if self._part == "start":
+            self._read_start(last)
+        if self._part == "thoughts":
+            thoughts = self._read_thoughts(last)
+        if self._part == "gap":
+            self._text = self._text.lstrip()
+            if self._text:
+                self._part = "answer"
+        if self._part == "answer":
+            answer = self._text
+            self._text = ""
+        return thoughts, answer
+
+    def _read_start(self, last: bool) -> None:
+        beginning = self._text.lstrip()
+        if beginning.startswith(OPENING):
+            self._part = "thoughts"
+            self._text = beginning[len(OPENING) :]
+        elif last or not OPENING.startswith(beginning):
+            self._part = "answer"
+
+    def _read_thoughts(self, last: bool) -> str:
+        if not self._begun:
+            self._text = self._text.lstrip()
+            self._begun = bool(self._text)
+        found = self._text.find(CLOSING)
+        if found >= 0:
+            thoughts = self._text[:found].rstrip()
+            self._text = self._text[found + len(CLOSING) :]
+            self._part = "gap"
+        elif last:
+            thoughts = self._text.rstrip()
+            self._text = ""
+        else:
+            certain = self._text[: len(self._text) - held_back(self._text, CLOSING)]
+            thoughts = certain.rstrip()
+            self._text = self._text[len(thoughts) :]
+        return thoughts

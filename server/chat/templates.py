@@ -1,0 +1,79 @@
+"""Chat templates turn conversations into prompts, and the text of a template tells what the template can do.
+
+    template = Template(tokenizer, text)
+    if template.reads("tools"): ...
+    prompt = template.render(messages, tools, {"enable_thinking": False})
+
+A template silently leaves out what it does not know: tools, tool calls, names, variables. Such a request is refused here.
+transformers renders templates in jinja2's sandbox. Which template a request gets is decided in tokenization.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cached_property
+from typing import Any
+
+import jinja2
+
+from ..errors import BadRequest
+from .reasoning import CLOSING
+from .tools import ToolFormat, detect_format
+
+MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
+RESERVED = {"conversation", "messages", "self", "tools"}
+# what a template can raise for a conversation or a variable that is not of the kind that it expects
+FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class Template:
+    def __init__(self, tokenizer: Any, text: str):
+        self._apply = tokenizer.apply_chat_template
+        self._text = text
+
+    @cached_property
+    def _names(self) -> set[str]:
+        try:
+            return {value for _, kind, value in jinja2.Environment().lex(self._text) if kind == "name"}
+        except jinja2.TemplateSyntaxError as error:
+            raise BadRequest(f"The chat template is not valid: {error}.", param="chat_template") from None
+
+    def reads(self, variable: str) -> bool:
+        """Whether the template reads a variable of this name."""
+        return variable in self._names
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        return detect_format(self._text)
+
+    @cached_property
+    def thinks(self) -> bool:
+        return CLOSING in self._text
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any]) -> str:
+        """The prompt, up to the point where the assistant's answer begins. Raises BadRequest, which names the field."""
+        if tools and not self.reads("tools"):
+            raise BadRequest("This model's chat template does not support tools.", param="tools", code="unsupported_parameter")
+        for message in messages:
+            if "name" in message and not MESSAGE_NAME.search(self._text):
+                raise BadRequest("This model's chat template does not support names in messages.", param="messages")
+            if ("tool_calls" in message or message["role"] == "tool") and "tool_calls" not in self._text:
+                raise BadRequest("This model's chat template does not support tool calls in messages.", param="messages")
+        self._check_variables(variables)
+        try:
+            prompt = self._apply(
+                messages, tools, chat_template=self._text, tokenize=False, add_generation_prompt=True, **variables
+            )
+        except FAILURES as error:
+            raise BadRequest(f"The chat template refuses these messages: {error}.", param="messages") from None
+        return str(prompt)
+
+    def _check_variables(self, variables: dict[str, Any]) -> None:
+        if not variables:
+            return
+        reserved = RESERVED | inspect.signature(self._apply).parameters.keys()
+        for name in variables:
+            if name in reserved or not self.reads(name):
+                message = f"chat_template_kwargs must hold variables that the chat template reads, got {name!r}."
+                raise BadRequest(message, param="chat_template_kwargs")

@@ -1,0 +1,234 @@
+"""Tool calls in a model's text, in the formats that chat templates teach, are found while the text arrives.
+
+    reader = ToolReader(FORMATS["hermes"], offered=["add"])
+    content, calls = reader.read('<tool_call>{"name": "add", "arguments": {"a"')
+    content, calls = reader.read(': 1}}</tool_call>', last=True)
+
+`calls` are deltas as OpenAI streams them: the first delta of a call has its id and name, the following ones have the arguments,
+character by character and unchanged. The result does not depend on where the text is cut, so a plain reply equals the sum of
+its stream. Text that looks like a call and turns out to be none becomes content. White space around calls is dropped.
+
+Formats:
+- hermes, which Qwen uses too: <tool_call>{"name": ..., "arguments": ...}</tool_call>, any number of them
+- llama3_json: {"name": ..., "parameters": ...} at the very start of the answer or after <|python_tag|>, separated by ";"
+- mistral: [TOOL_CALLS] and a list of such objects, or name[ARGS]{...}
+
+Formats that are not JSON are not supported. grammar.py makes a model keep to one of these formats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ..replies import ToolCallDelta
+from .reasoning import held_back
+from .tool_call import CallParser, new_call
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """
+    opening:   the marker before calls; empty if the whole answer consists of calls
+    closing:   the marker after a call, or empty
+    bare:      an object at the very start of an answer may also be a call, of a tool that was offered
+    named:     a call may be its name followed by its arguments
+    id_length: characters of a call's id, if the chat template checks it
+    """
+
+    opening: str
+    closing: str = ""
+    bare: bool = False
+    named: bool = False
+    id_length: int | None = None
+
+
+FORMATS = {
+    "hermes": ToolFormat("<tool_call>", "</tool_call>"),
+    "llama3_json": ToolFormat("<|python_tag|>", bare=True),
+    "mistral": ToolFormat("[TOOL_CALLS]", named=True, id_length=9),
+}
+REQUIRED = ToolFormat("")  # what the grammar of a forced tool_choice makes a model write
+
+
+def detect_format(template: str) -> ToolFormat | None:
+    """The format that a chat template teaches, or None if it is not one of `FORMATS`."""
+    if "[TOOL_CALLS]" in template:
+        return FORMATS["mistral"]
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return FORMATS["hermes"]
+    if "<|start_header_id|>" in template and '"parameters"' in template:
+        return FORMATS["llama3_json"]
+    return None
+
+
+class ToolReader:
+    """The calls of one answer.
+
+    offered:   the names of the tools
+    single:    calls after the first are left out
+    num_calls: calls that have begun so far, including those left out
+
+    The reader is a state machine. Each state is a method that looks at the beginning of the text that has not been read. It
+    returns False if more text is needed to decide what the beginning is.
+    """
+
+    NAMED_HEADER = re.compile(r"([\w.-]{1,128})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,16}")
+    PARTIAL_HEADER = re.compile(r"[\w.\-\[\]\s]{1,256}")
+
+    def __init__(self, tool_format: ToolFormat, offered: Collection[str], single: bool = False):
+        self._format = tool_format
+        self._offered = offered
+        self._single = single
+        if tool_format.bare:
+            self._state = self._read_start
+        elif tool_format.opening:
+            self._state = self._read_content
+        else:
+            self._state = self._read_between_calls
+        self._text = ""  # not read yet
+        self._raw: str | None = ""  # read, and content if it turns out to be no call; None between calls
+        self._space = ""  # white space that is content if more content follows
+        self._marked = False  # a marker has been seen
+        self._after_call = False  # a call has ended and no content has followed
+        self._call = CallParser()
+        self._content = ""
+        self._deltas: list[ToolCallDelta] = []
+        self.num_calls = 0
+
+    def read(self, text: str, last: bool = False) -> tuple[str, list[ToolCallDelta]]:
+        """The content and the calls that are certain by now. With `last`, everything that is left."""
+        self._text += text
+        self._content = ""
+        self._deltas = []
+        while self._text and self._state():
+            pass
+        if last:
+            self._add_content((self._raw or "") + self._text)
+            if not self.num_calls:
+                self._content += self._space
+            self._text = self._raw = self._space = ""
+        return self._content, self._deltas
+
+    def _read_start(self) -> bool:
+        beginning = self._text.lstrip()
+        if beginning.startswith("{"):
+            self._raw = self._text[: -len(beginning)]
+            self._text = beginning
+            self._state = self._read_between_calls
+        elif beginning:
+            self._state = self._read_content
+        return bool(beginning)
+
+    def _read_content(self) -> bool:
+        opening = self._format.opening
+        found = self._text.find(opening) if opening else -1
+        certain = found if found >= 0 else len(self._text) - held_back(self._text, opening)
+        self._add_content(self._text[:certain])
+        self._text = self._text[certain:]
+        if found >= 0:
+            self._raw = self._space + opening
+            self._space = ""
+            self._text = self._text[len(opening) :]
+            self._state = self._read_between_calls
+            self._marked = True
+        return found >= 0
+
+    def _read_between_calls(self) -> bool:
+        """Before the first call of a group, between its calls, or after its last."""
+        for marker in filter(None, (self._format.closing, self._format.opening)):
+            if self._text.startswith(marker):
+                self._text = self._text[len(marker) :]
+                self._marked = True
+                self._keep(marker)
+                if marker == self._format.closing:
+                    self._end_group()
+                return True
+            if marker.startswith(self._text):
+                return False
+        first = self._text[0]
+        if first.isspace() or first in "[],;":
+            self._keep(first)
+            self._text = self._text[1:]
+            return True
+        if first == "{":
+            self._call = CallParser()
+            self._state = self._read_call
+            self._raw = self._raw or ""
+            return True
+        return self._read_named_header()
+
+    def _read_named_header(self) -> bool:
+        """A call that begins with its name, if the format has such calls; otherwise the group ends here."""
+        header, brace, _ = self._text.partition("{")
+        match = self.NAMED_HEADER.fullmatch(header) if self._format.named and brace else None
+        if match:
+            self._raw = (self._raw or "") + header
+            self._text = self._text[len(header) :]
+            self._call = CallParser(match[1])
+            self._state = self._read_call
+        elif self._format.named and not brace and self.PARTIAL_HEADER.fullmatch(header):
+            return False
+        else:
+            self._end_group()
+        return True
+
+    def _read_call(self) -> bool:
+        call = self._call
+        for position, character in enumerate(self._text):
+            try:
+                call.feed(character)
+                if call.name is not None and not call.announced:
+                    self._begin_call(call, call.name)
+            except ValueError:
+                self._text = self._text[position:]
+                self._end_group()
+                return True
+            if call.announced:
+                self._add_arguments(call.take_arguments())
+            else:
+                self._keep(character)
+            if call.complete:
+                self._text = self._text[position + 1 :]
+                self._state = self._read_between_calls
+                return True
+        self._text = ""
+        return False
+
+    def _end_group(self) -> None:
+        """The text between markers ends here. If it was no call, it is content."""
+        raw = self._raw or ""
+        self._raw = ""
+        self._state = self._read_content
+        self._add_content(raw)
+
+    def _keep(self, text: str) -> None:
+        if self._raw is not None:
+            self._raw += text
+
+    def _add_content(self, text: str) -> None:
+        text = self._space + text
+        text = text.lstrip() if self._after_call else text
+        kept = text.rstrip()
+        self._content += kept
+        self._space = text[len(kept) :]
+        self._after_call = self._after_call and not kept
+
+    def _begin_call(self, call: CallParser, name: str) -> None:
+        if not self._marked and self._format.bare and name not in self._offered:
+            raise ValueError(f"no tool is called {name}")
+        call.announced = True
+        self._raw = None
+        self._after_call = True
+        self.num_calls += 1
+        if self.num_calls == 1 or not self._single:
+            self._deltas.append(new_call(self.num_calls - 1, name, self._format.id_length))
+
+    def _add_arguments(self, text: str) -> None:
+        index = self.num_calls - 1
+        if not text or (index and self._single):
+            return
+        if not self._deltas or self._deltas[-1]["index"] != index:
+            self._deltas.append({"index": index, "function": {"arguments": ""}})
+        self._deltas[-1]["function"]["arguments"] += text

@@ -1,0 +1,94 @@
+"""The answer to /v1/completions: text that continues one or several prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fa_serve.engine import RequestOutput, TokenLogprob
+
+from .answer import Answer
+from .errors import BadRequest
+from .logprobs import for_completion
+from .replies import CompletionLogprobs
+from .schemas import CompletionRequest
+
+DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
+
+
+class CompletionAnswer(Answer):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+    _prompt_field = "prompt"
+    _body: CompletionRequest
+
+    def _num_prompts(self) -> int:
+        count = len(self._body.prompts())
+        if not count:
+            raise BadRequest("prompt must hold at least one prompt.", param="prompt")
+        return count
+
+    async def _encode(self) -> list[list[int]]:
+        self._offsets: dict[int, int] = {}  # by index, where the next token begins in the choice's text
+        prompts = self._body.prompts()
+        encoded = await self._tokenization.encode(prompts)
+        if self._body.echo:
+            decode = self._tokenization.decode
+            self._echo = [prompt if isinstance(prompt, str) else await decode(prompt) for prompt in prompts]
+        return encoded
+
+    def _max_tokens(self) -> int | None:
+        return self._body.max_tokens
+
+    def _default_max_tokens(self, room: int) -> int:
+        return min(DEFAULT_TOKENS, room)
+
+    def _prompt_logprobs(self) -> int | None:
+        """As many as `logprobs` asks for if the prompt is echoed, or as `prompt_logprobs` asks for, whichever is more."""
+        wanted = (self._body.logprobs if self._body.echo else None, self._body.prompt_logprobs)
+        return max((count for count in wanted if count is not None), default=None)
+
+    def _logprobs(self) -> int | None:
+        return self._body.logprobs
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        opening = self._opening(index, output) if self._body.echo else []
+        choice = self._increment(index, output)
+        return choice | {"text": self._before(index) + output.text, "logprobs": _joined(*opening, choice)}
+
+    def _opening(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        if not (self._body.echo or self._body.return_token_ids):
+            return []
+        logprobs = self._scores(index, output.prompt_token_ids, output.prompt_logprobs) if self._body.echo else None
+        return [self._common(index) | {"text": self._before(index), "logprobs": logprobs}]
+
+    def _increment(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        logprobs = self._scores(index, output.token_ids, output.logprobs)
+        return self._common(index, output) | {"text": output.text, "logprobs": logprobs}
+
+    def _scores(
+        self, index: int, token_ids: list[int], entries: Sequence[TokenLogprob | None] | None
+    ) -> CompletionLogprobs | None:
+        if self._body.logprobs is None or not entries:
+            return None
+        texts = self._tokenization.token_texts
+        offset = self._offsets.get(index, 0)
+        logprobs, self._offsets[index] = for_completion(texts, token_ids, entries, offset, self._body.logprobs)
+        return logprobs
+
+    def _with_prompt_logprobs(self, reply: dict[str, Any], sums: dict[int, RequestOutput]) -> dict[str, Any]:
+        for choice in reply["choices"]:
+            choice["prompt_logprobs"] = self._prompt_scores(sums[choice["index"]])
+        return reply
+
+    def _before(self, index: int) -> str:
+        """The text that comes before the generated text: the prompt, if it is echoed."""
+        return self._echo[index // self._n] if self._body.echo else ""
+
+
+def _joined(*choices: dict[str, Any]) -> dict[str, Any] | None:
+    """The log-probabilities of all choices, one after the other."""
+    parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    if not parts:
+        return None
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}

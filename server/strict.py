@@ -1,0 +1,61 @@
+"""The base of the request models. A field of a request is honoured or refused, never ignored.
+
+    class Thing(StrictModel):
+        size: int | None = None
+        UNSUPPORTED = {"colour": ("default",)}      # refused, except for null and "default"
+
+Values are not converted: "1" is no integer. An unknown field is an error. A field of OpenAI's API that this server cannot
+honour stands in `UNSUPPORTED` with the values that ask for nothing; null always asks for nothing. Clients send such values as
+defaults, so they pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+Unsupported = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing besides null
+NOTHING: tuple[Any, ...] = ()
+
+
+class StrictModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    UNSUPPORTED: ClassVar[Unsupported] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = dict(data)
+        for field in data.keys() & cls.UNSUPPORTED.keys():
+            value = kept.pop(field)
+            if value is not None and not any(_same(value, neutral) for neutral in cls.UNSUPPORTED[field]):
+                context = {"field": field, "rule": "is not supported by this server"}
+                raise PydanticCustomError("unsupported", "{field} {rule}", context)
+        return kept
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality that tells False from 0."""
+    return type(value) is type(other) and bool(value == other)
+
+
+def one_error(rule: str) -> WrapValidator:
+    """A value that fits no member of a union gets one error with this rule, instead of one error for each member."""
+
+    def validate(value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("union", "must be {rule}", {"rule": rule}) from None
+
+    return WrapValidator(validate)
+
+
+def field_error(field: str, rule: str) -> PydanticCustomError:
+    """The error of a validator that compares several fields. It names the one that the client should change."""
+    return PydanticCustomError("field", "{field} {rule}", {"field": field, "rule": rule})

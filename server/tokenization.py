@@ -1,0 +1,116 @@
+"""Prompts and conversations as token ids, and token ids as text.
+
+    tokenization = Tokenization(engine, settings)
+    [tokens] = await tokenization.encode(["Once upon a time"])
+    template = tokenization.template(body, tools)
+    tokens, text = await tokenization.encode_chat(template, body, tools, {})
+
+One thread runs the tokenizer. A long prompt therefore never holds up the event loop, and no two prompts use the tokenizer at
+the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fa_serve.spec import ParameterError
+
+from .chat.conversation import ChatRequest, TokenizeRequest, Tool
+from .chat.templates import Template
+from .errors import BadRequest, parameter_refused
+from .logprobs import TokenTexts
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from fa_serve.engine import AsyncEngine
+
+T = TypeVar("T")
+MAX_TEMPLATES = 16  # parsed chat templates to keep: the model's own, and those of requests
+
+
+class Tokenization:
+    """The engine's tokenizer may be used once the engine is loaded."""
+
+    def __init__(self, engine: AsyncEngine, settings: Settings):
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._operators_template = settings.chat_template.read_text() if settings.chat_template else None
+        self._allow_request_template = settings.allow_request_chat_template
+        self._parsed = lru_cache(MAX_TEMPLATES)(self._parse)
+
+    def shutdown(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of the tokens that are not part of a text, by their names."""
+        tokens = self._engine.tokenizer.added_tokens_decoder
+        return {token.content: token_id for token_id, token in tokens.items() if token.special}
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        return TokenTexts(self._engine.tokenizer)
+
+    async def encode(self, prompts: Sequence[str | list[int]], special: bool = True) -> list[list[int]]:
+        """Prompts as token ids. `special`: texts get the special tokens that the tokenizer adds to plain text."""
+        given = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        if len(given) == len(prompts):
+            return given
+
+        def work() -> list[list[int]]:
+            return [self._ids(prompt, special, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts]
+
+        return await self._run(work)
+
+    def template(self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> Template:
+        """The request's chat template if the server allows that, else the operator's, else the model's."""
+        if body.chat_template is not None and not self._allow_request_template:
+            raise BadRequest(
+                "chat_template must be null: this server does not allow chat templates in requests.", param="chat_template"
+            )
+        given = body.chat_template or self._operators_template
+        try:
+            # a model may have a second template, which is for requests with tools
+            text = self._engine.tokenizer.get_chat_template(given, [{}] if tools else None)
+        except ValueError:
+            raise BadRequest("This model has no chat template. Use /v1/completions instead.", param="messages") from None
+        return self._parsed(text)
+
+    def _parse(self, text: str) -> Template:
+        return Template(self._engine.tokenizer, text)
+
+    async def encode_chat(
+        self, template: Template, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool], variables: dict[str, Any]
+    ) -> tuple[list[int], str]:
+        """The prompt that the chat template makes of a conversation, as token ids and as text."""
+
+        def work() -> tuple[list[int], str]:
+            messages = [message.rendered() for message in body.messages or ()]
+            text = template.render(messages, [tool.rendered() for tool in tools] or None, variables)
+            return self._ids(text, False, "messages"), text
+
+        return await self._run(work)
+
+    async def decode(self, token_ids: list[int]) -> str:
+        return await self._run(lambda: self._text(token_ids))
+
+    def _text(self, token_ids: list[int]) -> str:
+        largest = max(token_ids, default=0)
+        size = len(self._engine.tokenizer)
+        if largest >= size:
+            raise BadRequest(f"tokens must hold token ids from 0 to {size - 1}, got {largest}.", param="tokens")
+        return str(self._engine.tokenizer.decode(token_ids))
+
+    def _ids(self, text: str, special: bool, param: str) -> list[int]:
+        assert self._engine.reader is not None
+        try:
+            return self._engine.reader.encode(text, special)
+        except ParameterError as error:
+            raise parameter_refused(error, param) from None
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,78 @@
+"""`backends.hopper`: which specs the backend supports, its reasons for refusing others, and its plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+from hopper_cases import Case
+from hopper_emulator import emulated
+
+from fa_serve.backends.hopper import HopperBackend
+from fa_serve.backends.hopper.hopper_tiles import HEAD_DIMS
+from fa_serve.backends.plan import AttentionTensors
+from fa_serve.spec import AttentionSpec
+from fa_serve.testing import make_qkv
+
+H200 = AttentionSpec("varlen", "cuda", 90, torch.bfloat16, torch.bfloat16, 128, 128, 32, 8, window_size=(-1, 0))
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
+def test_supports(dims: tuple[int, int], layout: str) -> None:
+    spec = replace(
+        H200,
+        layout=layout,
+        page_size=48 if layout == "paged" else 0,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        softcap=True,
+        sinks=True,
+        window_size=(100, 20),
+    )
+    assert HopperBackend().supports(spec) is None
+    assert HopperBackend().supports(replace(spec, dtype=torch.float16, kv_dtype=torch.float16)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device": "cpu", "arch": 0}, "got cpu"),
+        ({"arch": 100}, "got compute capability 10.0"),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "got float32"),
+        ({"layout": "paged", "page_size": 16, "op": "decode"}, "got op 'decode'"),
+        ({"layout": "paged", "page_size": 16, "op": "store_kv"}, "got op 'store_kv'"),
+        ({"layout": "paged", "page_size": 16, "kv_dtype": torch.float8_e4m3fn}, "got float8_e4m3fn"),
+        ({"layout": "paged", "page_size": 8}, "got 8"),
+        ({"layout": "paged", "page_size": 16, "whole_rows": False}, "whole number of tokens"),
+        ({"head_dim": 80, "head_dim_v": 80}, "got 80"),
+        ({"head_dim": 128, "head_dim_v": 64}, "got 128 with head_dim_v 64"),
+        ({"mask": "bool"}, "explicit mask"),
+        ({"needs_grad": True}, "gradients"),
+    ],
+)
+def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -> None:
+    reason = HopperBackend().supports(replace(H200, **change))
+    assert reason is not None
+    assert words in reason
+
+
+def test_refuses_another_release_of_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    assert "3.7.0" in str(HopperBackend().supports(H200))
+
+
+def test_refuses_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert "TRITON_INTERPRET" in str(HopperBackend().supports(H200))
+
+
+def test_plan() -> None:
+    case = Case("")
+    tensors = AttentionTensors(*make_qkv(1, 200, 200, 2, 1, 64, dtype=torch.bfloat16))
+    spec = replace(H200, layout="dense", head_dim=64, head_dim_v=64, num_heads=2, num_kv_heads=1)
+    with emulated():
+        out, lse = HopperBackend().plan(spec, tensors, case.options(200, 200))(tensors)
+    case.check(out, lse, *tensors[:3])

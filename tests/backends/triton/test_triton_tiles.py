@@ -1,0 +1,36 @@
+"""Tiles of the portable kernels: the bounds that other parts of the package rely on."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from fa_serve.backends import MAX_KEYS_PER_TILE
+from fa_serve.backends.triton.triton_tiles import DECODE_MIN_ROWS, batch_block, combine_tiles, decode_tiles, forward_tiles
+
+ARCHS = (0, 80, 86, 89, 90, 100, 120)
+DIMS = (16, 64, 96, 128, 192, 256)
+
+
+def test_no_tile_over_pages_reads_more_keys_than_the_scheduler_keeps() -> None:
+    """The scheduler gives pages behind a window back; a larger tile would read pages of other sequences."""
+    for arch, itemsize, dim, q, k, causal in product(ARCHS, (2, 4), DIMS, (64, 4096), (100, 100_000), (True, False)):
+        tile = forward_tiles(arch, itemsize, dim, dim, q, k, causal=causal, paged=True, masked=False)
+        assert tile.block_n <= MAX_KEYS_PER_TILE
+    for arch, (itemsize, kv_itemsize), dim, batch, q, k, splits in product(
+        ARCHS, ((2, 1), (2, 2), (4, 4)), DIMS, (1, 64), (1, 16), (100, 100_000), (0, 4)
+    ):
+        tiles = decode_tiles(arch, 132, itemsize, kv_itemsize, dim, dim, 32, 8, batch, q, k, splits)
+        assert tiles.block_n <= MAX_KEYS_PER_TILE
+        assert tiles.block_m >= DECODE_MIN_ROWS
+
+
+@pytest.mark.parametrize("batch", [1, 32, 33, 256, 257, 5000])
+def test_batch_block_covers_the_batch(batch: int) -> None:
+    assert batch_block(batch) >= batch
+
+
+def test_fixed_splits_are_merged_in_an_order_that_the_batch_does_not_change() -> None:
+    for splits in (2, 16, 17, 64):
+        assert combine_tiles(False, splits, 128, 8) == combine_tiles(False, splits, 128, 100_000)

@@ -1,0 +1,49 @@
+"""The chat command and its conversation, against a real server."""
+
+import subprocess
+import sys
+
+import pytest
+
+from fa_serve.client.chat import ChatError, Conversation
+
+
+def chat(served, *arguments, **options):
+    command = [sys.executable, "-m", "fa_serve", "chat", *arguments, "--url", served.url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+def test_a_conversation_in_the_terminal(served):
+    talk = chat(served, "--temperature", "0", input="What is 17 + 25?\nNow 3 plus 4.\n/reset\n")
+    assert (talk.returncode, talk.stdout) == (0, "> 17 + 25 = 42.\n> 3 + 4 = 7.\n> > \n")
+
+
+def test_one_question(served):
+    answered = chat(served, "What is 17 + 25?", "--temperature", "0")
+    assert (answered.returncode, answered.stdout) == (0, "17 + 25 = 42.\n")
+
+
+def test_a_refusal_is_shown_in_the_servers_words(served):
+    refused = chat(served, "Hi", "--model", "other")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "The model 'other' does not exist" in refused.stderr
+    talk = chat(served, "--model", "other", input="Hi\n")
+    assert talk.returncode == 0, "a conversation goes on after an error"
+    assert "The model 'other' does not exist" in talk.stderr
+
+
+def test_the_conversation_keeps_what_was_said_and_forgets_what_failed(served):
+    with Conversation(served.url, system="Be brief.", temperature=0, max_completion_tokens=16) as conversation:
+        answer = "".join(conversation.ask("What is 17 + 25?"))
+        said = [message["content"] for message in conversation.messages]
+        assert said == ["Be brief.", "What is 17 + 25?", answer]
+        with pytest.raises(ChatError):
+            list(conversation.ask("x" * 10_000))
+        assert len(conversation.messages) == 3
+        conversation.reset()
+        assert [message["role"] for message in conversation.messages] == ["system"]
+
+
+def test_a_server_that_cannot_be_reached():
+    with Conversation("http://127.0.0.1:1") as conversation, pytest.raises(ChatError, match=r"127\.0\.0\.1:1"):
+        list(conversation.ask("Hi"))

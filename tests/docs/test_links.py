@@ -1,0 +1,68 @@
+"""Links and file names in the documentation lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from documentation import GUIDES, PAGES, ROOT, anchors, included, links, prose
+
+SOURCES = ("fa_serve", "server", "tests", "benchmarks", "examples", "deploy", "docs")
+# `fa_serve/hf/masks.py`, also as a part of a command or with a function: `fa_serve/api.py:attention`
+_FILE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(SOURCES)})/[\w./-]*\w\.(?:py|md|yaml|yml|conf|service|json|svg|html))\b")
+_HEADING_OF_HISTORY = "## Before"  # what a page says of an older commit names files of that commit
+
+
+def ids(pages: list[Path]) -> list[object]:
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
+
+
+@pytest.mark.parametrize("page", ids(PAGES))
+def test_links_resolve(page: Path) -> None:
+    for link in links(page):
+        if re.match(r"(https?|mailto):", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} leads to no file"
+        assert ROOT in target.parents, f"{link} leads out of the repository"
+        if anchor and target.suffix == ".md":
+            made = anchors(target) | set(re.findall(r"^::: ([\w.]+)$", target.read_text(), re.MULTILINE))
+            assert anchor in made, f"{link} leads to no heading"
+
+
+@pytest.mark.parametrize("page", ids(GUIDES))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = prose(page).partition(_HEADING_OF_HISTORY)[0] if page.name == "architecture.md" else prose(page)
+    for name in sorted({*_FILE.findall(text), *included(page)}):
+        assert (ROOT / name).exists(), name
+
+
+def test_pages_of_the_site_link_within_the_site() -> None:
+    """What a page of docs/ links to is a part of the site; files outside are named, not linked."""
+    docs = ROOT / "docs"
+    for page in PAGES:
+        if docs in page.parents:
+            targets = [link.partition("#")[0] for link in links(page) if not re.match(r"https?:", link)]
+            assert all(docs in (page.parent / path).resolve().parents for path in targets if path), page
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    class Loader(yaml.SafeLoader):
+        """Takes mkdocs.yml as it is, Python's own tags for mkdocs included."""
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+
+    def files(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        parts = entry.values() if isinstance(entry, dict) else entry
+        return [name for part in parts for name in files(part)]  # type: ignore[attr-defined]
+
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents}
+    assert set(files(config["nav"])) == pages
+    assert config["strict"] is True
+    assert config["theme"]["font"] is False, "the build must not need a network"

@@ -1,0 +1,111 @@
+"""Every Python snippet of the documentation runs as pasted, and every command names what exists.
+
+A block that is fenced as ```python runs on its own, imports included. Two names are replaced before it runs: the hub name
+HUB_MODEL becomes the folder of the embedded model, and SERVER the address of a server with that model, so that the tests need
+neither a network nor a GPU. The server's chat template knows tools, which the embedded model's own does not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import openai
+import pytest
+import typer
+from documentation import GUIDES, ROOT, Block, blocks
+from fa_serve.server.settings import SECRETS, Settings
+
+from fa_serve.__main__ import app
+from fa_serve.demo import model_path
+
+HUB_MODEL = "Qwen/Qwen3-0.6B"
+SERVER = "http://127.0.0.1:8000"
+BLOCKS = [block for page in GUIDES for block in blocks(page)]
+SNIPPETS = [pytest.param(block, id=block.name) for block in BLOCKS if block.language == "python"]
+SHELL = [pytest.param(block, id=block.name) for block in BLOCKS if block.language in ("bash", "console")]
+
+
+TOOLS = "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server of the embedded model, which answers to HUB_MODEL's replacement."""
+    template = tmp_path_factory.mktemp("server") / "template.jinja"
+    template.write_text(TOOLS + json.loads((model_path() / "tokenizer_config.json").read_text())["chat_template"])
+    options = ["--port", "0", "--device", "cpu", "--num-pages", "1024", "--served-model-name", str(model_path())]
+    options += ["--chat-template", str(template)]
+    command = [sys.executable, "-m", "fa_serve", "serve", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        address = next((line.strip() for line in lines if line.startswith("http://")), None)
+        yield address or pytest.fail("the server did not start")
+        process.kill()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("block", SNIPPETS)
+def test_a_snippet_runs(block: Block, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
+    source = block.text.replace(HUB_MODEL, str(model_path()))
+    if SERVER in source:
+        source = source.replace(SERVER, request.getfixturevalue("server"))
+    names: dict[str, object] = {"__name__": "__main__"}
+    try:
+        exec(compile(source, block.name, "exec"), names)
+    finally:
+        for value in names.values():
+            if isinstance(value, openai.OpenAI):
+                value.close()  # as the end of a script would
+    capsys.readouterr()
+
+
+def test_the_readme_has_the_three_ways() -> None:
+    """The test above runs something: a README without snippets would pass it."""
+    text = "".join(block.text for block in BLOCKS if block.page == ROOT / "README.md" and block.language == "python")
+    for name in ("from_pretrained", "fa_serve.attention(", "fa_serve.attention_varlen(", "OpenAI(", "Engine("):
+        assert name in text
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    for line in block.text.replace("\\\n", " ").splitlines():
+        for part in re.split(r"\s(?:&&|\||;|&)(?:\s|$)", line):
+            words = shlex.split(part, comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words = words[1:]
+            if words:
+                yield words
+
+
+@pytest.mark.parametrize("block", SHELL)
+def test_commands_name_what_exists(block: Block) -> None:
+    """Targets of make, scripts, subcommands of fa-serve and their flags."""
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    cli = typer.main.get_command(app)
+    for words in commands(block):
+        if words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= targets, words
+        elif words[0] in ("python", "python3") and len(words) > 1 and words[1].endswith(".py"):
+            assert (ROOT / words[1]).is_file(), words
+        elif words[0] == "fa-serve" and not words[1].startswith("-"):
+            command = cli.commands[words[1]]
+            known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+            assert {word.partition("=")[0] for word in words[2:] if word.startswith("--")} - {"--help"} <= known, words
+
+
+def test_variables_of_the_environment_are_settings() -> None:
+    """FA_SERVE_<NAME> in a page is a setting, or one of the few that only a command or the tests read."""
+    others = {"FA_SERVE_CONFIG", "FA_SERVE_API_KEY", "FA_SERVE_WRITE_DOCS", "FA_SERVE_LOAD", "FA_SERVE_SCREENSHOTS"}
+    settings = {f"FA_SERVE_{name.upper()}" for name in (*Settings.model_fields, *SECRETS)}
+    for page in GUIDES:
+        named = set(re.findall(r"FA_SERVE_[A-Z_]+[A-Z]", page.read_text(encoding="utf-8")))
+        assert named <= settings | others, page

@@ -1,0 +1,168 @@
+"""The kernels of ops on a GPU, against float64. Each is called three times, because later calls launch in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from rounded_once import assert_rounded_once, dtype_id, randn
+from torch import Tensor
+
+from fa_serve import ops
+from fa_serve.ops.torch_ops import TorchOps
+
+CALLS = 3
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EXACT = TorchOps()
+
+
+def inputs(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return randn(*shape, dtype=dtype, seed=seed).cuda()
+
+
+def exact_norm(norm: ops.Norm | None) -> ops.Norm | None:
+    return None if norm is None else norm._replace(weight=norm.weight.double())
+
+
+def test_a_gpu_is_served_by_kernels() -> None:
+    assert ops.select_ops(torch.device("cuda", 0)).name == "triton"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(("total", "width"), [(1, 64), (300, 4096), (7, 5120)])
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+def test_rms_norm(total: int, width: int, residual: bool, dtype: torch.dtype) -> None:
+    norm = ops.Norm(inputs(width, dtype=dtype, seed=1), 1e-5, 1.0)
+    for seed in range(CALLS):
+        x = inputs(total, width + 16, dtype=dtype, seed=seed)[:, :width]
+        added = inputs(total, width, dtype=dtype, seed=seed + 9) if residual else None
+        exact = EXACT.rms_norm(x.double(), exact_norm(norm), None if added is None else added.double(), None)
+        assert_rounded_once(ops.rms_norm(x, norm, residual=added), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+def test_act_and_mul(activation: str, dtype: torch.dtype) -> None:
+    for seed in range(CALLS):
+        x = inputs(33, 2 * 3000, dtype=dtype, seed=seed)
+        assert_rounded_once(ops.act_and_mul(x, activation), EXACT.act_and_mul(x.double(), activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(
+    ("n", "k", "norm", "activation", "residual", "bias"),
+    [
+        pytest.param(6144, 4096, True, None, False, False, id="norm"),
+        pytest.param(4096, 14336, False, None, True, False, id="residual"),
+        pytest.param(6144, 1024, True, "silu", False, True, id="norm-gated-bias"),
+        pytest.param(101, 999, True, None, True, True, id="odd"),
+    ],
+)
+def test_linear_of_one_token(
+    n: int, k: int, norm: bool, activation: str | None, residual: bool, bias: bool, dtype: torch.dtype
+) -> None:
+    weight = inputs(n, k, dtype=dtype, seed=1) / 16
+    b = inputs(n, dtype=dtype, seed=2) if bias else None
+    given = ops.Norm(inputs(k, dtype=dtype, seed=3), 1e-5) if norm else None
+    for seed in range(CALLS):
+        x = inputs(1, k, dtype=dtype, seed=seed)
+        r = inputs(1, n, dtype=dtype, seed=seed + 9) if residual else None
+        exact = EXACT.linear(
+            x.double(),
+            weight.double(),
+            None if b is None else b.double(),
+            exact_norm(given),
+            activation,
+            None if r is None else r.double(),
+            0.5,
+        )
+        assert_rounded_once(ops.linear(x, weight, b, norm=given, activation=activation, residual=r, alpha=0.5), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary", "norm"),
+    [(32, 8, 128, 128, True), (16, 8, 128, 64, False), (9, 3, 96, 96, True), (4, 1, 256, None, False)],
+    ids=["norm-D128", "D128-R64", "norm-D96", "D256-no-rotary"],
+)
+def test_rotary_store_kv(heads: int, kv_heads: int, dim: int, rotary: int | None, norm: bool, dtype: torch.dtype) -> None:
+    total = 40
+    q_norm = ops.Norm(inputs(dim, dtype=dtype, seed=4), 1e-6) if norm else None
+    k_norm = ops.Norm(inputs(dim, dtype=dtype, seed=5), 1e-6) if norm else None
+    for seed in range(CALLS):
+        qkv = inputs(total, (heads + 2 * kv_heads) * dim, dtype=dtype, seed=seed)
+        slots = torch.randperm(64, generator=torch.Generator().manual_seed(seed))[:total].cuda()
+        slots[1::3] = -1
+        cos = sin = None
+        if rotary:
+            angles = inputs(total, rotary // 2, dtype=torch.float32, seed=seed + 20).repeat(1, 2)
+            cos = angles.cos().to(dtype)
+            sin = angles.sin().to(dtype)
+        k_cache, v_cache = (torch.zeros(4, kv_heads, 16, dim, dtype=dtype, device="cuda").transpose(1, 2) for _ in "kv")
+        exact = qkv.double()
+        exact_caches = k_cache.double(), v_cache.double()
+        wide_cos = None if cos is None else cos.double()
+        wide_sin = None if sin is None else sin.double()
+        EXACT.rotary_store_kv(
+            exact, *exact_caches, slots, heads, wide_cos, wide_sin, exact_norm(q_norm), exact_norm(k_norm), None, None
+        )
+        ops.rotary_store_kv(qkv, k_cache, v_cache, slots, num_heads=heads, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
+        assert_rounded_once(qkv, exact)
+        assert_rounded_once(k_cache, exact_caches[0])
+        assert_rounded_once(v_cache, exact_caches[1])
+
+
+def test_a_float8_cache_stores_rounded_and_saturated_numbers() -> None:
+    k_descale = torch.tensor([0.013, 0.4], device="cuda")
+    v_descale = torch.tensor([0.0021, 1.7], device="cuda")
+    for seed in range(CALLS):
+        qkv = inputs(500, 6, 128, dtype=torch.bfloat16, seed=seed)
+        qkv[3, 2:] = 1e4
+        qkv[4, 2:] = -1e4
+        k = qkv[:, 2:4].clone()
+        v = qkv[:, 4:].clone()
+        caches = [torch.zeros(32, 16, 2, 128, device="cuda").to(torch.float8_e4m3fn) for _ in "kv"]
+        slots = torch.arange(500, device="cuda")
+        ops.rotary_store_kv(qkv.flatten(1), *caches, slots, num_heads=2, k_descale=k_descale, v_descale=v_descale)
+        for cache, x, descale in ((caches[0], k, k_descale), (caches[1], v, v_descale)):
+            expected = (x.float() / descale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            assert torch.equal(cache.flatten(0, 1)[:500].float(), expected.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_rows_of_invariant_ops_do_not_depend_on_their_place_or_number(dtype: torch.dtype) -> None:
+    x = inputs(130, 1000, dtype=dtype)
+    weight = inputs(1000, 200, dtype=dtype, seed=1).t() / 16
+    bias = inputs(200, dtype=dtype, seed=2)
+    products = ops.invariant_linear(x, weight, bias)
+    sums = ops.invariant_sum(x)
+    assert_rounded_once(products, x.double() @ weight.double().t() + bias.double())
+    assert_rounded_once(sums, x.double().sum(-1))
+    for row in range(130):
+        assert torch.equal(ops.invariant_linear(x[row : row + 1], weight, bias), products[row : row + 1])
+        assert torch.equal(ops.invariant_sum(x[row : row + 1]), sums[row : row + 1])
+    assert torch.equal(ops.invariant_linear(x[7:100], weight, bias), products[7:100])
+    assert torch.equal(ops.invariant_sum(x[7:100]), sums[7:100])
+
+
+def test_no_op_waits_for_the_device(no_synchronisation: Callable[[], AbstractContextManager[None]]) -> None:
+    x = inputs(3, 256, dtype=torch.bfloat16)
+    weight = inputs(256, 256, dtype=torch.bfloat16)
+    norm = ops.Norm(inputs(256, dtype=torch.bfloat16), 1e-6)
+    caches = [torch.zeros(2, 16, 1, 64, dtype=torch.bfloat16, device="cuda") for _ in "kv"]
+    slots = torch.arange(3, device="cuda")
+
+    def each() -> None:
+        for rows in (1, 3):
+            ops.linear(x[:rows], weight, norm=norm, activation="silu")
+            ops.rms_norm(x[:rows], norm)
+            ops.rotary_store_kv(x[:rows], *caches, slots[:rows], num_heads=2)
+            ops.sample_rows(x[:rows])
+            ops.invariant_linear(x[:rows], weight, None)
+            ops.invariant_sum(x[:rows])
+
+    each()
+    with no_synchronisation():
+        each()

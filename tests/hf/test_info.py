@@ -1,0 +1,115 @@
+"""`describe` and the command `fa-serve info MODEL`: what a model asks of attention, from its config alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_families import BY_NAME, FAMILIES, WINDOW
+from transformers import AttentionInterface, AutoConfig
+from typer.testing import CliRunner
+
+from fa_serve.__main__ import app
+from fa_serve.backends import explain
+from fa_serve.hf.info import decoding, describe
+
+WIDE = {"COLUMNS": "220", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["info", *arguments], env=WIDE)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_every_family_is_described(family: Any) -> None:
+    """All layers are found, and the engine takes or refuses the model as the table of families says."""
+    config = family.make_config()
+    described = describe(config, "cuda", 90)
+    assert [(part.refused, part.untried) for part in described.parts] == [(None, None)]
+    layers = described.parts[0].layers
+    assert len(layers) == (6 if family.kind == "seq2seq" else config.num_hidden_layers), "two stacks, and cross-attention"
+    assert all(any(reason is None for reason in explain(layer.spec).values()) for layer in layers)
+    if family.kind == "decoder":
+        assert (described.engine is None) == (family.paged is True)
+        if family.paged is not True:
+            assert str(family.paged) in str(described.engine)
+
+
+def test_windows_sinks_softcap_masks_and_dims_by_layer() -> None:
+    def kinds(name: str) -> list[tuple[Any, ...]]:
+        layers = describe(BY_NAME[name].make_config(), "cuda", 90).parts[0].layers
+        return [(s.window_size, s.sinks, s.softcap, s.mask, s.head_dim, s.head_dim_v) for s in (x.spec for x in layers)]
+
+    full = (-1, 0)
+    left = (WINDOW - 1, 0)
+    assert kinds("gpt-oss") == [(left, True, False, None, 32, 32), (full, True, False, None, 32, 32)]
+    assert kinds("gemma2") == [(left, False, True, None, 32, 32), (full, False, True, None, 32, 32)]
+    assert kinds("llama4") == [((-1, -1), False, False, "bool", 16, 16), (full, False, False, None, 16, 16)]
+    assert kinds("deepseek-v3") == [(full, False, False, None, 24, 16)] * 2
+    assert kinds("t5")[0] == ((-1, -1), False, False, "float", 16, 16)
+    assert kinds("modernbert") == [((WINDOW, WINDOW), False, False, None, 16, 16), ((-1, -1), False, False, None, 16, 16)]
+
+
+def test_weights_are_not_made_and_nothing_stays_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = AttentionInterface._global_mapping["fa_serve"]
+    before = torch.nn.Linear.__init__
+    devices = set()
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        devices.add(self.weight.device.type)
+
+    monkeypatch.setattr(torch.nn.Linear, "__init__", noting)
+    config = AutoConfig.for_model("llama", hidden_size=8192, num_attention_heads=64, num_key_value_heads=8)
+    (part,) = describe(config, "cuda", 90).parts
+    assert devices == {"meta"}
+    assert [where for _, where in part.kinds()] == ["0-31"]
+    assert AttentionInterface._global_mapping["fa_serve"] is registered
+    assert config._attn_implementation != "fa_serve"
+
+
+def test_parts_of_a_composite_model() -> None:
+    described = describe(AutoConfig.for_model("gemma3"), "cuda", 90)
+    assert [(part.name, part.model, len(part.layers)) for part in described.parts] == [
+        ("model", "Gemma3Model", 0),
+        ("vision_config", "SiglipVisionModel", 12),
+        ("text_config", "Gemma3TextModel", 26),
+    ]
+    assert [where for _, where in described.parts[2].kinds()] == ["0-4, 6-10, 12-16, 18-22, 24-25", "5, 11, 17, 23"]
+    tower = describe(AutoConfig.for_model("qwen2_5_vl", vision_config={"depth": 2}), "cuda", 90).parts[1]
+    assert tower.layers == []
+    assert "grid_thw" in str(tower.untried)
+
+
+def test_heads_too_large_for_a_kernel() -> None:
+    """Gemma 4 has heads of 512 in its full layers: the portable kernel says why it does not take them, and sdpa serves."""
+    text = describe(AutoConfig.for_model("gemma4"), "cuda", 90).parts[-1]
+    window, full = (layer.spec for layer, _ in text.kinds())
+    assert (window.head_dim, full.head_dim) == (256, 512)
+    assert explain(window)["hopper"] is None
+    assert explain(full)["triton"] == "head_dim up to 256, got 512"
+    assert explain(decoding(full))["sdpa"] is None
+
+
+def test_the_command(tmp_path: Path) -> None:
+    BY_NAME["gpt-oss"].make_config(dtype="bfloat16", head_dim=64).save_pretrained(tmp_path)
+    done = run(str(tmp_path), "--arch", "90")
+    assert done.exit_code == 0, done.output
+    assert "compute capability 9.0" in done.output
+    assert "GptOssAttention" in done.output
+    assert "heads 4/2, head_dim 64, window (4, 0), sinks" in done.output
+    assert "hopper" in done.output
+    assert "engine: runs it" in done.output
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_the_command_refuses_with_the_reason(tmp_path: Path) -> None:
+    AutoConfig.for_model("bloom", n_layer=1, hidden_size=32, n_head=2, vocab_size=32).save_pretrained(tmp_path)
+    done = run(str(tmp_path))
+    assert done.exit_code == 1
+    assert "refused: BloomModel computes its attention itself" in done.output
+    done = run(str(tmp_path / "nothing"))
+    assert done.exit_code == 2
+    assert "nothing" in done.output

@@ -1,0 +1,88 @@
+"""Registration with transformers in any order of imports, and the three ways to switch a model to fa_serve."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hf_families import BY_NAME, tokens
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+import fa_serve
+from fa_serve.spec import UnsupportedModelError
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+REGISTERED = """
+from transformers import AttentionInterface, AttentionMaskInterface
+assert 'fa_serve' in AttentionInterface() and 'fa_serve' in AttentionMaskInterface()
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["import fa_serve, transformers.modeling_utils", "import fa_serve.hf", "import transformers.modeling_utils, fa_serve"],
+)
+def test_any_order_of_imports_registers(first: str) -> None:
+    done = python(first + REGISTERED)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_transformers_only_patch_is_missing() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import fa_serve; fa_serve.attention; fa_serve.patch"
+    done = python(code)
+    assert done.returncode == 1
+    assert "fa_serve's adapter needs transformers >= 5.17: " in done.stderr
+
+
+def test_an_old_transformers_is_named() -> None:
+    done = python("import transformers; transformers.__version__ = '5.16.2'; import fa_serve.hf")
+    assert done.returncode == 1
+    assert "needs transformers >= 5.17: found 5.16.2. Install it with pip install 'transformers>=5.17'" in done.stderr
+
+
+@torch.no_grad()
+def test_three_ways_to_the_same_tokens(tmp_path: Path) -> None:
+    eager = BY_NAME["llama"].build()
+    eager.save_pretrained(tmp_path)
+    ids = tokens(2, 9)
+    expected = eager.generate(ids, do_sample=False, max_new_tokens=8)
+
+    named = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="fa_serve")
+    switched = AutoModelForCausalLM.from_pretrained(tmp_path)
+    switched.set_attn_implementation("fa_serve")
+    patched = fa_serve.patch(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"))
+    for model in (named, switched, patched):
+        assert model.config._attn_implementation == "fa_serve"
+        assert torch.equal(model.generate(ids, do_sample=False, max_new_tokens=8), expected)
+
+
+def test_patch_reaches_parts_with_separate_configs() -> None:
+    model = fa_serve.patch(BY_NAME["t5"].build())
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"fa_serve"}
+
+
+def test_a_dict_switches_some_parts_only() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "llava",
+        text_config={"model_type": "llama", "vocab_size": 32, "num_key_value_heads": 2, **sizes},
+        vision_config={"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **sizes},
+    )
+    model = AutoModel.from_config(config, attn_implementation={"text_config": "fa_serve", "vision_config": "eager"})
+    assert model.language_model.config._attn_implementation == "fa_serve"
+    assert model.vision_tower.config._attn_implementation == "eager"
+
+
+def test_patch_refuses_before_it_changes_anything() -> None:
+    config = AutoConfig.for_model("bloom", n_layer=1, hidden_size=32, n_head=2, vocab_size=32)
+    model = AutoModel.from_config(config, attn_implementation="eager")
+    with pytest.raises(UnsupportedModelError, match="BloomModel computes its attention itself"):
+        fa_serve.patch(model)
+    assert model.config._attn_implementation == "eager"

@@ -1,0 +1,213 @@
+"""Who may import whom: imports point down, foreign packages stay in their rooms, backends keep apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from house.source import House, Planted, inside
+
+FLOORS = {
+    "fa_serve.spec": 0,
+    "fa_serve.demo": 0,
+    "fa_serve.backends": 1,
+    "fa_serve.ops": 2,
+    "fa_serve.argument_checks": 2,
+    "fa_serve.api": 2,
+    "fa_serve.hf": 3,
+    "fa_serve": 3,  # the package itself, not the modules in it
+    "fa_serve.engine": 4,
+    "fa_serve.server": 5,
+    "fa_serve.info_tables": 5,
+    "fa_serve.client": 5,
+    "fa_serve.__main__": 5,
+    "fa_serve.testing": 6,
+}
+"""A module imports from its floor and those below. `testing` stands above all: only tests import it."""
+
+KERNEL_ROOMS = ("fa_serve.backends.triton", "fa_serve.backends.hopper")
+GUESTS: dict[str, tuple[str, ...]] = {
+    "triton": (*KERNEL_ROOMS, "fa_serve.backends.launch", "fa_serve.ops"),
+    "transformers": (
+        "fa_serve.hf",
+        "fa_serve.engine.model_runner",
+        "fa_serve.engine.engine",
+        "fa_serve.engine.loading",
+        "fa_serve.engine.kv_cache",
+        "fa_serve.engine.fusion",
+    ),
+    "llguidance": ("fa_serve.engine.structured",),
+    "fastapi": ("fa_serve.server",),
+    "starlette": ("fa_serve.server",),
+    "pydantic": ("fa_serve.server",),
+    "pydantic_settings": ("fa_serve.server",),
+    "prometheus_client": ("fa_serve.server",),
+    "asyncio": ("fa_serve.engine.async_engine", "fa_serve.server", "fa_serve.client", "fa_serve.__main__"),
+    "httpx": ("fa_serve.server", "fa_serve.client"),
+    "server": (),  # the folder is installed as fa_serve.server and has no other name
+}
+"""The rooms that may import a package that is not ours, or that is slow to import (asyncio)."""
+
+LAZY = {"triton": ("fa_serve.ops",)}
+"""Packages among those rooms whose `__init__` must not import the guest: they are imported where it is not installed."""
+
+BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))
+
+CLOSED = {
+    "fa_serve.engine": ("fa_serve.backends",),
+    "fa_serve.server": ("fa_serve.backends", "fa_serve.api", "fa_serve.ops", "fa_serve.hf"),
+    "fa_serve.client": (
+        "fa_serve.backends",
+        "fa_serve.api",
+        "fa_serve.ops",
+        "fa_serve.hf",
+        "fa_serve.engine",
+        "fa_serve.server",
+    ),
+}
+"""Rooms, and the rooms below them that they may not reach into."""
+
+
+def floor(name: str) -> int | None:
+    if name == "fa_serve":
+        return FLOORS[name]
+    return next((level for room, level in FLOORS.items() if room != "fa_serve" and inside(name, room)), None)
+
+
+def imports_point_down(house: House) -> Iterator[str]:
+    for name in house.modules:
+        if floor(name) is None:
+            yield f"{name} stands on no floor"
+    for name, target in house.edges():
+        here = floor(name)
+        there = floor(target)
+        if here is not None and there is not None and there > here:
+            yield f"{name} (floor {here}) imports {target} (floor {there})"
+
+
+def guests_stay_in_their_rooms(house: House) -> Iterator[str]:
+    for module in house:
+        for target, _ in module.imports:
+            guest = target.partition(".")[0]
+            rooms = GUESTS.get(guest)
+            if rooms is None:
+                continue
+            if not inside(module.name, *rooms) or module.name in LAZY.get(guest, ()):
+                yield f"{module.name} imports {target}"
+
+
+def backends_keep_apart(house: House) -> Iterator[str]:
+    for name, target in house.edges():
+        mine, theirs = (next((room for room in BACKENDS if inside(x, room)), None) for x in (name, target))
+        if theirs == "fa_serve.backends.reference" and name not in ("fa_serve.backends.reference", "fa_serve.testing"):
+            yield f"{name} imports the oracle"
+        elif mine and theirs and mine != theirs and (mine, target) != (BACKENDS[0], "fa_serve.backends.triton.primitives"):
+            yield f"{name} imports another backend, {target}"
+
+
+def rooms_are_reached_through_their_doors(house: House) -> Iterator[str]:
+    """The engine reaches kernels through `api` and `ops`, the client knows HTTP only, and so on.
+
+    Facts of kernels are an exception: any room may import an UPPER_CASE number from the package `fa_serve.backends`.
+    """
+    for module in house:
+        for target, _ in module.imports:
+            fact = target.rpartition(".")[0] == "fa_serve.backends" and target.rpartition(".")[2].isupper()
+            for room, doors in CLOSED.items():
+                if inside(module.name, room) and inside(house.owner(target), *doors) and not fact:
+                    yield f"{module.name} imports {target}"
+
+
+def the_service_and_its_clients_keep_apart(house: House) -> Iterator[str]:
+    """Only the command line imports the client: it speaks to a server that may run anywhere."""
+    for name, target in house.edges():
+        if inside(target, "fa_serve.client") and not inside(name, "fa_serve.client", "fa_serve.__main__"):
+            yield f"{name} imports {target}"
+
+
+def server_imports_itself_relatively(house: House) -> Iterator[str]:
+    for module in house:
+        for target, relative in module.imports:
+            if inside(module.name, "fa_serve.server") and not relative and inside(target, "fa_serve.server"):
+                yield f"{module.name} imports {target} by its full name"
+
+
+def scheduling_needs_no_torch(house: House) -> Iterator[str]:
+    """`pages` and `scheduler` import no torch, and neither do the modules of the engine that they import."""
+    for start in ("fa_serve.engine.pages", "fa_serve.engine.scheduler"):
+        seen = set()
+        queue = [start] if start in house.modules else []
+        while queue:
+            name = queue.pop()
+            seen.add(name)
+            for target, _ in house.modules[name].imports:
+                if inside(target, "torch"):
+                    yield f"{start} gets torch from {name}"
+                owner = house.owner(target)
+                if inside(owner, "fa_serve.engine") and owner not in seen:
+                    queue.append(owner)
+
+
+PLANTED: list[Planted] = [
+    (
+        imports_point_down,
+        {"fa_serve/spec.py": "from fa_serve.api import attention"},
+        "fa_serve.spec (floor 0) imports fa_serve.api",
+    ),
+    (imports_point_down, {"fa_serve/hf.py": "def f():\n    from .engine import Engine"}, "fa_serve.hf (floor 3) imports"),
+    (imports_point_down, {"fa_serve/engine/__init__.py": "from ..server import app"}, "fa_serve.engine (floor 4) imports"),
+    (
+        imports_point_down,
+        {"fa_serve/backends/sdpa.py": "from fa_serve import ops"},
+        "sdpa (floor 1) imports fa_serve.ops (floor 2)",
+    ),
+    (imports_point_down, {"fa_serve/api.py": "import fa_serve"}, "fa_serve.api (floor 2) imports fa_serve (floor 3)"),
+    (imports_point_down, {"fa_serve/hf.py": "from fa_serve.testing import make_qkv"}, "fa_serve.hf (floor 3) imports"),
+    (imports_point_down, {"fa_serve/attic.py": ""}, "fa_serve.attic stands on no floor"),
+    (guests_stay_in_their_rooms, {"fa_serve/api.py": "import triton.language as tl"}, "fa_serve.api imports triton.language"),
+    (guests_stay_in_their_rooms, {"fa_serve/ops/__init__.py": "import triton"}, "fa_serve.ops imports triton"),
+    (guests_stay_in_their_rooms, {"fa_serve/engine/pages.py": "from transformers import x"}, "pages imports transformers.x"),
+    (guests_stay_in_their_rooms, {"fa_serve/__main__.py": "from fastapi import FastAPI"}, "__main__ imports fastapi.FastAPI"),
+    (guests_stay_in_their_rooms, {"fa_serve/client/chat.py": "import pydantic"}, "client.chat imports pydantic"),
+    (guests_stay_in_their_rooms, {"fa_serve/engine/engine.py": "import asyncio"}, "engine.engine imports asyncio"),
+    (guests_stay_in_their_rooms, {"fa_serve/__main__.py": "from server import app"}, "__main__ imports server.app"),
+    (
+        guests_stay_in_their_rooms,
+        {"fa_serve/hf.py": "import importlib\nm = importlib.import_module('triton')"},
+        "fa_serve.hf imports triton",
+    ),
+    (backends_keep_apart, {"fa_serve/backends/sdpa.py": "from .triton import tiles"}, "sdpa imports another backend"),
+    (
+        backends_keep_apart,
+        {"fa_serve/backends/hopper/__init__.py": "from fa_serve.backends.triton.tiles import t"},
+        "hopper imports another",
+    ),
+    (backends_keep_apart, {"fa_serve/hf.py": "from fa_serve.backends.reference import f"}, "fa_serve.hf imports the oracle"),
+    (
+        rooms_are_reached_through_their_doors,
+        {"fa_serve/engine/model_runner.py": "import fa_serve.backends"},
+        "model_runner imports",
+    ),
+    (
+        rooms_are_reached_through_their_doors,
+        {"fa_serve/engine/model_runner.py": "from fa_serve.backends import select_backend"},
+        "model_runner imports fa_serve.backends.select_backend",
+    ),
+    (
+        rooms_are_reached_through_their_doors,
+        {"server/app.py": "from fa_serve import hf"},
+        "fa_serve.server.app imports fa_serve.hf",
+    ),
+    (
+        rooms_are_reached_through_their_doors,
+        {"fa_serve/client/bench.py": "from fa_serve.engine import Engine"},
+        "fa_serve.client.bench imports fa_serve.engine.Engine",
+    ),
+    (the_service_and_its_clients_keep_apart, {"server/app.py": "from fa_serve.client import x"}, "server.app imports"),
+    (server_imports_itself_relatively, {"server/app.py": "from fa_serve.server import errors"}, "by its full name"),
+    (scheduling_needs_no_torch, {"fa_serve/engine/pages.py": "from torch import Tensor"}, "pages gets torch from"),
+    (
+        scheduling_needs_no_torch,
+        {"fa_serve/engine/scheduler.py": "from .request import Request", "fa_serve/engine/request.py": "import torch"},
+        "fa_serve.engine.scheduler gets torch from fa_serve.engine.request",
+    ),
+]

@@ -1,0 +1,236 @@
+"""Files and names: what a file is called, what a package exports and installs, and where the test of a module stands."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from house.source import House, Module, Planted, inside
+
+SHARED_STEMS = {
+    "__init__": "a package",
+    "errors": "the errors of a room",
+    "forward": "the kernel of the forward pass, one for each backend that has its own",
+}
+"""File names that may occur in several rooms, because they name the same thing in each, and that thing."""
+
+SMALL = 80
+"""Lines. A module up to this size may be tested through the modules that use it."""
+
+TESTED_BY = {
+    "fa_serve": ("tests/test_import.py", "the tests start fresh interpreters, which is what importing is about"),
+    "fa_serve.__main__": ("tests/test_cli.py", "the commands are run as a user runs them"),
+    "fa_serve.backends.triton.primitives": (
+        "tests/backends/triton/test_forward_interpreted.py",
+        "device functions run inside of a kernel only",
+    ),
+    "fa_serve.backends.triton.splits": (
+        "tests/backends/triton/test_decode_interpreted.py",
+        "device functions run inside of a kernel only, and splits are merged after decoding only",
+    ),
+    "fa_serve.backends.hopper.kernel_types": (
+        "tests/backends/hopper/test_forward.py",
+        "the types of arguments exist inside of a kernel only",
+    ),
+}
+"""Modules whose test has another name: (its path, the reason)."""
+
+COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "opentelemetry": "opentelemetry_sdk"}
+"""Import names, and the declared dependency that installs them."""
+
+
+def files_open_with_a_docstring(house: House) -> Iterator[str]:
+    for module in house.files:
+        if not ast.get_docstring(module.tree):
+            yield f"{module.name} has no docstring"
+    for folder in {path.parent for module in house for path in module.path.parent.glob("*.py")}:
+        if not (folder / "__init__.py").exists():
+            yield f"{folder.relative_to(house.root)} has no __init__.py"
+
+
+def names_say_something(house: House) -> Iterator[str]:
+    for module in house.files:
+        if module.path.stem in ("utils", "util", "common", "helpers", "misc"):
+            yield f"{module.path.relative_to(house.root)} could hold anything"
+
+
+def _root(stem: str) -> str:
+    """sampler and sampling are the same name to a reader, and so are message and messages."""
+    return re.sub(r"(?:ing|er|s)$", "", stem)
+
+
+def a_name_means_one_thing(house: House) -> Iterator[str]:
+    """No two rooms have a file of the same name, unless it names the same thing in both."""
+    rooms: dict[str, list[str]] = defaultdict(list)
+    for module in house:
+        if module.path.stem not in SHARED_STEMS:
+            rooms[_root(module.path.stem)].append(module.path.relative_to(house.root).as_posix())
+    yield from (f"one name for several things: {', '.join(paths)}" for paths in rooms.values() if len(paths) > 1)
+
+
+def _has_logic(module: Module) -> bool:
+    lines = len(module.text.splitlines())
+    return lines > SMALL and bool(module.functions)
+
+
+def tests_mirror_the_source(house: House) -> Iterator[str]:
+    """The test of fa_serve/hf/masks.py is tests/hf/test_masks.py or tests/hf/test_masks_*.py; of a package, test_<package>."""
+    for module in house:
+        if not _has_logic(module):
+            continue
+        if module.name in TESTED_BY:
+            path, _ = TESTED_BY[module.name]
+            if not (house.root / path).exists():
+                yield f"{module.name} has no {path}"
+            continue
+        *rooms, name = module.name.split(".")[1:]
+        folders = [house.root.joinpath("tests", *rooms)]
+        if module.is_package:
+            folders.append(house.root.joinpath("tests", *rooms, name))
+        tests = [path for folder in folders for path in folder.glob(f"test_{name}*.py")]
+        if not any(re.fullmatch(rf"test_{name}(_\w+)?", path.stem) for path in tests):
+            yield f"{module.name} has no {folders[0].relative_to(house.root).as_posix()}/test_{name}.py"
+
+
+def _bound_names(module: Module) -> tuple[set[str], list[str] | None]:
+    """The names that a module defines or imports from us at its top level, and its __all__."""
+    exported = None
+    bound = set()
+    nodes = list(module.tree.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If | ast.Try):  # such as `if TYPE_CHECKING`
+            nodes += node.body
+        elif isinstance(node, ast.ImportFrom) and (node.level or inside(node.module or "", "fa_serve")):
+            bound |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if ast.unparse(target) == "__all__":
+                    exported = [ast.literal_eval(item) for item in node.value.elts]  # type: ignore[union-attr]
+                elif isinstance(target, ast.Name):
+                    bound.add(target.id)
+    return bound, exported
+
+
+def exports_are_exact(house: House) -> Iterator[str]:
+    """An __all__ names what exists, once. fa_serve and its engine have one, with every public name that they bind."""
+    for module in house:
+        bound, exported = _bound_names(module)
+        if module.name in ("fa_serve", "fa_serve.engine"):
+            if exported is None:
+                yield f"{module.name} has no __all__"
+                continue
+            public = {name for name in bound if not name.startswith("_")}
+            yield from (f"{module.name} binds {name}, which is not in __all__" for name in sorted(public - set(exported)))
+        for name, count in Counter(exported or ()).items():
+            if count > 1:
+                yield f"{module.name} exports {name} more than once"
+            if name not in bound:
+                yield f"{module.name} exports {name}, which it does not bind"
+
+
+def packages_are_installed(house: House) -> Iterator[str]:
+    listed = set(tomllib.loads((house.root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    present = {module.name for module in house if module.is_package}
+    yield from (f"{name} is not in pyproject's packages" for name in sorted(present - listed))
+    yield from (f"{name} is in pyproject's packages only" for name in sorted(listed - present))
+
+
+def versions_agree(house: House) -> Iterator[str]:
+    """The version in pyproject.toml is `fa_serve.__version__`."""
+    declared = tomllib.loads((house.root / "pyproject.toml").read_text())["project"]["version"]
+    found = re.search(r'^__version__ = "(.+)"$', house.modules["fa_serve"].text, re.MULTILINE)
+    if found is None or found[1] != declared:
+        yield f"pyproject.toml says version {declared}, fa_serve.__version__ is {found and found[1]}"
+
+
+def imports_are_declared(house: House) -> Iterator[str]:
+    """In pyproject's dependencies; those of the server, the client and the command line may be in its extras."""
+    project = tomllib.loads((house.root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    plain, extra = (
+        {re.split(r"[^\w-]", line)[0].replace("-", "_").lower() for line in lines}
+        for lines in (project["dependencies"], extras["server"] + extras.get("otel", []))
+    )
+    for module in house:
+        declared = plain
+        if inside(module.name, "fa_serve.server", "fa_serve.client", "fa_serve.__main__"):
+            declared = plain | extra
+        for target, relative in module.imports:
+            name = target.partition(".")[0]
+            ours = relative or name == "fa_serve" or name in sys.stdlib_module_names
+            if not ours and COMES_WITH.get(name, name).lower() not in declared:
+                yield f"{module.name} imports {name}, which pyproject does not declare for it"
+
+
+def configuration_is_read(house: House) -> Iterator[str]:
+    """Each field of a *Config, *Params or Settings class is read as an attribute somewhere."""
+    nodes = [(module, node) for module in house for node in ast.walk(module.tree)]
+    read = {node.attr for _, node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    for module, node in nodes:
+        if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Params", "Settings")):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id not in read:
+                    yield f"nothing reads {module.name}.{node.name}.{field.target.id}"
+
+
+def abstractions_have_children(house: House) -> Iterator[str]:
+    classes = [(module.name, node) for module in house for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    bases = Counter(ast.unparse(base).rpartition(".")[2] for _, node in classes for base in node.bases)
+    for name, node in classes:
+        abstract = any(ast.unparse(base) in ("ABC", "abc.ABC") for base in node.bases)
+        if abstract and bases[node.name] < 2:
+            yield f"{name}.{node.name} is abstract and has {bases[node.name]} children"
+
+
+LONG = '"""."""\ndef f():\n    return 1\n' + "x = 1\n" * SMALL
+
+PLANTED: list[Planted] = [
+    (files_open_with_a_docstring, {"fa_serve/engine/__init__.py": "import math"}, "fa_serve.engine has no docstring"),
+    (files_open_with_a_docstring, {"benchmarks/a.py": "import math"}, "benchmarks/a.py has no docstring"),
+    (files_open_with_a_docstring, {"fa_serve/lost/a.py": '"""A."""'}, "fa_serve/lost has no __init__.py"),
+    (names_say_something, {"fa_serve/engine/utils.py": ""}, "fa_serve/engine/utils.py"),
+    (names_say_something, {"benchmarks/common.py": ""}, "benchmarks/common.py"),
+    (a_name_means_one_thing, {"fa_serve/engine/tiles.py": ""}, "fa_serve/backends/triton/tiles.py, fa_serve/engine/tiles.py"),
+    (
+        a_name_means_one_thing,
+        {"fa_serve/engine/sampler.py": "", "server/sampling.py": ""},
+        "fa_serve/engine/sampler.py, server/sampling.py",
+    ),
+    (tests_mirror_the_source, {"fa_serve/hf.py": LONG}, "fa_serve.hf has no tests/test_hf.py"),
+    (tests_mirror_the_source, {"fa_serve/engine/pages.py": LONG}, "pages has no tests/engine/test_pages.py"),
+    (
+        tests_mirror_the_source,
+        {"server/app.py": LONG, "tests/server/test_application.py": ""},
+        "app has no tests/server/test_app.py",
+    ),
+    (tests_mirror_the_source, {"fa_serve/ops/__init__.py": LONG}, "fa_serve.ops has no tests/test_ops.py"),
+    (tests_mirror_the_source, {"fa_serve/__main__.py": LONG}, "fa_serve.__main__ has no tests/test_cli.py"),
+    (exports_are_exact, {"fa_serve/__init__.py": "from fa_serve.spec import a, b\n__all__ = ['a']"}, "binds b"),
+    (exports_are_exact, {"fa_serve/__init__.py": "a = 1\n__all__ = ['a', 'a']"}, "a more than once"),
+    (exports_are_exact, {"fa_serve/engine/__init__.py": "a = 1"}, "fa_serve.engine has no __all__"),
+    (
+        exports_are_exact,
+        {"fa_serve/ops/__init__.py": "a = 1\n__all__ = ['b']"},
+        "fa_serve.ops exports b, which it does not bind",
+    ),
+    (packages_are_installed, {"fa_serve/new/__init__.py": ""}, "fa_serve.new is not in pyproject's packages"),
+    (packages_are_installed, {"pyproject.toml": "tool.setuptools.packages = ['fa_serve.gone']"}, "fa_serve.gone is in"),
+    (versions_agree, {"fa_serve/__init__.py": '__version__ = "1.2.4"'}, "version 1.2.3, fa_serve.__version__ is 1.2.4"),
+    (versions_agree, {"fa_serve/__init__.py": ""}, "fa_serve.__version__ is None"),
+    (imports_are_declared, {"fa_serve/api.py": "import fastapi"}, "fa_serve.api imports fastapi"),
+    (imports_are_declared, {"fa_serve/engine/engine.py": "import httpx"}, "engine.engine imports httpx"),
+    (imports_are_declared, {"server/app.py": "from numpy.typing import NDArray"}, "fa_serve.server.app imports numpy"),
+    (
+        configuration_is_read,
+        {"fa_serve/engine/config.py": "class EngineConfig:\n    a: int\n    b: int\ndef f(c):\n    c.a = c.b"},
+        "nothing reads fa_serve.engine.config.EngineConfig.a",
+    ),
+    (abstractions_have_children, {"server/app.py": "class A(ABC): ...\nclass B(A): ..."}, "app.A is abstract and has 1"),
+]

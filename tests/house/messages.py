@@ -1,0 +1,145 @@
+"""Messages are for people: nothing parses them, and they are plain technical English."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from house.source import Allowed, House, Planted
+
+READERS = ("split", "rsplit", "partition", "rpartition", "startswith", "endswith", "removeprefix", "find", "index", "replace")
+MATCHERS = ("re.match", "re.search", "re.fullmatch", "re.findall", "re.split", "re.sub")
+ERRORS = ("error", "exc", "exception", "err")
+"""Names that hold an error even where no `except` gives them to it, as parameters do."""
+
+BANNED = (
+    "its like",
+    "their like",
+    r"of (?:its|their|one's|his|her|our|your|my) own",
+    "whoever",
+    "whosoever",
+    "whatsoever",
+    "dear",
+    "lest",
+    "thereof",
+    "whence",
+)
+BANNED_ENGLISH = re.compile(
+    r"\b(?:" + "|".join(words.replace(" ", r"\s+(?:#\s*)?") for words in BANNED) + r")\b", re.IGNORECASE
+)
+INVERTED = re.compile(r"(?:^|[.:;]\s|\"\"\"|#\s)Of an? \w+")
+"""A sentence that begins with its object: "Of a float8 cache the scale is ..."."""
+
+
+def errors_are_not_parsed(house: House) -> Iterator[str]:
+    """Errors carry fields and codes, start-up phases are events; the words of a message may change freely."""
+    for module in house:
+        caught = {node.name for node in ast.walk(module.tree) if isinstance(node, ast.ExceptHandler) and node.name}
+        names = caught | set(ERRORS)
+        for node in ast.walk(module.tree):
+            if any(_is_message(read, names) for read in _texts_read(node)):
+                yield f"{module.name}:{node.lineno} reads the text of a message: {ast.unparse(node)}"  # type: ignore[attr-defined]
+
+
+def _texts_read(node: ast.AST) -> list[ast.expr]:
+    """The texts that an expression looks into."""
+    if isinstance(node, ast.Compare):
+        # two messages may be compared with each other, a message with a constant may not
+        asked = isinstance(node.ops[0], ast.In | ast.NotIn)
+        constant = any(isinstance(part, ast.Constant) for side in node.comparators for part in ast.walk(side))
+        return [*node.comparators, *([node.left] if constant else [])] if asked or constant else []
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if ast.unparse(node.func) in MATCHERS:
+            return node.args[1:]
+        if node.func.attr in READERS:
+            return [node.func.value]
+    if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice):  # a slice shortens a message
+        return [node.value]
+    return []
+
+
+def _is_message(node: ast.expr, errors: set[str]) -> bool:
+    """Whether it is str(error), error.args, error.message or the message of a log record."""
+    text = ast.unparse(node)
+    if re.fullmatch(r"(?:\w+\.)*(?:record|rec)\.(?:getMessage\(\)|message|msg)", text):
+        return True
+    for name in errors:
+        holder = rf"(?:\w+\.)*{re.escape(name)}"
+        if re.fullmatch(rf"(?:str|repr)\({holder}\)(?:\.lower\(\))?|{holder}\.(?:args|message)(?:\[0\])?", text):
+            return True
+    return False
+
+
+def _prose(text: str, is_python: bool) -> str:
+    """The text without fenced blocks and code in a document; a Python file as it is, since its names are no English."""
+    if is_python:
+        return text
+    blank = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "code", blank)
+
+
+def the_english_is_plain(house: House) -> Iterator[str]:
+    """In every docstring, comment and message, and in the documents; the rules themselves name what they ban."""
+    places = [(module.path, True) for module in house.files] + [(path, False) for path in house.documents]
+    for path, is_python in places:
+        name = path.relative_to(house.root).as_posix()
+        if name.startswith("tests/house/"):
+            continue
+        text = _prose(path.read_text(encoding="utf-8"), is_python)
+        found = [*BANNED_ENGLISH.finditer(text), *INVERTED.finditer(text)]
+        for match in sorted(found, key=lambda match: match.start()):
+            line = text.count("\n", 0, match.start()) + 1
+            yield f"{name}:{line} says {' '.join(match[0].split())!r}"
+
+
+PLANTED: list[Planted] = [
+    (
+        errors_are_not_parsed,
+        {"server/app.py": "try:\n    f()\nexcept ValueError as e:\n    if 'leave no token' in str(e): g()"},
+        "fa_serve.server.app:4 reads the text of a message: 'leave no token' in str(e)",
+    ),
+    (errors_are_not_parsed, {"server/app.py": "def f(error):\n    return str(error).split()[0]"}, "str(error).split()"),
+    (
+        errors_are_not_parsed,
+        {"server/app.py": "def f(error):\n    a, b, c = str(error).partition(' ')"},
+        "str(error).partition",
+    ),
+    (errors_are_not_parsed, {"server/app.py": "def f(x):\n    return str(x.error).startswith('a')"}, "str(x.error).startswith"),
+    (errors_are_not_parsed, {"server/app.py": "def f(x):\n    return 'top_p' in x.error.message"}, "x.error.message"),
+    (errors_are_not_parsed, {"server/app.py": "def f(error):\n    return error.args[0]"}, "error.args[0]"),
+    (
+        errors_are_not_parsed,
+        {"server/app.py": "def f(error):\n    return str(error) in ('a', 'b')"},
+        "str(error) in ('a', 'b')",
+    ),
+    (
+        errors_are_not_parsed,
+        {"server/app.py": "def f(error):\n    return re.match('a', str(error))"},
+        "re.match('a', str(error))",
+    ),
+    (
+        errors_are_not_parsed,
+        {"server/app.py": "def f(record):\n    return record.getMessage().split(':')"},
+        "record.getMessage()",
+    ),
+    (the_english_is_plain, {"fa_serve/api.py": "# a page of their\n# own"}, "fa_serve/api.py:1 says 'of their # own'"),
+    (the_english_is_plain, {"fa_serve/api.py": '"""Tiles and its\n    like."""'}, "fa_serve/api.py:1 says 'its like'"),
+    (the_english_is_plain, {"server/app.py": "x = 1\nraise E('Whoever asks')"}, "server/app.py:2 says 'Whoever'"),
+    (the_english_is_plain, {"fa_serve/api.py": '"""Of a float8 cache the scale."""'}, "fa_serve/api.py:1 says"),
+    (the_english_is_plain, {"docs/guide.md": "a\n\n```\nlest\n```\nlest it fails"}, "docs/guide.md:6 says 'lest'"),
+    (the_english_is_plain, {"README.md": "too dear"}, "README.md:1 says 'dear'"),
+]
+
+ALLOWED: list[Allowed] = [
+    (
+        errors_are_not_parsed,
+        {"server/app.py": "def f(error):\n    if error.code == 'timeout':\n        log(str(error), error.field)"},
+    ),
+    (
+        errors_are_not_parsed,
+        {"server/app.py": "def f(error, seen):\n    return str(error)[:200] if str(error) not in seen else ''"},
+    ),
+    (the_english_is_plain, {"docs/guide.md": "```\ndear lest\n```\nThe flag `--of-its-own`, `whoever`. A list of outputs."}),
+    (the_english_is_plain, {"fa_serve/api.py": "blest = dearth = 1  # celeste; one of an even number"}),
+]

@@ -1,0 +1,69 @@
+"""The kernels of ops compile for every GPU without spills."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cross_compile import TARGETS, compiling_for
+from torch import Tensor
+
+from fa_serve.ops import ACTIVATIONS, Norm
+from fa_serve.ops.activation_kernel import launch_act_and_mul
+from fa_serve.ops.linear_kernel import launch_linear_row
+from fa_serve.ops.norm_kernel import launch_rms_norm
+from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
+from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
+from fa_serve.ops.sampling_kernel import launch_sample_rows
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_between_the_products_of_a_layer(target: str) -> None:
+    slots = torch.zeros(3, dtype=torch.int64)
+
+    def rotary_store_kv(all_heads: int, num_heads: int, dim: int, rotary_dim: int, norm: Norm | None) -> None:
+        caches = [bf16(2, 8, 16, dim).transpose(1, 2) for _ in "kv"]
+        angles = bf16(3, rotary_dim)
+        qkv = bf16(3, all_heads * dim)
+        launch_rotary_store_kv(qkv, *caches, slots, num_heads, angles, angles, norm, norm, None, None)
+
+    with compiling_for(target) as kernels:
+        launch_rms_norm(bf16(3, 4096), Norm(bf16(4096), 1e-6), None, None)
+        launch_rms_norm(bf16(3, 8192), Norm(bf16(8192), 1e-6), bf16(3, 8192), None)
+        rotary_store_kv(48, 32, 128, 128, None)
+        rotary_store_kv(48, 32, 128, 128, Norm(bf16(128), 1e-6))
+        rotary_store_kv(48, 32, 128, 64, None)
+        rotary_store_kv(32, 16, 128, 128, Norm(bf16(128), 1e-6))  # 32 heads in a program
+        rotary_store_kv(32, 16, 256, 256, Norm(bf16(256), 1e-6, 1.0))
+        for activation in ACTIVATIONS:
+            launch_act_and_mul(bf16(3, 2 * 14336), activation)
+    assert [kernel.name for kernel in kernels] == ["_rms_norm"] * 2 + ["_rotary_store_kv"] * 5 + ["_act_and_mul"] * 3
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_product_of_one_token(target: str) -> None:
+    """The products of an 8B layer, and of a small one."""
+    shapes = ((6144, 4096, False), (14336, 4096, True), (4096, 14336, False), (1024, 2048, False), (3072, 1024, True))
+    with compiling_for(target) as kernels:
+        for n, k, gated in shapes:
+            weight = bf16(2 * n if gated else n, k)
+            launch_linear_row(bf16(1, k), weight, None, Norm(bf16(k), 1e-6), "silu" if gated else None, None, 1.0)
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * 5
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_of_sampling_and_of_deterministic_mode(target: str) -> None:
+    """Only the sampling kernel with every limit spills, and only on sm80: 80 bytes per thread."""
+    ints = torch.zeros(3, dtype=torch.int64)
+    floats = torch.zeros(3)
+    with compiling_for(target) as kernels:
+        launch_sample_rows(bf16(3, 151936), None, None, None, None, None, ints, ints, None)
+        launch_sample_rows(bf16(3, 151936), ints, floats, ints, floats, floats, ints, ints, None)
+        launch_invariant_linear(bf16(3, 4096), bf16(1024, 4096), bf16(1024))
+        launch_invariant_sum(bf16(3, 4096))
+    assert [kernel.name for kernel in kernels] == ["_sample_rows"] * 2 + ["_invariant_linear", "_invariant_sum"]
+    assert [kernel.spill_bytes for kernel in kernels] == [0, 80 if target == "sm80" else 0, 0, 0]

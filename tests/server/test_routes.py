@@ -1,0 +1,105 @@
+"""The routes over a fake engine: which bodies they read, the models, the tokenizer, and unknown paths."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+TEXT = {"model": "fake", "prompt": "Hi"}
+
+
+async def test_models_and_operation(serving, conforms):
+    async with serving(served_model_name="org/name") as client:
+        listed = (await client.get("/v1/models")).json()
+        conforms("ListModelsResponse", listed)
+        conforms("Model", (await client.get("/v1/models/org/name")).json())
+        assert (await client.get("/v1/models/other")).status_code == 404
+        for path in ("/health", "/ready", "/version", "/docs"):
+            assert (await client.get(path)).status_code == 200
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        assert "422" not in json.dumps(paths)
+
+
+async def test_tokenize(serving, engine):
+    text = "Grüße"
+    async with serving() as client:
+        reply = (await client.post("/tokenize", json={"prompt": text})).json()
+        assert reply == {"tokens": engine.tokenizer.encode(text), "count": 7, "max_model_len": 64}
+        assert (await client.post("/detokenize", json={"tokens": reply["tokens"]})).json() == {"prompt": text}
+        chat = (await client.post("/tokenize", json={"model": "fake", "messages": CHAT["messages"]})).json()["tokens"]
+        assert (await client.post("/detokenize", json={"tokens": chat})).json() == {"prompt": "<|user|>Hi<|assistant|>"}
+        await client.post("/v1/chat/completions", json=CHAT)
+        assert engine.seen[0].prompt == chat
+        bad = [
+            await client.post("/tokenize", json={}),
+            await client.post("/tokenize", json={"prompt": "", "messages": CHAT["messages"]}),
+            await client.post("/tokenize", json={"messages": CHAT["messages"], "add_special_tokens": True}),
+            await client.post("/detokenize", json={"tokens": [10_000]}),
+            await client.post("/detokenize", json={"tokens": [2**80]}),
+        ]
+        assert [response.status_code for response in bad] == [400] * 5
+        assert (await client.post("/tokenize", json={"prompt": "", "model": "other"})).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "3", "null", '{"model": NaN}', '{"model": "\\ud800"}', "[" * 50_000], ids=range(8)
+)
+async def test_no_json_object(serving, conforms, content):
+    async with serving() as client:
+        response = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    conforms("ErrorResponse", response.json())
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/vnd.api+json", 200),
+        ("", 400),
+        ("text/plain", 400),
+        ("text/json", 400),
+        ("application/jsonl", 400),
+        ("multipart/form-data", 400),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_only_json_is_read(serving, path, content_type, status):
+    """A page of another origin can make a browser send other content types without a preflight request."""
+    body = TEXT if path == "/v1/completions" else {"prompt": "x"}
+    async with serving() as client:
+        response = await client.post(path, content=json.dumps(body), headers={"content-type": content_type})
+    assert response.status_code == status
+    if status == 400:
+        assert response.json()["error"]["message"].endswith("sent with Content-Type: application/json.")
+
+
+async def test_wrong_model_path_and_method(serving, conforms):
+    async with serving() as client:
+        responses = [
+            (404, await client.post("/v1/completions", json={**TEXT, "model": "gpt"})),
+            (404, await client.get("/nowhere")),
+            (405, await client.get("/v1/completions")),
+        ]
+    for status, response in responses:
+        assert response.status_code == status
+        conforms("ErrorResponse", response.json())
+
+
+async def test_unforeseen_failure_tells_no_internals(serving, engine, conforms, caplog):
+    engine.reader = SimpleNamespace(encode=None)
+    async with serving() as client:
+        response = await client.post("/v1/completions", json=TEXT)
+    assert response.status_code == 500
+    conforms("ErrorResponse", response.json())
+    assert "NoneType" not in response.text
+    assert response.headers["x-request-id"].startswith("req-")
+    [record] = [record for record in caplog.records if record.exc_info]
+    assert response.headers["x-request-id"] in record.getMessage()

@@ -1,0 +1,112 @@
+"""Readiness, and the number of sequences in flight."""
+
+import asyncio
+
+import httpx
+import pytest
+from fa_serve.server.app import create_app
+from fa_serve.server.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+TEXT = {"model": "fake", "prompt": "Hi"}
+
+
+async def test_not_ready(serving, engine, conforms):
+    async with serving() as client:
+        client.service.draining = True
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        assert (response.status_code, (await client.get("/ready")).status_code) == (503, 503)
+        assert response.headers["retry-after"]
+        conforms("ErrorResponse", response.json())
+        assert (await client.get("/health")).status_code == 200
+        engine.is_alive = False
+        assert (await client.get("/health")).status_code == 503
+
+
+async def test_full_queue(serving, engine):
+    engine.gate.clear()
+    async with serving(max_num_seqs=1, max_waiting=1) as client:
+        waiting = [asyncio.create_task(client.post("/v1/completions", json=TEXT)) for _ in range(2)]
+        while client.service.in_flight < 2:
+            await asyncio.sleep(0.001)
+        refused = await client.post("/v1/completions", json=TEXT)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (await client.post("/v1/completions", json={**TEXT, "n": 3})).status_code == 400
+        engine.gate.set()
+        assert [response.status_code for response in await asyncio.gather(*waiting)] == [200, 200]
+        assert client.service.in_flight == 0
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def test_one_key_cannot_take_all_the_room(serving, engine):
+    engine.gate.clear()
+    async with serving(api_keys="one,two", max_per_key=1) as client:
+
+        def post(key):
+            return client.post("/v1/completions", json=TEXT, headers={"authorization": f"Bearer {key}"})
+
+        first = asyncio.create_task(post("one"))
+        await until(lambda: engine.seen)
+        assert (await post("one")).status_code == 429
+        second = asyncio.create_task(post("two"))
+        await until(lambda: len(engine.seen) == 2)
+        engine.gate.set()
+        assert [(await task).status_code for task in (first, second)] == [200, 200]
+
+
+async def test_not_ready_while_loading(engine):
+    loading = asyncio.Event()
+    engine.start = loading.wait
+    app = create_app(engine, Settings())
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+    ):
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.post("/v1/completions", json=TEXT)).status_code == 503
+        assert (await client.get("/metrics")).status_code == 200
+        loading.set()
+        await app.state.service.loaded()
+        assert (await client.get("/ready")).status_code == 200
+
+
+@pytest.mark.parametrize(("restarting", "health"), [(False, 503), (True, 200)], ids=["for good", "another is loaded"])
+async def test_an_engine_that_has_died(serving, engine, restarting, health):
+    async with serving() as client:
+        engine.is_alive = False
+        engine.is_restarting = restarting
+        assert (await client.get("/health")).status_code == health
+        for response in (await client.get("/ready"), await client.post("/v1/completions", json=TEXT)):
+            assert response.status_code == 503
+            assert ("restarted" in response.text) == restarting
+        engine.is_alive = True
+        engine.is_restarting = False
+        assert (await client.get("/ready")).status_code == 200
+
+
+async def test_a_model_that_fails_to_load(engine):
+    async def fail():
+        raise OSError("no such model")
+
+    engine.start = fail
+    app = create_app(engine, Settings())
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+    ):
+        with pytest.raises(OSError, match="no such model"):
+            await app.state.service.loaded()
+        response = await client.get("/health")
+        assert response.status_code == 503
+        assert "could not be loaded" in response.text

@@ -1,0 +1,72 @@
+"""A real server process with the embedded model, for tests that talk to it over HTTP."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+START_SECONDS = 120
+
+
+@dataclass
+class ServerProcess:
+    """process; its address; the lines that it has printed until it was ready"""
+
+    process: subprocess.Popen
+    url: str
+    lines: list[str]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def metric(self, name: str, labels: str = "") -> float:
+        text = httpx.get(f"{self.url}/metrics").text
+        found = re.search(rf"^fa_serve:{name}{{{labels}.*}} (\S+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def aborted(self) -> float:
+        return self.metric("request_success_total", 'finished_reason="abort"')
+
+
+def start(*arguments: str, log: Path | None = None, **environment: str) -> ServerProcess:
+    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", "--num-pages", "1024", *arguments]
+    with ExitStack() as files:
+        stderr = files.enter_context(log.open("w")) if log else None
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | environment)
+    watchdog = threading.Timer(START_SECONDS, process.kill)
+    watchdog.start()
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line.startswith("curl"):
+            break
+    watchdog.cancel()
+    served = ServerProcess(process, next((line for line in lines if line.startswith("http://")), ""), lines)
+    if not served.url:
+        served.end()
+        pytest.fail(f"the server did not start: {lines}")
+    return served
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Callable[..., ServerProcess]:
+    """`start_server("--flag", ..., FA_SERVE_NAME="value")`: a server process that is ready, with the embedded model."""
+    return start
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[ServerProcess]:
+    """One server for all tests of a folder that leave it as it was."""
+    served = start("--dtype", "float32")
+    yield served
+    served.end()

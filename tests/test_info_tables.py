@@ -1,0 +1,78 @@
+"""The output of `fa-serve info`: a backend for each call, each shared reason once, and lines that fit 100 columns."""
+
+import io
+
+import pytest
+from rich.console import Console
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from fa_serve import info_tables
+from fa_serve.__main__ import app
+from fa_serve.backends import explain
+from fa_serve.info_tables import chosen, common_cases, shared_reasons
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["info", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def words(text: str) -> str:
+    """The text without the borders and line breaks of tables."""
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("arch", [0, 80, 90], ids=["cpu", "sm80", "sm90"])
+def test_every_call_has_a_backend_and_a_shared_reason_stands_once(arch):
+    text = run(*(["--arch", str(arch)] if arch else []))
+    device = "cuda" if arch else "cpu"
+    cases = [(title, spec, explain(spec)) for title, spec in common_cases(device, arch)]
+    assert all(title in text for title, _, _ in cases)
+    assert all(chosen(reasons) != "none" for _, _, reasons in cases)
+    shared = shared_reasons([reasons for _, _, reasons in cases])
+    for name, reason in shared.items():
+        assert words(text).count(f"{name}: {reason}") == 1
+    assert ("Refused for every call below:" in text) == bool(shared)
+    assert bool(shared) == (arch != 90)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--arch", "90"), ("--arch", "80")], ids=" ".join)
+def test_it_fits_100_columns(arguments):
+    assert max(map(len, run(*arguments).splitlines())) <= 100
+
+
+@pytest.mark.parametrize("arguments", [(), ("--arch", "90")], ids=["cpu", "sm90"])
+def test_the_layers_of_a_model_fit_100_columns(arguments, tmp_path):
+    AutoConfig.for_model("gemma3_text", num_hidden_layers=6, sliding_window=512).save_pretrained(tmp_path)
+    text = run(str(tmp_path), *arguments)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "Gemma3Attention" in text
+    assert "engine: " in text
+    for backend in ("hopper", "triton"):
+        assert text.count(f"{backend}: ") == (0 if arguments else 1), "a reason for every layer stands once"
+
+
+def test_reasons_of_single_calls_stand_in_their_rows():
+    text = words(run("--arch", "90"))
+    [float32] = [spec for title, spec in common_cases("cuda", 90) if "float32" in title]
+    assert explain(float32)["hopper"] is not None
+    assert text.count("got float32") == 1
+
+
+def test_shared_reasons_hold_for_every_call():
+    calls = [{"a": "slow", "b": "old", "c": None}, {"a": "slow", "b": "new", "c": None}]
+    assert shared_reasons(calls) == {"a": "slow"}
+    assert shared_reasons([]) == {}
+    assert [chosen(reasons) for reasons in (*calls, {"a": "slow"})] == ["c", "c", "none"]
+
+
+def test_a_narrow_terminal_is_respected(monkeypatch):
+    monkeypatch.setattr("sys.stdout", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("TERM", "xterm")
+    assert info_tables.make_console().width == 70
+    monkeypatch.setenv("COLUMNS", "250")
+    assert info_tables.make_console().width == 100
+    assert isinstance(info_tables.make_console(), Console)

@@ -1,0 +1,51 @@
+"""docs/models.md says what the tests reported, for the families and checks that exist today."""
+
+from __future__ import annotations
+
+import json
+
+from hf_families import FAMILIES
+from hf_multimodal import MODELS
+from report_models import COLUMNS, PAGE, UPSTREAM, page
+from report_models import FAMILIES as RESULTS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+AGAIN = "run python tests/report_models.py to write the results and the page again"
+CHECKS = {
+    "decoder": {"padded", "packed", "decode", "chunks", "static cache", "own masks", "generate", "pages"},
+    "encoder": {"padded"},
+    "seq2seq": {"padded", "generate"},
+    "vision": {"images"},
+}
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    results, upstream = (json.loads(path.read_text()) for path in (RESULTS, UPSTREAM))
+    assert PAGE.read_text() == page(results, upstream), AGAIN
+
+
+def test_the_results_are_of_every_family_and_every_check() -> None:
+    results = json.loads(RESULTS.read_text())
+    families = results["families"]
+    expected = {f.name: CHECKS[f.kind] for f in FAMILIES}
+    expected |= {f"{name} (multimodal)": {"generate", "pages"} - ({"pages"} if name == "whisper" else set()) for name in MODELS}
+    assert {name: set(row) for name, row in families.items()} == expected, AGAIN
+    assert all(passed == count for row in families.values() for passed, count in row.values())
+    assert set(results["layers"]) == {f.model for f in FAMILIES}, AGAIN
+    assert {column for row in families.values() for column in row} == set(COLUMNS.values())
+
+
+def test_every_refused_model_has_a_reason() -> None:
+    census = json.loads(RESULTS.read_text())["census"]
+    assert len(census) > 300
+    assert set(census) <= set(CONFIG_MAPPING_NAMES)
+    assert {"bloom", "mpt", "falcon", "gptj"} <= {name for name, reason in census.items() if "attention itself" in reason}
+    assert all(census[name] == "" for name in ("llama", "gemma4", "gpt_oss", "deepseek_v3", "t5", "whisper", "qwen2_5_vl"))
+
+
+def test_no_failure_of_transformers_own_tests_is_without_a_reason() -> None:
+    families = json.loads(UPSTREAM.read_text())["families"]
+    assert set(families) == {f.name for f in FAMILIES}
+    for row in families.values():
+        assert row["passed"] > 20
+        assert all("refuses with a sentence" in why or "with sdpa itself" in why for why in row["failed"].values())
