@@ -1,7 +1,7 @@
 """One request for one answer: what was asked, complete and checked. Nothing in it ever changes.
 
 `InputProcessor` makes requests. A client's request for `n` answers becomes n of these (groups.py). What happens to a request is
-kept elsewhere: the scheduler's half in `SequenceState`, the client's half in `Answer`.
+kept elsewhere: the scheduler's half in `SequenceState`, the client's half in `OutputState`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The scheduler's half of a request: the tokens of one sequence, its pages and its slot. Plain Python, no torch.
 
 A `SequenceState` changes through its own methods only, and `Scheduler` is the only one that calls them. Everyone else reads.
-A test holds this (tests/engine/test_sequence.py). The client's half, text and log-probabilities, is `Answer`.
+A test holds this (tests/engine/test_sequence.py). The client's half, text and log-probabilities, is `OutputState`.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, r
     shapes = [(6, 256), (1, 16), (2, 16), (4, 16), (6, 16), (1, 256), (2, 256), (4, 256)]
     assert decoding(engine) == shapes, "the largest at the start, then few keys first"
     first, *others = prompts(engine)
-    assert first == (704, 6, 256), "lest the pool of memory grows bit by bit"
+    assert first == (704, 6, 256), "so that the memory pool never grows later"
     sizes = [(n, batch, keys) for keys in (16, 256) for batch in (2, 6) for n in in_advance]
     assert others == [size for size in sizes if size != first]
     assert torch.equal(cached, before)
@@ -276,7 +276,7 @@ def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, repla
     lengths.clear()
     run_mixed(engine)
     assert len(replays) > before
-    assert [batch for *_, batch in lengths].count(0) == 0 < eager, "what has no graph of its own takes a larger one"
+    assert [batch for *_, batch in lengths].count(0) == 0 < eager, "a step whose shape has no graph takes a larger one"
 
 
 def test_prompts_that_cannot_be_replays_leave_decoding_its_graphs(make_engine, replays, monkeypatch, caplog) -> None:

@@ -80,7 +80,7 @@ def test_every_kind_is_followed_and_neighbours_are_left_alone(with_end, depth, s
     assert [c.token_ids for c in completions[-3:]] == [greedy(make_model(), [9, 8, 7], 30)] * 3
     if settings:
         assert engine.stats().num_preemptions > 0
-    assert not engine._answers
+    assert not engine._output_states
     engine.check_integrity()
 
 

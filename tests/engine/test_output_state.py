@@ -7,39 +7,39 @@ import torch
 from tiny_models import greedy, make_model
 
 from fa_serve.engine import SamplingParams, TokenLogprob
-from fa_serve.engine.answer import Answer
 from fa_serve.engine.detokenizer import TextStream
+from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.request import Request
 from fa_serve.engine.sequence import SequenceState
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 3, 4, 4, 4]
 
 
-def make_answer(tokenizer, **params) -> Answer:
+def make_state(tokenizer, **params) -> OutputState:
     request = Request("a", PROMPT, SamplingParams(**params), max_tokens=20)
     stream = TextStream(tokenizer.backend_tokenizer, PROMPT, stop=request.params.stop)
-    return Answer(SequenceState(request), stream)
+    return OutputState(SequenceState(request), stream)
 
 
 def test_a_stop_string_completes_an_answer_after_min_tokens(tokenizer) -> None:
-    answer = make_answer(tokenizer, stop=("q",), min_tokens=1)
+    state = make_state(tokenizer, stop=("q",), min_tokens=1)
     letter = tokenizer.backend_tokenizer.token_to_id("q")
-    assert answer.push(letter) == ("q", False), "no token is known on the host yet, so min_tokens is not reached"
-    answer.sequence.advance(1, samples=True)
-    answer.sequence.append(letter)
-    answer.sequence.advance(1, samples=True)
-    answer.sequence.append(letter)
-    assert answer.push(letter) == ("", True)
-    assert answer.flush() == ""
+    assert state.push(letter) == ("q", False), "no token is known on the host yet, so min_tokens is not reached"
+    state.sequence.advance(1, samples=True)
+    state.sequence.append(letter)
+    state.sequence.advance(1, samples=True)
+    state.sequence.append(letter)
+    assert state.push(letter) == ("", True)
+    assert state.flush() == ""
 
 
 def test_prompt_logprobs_that_come_twice_are_taken_once(tokenizer) -> None:
-    answer = make_answer(tokenizer, prompt_logprobs=0)
+    state = make_state(tokenizer, prompt_logprobs=0)
     entries = [TokenLogprob(token, -1.0, []) for token in PROMPT[1:]]
-    answer.add_prompt_logprobs(1, entries[:4])
-    answer.add_prompt_logprobs(1, entries[:6])  # computed again after a preemption
-    answer.add_prompt_logprobs(7, entries[6:])
-    assert answer.prompt_logprobs == [None, *entries]
+    state.add_prompt_logprobs(1, entries[:4])
+    state.add_prompt_logprobs(1, entries[:6])  # computed again after a preemption
+    state.add_prompt_logprobs(7, entries[6:])
+    assert state.prompt_logprobs == [None, *entries]
 
 
 def text_book(prompt: list[int], count: int) -> list[tuple[float, list[int]]]:
