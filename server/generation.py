@@ -1,8 +1,9 @@
 """The sequences of one request, from the engine: their outputs by index, their metrics, and their failures as HTTP errors.
 
     job = Job(name="cmpl-1", priority=0, arrival=time.perf_counter(), n=2, fields=fields)
-    sequences = [sequences_of_prompt(service, job, number, *prompt_and_params) for number, prompt_and_params in ...]
-    async for index, output in merge(sequences): ...
+    first = sequences_of_prompt(service, job, 0, first_prompt, params)
+    second = sequences_of_prompt(service, job, 1, second_prompt, params)
+    async for index, output in merge([first, second]): ...
 
 A request has `n` sequences for each of its prompts: sequence `index` is number `index % n` of prompt `index // n`.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -38,6 +39,28 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     text = prose(page).partition(_HEADING_OF_HISTORY)[0] if page.name == "architecture.md" else prose(page)
     for name in sorted({*_FILE.findall(text), *included(page)}):
         assert (ROOT / name).exists(), name
+
+
+def names_in(path: Path) -> set[str]:
+    """Functions, classes and methods that a module defines or imports: `f`, `C`, `C.method`."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{x.name}" for x in node.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return found
+
+
+def test_functions_that_the_architecture_names_exist() -> None:
+    """The lists of calls in docs/architecture.md, `file:function`, those of the present commit."""
+    text = prose(ROOT / "docs" / "architecture.md").partition(_HEADING_OF_HISTORY)[0]
+    named = re.findall(r"`((?:fa_serve|server)/[\w/]+\.py):([\w.]+)`", text)
+    assert len(named) > 20
+    for file, name in named:
+        assert name in names_in(ROOT / file), f"{file}:{name}"
 
 
 def test_pages_of_the_site_link_within_the_site() -> None:

@@ -12,7 +12,7 @@ from hf_families import BY_NAME, tokens
 from transformers import AutoConfig, Kosmos2ForConditionalGeneration
 
 import fa_serve
-from fa_serve import api, hf
+from fa_serve import hf
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.reference import attention_reference, visible_keys
 from fa_serve.hf import attention, masks
@@ -169,10 +169,6 @@ def test_the_result_is_contiguous(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert attend(q, k, v, mask, **words).is_contiguous()
 
 
-planned = pytest.mark.skipif(hasattr(api, "_PLANS"), reason="the API keeps its plans elsewhere")
-
-
-@planned
 @pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("gemma3", 2), ("gpt-oss", 2)])
 @torch.no_grad()
 def test_layers_and_forwards_that_look_alike_share_a_plan(family: str, kinds: int) -> None:
@@ -186,7 +182,6 @@ def test_layers_and_forwards_that_look_alike_share_a_plan(family: str, kinds: in
     assert len(PLANS) == 2 * kinds, "another length is another plan"
 
 
-@planned
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True])
 @torch.no_grad()

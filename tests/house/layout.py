@@ -160,7 +160,7 @@ def imports_are_declared(house: House) -> Iterator[str]:
     )
     for module in house:
         declared = plain
-        if inside(module.name, "fa_serve.server", "fa_serve.client", "fa_serve.__main__"):
+        if inside(module.name, "fa_serve.server", "fa_serve.client", "fa_serve.info_tables", "fa_serve.__main__"):
             declared = plain | extra
         for target, relative in module.imports:
             name = target.partition(".")[0]
