@@ -1,6 +1,6 @@
 """Logits into tokens, for a whole batch on the device and without waiting for it.
 
-    params = SampleParams(**on_device(sampling_arrays(requests, positions, vocab)))
+    params = SampleParams(**send(sampling_arrays(requests, positions, vocab), device))
     tokens = sample(logits, params)          # int64 (n,); -1 where the logits are not finite
 
 Each row is drawn independently. Its random numbers are a hash of the request's seed and the token's position, so a seed gives
@@ -30,16 +30,16 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class SampleParams:
-    """Per row of the logits, on their device; None means that no row uses it.
+    """What sampling needs for each row of the logits, on their device. A field is None if no row uses it.
 
     keys:          (n,) int64, from `random_keys`; None when every row is greedy
-    temperature:   (n,) float32, 0 is greedy
-    largest_top_k: of `top_k`, known on the host; None sorts the whole vocabulary, whatever it is
+    temperature:   (n,) float32; 0 is greedy
+    largest_top_k: the largest of `top_k`, known on the host; if it is None, the whole vocabulary is sorted
     top_k:         (n,) int64, at least 1; top_p, min_p: (n,) float32
-    presence, frequency, repetition: (n,) float32 penalties, which need a `TokenCounts`
-    bias_index:    (m,) int64, row * vocab + token, each at most once; bias: (m,) float32, added there
-    allowed_index: (m,) int64, the only places of the rows `allowed_rows` that are kept
-    mask:          (m, ceil(vocab / 32)) int32, one bit for each token of the rows `mask_rows` (m,): whether it is kept
+    presence, frequency, repetition: (n,) float32 penalties; all three or none are given, and they need a `TokenCounts`
+    bias_index:    (m,) int64, row * vocab + token, each at most once; bias: (m,) float32, which is added there
+    allowed_index: (m,) int64, row * vocab + token, the only tokens of the rows `allowed_rows` that are kept
+    mask:          (m, ceil(vocab / 32)) int32, one bit for each token of the rows `mask_rows` (m,): 1 if it is kept
     """
 
     keys: Tensor | None = None
@@ -81,7 +81,7 @@ class TokenCounts:
         self.present[slots, tokens] = True
 
     def penalise(self, scores: Tensor, slots: Tensor, params: SampleParams) -> Tensor:
-        """(n, vocab) float32 scores of the sequences in `slots`."""
+        """Apply the penalties. scores: (n, vocab) float32, of the sequences in `slots`; the result has the same shape."""
         assert params.repetition is not None and params.presence is not None and params.frequency is not None  # noqa: PT018
         factor = torch.where(scores > 0, 1.0 / params.repetition[:, None], params.repetition[:, None])
         scores = torch.where(self.present[slots], scores * factor, scores)
@@ -96,9 +96,11 @@ def sample(
     slots: Tensor | None = None,
     last_tokens: Tensor | None = None,
 ) -> Tensor:
-    """logits (n, vocab), any float dtype; slots (n,) int64, for the counts -> (n,) int64.
+    """Draw one token for each row: (n,) int64, INVALID_TOKEN for a row whose largest score is not finite.
 
-    last_tokens: (num_slots,) int64, which gets the tokens at `slots`, and 0 for those that are not finite
+    logits:      (n, vocab), any float dtype
+    slots:       (n,) int64, the sequences' rows in `counts` and `last_tokens`
+    last_tokens: (num_slots,) int64; the tokens are written to it at `slots`, and 0 in place of INVALID_TOKEN
     """
     scores = _adjust(logits, params, counts, slots)
     return ops.sample_rows(
@@ -115,7 +117,10 @@ def sample(
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the model's own distribution: the chosen tokens' (n,), the `top` most likely tokens' (n, top), and those tokens."""
+    """Log-probabilities under the model's own distribution, without penalties and temperature.
+
+    Returns those of the chosen `tokens` (n,), those of the `top` most likely tokens (n, top), and the ids of these (n, top).
+    """
     logits = logits.float()
     total = logits.logsumexp(dim=-1, keepdim=True)
     values, indices = logits.topk(top, dim=-1)
@@ -125,7 +130,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor,
 def sampling_arrays(requests: Sequence[Request], positions: Sequence[int], vocab: int) -> dict[str, NDArray[Any]]:
     """The fields of `SampleParams` that these requests need, on the host.
 
-    positions: of the tokens to be sampled
+    positions: index of the token to sample in its sequence, for each request
     """
     params = [request.params for request in requests]
     arrays: dict[str, NDArray[Any]] = {}
@@ -185,7 +190,7 @@ def _mix_host(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _adjust(logits: Tensor, params: SampleParams, counts: TokenCounts | None, slots: Tensor | None) -> Tensor:
-    """Penalties, biases, and what is allowed at all."""
+    """The logits with penalties and biases applied; tokens that are not allowed are -inf."""
     scores = logits
     if params.repetition is not None:
         assert counts is not None and slots is not None  # noqa: PT018

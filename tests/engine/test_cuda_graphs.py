@@ -17,12 +17,12 @@ PROMPTS = [[3, 4, 5], [6] * 9, [7, 8], [9], [10, 11, 12, 13]]
 
 
 def decoding(engine) -> list[tuple[int, int]]:
-    """Sequences and keys of what is captured of decoding steps, in order."""
+    """(sequences, keys) of the captured decoding steps, in order."""
     return [(x.batch, x.keys) for x in engine._runner._graphs._replays if x.queries == 1]
 
 
 def prompts(engine) -> list[tuple[int, int, int]]:
-    """Tokens, sequences and keys of what is captured of steps with prompts, in order."""
+    """(tokens, sequences, keys) of the captured steps with prompts, in order."""
     return [(x.tokens, x.batch, x.keys) for x in engine._runner._graphs._replays if x.queries > 1]
 
 
@@ -36,7 +36,8 @@ def test_replayed_steps_give_the_same_tokens(make_engine, replays, family) -> No
     reference = make_model(family)
     expected = [greedy(reference, p, q.max_tokens) for p, q in zip(PROMPTS, params, strict=True)]
     assert [c.token_ids for c in completions] == expected
-    # all prompts in one eager step, then 3, 4, 4, 4 and 4 steps with 5 to 1 sequences; the first of sizes 4, 2 and 1 records
+    # One eager step computes all prompts. Then 3, 4, 4, 4 and 4 steps have 5 to 1 sequences; the first of sizes 4, 2 and 1
+    # is captured.
     assert engine.stats().num_steps - 1 == 19
     assert len(replays) == 19 - 3
     assert sorted(decoding(engine)) == [(1, 256), (2, 256), (4, 256), (5, 256)]

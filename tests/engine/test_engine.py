@@ -41,7 +41,7 @@ def test_a_prefix_cache_hit_changes_nothing(make_engine) -> None:
     engine = make_engine()
     prompt = random_prompts(1)[0][:5] * 4
     first, again = (engine.generate([prompt], GREEDY)[0] for _ in range(2))
-    # 20 tokens are 5 pages of 4; the last is computed in any case
+    # 20 tokens are 5 pages of 4; the last token is always computed, and so its page
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 16)
     longer = [*prompt, *first.token_ids, 7, 8]
     hit = engine.generate([longer], GREEDY)[0]
@@ -107,7 +107,7 @@ def test_pages_behind_every_window_are_given_back(make_engine, monkeypatch, dept
         if not engine.stats().num_waiting and all(got.values()):
             most = max(most, engine.stats().num_pages_used)
     assert list(got.values()) == tokens
-    # 9 keys in the window, 8 more in its tile, one that is written, in pages of 4
+    # 9 keys in the window, 8 more in the tile where it begins, and one that is written, in pages of 4
     assert most <= 5 * 6
     # a preempted sequence starts from its first page again; a part of its pages may still be cached
     small = make_engine("mistral", num_pages=40, max_model_len=160, max_num_batched_tokens=64)
@@ -260,7 +260,7 @@ def test_out_of_memory_makes_steps_smaller_and_loses_nothing(make_engine, monkey
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("penalty", [0.0, 1.5])
 def test_out_of_memory_after_a_token_was_sampled_changes_nothing(make_engine, monkeypatch, depth, penalty) -> None:
-    """The device remembers the last token and counts of all: neither may be what is lost."""
+    """The device keeps the last tokens and the counts of all tokens. A step that is undone must lose neither."""
     engine = make_engine()
     engine._depth = depth
     params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, frequency_penalty=penalty)

@@ -1,4 +1,4 @@
-"""The offline example runs as it stands, on a tiny model."""
+"""The offline example runs unchanged on a tiny model."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_prompt_logprobs_that_come_twice_are_taken_once(tokenizer) -> None:
     assert state.prompt_logprobs == [None, *entries]
 
 
-def text_book(prompt: list[int], count: int) -> list[tuple[float, list[int]]]:
+def plain_loop(prompt: list[int], count: int) -> list[tuple[float, list[int]]]:
     with torch.no_grad():
         logprobs = make_model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
     return [(row[token].item(), row.topk(count).indices.tolist()) for row, token in zip(logprobs, prompt[1:], strict=False)]
@@ -59,7 +59,7 @@ def test_prompt_logprobs_are_those_of_the_model(make_engine, monkeypatch, depth,
     engine = make_engine(**settings)
     engine._depth = depth
     long = [7, 9] * 20
-    engine.generate([PROMPT], SamplingParams(max_tokens=1))  # in the prefix cache, which cannot tell log-probabilities
+    engine.generate([PROMPT], SamplingParams(max_tokens=1))  # fills the prefix cache, which keeps no log-probabilities
     prompts = [PROMPT, [3, 4], long, [11], PROMPT, long]
     counts = [2, None, 0, 1, 5, 3]
     asked = [SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=count) for count in counts]
@@ -72,7 +72,7 @@ def test_prompt_logprobs_are_those_of_the_model(make_engine, monkeypatch, depth,
         first, *rest = completion.prompt_logprobs
         assert first is None
         assert [entry.token_id for entry in rest] == prompt[1:]
-        for entry, (logprob, top) in zip(rest, text_book(prompt, count), strict=True):
+        for entry, (logprob, top) in zip(rest, plain_loop(prompt, count), strict=True):
             assert entry.logprob == pytest.approx(logprob, abs=1e-3)
             assert [token for token, _ in entry.top] == top
     if "num_pages" in settings:

@@ -17,7 +17,7 @@ def test_the_oldest_cached_page_is_evicted_first() -> None:
         table.release([page])
     hashes = []
     table.hash_pages([1, 1], hashes)
-    table.acquire(table.match(hashes))  # used again: now [2, 2] is the oldest
+    table.acquire(table.match(hashes))  # [1, 1] is used again, so [2, 2] is the oldest now
     table.allocate(1)
     found = []
     for content in ([1, 1], [2, 2], [3, 3]):

@@ -44,7 +44,7 @@ def make_scheduler(
 
 
 def next_token(tokens: list[int]) -> int:
-    """A model: the next token is a function of all tokens before it. Small, so that prefixes repeat."""
+    """A model: the next token is a function of all tokens before it. There are few tokens, so that prefixes repeat."""
     return hash(tuple(tokens)) % 3
 
 
@@ -109,7 +109,7 @@ ONE = (0, [0], 1, frozenset(), 0, None)
 
 @settings(max_examples=150, deadline=None)
 @example(
-    # preempted while its token is on the way, by a step that is then rolled back
+    # a sequence is preempted while its token is pending, by a step that is then rolled back
     arrivals=[ONE, ONE, (0, [0], 9, frozenset(), 0, None), (0, [0] * 17, 5, frozenset(), 0, None)],
     num_pages=8,
     max_num_seqs=2,

@@ -20,7 +20,7 @@ from fa_serve.spec import ParameterError
 
 
 def test_a_separate_process(model_folder, caplog) -> None:
-    """Streams, rejections, an abort, and at last the process is killed from outside."""
+    """Streams, rejections and an abort; in the end the process is killed from outside."""
 
     async def main():
         config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_num_seqs=4, max_waiting=4)
