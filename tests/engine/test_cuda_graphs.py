@@ -62,7 +62,7 @@ def test_a_chunk_of_one_token_is_not_taken_for_decoding(make_engine, replays) ->
     assert [c.token_ids for c in completions] == [greedy(make_model(), p, 5) for p in PROMPTS]
 
 
-def test_a_model_that_cannot_be_replays_stays_eager(make_engine, monkeypatch, caplog) -> None:
+def test_a_model_that_cannot_be_captured_stays_eager(make_engine, monkeypatch, caplog) -> None:
     def capture(function, pool):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -93,7 +93,7 @@ def test_recording_without_memory_is_tried_again_with_an_empty_cache(make_engine
     assert (len(emptied), len(replays)) == (1, 3), "the first of 4 decoding steps records"
 
 
-def test_a_size_that_cannot_be_replays_later_turns_graphs_off(make_engine, replays, monkeypatch, caplog) -> None:
+def test_a_size_that_cannot_be_captured_later_turns_graphs_off(make_engine, replays, monkeypatch, caplog) -> None:
     engine = make_engine()
     engine._runner.make_graphs()
     monkeypatch.setattr(cuda_graphs, "capture", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
@@ -175,7 +175,7 @@ def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, r
     shapes = [(6, 256), (1, 16), (2, 16), (4, 16), (6, 16), (1, 256), (2, 256), (4, 256)]
     assert decoding(engine) == shapes, "the largest at the start, then few keys first"
     first, *others = prompts(engine)
-    assert first == (704, 6, 256), "lest the pool of memory grows bit by bit"
+    assert first == (704, 6, 256), "the largest first, because the memory pool would grow bit by bit otherwise"
     sizes = [(n, batch, keys) for keys in (16, 256) for batch in (2, 6) for n in in_advance]
     assert others == [size for size in sizes if size != first]
     assert torch.equal(cached, before)
@@ -270,16 +270,16 @@ def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, repla
     assert 5 in taken
     assert all(tokens <= 48 and batch <= taken for tokens, batch, taken in lengths if taken)
     assert prompts(engine)[0] == (64, 5, 256), "the largest first"
-    replays = len(replays)
+    replayed = len(replays)
     eager = taken.count(0)
     taken.clear()
     lengths.clear()
     run_mixed(engine)
-    assert len(replays) > replays
-    assert [batch for *_, batch in lengths].count(0) == 0 < eager, "what has no graph of its own takes a larger one"
+    assert len(replays) > replayed
+    assert [batch for *_, batch in lengths].count(0) == 0 < eager, "a step without a graph of exactly its size takes a larger one"
 
 
-def test_prompts_that_cannot_be_replays_leave_decoding_its_graphs(make_engine, replays, monkeypatch, caplog) -> None:
+def test_prompts_that_cannot_be_captured_leave_decoding_its_graphs(make_engine, replays, monkeypatch, caplog) -> None:
     engine = make_engine(max_num_batched_tokens=48, max_num_seqs=5)
     engine._runner.make_graphs()
     graphs = engine._runner._graphs

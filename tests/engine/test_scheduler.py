@@ -62,7 +62,8 @@ class Device:
         assert len({chunk.slot for chunk in batch.chunks}) == len(batch.chunks)
         sampled = []
         for chunk in batch.chunks:  # a layer writes the keys of the whole step before it reads any
-            sequence, pages = chunk.sequence, chunk.sequence.pages
+            sequence = chunk.sequence
+            pages = sequence.pages
             most = sequence.num_prompt_tokens + sequence.request.max_tokens
             assert chunk.start + chunk.length < most, "more than was asked for"
             for position in range(chunk.start, chunk.start + chunk.length):
@@ -70,7 +71,8 @@ class Device:
                 token = sequence.tokens[position] if known else self.last_token[chunk.slot]
                 self.memory[pages[position // size], position % size] = token
         for chunk in batch.chunks:
-            sequence, pages = chunk.sequence, chunk.sequence.pages
+            sequence = chunk.sequence
+            pages = sequence.pages
             tokens = [self.memory[pages[i // size], i % size] for i in range(chunk.start + chunk.length)]
             assert tokens[: len(sequence.tokens)] == sequence.tokens[: len(tokens)], "a sequence does not find its own tokens"
             if chunk.samples:
