@@ -276,7 +276,9 @@ def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, repla
     lengths.clear()
     run_mixed(engine)
     assert len(replays) > replayed
-    assert [batch for *_, batch in lengths].count(0) == 0 < eager, "a step without a graph of exactly its size takes a larger one"
+    assert [batch for *_, batch in lengths].count(0) == 0 < eager, (
+        "a step without a graph of exactly its size takes a larger one"
+    )
 
 
 def test_prompts_that_cannot_be_captured_leave_decoding_its_graphs(make_engine, replays, monkeypatch, caplog) -> None:
