@@ -118,9 +118,14 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Call:
 
     def run(call: PagedCall, decoder: Backend, **options: Any) -> tuple[Tensor, Tensor]:
         hopper = HopperBackend()
-        monkeypatch.setattr(
-            api, "select_backend", lambda spec, name: decoder if spec.op == "decode" and name == "auto" else hopper
-        )
+
+        def select(spec: AttentionSpec, name: str) -> Backend:
+            if spec.op != "decode":
+                return hopper
+            assert name == "auto", "the Hopper backend refuses the op"
+            return decoder
+
+        monkeypatch.setattr(api, "select_backend", select)
         monkeypatch.setattr(api, "PLANS", PlanTable())
         t = call.tensors
         with emulated():
