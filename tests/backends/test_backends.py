@@ -63,7 +63,7 @@ def test_an_import_error_is_a_reason(table: BackendTable[Any]) -> None:
 
 
 def test_another_error_of_a_module_is_not_hidden(table: BackendTable[Any]) -> None:
-    with pytest.raises(RuntimeError, match="^the module is broken$"):
+    with pytest.raises(RuntimeError, match=r"^the module is broken$"):
         table.select(4, "broken")
 
 
