@@ -35,6 +35,8 @@ class HopperBackend:
         if spec.device != "cuda" or spec.arch != 90:
             got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
             return f"runs on Hopper (compute capability 9.0) only, got {got}"
+        if spec.op != "attention":
+            return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
         if not triton.__version__.startswith(GLUON_OF_TRITON):
             return f"is written in the Gluon of Triton {GLUON_OF_TRITON}x, got Triton {triton.__version__}"
         if triton.knobs.runtime.interpret:
