@@ -145,7 +145,7 @@ def _start(log: Path, *flags: str, keys: bool = True, **environment: str) -> For
 
 @pytest.fixture
 def start_fortress(tmp_path: Path) -> Iterator[Callable[..., Fortress]]:
-    """`start_fortress("--flag", ..., FA_SERVE_NAME="value")`: a server of this test's own, with the two keys."""
+    """`start_fortress("--flag", ..., FA_SERVE_NAME="value")`: a separate server, with the two keys."""
     started = []
 
     def start(*flags: str, **options: Any) -> Fortress:

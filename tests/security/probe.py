@@ -1,6 +1,6 @@
 """What the security tests measure with: a second client that probes all the while, and the memory of the server's processes.
 
-    probe = Probe(url, key)           # a process of its own, so that the attacker's work in Python does not delay its clock
+    probe = Probe(url, key)           # a separate process, so that the attacker's work in Python does not delay its clock
     ...
     report = probe.stop()             # report.health.p99, report.completion.p99, report.failures
 
@@ -72,7 +72,7 @@ class ProbeReport:
 
 
 class Probe:
-    """Probes `url` with the API key `key` (None without keys) from a process of its own until `stop`."""
+    """Probes `url` with the API key `key` (None without keys) from a separate process until `stop`."""
 
     def __init__(self, url: str, key: str | None = None, model: str = "fa-serve-demo"):
         command = [sys.executable, "-I", str(Path(__file__).resolve()), url, key or "", model]
