@@ -57,10 +57,10 @@ class Fortress:
         url = httpx.URL(self.url)
         return url.host, url.port or 80
 
-    def client(self, key: str | None = ATTACKER, **options: Any) -> httpx.Client:
+    def client(self, key: str | None = ATTACKER, timeout: float = 30.0) -> httpx.Client:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        return httpx.Client(base_url=self.url, headers=headers, timeout=120, limits=limits, trust_env=False, **options)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
 
     def post(self, path: str, body: Any, key: str | None = ATTACKER) -> httpx.Response:
         """One POST. `body` is JSON to be written, or bytes to be sent as they are."""
@@ -129,7 +129,10 @@ class Fortress:
     def is_well(self) -> bool:
         """Whether the next test can use this server."""
         try:
-            served = self.process.process.poll() is None and self.complete().status_code == 200
+            with self.client(HONEST, timeout=5) as client:
+                served = (
+                    client.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 4}).status_code == 200
+                )
         except httpx.HTTPError:
             return False
         return served and self.memory() <= self.allowed_memory() + MEMORY_SLACK

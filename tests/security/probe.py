@@ -27,7 +27,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 INTERVALS = {"health": 0.025, "completion": 0.15}
-TIMEOUT = 60.0
+TIMEOUT = 20.0  # a probe that waits longer has failed
 HEALTH_P99 = 0.050  # seconds, whatever the attack
 COMPLETION_FACTOR = 5  # times the calm p99
 CALM_COMPLETION = 0.085  # seconds: the calm p99 is taken to be at least this, for short calm measurements
