@@ -5,9 +5,9 @@ python benchmarks/abuse.py --seconds 120 --seed 3 -- --max-num-seqs 64
 
 It starts a server on a CPU with two API keys and measures it calm. Then, for the given time, one key streams answers while the
 other attacks: hostile bodies, hostile bytes and connections that say nothing, in an order drawn from the seed (the attacks of
-tests/security/attacks.py). It prints a line for each minute and one JSON line at the end. It ends with 1 if an honest answer was
-lost, if the server ended, or if memory is above 110% of its calm value half a minute later. `differing` counts honest greedy
-answers that are not the first answer to their prompt: a batch of another size may round differently, so a few are no failure.
+tests/security/attacks.py). It prints a line for each minute and one JSON line at the end. It ends with 1 if an honest answer
+was lost, if the server ended, or if memory is above 110% of its calm value half a minute later. `differing` counts honest
+greedy answers that are not the first answer to their prompt: a batch of another size may round differently.
 """
 
 from __future__ import annotations

@@ -106,12 +106,11 @@ class Fortress:
             kept = self.settled_memory() if memory and not failed else self.memory()
             megabytes = {"calm_mb": self.calm_memory >> 20, "end_mb": peak >> 20, "kept_mb": kept >> 20}
             print(f"\n{what}: {json.dumps({'seconds': round(seconds, 1)} | report.figures() | megabytes)}")
-        assert not report.failures, report.failures[:3]
-        health, completion = self.limits()
-        assert report.health.p99 <= health, f"/health p99 {report.health.p99:.3f} s under attack, allowed {health:.3f} s"
-        assert report.completion.p99 <= completion, (
-            f"completion p99 {report.completion.p99:.3f} s under attack, allowed {completion:.3f} s"
-        )
+        failures = report.failures
+        assert not failures, failures[:3]
+        for name, allowed in zip(("health", "completion"), self.limits(), strict=True):
+            p99 = getattr(report, name).p99
+            assert p99 <= allowed, f"{name} p99 {p99:.3f} s under attack, allowed {allowed:.3f} s"
         if memory:
             allowed = self.allowed_memory()
             assert kept <= allowed, f"{kept >> 20} MB kept after {SETTLE_SECONDS:g} s, allowed {allowed >> 20} MB"
