@@ -122,7 +122,7 @@ class Session:
         with contextlib.suppress(OSError):
             if connection is None:
                 connection = self._connections[number] = socket.create_connection(self._fortress.address, 10)
-                connection.settimeout(0.2)
+                connection.settimeout(0.05)
                 self._came[number] = b""
             if what == "send":
                 connection.sendall(text.encode("latin-1"))
