@@ -1,10 +1,10 @@
 """The size of an answer, estimated before its request is admitted, and large answers written in small steps.
 
-    size = AnswerSize(per_prompt_token=1890, per_token=8, ...)
+    AnswerSize(per_prompt_token=1890, once=0, per_token=0).of_prompts(num_tokens=2000, sequences_per_prompt=128)
 
-A request of 8 kB can ask for an answer of 350 MB: 2,000 token ids as a prompt, the 20 most likely tokens at each of them, and 128
-sequences. The estimate multiplies the tokens with the bytes that the asked-for fields take for each of them in JSON. The bytes
-are means of real answers, rounded up.
+A request of 8 kB can ask for an answer of 350 MB: 2,000 token ids as a prompt, the 20 most likely tokens at each of them, and
+128 sequences. The estimate multiplies the tokens with the bytes that the asked-for fields take for each of them in JSON. The
+bytes are means of real answers, rounded up.
 """
 
 from __future__ import annotations

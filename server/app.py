@@ -58,7 +58,7 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     app.router.routes[:0] = posts.routes
     app.include_router(router)
     errors.install(app)
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes, in_flight=settings.max_body_bytes_in_flight)
     if keys := settings.all_keys:
         public = {"/health", "/ready"} | ({"/metrics"} if settings.public_metrics else set())
         app.add_middleware(Keys, keys=keys, open_paths=frozenset(public))

@@ -1,9 +1,10 @@
 """The middleware before the routes: request ids and the access log, API keys, and the size of a body.
 
 It is plain ASGI middleware, because FastAPI's `@app.middleware("http")` hides a client's disconnection from the handlers. The
-access log has the method, path, status and time of a request, its id, and the `user` that it names; it never has a prompt. API
-keys are compared by their SHA-256 in constant time. A key is a bearer token or, for a browser that opens the page at `/`, the
-password of basic authentication. `scope["state"]` hands `request_id` and `key` (the key's hash) to the handlers.
+access log has the method, path, status and time of a request, its id, the client's address, the beginning of its key's hash,
+and the `user` that it names; it never has a prompt or a key. API keys are compared by their SHA-256 in constant time. A key is
+a bearer token or, for a browser that opens the page at `/`, the password of basic authentication. `scope["state"]` hands
+`request_id` and `key` (the key's hash) to the handlers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -24,11 +26,12 @@ from starlette import types as asgi
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
-from .errors import INTERNAL_ERROR, ApiError, TooLarge, Unauthorized
+from .errors import INTERNAL_ERROR, ApiError, TooLarge, TooManyRequests, Unauthorized
 
 log = logging.getLogger("fa_serve.server")
 access_log = logging.getLogger("fa_serve.access")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
+KEY_CHARACTERS = 8  # of a key's hash that name it in the log
 CLIENT_GONE = 499  # the status in the log of a request whose client left before the response began
 
 
@@ -84,9 +87,12 @@ def _log_access(scope: asgi.Scope, state: dict[str, Any], status: int, seconds: 
         "seconds": round(seconds, 3),
         "request_id": state["request_id"],
         "user": state.get("user"),
+        "client": _address(scope),
+        "key": state.get("key", "")[:KEY_CHARACTERS] or None,
     }
+    origin = fields["client"] + (f" key={fields['key']}" if fields["key"] else "")
     user = f" user={state['user']!r}" if state.get("user") else ""
-    line = f"{scope['method']} {quote(scope['path'])} {status} {seconds:.3f}s {state['request_id']}{user}"
+    line = f"{scope['method']} {quote(scope['path'])} {status} {seconds:.3f}s {state['request_id']} {origin}{user}"
     access_log.info("%s", line, extra={"fields": fields})
 
 
@@ -123,30 +129,88 @@ def _credential(authorization: str) -> bytes:
     return b""
 
 
-class BodyLimit:
-    """Answers 413 if a body is above the limit, by the length that it announces or while it is read."""
+class ReceivedBody:
+    """The bytes of one body that have arrived and are not parsed yet. `release` gives them back."""
 
-    def __init__(self, app: asgi.ASGIApp, limit: int):
+    def __init__(self, held: BytesInFlight, owner: str):
+        self._held = held
+        self._owner = owner
+        self.size = 0
+
+    def add(self, size: int) -> None:
+        self._held.add(self._owner, size)
+        self.size += size
+
+    def release(self) -> None:
+        self._held.give_back(self._owner, self.size)
+        self.size = 0
+
+
+class BytesInFlight:
+    """The bytes of all bodies that have not been parsed, at most `limit`. One owner may have half of them."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._by_owner: Counter[str] = Counter()
+        self._total = 0
+
+    def add(self, owner: str, size: int) -> None:
+        """Raises TooManyRequests, and adds nothing then."""
+        if self._by_owner[owner] + size > self._limit // 2 or self._total + size > self._limit:
+            message = (
+                f"The bodies that the server is reading may have at most {self._limit} bytes together, and half of that for "
+                "one client (--max-body-bytes-in-flight). Try again later."
+            )
+            raise TooManyRequests(message, code="too_many_body_bytes", retry_after=1)
+        self._by_owner[owner] += size
+        self._total += size
+
+    def give_back(self, owner: str, size: int) -> None:
+        self._total -= size
+        self._by_owner[owner] -= size
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+
+
+class BodyLimit:
+    """Answers 413 if a body is above the limit, by the length that it announces or while it is read.
+
+    in_flight: bytes that all bodies may have together until they are parsed; more get a 429
+    """
+
+    def __init__(self, app: asgi.ASGIApp, limit: int, in_flight: int):
         self._app = app
         self._limit = limit
+        self._in_flight = BytesInFlight(in_flight)
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        message = f"The body must have at most {self._limit} bytes."
+        message = f"The body must have at most {self._limit} bytes (--max-body-bytes), got more."
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdecimal() and int(announced) > self._limit:
             await TooLarge(message).response()(scope, receive, send)
             return
         read = 0
+        state = scope.setdefault("state", {})
+        body = state["received_body"] = ReceivedBody(self._in_flight, state.get("key") or _address(scope))
 
         async def receive_counted() -> asgi.Message:
             nonlocal read
             event = await receive()
-            read += len(event.get("body", b""))
-            if read > self._limit:
-                raise TooLarge(message)
+            if size := len(event.get("body", b"")):
+                read += size
+                if read > self._limit:
+                    raise TooLarge(message)
+                body.add(size)
             return event
 
-        await self._app(scope, receive_counted, send)
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            body.release()
+
+
+def _address(scope: asgi.Scope) -> str:
+    return str(scope["client"][0]) if scope.get("client") else "unknown"

@@ -2,10 +2,11 @@
 
     JsonBounds(values=1_000_000, fields=100_000).check(body)      # raises TooLarge
 
-The cost of a body is its number of values and not its bytes: 10 MB can hold one text, or 3.3 million empty messages. Parsing and
-validation are single calls in C that hold the interpreter's lock, so a thread alone does not protect other requests from them. The
-check counts commas, colons and opening brackets. It counts them first in the whole body, texts included, which never counts too
-few and takes a millisecond for 10 MB. Only a body that may be above a bound is counted again without its texts, in pieces.
+The cost of a body is its number of values and not its bytes: 10 MB can hold one text, or 3.3 million empty messages. Parsing
+and validation are single calls in C that hold the interpreter's lock, so a thread alone does not protect other requests from
+them. A number costs a fifth of an object or a text, hence two bounds. The check counts commas, quotation marks and opening
+brackets. It counts them first in the whole body, texts included, which never counts too few and takes a millisecond for 10 MB.
+Only a body that may be above a bound is counted again without its texts, in pieces.
 
 Nesting needs no bound here, because the parser ends at 200 levels.
 """
@@ -22,38 +23,39 @@ PIECE = 1 << 16  # bytes that are counted in one go, which takes below two milli
 
 @dataclass(frozen=True)
 class JsonBounds:
-    """values: numbers, texts, constants, objects and lists; fields: objects, lists and the fields of objects"""
+    """values: all values, numbers included; fields: objects, lists and texts, of which each field of an object has one"""
 
     values: int
     fields: int
 
     def check(self, body: bytes) -> None:
         """Raise TooLarge if the body has more values or fields. A body that is not JSON passes or not; it fails later."""
-        if self._refusal(*_count(body)) is None:
+        containers = _containers(body)
+        if self._refusal(containers + body.count(b","), containers + body.count(b'"') // 2) is None:
             return
-        values = fields = 0
-        for piece in _without_texts(body):
-            piece_values, piece_fields = _count(piece)
-            values += piece_values
-            fields += piece_fields
-            if reason := self._refusal(values, fields):
+        values = fields = quotes = 0
+        for piece, piece_quotes in _without_texts(body):
+            containers = _containers(piece)
+            quotes += piece_quotes
+            values += containers + piece.count(b",")
+            fields += containers
+            if reason := self._refusal(values, fields + quotes // 2):
                 raise TooLarge(reason, code="too_many_values")
 
     def _refusal(self, values: int, fields: int) -> str | None:
         if fields > self.fields:
-            return f"The body must have at most {self.fields} objects, lists and fields (--max-json-fields), got more."
+            return f"The body must have at most {self.fields} objects, lists and texts (--max-json-fields), got more."
         if values > self.values:
             return f"The body must have at most {self.values} values (--max-json-values), got more."
         return None
 
 
-def _count(text: bytes) -> tuple[int, int]:
-    containers = text.count(b"{") + text.count(b"[")
-    return containers + text.count(b","), containers + text.count(b":")
+def _containers(text: bytes) -> int:
+    return text.count(b"{") + text.count(b"[")
 
 
-def _without_texts(body: bytes) -> Iterator[bytes]:
-    """The body in pieces, without the characters of its texts."""
+def _without_texts(body: bytes) -> Iterator[tuple[bytes, int]]:
+    """The body in pieces, without the characters of its texts, and the number of quotation marks in each piece."""
     inside = escaped = False
     for begin in range(0, len(body), PIECE):
         piece = body[begin : begin + PIECE]
@@ -63,5 +65,5 @@ def _without_texts(body: bytes) -> Iterator[bytes]:
         piece = piece.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
         escaped = piece.endswith(b"\\")
         parts = piece.split(b'"')
-        yield b" ".join(parts[1::2] if inside else parts[::2])
+        yield b" ".join(parts[1::2] if inside else parts[::2]), len(parts) - 1
         inside ^= not len(parts) % 2

@@ -41,7 +41,7 @@ STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream"
 def strict_json(content: bytes) -> Any:
     """Python's own parser accepts NaN, and halves of surrogate pairs, which no tokenizer accepts."""
     try:
-        return from_json(content, allow_inf_nan=False)
+        return from_json(content, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise HTTPException(400, f"The body is not valid JSON: {error}.") from None
 
@@ -49,7 +49,8 @@ def strict_json(content: bytes) -> Any:
 class BodyRoute(APIRoute):
     """A POST to `endpoint(body, request)` without FastAPI's dependencies, which take longer than all the rest of the route.
 
-    A large body is parsed beside the event loop. FastAPI still finds the route and reads the endpoint's signature for the schema. Errors have the shape of FastAPI's own.
+    A large body is parsed beside the event loop. FastAPI still finds the route and reads the endpoint's signature for the
+    schema. Errors have the shape of FastAPI's own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -108,7 +108,10 @@ class Settings(BaseSettings):
         1_000_000, "Maximum number of values in a body: token ids, texts, objects and so on; more get a 413.", "Limits", ge=1
     )
     max_json_fields: int = _option(
-        100_000, "Maximum number of objects, lists and fields of objects in a body; more get a 413.", "Limits", ge=1
+        100_000,
+        "Maximum number of objects, lists and texts in a body; a field of an object has a text; more get a 413.",
+        "Limits",
+        ge=1,
     )
     max_messages: int = _option(10_000, "Maximum number of messages in a conversation.", "Limits", ge=1)
     max_answer_bytes: int = _option(
@@ -120,6 +123,20 @@ class Settings(BaseSettings):
     max_answer_bytes_in_flight: int = _option(
         512 * 2**20, "Maximum estimated size of all large answers in flight; more get a 429.", "Limits", ge=1
     )
+    max_connections: int | None = _option(
+        None, "Maximum number of connections; by default three quarters of the limit of open files.", "Limits", ge=1
+    )
+    max_url_bytes: int = _option(8192, "Maximum size of a URL; more get a 414.", "Limits", ge=1)
+    max_header_bytes: int = _option(32768, "Maximum size of the headers of a request; more get a 431.", "Limits", ge=1)
+    max_body_bytes_in_flight: int = _option(
+        256 * 2**20,
+        "Maximum size of all bodies that have not been parsed yet; one API key, or one address, may take half; more get a 429.",
+        "Limits",
+        ge=1,
+    )
+    header_timeout: float = _option(10.0, "Seconds in which the headers of a request must arrive.", "Limits", gt=0)
+    body_timeout: float = _option(30.0, "Seconds in which the body of a request must arrive.", "Limits", gt=0)
+    keep_alive_timeout: float = _option(60.0, "Seconds after which a connection without a request is closed.", "Limits", gt=0)
     request_timeout: float | None = _option(
         None, "Maximum number of seconds for a request; by default no limit.", "Limits", gt=0
     )
