@@ -5,6 +5,7 @@
     ├── Unauthorized 401
     ├── NotFound 404           an unknown model or path
     ├── TooLarge 413           the body is too large
+    ├── WrongHost 421          the request names a host that this server does not serve
     ├── TooManyRequests 429    the queue is full; carries Retry-After
     ├── ClientGone 499         the client has disconnected; only the logs show it
     ├── EngineFailed 500       the engine could not finish the request
@@ -99,6 +100,12 @@ class TooLarge(ApiError):
     status = 413
     type = "invalid_request_error"
     code = "request_too_large"
+
+
+class WrongHost(ApiError):
+    status = 421
+    type = "invalid_request_error"
+    code = "host_not_allowed"
 
 
 class TooManyRequests(ApiError):

@@ -1,4 +1,4 @@
-"""The middleware before the routes: request ids and the access log, API keys, and the size of a body.
+"""The middleware before the routes: request ids and the access log, host names, API keys, the size of a body.
 
 It is plain ASGI middleware, because FastAPI's `@app.middleware("http")` hides a client's disconnection from the handlers. The
 access log has the method, path, status and time of a request, its id, the client's address, the beginning of its key's hash,
@@ -17,8 +17,9 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote
 
@@ -26,7 +27,7 @@ from starlette import types as asgi
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
-from .errors import INTERNAL_ERROR, ApiError, TooLarge, TooManyRequests, Unauthorized
+from .errors import INTERNAL_ERROR, ApiError, TooLarge, TooManyRequests, Unauthorized, WrongHost
 
 log = logging.getLogger("fa_serve.server")
 access_log = logging.getLogger("fa_serve.access")
@@ -94,6 +95,46 @@ def _log_access(scope: asgi.Scope, state: dict[str, Any], status: int, seconds: 
     user = f" user={state['user']!r}" if state.get("user") else ""
     line = f"{scope['method']} {quote(scope['path'])} {status} {seconds:.3f}s {state['request_id']} {origin}{user}"
     access_log.info("%s", line, extra={"fields": fields})
+
+
+class Hosts:
+    """Answers 421 to a request for a host name that this server does not have.
+
+    A page in a browser can let its own name resolve to 127.0.0.1, and then call a local server as if it were its own. Such a
+    request has a foreign name in `Host`. Addresses in numbers pass always, because no name was resolved.
+
+    names: the names that are allowed; "*" allows every name, "*.example.org" every name below example.org
+    """
+
+    def __init__(self, app: asgi.ASGIApp, names: Sequence[str]):
+        self._app = app
+        self._names = frozenset(name.lower() for name in names if not name.startswith("*."))
+        self._ends = tuple(name[1:].lower() for name in names if name.startswith("*."))
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        if scope["type"] == "http":
+            name = _host_name(Headers(scope=scope).get("host", ""))
+            if name and name not in self._names and not name.endswith(self._ends or ("\n",)) and not _is_address(name):
+                message = (
+                    f"This server does not serve the host name {name[:100]!r}. The operator can allow it with --allowed-hosts."
+                )
+                await WrongHost(message).response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _host_name(header: str) -> str:
+    """The name or address in a Host header, without the port."""
+    header = header.strip().lower()
+    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0].rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Keys:

@@ -29,6 +29,15 @@ from .service import Service
 from .streaming import EventStream, attend
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+DOCS = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+POLICY = "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+PAGE_HEADERS = {
+    "content-security-policy": f"{POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorReply, "description": "The request is wrong, or the queue is full (429)."},
     "5XX": {"model": ErrorReply, "description": "The server failed, or it is not ready (503)."},
@@ -171,6 +180,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 
 @router.get("/health", tags=["Operation"])
+@router.head("/health", include_in_schema=False)
 async def health(service: Shared) -> dict[str, str]:
     """200 while the process can serve or will be able to, which includes loading and draining; 503 if the engine is dead."""
     if reason := service.death_reason():
@@ -179,6 +189,7 @@ async def health(service: Shared) -> dict[str, str]:
 
 
 @router.get("/ready", tags=["Operation"])
+@router.head("/ready", include_in_schema=False)
 async def ready(service: Shared) -> dict[str, str]:
     """200 if requests are accepted; 503 while loading or draining."""
     service.require_ready()
@@ -192,11 +203,16 @@ async def metrics(service: Shared) -> Response:
 
 
 @router.get("/", include_in_schema=False)
+@router.head("/", include_in_schema=False)
 async def page() -> Response:
     """The playground: one file that loads nothing from anywhere else."""
-    policy = "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-    headers = {"content-security-policy": f"{policy}; frame-ancestors 'none'", "x-content-type-options": "nosniff"}
-    return HTMLResponse(PAGE, headers=headers)
+    return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    """The reference of the API, made in the browser from /openapi.json: one file that loads nothing from anywhere else."""
+    return HTMLResponse(DOCS, headers=PAGE_HEADERS)
 
 
 @router.get("/version", tags=["Operation"])

@@ -80,6 +80,12 @@ class Settings(BaseSettings):
 
     host: str = _option("127.0.0.1", "Address to listen on.", "Network")
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", "Network", ge=0, le=65535)
+    allowed_hosts: Items = _option(
+        [],
+        "Host names that clients may ask for, comma-separated; by default every name, or only localhost if the server listens on "
+        "a loopback address without API keys. Addresses in numbers are always allowed.",
+        "Network",
+    )
     cors_origins: Items = _option([], "Origins from which browsers may call, comma-separated; by default none.", "Network")
 
     api_keys: Annotated[list[SecretStr], NoDecode] = _option([], "API keys, comma-separated (environment only).", "Access")
@@ -145,7 +151,7 @@ class Settings(BaseSettings):
     )
     drain_timeout: float = _option(60.0, "Seconds that running requests have after SIGTERM.", "Limits", ge=0)
 
-    @field_validator("cors_origins", "api_keys", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", "api_keys", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
