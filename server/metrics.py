@@ -55,6 +55,16 @@ class Metrics(Collector):
             f"{PREFIX}http_responses", "HTTP responses, by path and status.", ["path", "status"], registry=self._registry
         )
 
+        self._refused = Counter(
+            f"{PREFIX}connections_refused",
+            "Connections that were refused or closed before their request was whole, by reason.",
+            ["reason"],
+            registry=self._registry,
+        )
+
+    def connection_refused(self, reason: str) -> None:
+        self._refused.labels(reason).inc()
+
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, status).inc()
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ import uvicorn
 from fa_serve.engine import AsyncEngine
 
 from .app import create_app
+from .bounded_protocol import BoundedProtocol, ConnectionBounds, ConnectionTable, connection_limit
 from .service import Service
 from .settings import Settings
 from .startup_report import SampleRequest, StartupReport
@@ -61,6 +63,9 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, host: str, port: int, drain_timeout: float, on_ready: Callable[[str], None]):
+        service: Service = app.state.service
+        settings = service.settings
+        table = ConnectionTable(connection_limit(settings.max_connections), service.metrics.connection_refused)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -69,12 +74,14 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=60,
+                http=partial(BoundedProtocol, bounds=ConnectionBounds.of(settings), table=table),  # type: ignore[arg-type]
+                ws="none",
+                timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=1,
             )
         )
         self.failure: BaseException | None = None
-        self._service: Service = app.state.service
+        self._service = service
         self._drain_timeout = drain_timeout
         self._on_ready = on_ready
         self._tasks: set[asyncio.Task[None]] = set()

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
+from .json_bounds import JsonBounds
 from .metrics import Metrics
 from .replies import ModelCard
 from .settings import Settings
@@ -22,6 +24,8 @@ from .tokenization import Tokenization
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
 
+T = TypeVar("T")
+LARGE_ANSWER = 1 << 20  # bytes
 RETRY_SECONDS = 5  # when a client may try again while the server loads, drains or restarts
 
 
@@ -32,11 +36,23 @@ class Service:
         self.tokenization = Tokenization(engine, settings)
         self.metrics = Metrics(lambda: (self.engine.stats(), self.model_name) if self.running else None)
         self.created = int(time.time())
+        self.json_bounds = JsonBounds(settings.max_json_values, settings.max_json_fields)
         self.draining = False
         self._loading: asyncio.Task[None] | None = None
         self._in_flight: Counter[str | None] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._answer_bytes = 0
+        self._parser = ThreadPoolExecutor(1, "parser")
+        self._writer = ThreadPoolExecutor(1, "writer")
+
+    async def parse(self, work: Callable[[], T]) -> T:
+        """Parse a large body beside the event loop. One thread does so, so that large bodies do not compete with the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._parser, work)
+
+    async def write(self, work: Callable[[], T]) -> T:
+        """Write a large answer beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, work)
 
     async def start(self) -> None:
         """Begin to load the model. `loaded` waits for the end."""
@@ -54,6 +70,8 @@ class Service:
             await asyncio.gather(self._loading, return_exceptions=True)
         await self.engine.shutdown()
         self.tokenization.shutdown()
+        for thread in (self._parser, self._writer):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self) -> None:
         """Refuse new requests, and return when nothing is in flight."""
@@ -119,6 +137,23 @@ class Service:
                 del self._in_flight[key]
             if not self._in_flight:
                 self._idle.set()
+
+    @contextmanager
+    def reserve_bytes(self, size: int) -> Iterator[None]:
+        """Room for an answer with `size` bytes besides its text while the context lasts. Up to LARGE_ANSWER is not counted."""
+        size = size if size > LARGE_ANSWER else 0
+        limit = self.settings.max_answer_bytes_in_flight
+        if size and self._answer_bytes and self._answer_bytes + size > limit:
+            message = (
+                f"The large answers in flight may have at most {limit} bytes together (--max-answer-bytes-in-flight), and "
+                f"{self._answer_bytes} are taken. Try again later."
+            )
+            raise TooManyRequests(message, retry_after=1)
+        self._answer_bytes += size
+        try:
+            yield
+        finally:
+            self._answer_bytes -= size
 
     @property
     def model_name(self) -> str:

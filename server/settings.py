@@ -80,6 +80,12 @@ class Settings(BaseSettings):
 
     host: str = _option("127.0.0.1", "Address to listen on.", "Network")
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", "Network", ge=0, le=65535)
+    allowed_hosts: Items = _option(
+        [],
+        "Host names that clients may ask for, comma-separated; by default every name, or only localhost if the server listens on "
+        "a loopback address without API keys. Addresses in numbers are always allowed.",
+        "Network",
+    )
     cors_origins: Items = _option([], "Origins from which browsers may call, comma-separated; by default none.", "Network")
 
     api_keys: Annotated[list[SecretStr], NoDecode] = _option([], "API keys, comma-separated (environment only).", "Access")
@@ -104,6 +110,39 @@ class Settings(BaseSettings):
     )
     max_n: int = _option(128, "Maximum number of sequences in one request.", "Limits", ge=1)
     max_body_bytes: int = _option(16 * 2**20, "Maximum size of a request's body.", "Limits", ge=1)
+    max_json_values: int = _option(
+        1_000_000, "Maximum number of values in a body: token ids, texts, objects and so on; more get a 413.", "Limits", ge=1
+    )
+    max_json_fields: int = _option(
+        100_000,
+        "Maximum number of objects, lists and texts in a body; a field of an object has a text; more get a 413.",
+        "Limits",
+        ge=1,
+    )
+    max_messages: int = _option(10_000, "Maximum number of messages in a conversation.", "Limits", ge=1)
+    max_answer_bytes: int = _option(
+        32 * 2**20,
+        "Maximum estimated size of one answer, by its tokens, n and log-probabilities; more get a 400.",
+        "Limits",
+        ge=1,
+    )
+    max_answer_bytes_in_flight: int = _option(
+        512 * 2**20, "Maximum estimated size of all large answers in flight; more get a 429.", "Limits", ge=1
+    )
+    max_connections: int | None = _option(
+        None, "Maximum number of connections; by default three quarters of the limit of open files.", "Limits", ge=1
+    )
+    max_url_bytes: int = _option(8192, "Maximum size of a URL; more get a 414.", "Limits", ge=1)
+    max_header_bytes: int = _option(32768, "Maximum size of the headers of a request; more get a 431.", "Limits", ge=1)
+    max_body_bytes_in_flight: int = _option(
+        256 * 2**20,
+        "Maximum size of all bodies that have not been parsed yet; one API key, or one address, may take half; more get a 429.",
+        "Limits",
+        ge=1,
+    )
+    header_timeout: float = _option(10.0, "Seconds in which the headers of a request must arrive.", "Limits", gt=0)
+    body_timeout: float = _option(30.0, "Seconds in which the body of a request must arrive.", "Limits", gt=0)
+    keep_alive_timeout: float = _option(60.0, "Seconds after which a connection without a request is closed.", "Limits", gt=0)
     request_timeout: float | None = _option(
         None, "Maximum number of seconds for a request; by default no limit.", "Limits", gt=0
     )
@@ -112,7 +151,7 @@ class Settings(BaseSettings):
     )
     drain_timeout: float = _option(60.0, "Seconds that running requests have after SIGTERM.", "Limits", ge=0)
 
-    @field_validator("cors_origins", "api_keys", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", "api_keys", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value

@@ -133,7 +133,10 @@ def serving(engine: FakeEngine) -> Callable[..., Any]:
     async def start(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
         app = create_app(engine, Settings(**settings))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+        ):
             await app.state.service.loaded()
             client.service = app.state.service
             yield client

@@ -70,7 +70,7 @@ async def test_not_ready_while_loading(engine):
     app = create_app(engine, Settings())
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503
@@ -103,7 +103,7 @@ async def test_a_model_that_fails_to_load(engine):
     app = create_app(engine, Settings())
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
         with pytest.raises(OSError, match="no such model"):
             await app.state.service.loaded()
