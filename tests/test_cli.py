@@ -106,7 +106,7 @@ def test_flags_over_environment_over_file(name, sign, tmp_path, monkeypatch):
 
 
 def test_keys_come_from_environment_and_file(tmp_path, monkeypatch):
-    (tmp_path / "keys").write_text("# ours\none\n\ntwo  # of them\n")
+    (tmp_path / "keys").write_text("# ours\none\n\n  # of them\ntwo\n")
     monkeypatch.setenv("FA_SERVE_API_KEYS", "three, four")
     settings = load({"api_key_file": tmp_path / "keys"})
     assert settings.all_keys == ("three", "four", "one", "two")
