@@ -107,8 +107,8 @@ class Answer(ABC):
             async for index, output in outputs:
                 if index not in begun:
                     begun.add(index)
-                    for choice in await self._opening_in_json(index, output):
-                        yield begin + choice + b"]}"
+                    for opening in await self._opening_in_json(index, output):
+                        yield begin + opening + b"]}"
                 choice = self._increment(index, output)
                 said = choice.get("text") or choice.get("delta") or output.logprobs
                 if said or output.finished or self._body.return_token_ids:

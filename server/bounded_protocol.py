@@ -27,8 +27,8 @@ from typing import Any
 
 import httptools
 from pydantic_core import to_json
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from .half_closed import HalfClosedProtocol
 from .settings import Settings
 
 log = logging.getLogger("fa_serve.server")
@@ -121,7 +121,7 @@ class RefusedError(Exception):
     """Ends the parsing of what has arrived."""
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class BoundedProtocol(HalfClosedProtocol):
     def __init__(self, *, bounds: ConnectionBounds, table: ConnectionTable, **given: Any):
         super().__init__(**given)
         self._bounds = bounds
@@ -134,7 +134,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._said_anything = False
         self._deaf = False  # nothing that arrives is parsed
 
-    def connection_made(self, transport: BaseTransport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         if self._table.admit(self):
             self._timer = self.loop.call_later(self._bounds.header_timeout, self._late)

@@ -22,6 +22,8 @@ from prometheus_client.utils import floatToGoString
 
 from fa_serve.engine import EngineStats, RequestOutput
 
+from .logs import num_dropped
+
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
@@ -78,6 +80,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The engine's snapshot as gauges and counters."""
+        dropped = CounterMetricFamily(f"{PREFIX}log_records_dropped", "Log records dropped because nobody read the log.")
+        dropped.add_metric([], num_dropped())
+        yield dropped
         found = self._snapshot()
         if found is None:
             return

@@ -182,16 +182,19 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 @router.get("/health", tags=["Operation"])
 @router.head("/health", include_in_schema=False)
 async def health(service: Shared) -> dict[str, str]:
-    """200 while the process can serve or will be able to, which includes loading and draining; 503 if the engine is dead."""
+    """200 while the process can serve or will be able to, which includes loading and draining; 503 if the engine is dead or
+    does not answer."""
     if reason := service.death_reason():
         raise Unavailable(f"The server is dead: {reason}.")
+    if reason := service.stall_reason():
+        raise Unavailable(f"The server does not answer: {reason}.")
     return {"status": "alive"}
 
 
 @router.get("/ready", tags=["Operation"])
 @router.head("/ready", include_in_schema=False)
 async def ready(service: Shared) -> dict[str, str]:
-    """200 if requests are accepted; 503 while loading or draining."""
+    """200 if requests are accepted; 503 while loading or draining, and while the engine does not answer."""
     service.require_ready()
     return {"status": "ready"}
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LARGE_ANSWER = 1 << 20  # bytes
+STOP_SECONDS = 2.0  # what the engine's step may take at the end, when nothing is in flight any more
 RETRY_SECONDS = 5  # when a client may try again while the server loads, drains or restarts
+HEARTBEAT_SECONDS = 5.0  # the engine's process gives a sign of life each second
 
 
 class Service:
@@ -56,19 +58,24 @@ class Service:
 
     async def start(self) -> None:
         """Begin to load the model. `loaded` waits for the end."""
-        self._loading = asyncio.create_task(self.engine.start())
+        self._loading = asyncio.create_task(self._load())
+
+    async def _load(self) -> None:
+        await self.engine.start()
+        await self.tokenization.check_template()
 
     async def loaded(self) -> None:
         """Return when the engine is ready. Raises the error that kept it from loading."""
         assert self._loading is not None
         await asyncio.shield(self._loading)
 
-    async def stop(self) -> None:
+    async def stop(self, timeout: float = STOP_SECONDS) -> None:
+        """End the engine after the step that it is in, or after `timeout` seconds."""
         self.draining = True
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
-        await self.engine.shutdown()
+        await self.engine.shutdown(timeout)
         self.tokenization.shutdown()
         for thread in (self._parser, self._writer):
             thread.shutdown(wait=False, cancel_futures=True)
@@ -92,13 +99,25 @@ class Service:
                 return "the engine has died"
         return None
 
+    def stall_reason(self) -> str | None:
+        """Why an engine that is loaded and has not died does not answer at the moment, or None."""
+        if not self.running or self.engine.is_restarting:
+            return None
+        pulse = self.engine.pulse()
+        if pulse.silent_seconds > HEARTBEAT_SECONDS:
+            return f"the engine's process has given no sign of life for {pulse.silent_seconds:.0f} s"
+        limit = self.settings.step_timeout
+        if pulse.busy_seconds > limit:
+            return f"the engine's step has taken {pulse.busy_seconds:.0f} s, which is above --step-timeout {limit:g}"
+        return None
+
     def refusal_reason(self) -> str | None:
         """Why requests are refused at the moment, or None."""
         if self._loading is None or not self._loading.done():
             return "the model is being loaded"
         if self.engine.is_restarting:
             return "the engine has died and is being restarted"
-        return "the server is shutting down" if self.draining else self.death_reason()
+        return "the server is shutting down" if self.draining else self.death_reason() or self.stall_reason()
 
     def require_ready(self) -> None:
         if reason := self.refusal_reason():

@@ -32,7 +32,7 @@ from fa_serve.engine.outputs import FinishReason, RequestOutput
 from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.stats import EngineStats
-from fa_serve.engine.worker import ProcessWorker, Ready, ThreadWorker, Worker
+from fa_serve.engine.worker import STOP_SECONDS, ProcessWorker, Pulse, Ready, ThreadWorker, Worker
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -157,14 +157,24 @@ class AsyncEngine:
         finally:
             self._restarting = None
 
-    async def shutdown(self) -> None:
-        """End the engine after the step that it is in. Unfinished requests end with an error."""
+    async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
+        """End the engine after the step that it is in, or after `timeout` seconds. Unfinished requests end with an error."""
         if self._worker is not None:
-            await asyncio.to_thread(self._worker.stop)
+            await asyncio.to_thread(self._worker.stop, timeout)
             if self._restarting is not None:
                 await self._restarting
-                await asyncio.to_thread(self._worker.stop)
+                await asyncio.to_thread(self._worker.stop, timeout)
             self._end_all(EngineDeadError("the engine was shut down"))
+
+    def kill(self) -> None:
+        """End the engine's process at once, if it has one. For the end of this process: nobody is told. May be called by a
+        signal handler."""
+        if self._worker is not None:
+            self._worker.kill()
+
+    def pulse(self) -> Pulse:
+        """How long the engine's process has been silent, and how long its step takes."""
+        return self._worker.pulse() if self._worker is not None and self._ready is not None else Pulse()
 
     @property
     def is_alive(self) -> bool:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fa_serve.engine import RequestError, RequestOutput, TokenLogprob
 from fa_serve.engine.prompts import PromptReader
+from fa_serve.engine.worker import Pulse
 
 __all__ = ["served", "start_server"]
 TEMPLATE = (
@@ -57,11 +58,17 @@ class FakeEngine:
         self.aborted = []
         self.seen = []
         self.error: RequestError | None = None
+        self.beats = Pulse()
         self.gate.set()
 
     async def start(self) -> None: ...
 
-    async def shutdown(self) -> None:
+    def pulse(self) -> Pulse:
+        return self.beats
+
+    def kill(self) -> None: ...
+
+    async def shutdown(self, timeout: float = 30) -> None:
         self.error = RequestError("engine_dead", "the engine was shut down")
         self.gate.set()
 

@@ -50,6 +50,7 @@ def test_compose():
     ours = compose["services"]["fa-serve"]
     assert {ours["build"]["target"], gpu["services"]["fa-serve"]["build"]["target"]} == {"cpu", "cuda"} <= stages
     known_settings(name for name in ours["environment"])
+    assert ours["environment"]["FA_SERVE_API_KEYS"] is None, "compose passes the shell's on, or leaves it unset"
     assert int(ours["stop_grace_period"][:-1]) > DRAIN
     [scrape] = read("deploy/prometheus/prometheus.yml")["scrape_configs"]
     assert scrape["static_configs"][0]["targets"] == [f"fa-serve:{Settings.model_fields['port'].default}"]
@@ -71,7 +72,7 @@ def test_compose():
 
 def test_what_compose_leaves_empty_is_not_set(monkeypatch):
     monkeypatch.setenv("FA_SERVE_MODEL", "")
-    monkeypatch.setenv("FA_SERVE_API_KEYS", "")
+    monkeypatch.setenv("FA_SERVE_DTYPE", "")
     settings = load({})
     assert (settings.model, settings.all_keys) == (None, ())
 
