@@ -33,10 +33,10 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(name
 
 
 def test_keys_come_from_environment_and_file(tmp_path, monkeypatch):
-    (tmp_path / "keys").write_text("# ours\none\n\ntwo  # of them\n")
+    (tmp_path / "keys").write_text("# ours\none\n\n  # theirs\ntwo#2\n")
     monkeypatch.setenv("FA_SERVE_API_KEYS", "three, four")
     settings = load({"api_key_file": tmp_path / "keys"})
-    assert settings.all_keys == ("three", "four", "one", "two")
+    assert settings.all_keys == ("three", "four", "one", "two#2")
     assert "three" not in repr(settings)
 
 
