@@ -71,8 +71,7 @@ def test_compose():
 
 
 def test_what_compose_leaves_empty_is_not_set(monkeypatch):
-    monkeypatch.setenv("FA_SERVE_MODEL", "")
-    monkeypatch.setenv("FA_SERVE_DTYPE", "")
+    monkeypatch.setenv("FA_SERVE_MODEL", "")  # an API key that nobody set is not empty but absent: test_deployment.py
     settings = load({})
     assert (settings.model, settings.all_keys) == (None, ())
 
@@ -88,7 +87,7 @@ def test_kubernetes():
         kubernetes_validate.validate(document, "1.34", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(documents[0] | {"spec": {"acessModes": []}}, "1.34", strict=True)
-    claim, deployment, service, budget = documents
+    claim, deployment, service, budget, policy = documents
     pod = deployment["spec"]["template"]["spec"]
     [container] = pod["containers"]
     flags = [argument for argument in container["args"] if argument.startswith("--")]
@@ -101,6 +100,7 @@ def test_kubernetes():
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"] == labels
     assert all(document["spec"]["selector"]["matchLabels"] == labels for document in (deployment, budget))
+    assert policy["spec"]["podSelector"]["matchLabels"] == labels
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert claim["metadata"]["name"] in json.dumps(pod["volumes"])
 
