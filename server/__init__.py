@@ -20,6 +20,7 @@ From the connection to the engine, a request passes through these modules:
 
 What the requests share:
 
+    isolation.py          what keeps clients apart: the salt of cached prefixes, and whose turn a request takes
     service.py            readiness, the number of sequences in flight, the model card
     settings.py           the table of settings: flags, environment variables, and keys of a TOML or YAML file
     errors.py             every error that a client can see

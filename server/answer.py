@@ -188,7 +188,16 @@ class Answer(ABC):
             constraint=None if self._constraint is None else self._constraint.field,
             narrows=bool(body.allowed_token_ids or body.logit_bias),
         )
-        return Job(self._head["id"], body.priority or 0, self._arrival, self._n, fields)
+        isolation = self._service.isolation
+        return Job(
+            name=self._head["id"],
+            priority=body.priority or 0,
+            arrival=self._arrival,
+            n=self._n,
+            fields=fields,
+            client=isolation.client(self._key),
+            cache_salt=isolation.cache_salt(self._key, body.cache_salt),
+        )
 
     def _count(self, index: int, output: RequestOutput) -> None:
         """Add a finished sequence to the usage. The sequences of a prompt share its cached tokens, which count once."""

@@ -79,7 +79,12 @@ class SamplingRequest(StrictModel):
     stop_token_ids: FewIds | None = None
     allowed_token_ids: Annotated[FewIds, Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="A request with a lower value is served sooner.")
+    priority: int | None = Field(
+        None, ge=-1000, le=1000, description="Of one API key's requests, those with a lower value are served sooner."
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=512, description="Cached prefixes are shared with requests of the same salt only."
+    )
     return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids to each choice.")
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="Not allowed with stream.")

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
+from .isolation import Isolation
 from .json_bounds import JsonBounds
 from .metrics import Metrics
 from .replies import ModelCard
@@ -36,6 +37,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.tokenization = Tokenization(engine, settings)
+        self.isolation = Isolation(settings)
         self.metrics = Metrics(lambda: (self.engine.stats(), self.model_name) if self.running else None)
         self.created = int(time.time())
         self.json_bounds = JsonBounds(settings.max_json_values, settings.max_json_fields)
@@ -146,6 +148,7 @@ class Service:
         if key_limit is not None and self._in_flight[key] + count > key_limit:
             message = f"This API key may have at most {key_limit} sequences in flight. Try again later."
             raise TooManyRequests(message, retry_after=1)
+        self._require_share(count, key, limit)
         self._in_flight[key] += count
         self._idle.clear()
         try:
@@ -173,6 +176,22 @@ class Service:
             yield
         finally:
             self._answer_bytes -= size
+
+    def _require_share(self, count: int, key: str | None, limit: int) -> None:
+        """Leave room in the queue for other keys: the less is left, the less of it a key may take that has some already.
+
+        These are the dynamic thresholds of Choudhury and Hahne (1998). One key alone reaches `max_key_share` of the queue, and
+        several keys share it evenly, with some room left.
+        """
+        own = self._in_flight[key]
+        share = self.settings.max_key_share
+        left = limit - self.in_flight - count
+        if own and len(self.settings.all_keys) > 1 and (own + count) * (1 - share) > left * share:
+            message = (
+                f"This API key has {own} sequences in flight, and the last places in the queue are kept for other keys "
+                f"(--max-key-share {share:g}). Try again later."
+            )
+            raise TooManyRequests(message, retry_after=1)
 
     @property
     def model_name(self) -> str:

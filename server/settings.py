@@ -94,6 +94,18 @@ class Settings(BaseSettings):
         None, "File with one API key in each line; a line that begins with # is a comment.", "Access"
     )
     allow_request_chat_template: bool = _option(False, "Allow requests to carry chat templates.", "Access")
+    prefix_sharing: Literal["all", "key", "none"] = _option(
+        "key",
+        "Who shares cached prompts: all clients, the requests of one API key, or no two requests. Sharing tells how much of a "
+        "prompt was sent before, by cached_tokens and by time.",
+        "Access",
+    )
+    priority_scope: Literal["key", "global"] = _option(
+        "key",
+        "Whose requests a request's priority is compared with: those of its API key, where keys take turns, or all, where a "
+        "key may delay the others.",
+        "Access",
+    )
     public_metrics: bool = _option(False, "Serve /metrics without an API key.", "Access")
 
     log_level: Literal["debug", "info", "warning", "error"] = _option(
@@ -110,6 +122,14 @@ class Settings(BaseSettings):
     )
     max_per_key: int | None = _option(
         None, "Maximum number of sequences in flight for one API key; by default no limit.", "Limits", ge=1
+    )
+    max_key_share: float = _option(
+        0.9,
+        "Largest fraction of the queue that one of several API keys may fill. The fuller the queue is, the less of it a key "
+        "may take, so that a place is left for other keys. 1 is no limit.",
+        "Limits",
+        gt=0,
+        le=1,
     )
     max_n: int = _option(128, "Maximum number of sequences in one request.", "Limits", ge=1)
     max_body_bytes: int = _option(16 * 2**20, "Maximum size of a request's body.", "Limits", ge=1)

@@ -216,8 +216,12 @@ class AsyncEngine:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        client: str | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The increments of all answers; the last one of each answer is `finished`. Leaving the iterator aborts the request.
+
+        The arguments are those of `Engine.add_request`.
 
         Before the first output it raises ParameterError as `Engine.add_request` does, QueueFullError when too many requests
         wait, and EngineDeadError when the engine has ended or has not been started.
@@ -238,7 +242,7 @@ class AsyncEngine:
             if self._error is not None:
                 raise self._error
             if mailbox.unfinished:  # else it was aborted meanwhile
-                worker.send(Add(name, tokens, params, priority, timeout))
+                worker.send(Add(name, tokens, params, priority, timeout, client=client, cache_salt=cache_salt))
                 mailbox.sent = True
             while not mailbox.drained():
                 output = await mailbox.get()

@@ -120,8 +120,15 @@ class Engine:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        client: str | None = None,
+        cache_salt: str | None = None,
     ) -> None:
-        """Queue a request. A lower priority value is served sooner. After `timeout` seconds the request ends with an error.
+        """Queue a request.
+
+        priority:   -1000 to 1000; of one client's requests, those with a lower value are served sooner
+        timeout:    seconds after which the request ends with an error
+        client:     whose request it is: clients take turns, so that no client waits for all that another one has queued
+        cache_salt: cached prefixes are shared with requests of the same salt only
 
         Raises ParameterError for a prompt that is empty, too long or not of this vocabulary, for an id that is in use, and for
         a structured output that cannot be followed. Raises QueueFullError when max_waiting requests wait already.
@@ -129,7 +136,7 @@ class Engine:
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
         params = params or SamplingParams()
-        requests = self._process(request_id, prompt, params, priority)
+        requests = self._process(request_id, prompt, params, priority, client, cache_salt)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
         self._submit(request_id, params, requests, timeout)
@@ -245,11 +252,17 @@ class Engine:
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
 
     def _process(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        client: str | None = None,
+        cache_salt: str | None = None,
     ) -> list[Request]:
         if request_id in self._groups or request_id in self._scheduler.sequences:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
-        return self._processor.process(request_id, prompt, params, priority)
+        return self._processor.process(request_id, prompt, params, priority, client, cache_salt)
 
     def _submit(self, request_id: str, params: SamplingParams, requests: list[Request], timeout: float | None = None) -> None:
         matchers = [None if params.structured is None else self._grammars.matcher(params.structured) for _ in requests]

@@ -36,6 +36,8 @@ class Add:
     priority: int = 0
     timeout: float | None = None
     compiled: bool = False
+    client: str | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,13 @@ class EngineLoop:
             return
         try:
             self._engine.add_request(
-                command.request_id, command.prompt, command.params, priority=command.priority, timeout=command.timeout
+                command.request_id,
+                command.prompt,
+                command.params,
+                priority=command.priority,
+                timeout=command.timeout,
+                client=command.client,
+                cache_salt=command.cache_salt,
             )
         except (ValueError, QueueFullError) as error:
             self._rejected.append((command.request_id, error))

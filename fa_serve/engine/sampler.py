@@ -1,7 +1,7 @@
 """Logits into tokens, for a whole batch on the device and without waiting for it.
 
     params = SampleParams(**send(sampling_arrays(requests, positions, vocab), device))
-    tokens = sample(logits, params)          # int64 (n,); -1 where the logits are not finite
+    tokens = sample(logits, params)          # int64 (n,); INVALID_TOKEN where the logits are not finite
 
 Each row is drawn independently. Its random numbers are a hash of the request's seed and the token's position, so a seed gives
 the same numbers alone, in any batch, and after preemption.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine.request import Request
+from fa_serve.engine.scheduler import INVALID_TOKEN, NO_TOKEN
 from fa_serve.ops.exponential_race import GOLDEN, MIX1, MIX2
 
 NEG_INF = float("-inf")
@@ -100,10 +101,13 @@ def sample(
 
     logits:      (n, vocab), any float dtype
     slots:       (n,) int64, the sequences' rows in `counts` and `last_tokens`
-    last_tokens: (num_slots,) int64; the tokens are written to it at `slots`, and 0 in place of INVALID_TOKEN
+    last_tokens: (num_slots,) int64; the tokens are written to it at `slots`, and any token for rows that end here
+
+    A row of logits that is not finite gives INVALID_TOKEN, even if a mask hides the values that are not finite. A finite row of
+    which the parameters leave nothing gives NO_TOKEN.
     """
     scores = _adjust(logits, params, counts, slots)
-    return ops.sample_rows(
+    tokens = ops.sample_rows(
         scores,
         params.keys,
         params.temperature,
@@ -114,6 +118,11 @@ def sample(
         last_tokens,
         params.largest_top_k,
     )
+    if scores is logits:
+        return tokens
+    # the largest value is NaN if any value is
+    finite = torch.isfinite(logits.amax(dim=-1))
+    return torch.where(finite, tokens.masked_fill(tokens == INVALID_TOKEN, NO_TOKEN), INVALID_TOKEN)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny_models import CONFIGS, greedy, make_model, random_prompts
 
-from fa_serve.engine import Engine, EngineConfig, QueueFullError, SamplingParams, model_runner
+from fa_serve.engine import Engine, EngineConfig, QueueFullError, SamplingParams, StructuredOutput, model_runner
+from fa_serve.spec import ParameterError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
@@ -277,6 +278,66 @@ def test_out_of_memory_after_a_token_was_sampled_changes_nothing(make_engine, mo
     assert [answer.token_ids for answer in engine.generate([[5, 6, 7], [8, 9]], params)] == expected
     assert next(calls) > 5
     engine.check_integrity()
+
+
+BIASED = SamplingParams(max_tokens=4, temperature=0.0, logit_bias={7: 1.0})
+FORCED = SamplingParams(max_tokens=4, temperature=0.0, structured=StructuredOutput(regex="[a-z]+"))
+
+
+@pytest.mark.parametrize("attack", [GREEDY, BIASED, FORCED, None], ids=["plain", "biased", "regex", "aborted"])
+@pytest.mark.parametrize("victim", [BIASED, FORCED], ids=["biased", "regex"])
+def test_values_that_are_not_finite_reach_no_other_request(make_engine, attack, victim) -> None:
+    """A step that goes wrong once fails the requests in it, and no later one that begins with the same tokens."""
+    model = make_model()
+    engine = make_engine(model=model, max_num_batched_tokens=16)
+    prompt = [5, *range(20, 45)]
+    embedding = model.get_input_embeddings().weight
+    expected = engine.generate([prompt], replace(victim, seed=1))[0].token_ids
+    engine = make_engine(model=model, max_num_batched_tokens=16)
+    sound = embedding[5].clone()
+    embedding.data[5] = float("nan")
+    if attack is None:  # leaves before any logits are there
+        engine.add_request("attack", prompt, GREEDY)
+        engine.step()
+        engine.abort("attack")
+    else:
+        assert engine.generate([prompt], attack)[0].error.code == "not_finite"
+    embedding.data[5] = sound
+    for _ in range(3):
+        completion = engine.generate([[*prompt, 3]], victim)[0]
+        assert completion.error is None
+    assert engine.generate([prompt], replace(victim, seed=1))[0].token_ids == expected
+    engine.check_integrity()
+
+
+def test_a_request_that_is_not_finite_withdraws_the_pages_that_it_shared(make_engine) -> None:
+    model = make_model()
+    engine = make_engine(model=model)
+    prompt = [5, *range(20, 45)]
+    engine.generate([prompt], GREEDY)
+    for cache in (x for pair in engine._runner.kv_caches for x in pair):
+        cache.fill_(float("nan"))
+    completion = engine.generate([prompt], BIASED)[0]
+    assert (completion.error.code, completion.num_cached_tokens) == ("not_finite", 24)
+    completion = engine.generate([prompt], BIASED)[0]
+    assert (completion.error, completion.num_cached_tokens) == (None, 0)
+
+
+def test_a_priority_has_bounds(make_engine) -> None:
+    engine = make_engine()
+    for priority in (-1001, 1001, -(2**31)):
+        with pytest.raises(ParameterError, match="priority must be between -1000 and 1000") as error:
+            engine.add_request("a", [1], priority=priority)
+        assert error.value.field == "priority"
+
+
+def test_requests_of_one_salt_share_a_prefix_and_others_do_not(make_engine) -> None:
+    engine = make_engine()
+    cached = []
+    for number, salt in enumerate((None, "a", None, "a", "b")):
+        engine.add_request(str(number), list(range(20)), GREEDY, cache_salt=salt)
+        cached += [output.num_cached_tokens for _ in range(13) for output in engine.step() if output.finished]
+    assert cached == [0, 0, 16, 16, 0]
 
 
 def test_no_more_than_max_waiting_requests_wait(make_engine) -> None:
