@@ -37,6 +37,8 @@ LOG_SECONDS = 60.0  # between two lines of the log that tell that there are too 
 FRAMING_BYTES = 1 << 20  # what the framing of a chunked body may take on the wire
 SMALL_PIECE = 64  # bytes of a chunk; the parser calls Python for each chunk
 FREE_PIECES = 1024  # chunks that may be smaller
+LINGER_SECONDS = 1.0  # in which a client that is still sending can read that it was refused
+LINGER_BYTES = 1 << 20
 OWN_FILES = 64  # open files that are no connections: the engine's, the event loop's, logs, libraries
 
 
@@ -137,6 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_whole = True
         self._said_anything = False
         self._deaf = False  # nothing that arrives is parsed
+        self._dropped = 0  # bytes that have arrived since then
 
     def connection_made(self, transport: BaseTransport) -> None:  # type: ignore[override]
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -152,6 +155,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:
+            self._dropped += len(data)
+            if self._dropped > LINGER_BYTES:
+                self.transport.abort()
             return
         self._unset_keepalive_if_required()
         self._said_anything = True
@@ -275,7 +281,12 @@ class BoundedProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         retry = "retry-after: 1\r\n" if status == 503 else ""
         self.transport.write(f"{head}{retry}content-length: {len(content)}\r\n\r\n".encode() + content)
-        self.transport.close()
+        if status == 503:
+            self.transport.close()
+            return
+        # closed at once, the connection would be reset by what the client still sends, and the answer would be lost
+        self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _disarm(self) -> None:
         if self._timer is not None:
