@@ -1,4 +1,4 @@
-"""Connections of a real server over the fake engine: what is too large, too slow or too many ends with an error or is closed."""
+"""Connections of a real server over the fake engine: what is too large, too slow or too many is refused or closed."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ async def ask(connect, *parts, pause=0.0):
             await writer.drain()
             await asyncio.sleep(pause)
         return said(await asyncio.wait_for(reader.read(), 5))
-    except (ConnectionError, asyncio.TimeoutError):
+    except (ConnectionError, TimeoutError):
         return None, None
 
 
