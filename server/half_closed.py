@@ -1,9 +1,9 @@
 """Clients that end their side of the connection after the request, as `nc -N` does, and still wait for the answer.
 
 uvicorn takes the end of what a client sends for the end of the client. TCP announces both in the same way: a client that is
-gone is told apart only by its reset, which it sends when it gets data. So the connection stays open while a request is answered,
-and an answer that has not begun after PROBE_SECONDS is preceded by an interim response, 100 Continue, which HTTP/1.1 lets a
-server send at any time. A client that is gone resets the connection, and its sequences are aborted.
+gone is told apart only by its reset, which it sends when it gets data. So the connection stays open while a request is
+answered, and an answer that has not begun after PROBE_SECONDS is preceded by an interim response, 100 Continue, which HTTP/1.1
+lets a server send at any time. A client that is gone resets the connection, and its sequences are aborted.
 
 Where the state of a connection is not to be had (not on Linux), and for HTTP/1.0, which has no interim responses, everything is
 as it is in uvicorn.
