@@ -34,6 +34,8 @@ HONEST = "honest-key"
 MODEL = "fa-serve-demo"
 CALM_SECONDS = 10.0 if FULL else 3.0
 SETTLE_SECONDS = 30.0
+# A short attack has tens of probes, so that its p99 is its slowest probe, on a machine that may run other tests meanwhile.
+SHORT_SLACK = {"health": 0.0 if FULL else 0.5, "completion": 0.0 if FULL else 1.0}
 
 
 @dataclass
@@ -82,11 +84,12 @@ class Fortress:
     def memory(self) -> int:
         return memory_of(self.pid)
 
-    def limits(self) -> tuple[float, float]:
+    def limits(self) -> dict[str, float]:
         """Seconds that the p99 of /health and of a completion may take under attack."""
         # on a machine that is busy with other work, /health is late without an attack
         health = max(HEALTH_P99, COMPLETION_FACTOR * self.calm.health.p99)
-        return health, COMPLETION_FACTOR * max(self.calm.completion.p99, CALM_COMPLETION)
+        completion = COMPLETION_FACTOR * max(self.calm.completion.p99, CALM_COMPLETION)
+        return {"health": health + SHORT_SLACK["health"], "completion": completion + SHORT_SLACK["completion"]}
 
     @contextmanager
     def under_attack(self, what: str, *, memory: bool = True, growth: int | None = None) -> Iterator[None]:
@@ -113,7 +116,7 @@ class Fortress:
             print(f"\n{what}: {json.dumps({'seconds': round(seconds, 1)} | report.figures() | megabytes)}")
         failures = report.failures
         assert not failures, failures[:3]
-        for name, allowed in zip(("health", "completion"), self.limits(), strict=True):
+        for name, allowed in self.limits().items():
             p99 = getattr(report, name).p99
             assert p99 <= allowed, f"{name} p99 {p99:.3f} s under attack, allowed {allowed:.3f} s"
         grown = peak - self.calm_memory
