@@ -4,33 +4,36 @@
 #   docker run --rm -p 127.0.0.1:8000:8000 -v fa-serve-weights:/weights fa-serve:cpu serve Qwen/Qwen3-0.6B
 #   docker run --rm --gpus all --shm-size 1g -p 127.0.0.1:8000:8000 -v fa-serve-weights:/weights fa-serve:cuda
 # Weights from the hub are kept in the volume /weights. Settings are flags after `serve`, or FA_SERVE_* in the environment.
+# Every package is a wheel with the hash that requirements/cpu.txt or requirements/cuda.txt has; pip refuses any other file.
 # TORCH_INDEX is an index with a CPU build of torch; pip searches it and the index that it is configured with.
+# BASE_IMAGE is one image for all stages. `make pin-images` writes its digest here; without a digest the tag may move.
+ARG BASE_IMAGE=python:3.11-slim
 
-FROM python:3.11-slim AS build
+FROM ${BASE_IMAGE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PATH=/opt/fa-serve/bin:$PATH
 RUN python -m venv /opt/fa-serve
 WORKDIR /src
-COPY constraints.txt ./
 
 # The large wheels come first, in a layer that stays cached when only our source changes.
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN pip install --extra-index-url "${TORCH_INDEX}" -c constraints.txt torch transformers triton
+COPY requirements/cpu.txt requirements.txt
+RUN pip install --require-hashes --only-binary :all: --extra-index-url "${TORCH_INDEX}" -r requirements.txt
 COPY LICENSE README.md pyproject.toml ./
 COPY fa_serve fa_serve
 COPY server server
-RUN pip install --extra-index-url "${TORCH_INDEX}" -c constraints.txt '.[server,otel]'
+RUN pip install --no-index --no-deps --no-build-isolation .
 
 # torch with CUDA, and the Triton version that it pins; constraints.txt says why
 FROM build AS build-cuda
-RUN sed -i 's/^torch==.*/torch==2.11.0/' constraints.txt \
-  && pip install -c constraints.txt torch transformers triton
+COPY requirements/cuda.txt requirements.txt
+RUN pip install --require-hashes --only-binary :all: -r requirements.txt
 COPY LICENSE README.md pyproject.toml ./
 COPY fa_serve fa_serve
 COPY server server
-RUN pip install -c constraints.txt '.[server,otel]'
+RUN pip install --no-index --no-deps --no-build-isolation .
 
-FROM python:3.11-slim AS runtime
+FROM ${BASE_IMAGE} AS runtime
 RUN useradd --create-home --uid 1000 fa-serve && install -d -o fa-serve -g fa-serve /weights
 ENV PATH=/opt/fa-serve/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/weights FA_SERVE_HOST=0.0.0.0
 VOLUME /weights

@@ -12,15 +12,20 @@ ARGS   ?=
 JOBS   ?= 2
 EVERY  ?= 17
 BENCH  ?= prefill varlen window decode mixed
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-newest lint types docs check format test-load test-security fuzz abuse test-gpu memcheck bench release clean
+.PHONY: help serve test test-newest lint types docs check format test-load test-security fuzz abuse test-gpu memcheck bench release \
+  requirements sbom pin-images clean
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# Wheels for the images: Python 3.11 on x86-64 with glibc 2.36 (Debian 12) or later
+LOCK   := $(VENV)/tools/bin/uv pip compile --generate-hashes --only-binary :all: --python-version 3.11 \
+  --python-platform x86_64-manylinux_2_36 --no-annotate --quiet --custom-compile-command 'make requirements'
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --timeout 300 -q
 
 help: ## list the targets
@@ -90,8 +95,23 @@ release: $(VENV)/.release ## build sdist and wheel in dist/, check both, and try
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python tests/release/check_release.py dist --constraints $(VENV)/constraints.txt
 
+requirements: $(VENV)/tools/.installed ## write requirements/*.txt again, with a hash for each file of a package
+	$(LOCK) requirements/tools.in -o requirements/tools.txt
+	$(LOCK) pyproject.toml --extra server --extra otel -c constraints.txt -o requirements/cpu.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
+	sed 's/^torch==.*/torch==2.11.0/' constraints.txt > $(VENV)/constraints-cuda.txt
+	$(LOCK) pyproject.toml --extra server --extra otel -c $(VENV)/constraints-cuda.txt -o requirements/cuda.txt
+
+sbom: $(VENV)/tools/.installed ## list what the images install, as CycloneDX documents in sbom/
+	mkdir -p sbom
+	for image in cpu cuda; do $(VENV)/tools/bin/python -W ignore -m cyclonedx_py requirements requirements/$$image.txt --pyproject pyproject.toml \
+	  --mc-type application --output-reproducible --of JSON -o sbom/fa-serve-$$image.cdx.json; done
+
+pin-images: ## write the digest of each base image into Dockerfile and compose.yaml; needs docker and its registry
+	$(PYTHON) deploy/pin_images.py Dockerfile compose.yaml
+
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) bench_logs build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) bench_logs build dist site sbom *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or exit("constraints.txt needs Python 3.11 or later: make PYTHON=python3.11 ...")'
@@ -111,4 +131,9 @@ $(VENV)/.server $(VENV)/.docs $(VENV)/.test $(VENV)/.release: $(VENV)/.%: pyproj
 $(VENV)/.newest: requirements-newest.txt $(VENV)/.test
 	@rm -rf $(VENV)/newest
 	@$(PIP) install -qq --no-deps --target $(VENV)/newest -r $<
+	@touch $@
+
+$(VENV)/tools/.installed: requirements/tools.txt
+	@$(PYTHON) -m venv $(VENV)/tools
+	@$(VENV)/tools/bin/python -m pip --disable-pip-version-check install -qq --require-hashes --only-binary :all: -r $<
 	@touch $@

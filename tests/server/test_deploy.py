@@ -50,6 +50,7 @@ def test_compose():
     ours = compose["services"]["fa-serve"]
     assert {ours["build"]["target"], gpu["services"]["fa-serve"]["build"]["target"]} == {"cpu", "cuda"} <= stages
     known_settings(name for name in ours["environment"])
+    assert ours["environment"]["FA_SERVE_API_KEYS"] is None, "compose passes the shell's on, or leaves it unset"
     assert int(ours["stop_grace_period"][:-1]) > DRAIN
     [scrape] = read("deploy/prometheus/prometheus.yml")["scrape_configs"]
     assert scrape["static_configs"][0]["targets"] == [f"fa-serve:{Settings.model_fields['port'].default}"]
@@ -70,8 +71,7 @@ def test_compose():
 
 
 def test_what_compose_leaves_empty_is_not_set(monkeypatch):
-    monkeypatch.setenv("FA_SERVE_MODEL", "")
-    monkeypatch.setenv("FA_SERVE_API_KEYS", "")
+    monkeypatch.setenv("FA_SERVE_MODEL", "")  # an API key that nobody set is not empty but absent: test_deployment.py
     settings = load({})
     assert (settings.model, settings.all_keys) == (None, ())
 
@@ -87,7 +87,7 @@ def test_kubernetes():
         kubernetes_validate.validate(document, "1.34", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(documents[0] | {"spec": {"acessModes": []}}, "1.34", strict=True)
-    claim, deployment, service, budget = documents
+    claim, deployment, service, budget, policy = documents
     pod = deployment["spec"]["template"]["spec"]
     [container] = pod["containers"]
     flags = [argument for argument in container["args"] if argument.startswith("--")]
@@ -100,6 +100,7 @@ def test_kubernetes():
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"] == labels
     assert all(document["spec"]["selector"]["matchLabels"] == labels for document in (deployment, budget))
+    assert policy["spec"]["podSelector"]["matchLabels"] == labels
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert claim["metadata"]["name"] in json.dumps(pod["volumes"])
 

@@ -72,7 +72,7 @@ async def test_request_ids_and_the_access_log(serving, caplog):
     assert "secret" not in caplog.text
 
 
-async def test_no_path_writes_a_line_of_its_own_into_the_log(serving, caplog):
+async def test_no_path_writes_an_additional_line_into_the_log(serving, caplog):
     caplog.set_level(logging.INFO, "fa_serve.access")
     async with serving() as client:
         assert (await client.get("/x%0aINFO forged")).status_code == 404
