@@ -31,7 +31,8 @@ import server_process
 from security import attacks
 from security.probe import MEMORY_FACTOR, Probe, measure, memory_of
 
-HONEST, ATTACKER = "honest-key", "attackers-key"
+HONEST = "honest-key"
+ATTACKER = "attackers-key"
 SETTLE = 30.0
 
 
@@ -68,7 +69,8 @@ class Honest:
     async def _answer(self, client: httpx.AsyncClient, prompt: str) -> str:
         body = {"model": attacks.MODEL, "prompt": prompt, "max_tokens": self.tokens, "temperature": 0, "stream": True}
         begin = time.monotonic()
-        text, done = "", False
+        text = ""
+        done = False
         async with client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as reply:
             if reply.status_code != 200:
                 raise RuntimeError(f"{reply.status_code} {await reply.aread()!r}")
@@ -92,7 +94,8 @@ class Abuse:
     def __init__(self, url: str, seed: int, threads: int):
         address = httpx.URL(url)
         self.counts: Counter[str] = Counter()
-        self._url, self._address = url, (address.host, address.port or 80)
+        self._url = url
+        self._address = (address.host, address.port or 80)
         self._stopped = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(random.Random(f"{seed}-{i}"),)) for i in range(threads)]
         for each in self._threads:

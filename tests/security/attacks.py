@@ -211,7 +211,7 @@ def many_streams(address: Address, key: str | None = None, count: int = 40) -> i
     return len(opened)
 
 
-def come_and_go(address: Address, key: str | None = None, count: int = 400) -> int:
+def come_and_go(address: Address, key: str | None = None, count: int = 100) -> int:
     """Requests whose client resets the connection at once."""
     body = completion(guided_regex=hostile_regex(), max_tokens=500)[1]
     for _ in range(count):

@@ -17,7 +17,6 @@ import contextlib
 import http.client
 import json
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -120,8 +119,24 @@ def memory_of(pid: int) -> int:
     return total
 
 
-def open_files(pid: int) -> int:
-    return sum(len(os.listdir(f"/proc/{each}/fd")) for each in process_tree(pid))
+class MemoryWatch:
+    """Measures the memory of a process and its descendants until `stop`, which returns the largest value."""
+
+    def __init__(self, pid: int):
+        self._pid = pid
+        self._peak = memory_of(pid)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(0.2):
+            self._peak = max(self._peak, memory_of(self._pid))
+
+    def stop(self) -> int:
+        self._stopped.set()
+        self._thread.join()
+        return max(self._peak, memory_of(self._pid))
 
 
 def _main(url: str, key: str, model: str) -> None:
