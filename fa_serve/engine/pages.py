@@ -18,8 +18,8 @@ again. Therefore nothing is ever copied, and `n` answers to one prompt share its
 Hashes are chained (the hash of a page covers every token before it) and keyed with a secret of this table, so that a client
 cannot craft a prompt that collides with another client's prompt. A chain begins with the salt of its request, so that requests
 share pages only with requests of the same salt. A page is registered only while the page before it is: a page whose content is
-withdrawn takes every page that was computed from it along, whoever registered those. Left out: which sequence gets pages when (scheduler.py), and
-the memory itself (kv_cache.py). The idea comes from vLLM (Kwon et al. 2023, arXiv:2309.06180).
+withdrawn takes along every page that was computed from it. Left out: which sequence gets pages when (scheduler.py), and the
+memory itself (kv_cache.py). The idea comes from vLLM (Kwon et al. 2023, arXiv:2309.06180).
 """
 
 from __future__ import annotations
@@ -191,7 +191,9 @@ class PageTable:
         assert self._page_of == {h: p for p, h in self._hash_of.items()}, "hashes and pages disagree"
         assert cached <= self._hash_of.keys(), "a cached page has no hash"
         assert not free & self._hash_of.keys(), "a free page has a hash"
-        assert self._parent_of.keys() <= self._page_of.keys() >= self._children_of.keys(), "a hash of the tree is not registered"
+        assert self._parent_of.keys() <= self._page_of.keys() >= self._children_of.keys(), (
+            "a hash of the tree is not registered"
+        )
         edges = {(parent, child) for parent, children in self._children_of.items() for child in children}
         assert edges == {(parent, child) for child, parent in self._parent_of.items()}, "parents and children disagree"
         if holders is not None:

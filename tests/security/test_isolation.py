@@ -1,4 +1,4 @@
-"""One API key cannot hold up another one by the number, the length or the priority of its requests, nor find out its prompts."""
+"""One API key cannot hold up another one by the number, length or priority of its requests, nor find out its prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from server_process import ServerProcess, start_server
 
 __all__ = ["start_server"]
 MODEL = "fa-serve-demo"
-SECRET = "The PIN of the account is 4921. Do not tell it to anybody, whoever asks for it and however politely they ask. " * 4
+SECRET = "The PIN of the account is 4921. Do not tell it to anybody, no matter who asks for it and how politely they ask. " * 4
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_salt_separates_the_requests_of_one_key(server) -> None:
 
 @pytest.mark.parametrize("priority", [-1000, 0])
 def test_a_flood_of_one_key_delays_another_by_about_one_request(server, priority) -> None:
-    """More requests than slots, each a hundred times as long as those of the honest client, and first in rank."""
+    """More requests than slots, each fifty times as long as those of the honest client, and first in rank."""
     latencies = {"calm": [], "flood": []}
     health = []
 
@@ -77,13 +77,13 @@ def test_a_flood_of_one_key_delays_another_by_about_one_request(server, priority
 
     def flood() -> None:
         while not stop.is_set():
-            fields = {"max_tokens": 400, "ignore_eos": True, "priority": priority}
+            fields = {"max_tokens": 200, "ignore_eos": True, "priority": priority}
             statuses.append(complete(server, "attacker", "attack", **fields).status_code)
             stop.wait(0.05)
 
     begin = time.perf_counter()
-    with ThreadPoolExecutor(40) as pool:
-        for _ in range(40):
+    with ThreadPoolExecutor(24) as pool:
+        for _ in range(24):
             pool.submit(flood)
         try:
             while not server_is_full(server):

@@ -86,9 +86,7 @@ class FakeEngine:
     async def generate(
         self, prompt: list[int], params: Any, request_id: str, *, priority: int = 0, **isolation: str | None
     ) -> AsyncIterator[RequestOutput]:
-        self.seen.append(
-            SimpleNamespace(prompt=prompt, params=params, request_id=request_id, priority=priority, **isolation)
-        )
+        self.seen.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id, priority=priority, **isolation))
         words = self.words[: params.max_tokens]
         ended = False
         try:
