@@ -6,6 +6,8 @@ VENV   ?= .venv
 HOST   ?= 127.0.0.1
 PORT   ?= 8000
 MODEL  ?=
+FUZZ_SECONDS ?= 600
+FUZZ_SEED    ?= $(shell date +%s)
 ARGS   ?=
 JOBS   ?= 2
 EVERY  ?= 17
@@ -16,8 +18,8 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-newest lint types docs check format test-load test-gpu memcheck bench release requirements sbom \
-  pin-images clean
+.PHONY: help serve test test-newest lint types docs check format test-load test-security fuzz abuse test-gpu memcheck bench release \
+  requirements sbom pin-images clean
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -27,7 +29,7 @@ LOCK   := $(VENV)/tools/bin/uv pip compile --generate-hashes --only-binary :all:
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --timeout 300 -q
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 	@echo "  variables: PYTHON=$(PYTHON) HOST=$(HOST) PORT=$(PORT) MODEL=<hub name or folder> ARGS=<more flags> JOBS=$(JOBS)"
 
 serve: $(VENV)/.server ## install and serve the embedded model (or MODEL) on HOST:PORT
@@ -41,6 +43,15 @@ endif
 
 test-load: $(VENV)/.test ## the load tests of the service in full: minutes; they print what they measure
 	FA_SERVE_LOAD=full $(BIN)/pytest -q -s --timeout 900 tests/server/test_load.py
+
+test-security: $(VENV)/.test ## the attacks of tests/security in full, with what an honest client gets meanwhile
+	FA_SERVE_LOAD=full $(BIN)/pytest -q -s --timeout 900 tests/security
+
+fuzz: $(VENV)/.test ## the fuzzer over all routes for FUZZ_SECONDS (600); a failure prints the steps to keep
+	FA_SERVE_FUZZ_SECONDS=$(FUZZ_SECONDS) FA_SERVE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest -q -s tests/security/test_fuzz.py
+
+abuse: $(VENV)/.test ## honest streams beside random abuse for an hour (ARGS="--seconds 120")
+	$(BIN)/python benchmarks/abuse.py $(ARGS)
 
 test-newest: $(VENV)/.newest ## the transformers adapter with the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'

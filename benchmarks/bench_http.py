@@ -23,8 +23,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fa_serve.engine import EngineConfig, RequestOutput, async_engine, worker
-from fa_serve.engine.engine import EngineStats
+from fa_serve.engine import EngineConfig, EngineStats, RequestOutput, async_engine, worker
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

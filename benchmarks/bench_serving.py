@@ -100,7 +100,7 @@ def record(found: dict[str, dict[str, float]], args: argparse.Namespace) -> None
     results.write()
 
 
-# The servers, each in a process group of its own
+# The servers, each in a separate process group
 
 
 def ours(folder: str, args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -229,7 +229,7 @@ def drive(load: Load, args: argparse.Namespace) -> dict[str, Any]:
     return asyncio.run(offer(replace(load, processes=args.clients)))
 
 
-# The engine alone, in a process of its own
+# The engine alone, in a separate process
 
 
 def alone(shape: str, folder: str, args: argparse.Namespace, deadline: float) -> float:

@@ -3,7 +3,7 @@
     python examples/offline_engine.py                       # the embedded model
     python examples/offline_engine.py Qwen/Qwen3-0.6B       # any causal model that fa_serve supports
 
-All prompts run in one batch over one paged cache. Greedy and sampled requests mix freely, and what prompts have in common is
+All prompts run in one batch over one paged cache. Greedy and sampled requests mix freely, and a common prefix of prompts is
 computed once.
 """
 
@@ -25,12 +25,12 @@ def main() -> None:
         print(f"--- {completion.finish_reason}, {completion.num_cached_tokens} tokens of the prompt from the cache")
         print(prompt.removeprefix(HEAD) + completion.text)
 
-    # held to a schema, whatever the model would rather say
+    # structured output: the answer follows the schema, whatever the model would write otherwise
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
-    held = SamplingParams(max_tokens=48, temperature=0.0, structured=StructuredOutput(json_schema=schema))
-    print("--- held to a schema", engine.generate(["n = 3 as JSON: "], held)[0].text, sep="\n")
+    structured = SamplingParams(max_tokens=48, temperature=0.0, structured=StructuredOutput(json_schema=schema))
+    print("--- structured", engine.generate(["n = 3 as JSON: "], structured)[0].text, sep="\n")
 
-    # one request, as it comes
+    # one request, streamed step by step
     engine.add_request("stream", PROMPTS[0], sampled)
     print("--- streamed")
     while engine.has_unfinished():

@@ -108,6 +108,8 @@ def serve(
     """
     # the first process of a container has no default action for signals, so until the server handles them, this does
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # neither a closed terminal nor `kill -HUP` ends the service
     report = StartupReport()
     try:
         settings = load(_given({"model": model, **flags}), config)

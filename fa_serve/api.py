@@ -114,11 +114,12 @@ def attention(
     sinks = _contiguous(sinks)
     tensors = AttentionTensors(q, k, v, sinks, mask, out=out)
     # One query per sequence behind a cache that grows: the calls of all steps look alike.
-    growing = q.dim() == k.dim() == v.dim() == 4 and q.shape[1] == 1 and k.shape[1] > FEW_QUERIES and out is None
-    key: tuple[Any, ...] | None = growing_facts(q, k, v, mask) if growing else None
-    if key is None:
-        key = facts(q, k, v, mask, out)
-    key = ("dense", key, facts(sinks), options)
+    growing = growing_facts(q, k, v, mask) if q.dim() == 4 and q.shape[1] == 1 and out is None else None
+    key: tuple[Any, ...]
+    if growing is None:
+        key = ("dense", facts(q, k, v, sinks, mask, out), options)
+    else:
+        key = ("growing", growing, facts(sinks), options)
     run = PLANS.get(key)
     if run is None:
         run = PLANS.add(key, _plan_dense(tensors, options))

@@ -1,11 +1,12 @@
-"""What a test of an attention backend needs: inputs, the tolerance rule, poisoned memory. For users' backends too.
+"""What a test of an attention backend needs: inputs, a paged cache with poisoned memory, and the tolerance rule.
 
     exact = attention_reference(q.double(), ...)[0]          # float64 oracle
-    eager = eager_attention(q, k, v, ...)                    # the same maths in the inputs' own dtype
+    eager = eager_attention(q, k, v, ...)                    # the same equation in the dtype of the inputs
     assert_matches_reference(actual, exact, eager)
 
-The rule (after FlashAttention's own tests): our error may be at most twice that of plain PyTorch in the same dtype, plus one
-rounding of the largest value. It is measured, so nobody has to guess an atol. Left out: fixtures and pytest itself.
+The module also serves tests of backends outside this package. The tolerance rule is that of FlashAttention's tests: the error
+may be at most twice that of plain PyTorch in the same dtype, plus one rounding of the largest value. The tolerance is measured
+for each input, so a test needs no absolute tolerance. Left out: fixtures and pytest itself.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def make_qkv(
     device: str = "cpu",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random q (batch, seqlen_q, num_heads, head_dim), k and v likewise, drawn in float32 so that dtypes share their values."""
+    """Random q (batch, seqlen_q, num_heads, head_dim), k and v (batch, seqlen_k, num_kv_heads, head_dim or head_dim_v).
+
+    They are drawn in float32 and then cast, so that all dtypes start from the same values.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -45,17 +49,19 @@ def make_qkv(
 
 
 def cu_seqlens(lengths: Sequence[int], device: str | torch.device = "cpu") -> Tensor:
-    """[3, 0, 5] -> int32 [0, 3, 3, 8]."""
+    """Offsets of packed sequences: lengths [3, 0, 5] give int32 [0, 3, 3, 8]."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def make_paged(
     keys: Sequence[Tensor], values: Sequence[Tensor], page_size: int, *, spare_pages: int = 3, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per-sequence (len, heads, dim) keys and values -> k_cache, v_cache, block_table, seqused_k.
+    """A paged cache with these sequences: returns k_cache, v_cache, block_table and seqused_k.
 
-    Pages are dealt in random order; every slot that no sequence owns, and so every tail of a last page, is NaN. Table entries
-    past a sequence's last page point far outside the cache, so that reading one is seen.
+    keys, values: one (length, heads, dim) tensor for each sequence; spare_pages: pages that no sequence has
+
+    Pages are given out in random order. Whatever no sequence owns is NaN, also the rest of each last page. Table entries past
+    the last page of a sequence point far outside the cache, so that a test fails if one is read.
     """
     counts = [-(-len(k) // page_size) for k in keys]
     total = sum(counts) + spare_pages
@@ -69,9 +75,9 @@ def make_paged(
         pages = [order.pop() for _ in range(count)]
         table[row, :count] = torch.tensor(pages, dtype=torch.int32)
         for index, page in enumerate(pages):
-            part = slice(index * page_size, min((index + 1) * page_size, len(k)))
-            k_cache[page, : part.stop - part.start] = k[part]
-            v_cache[page, : part.stop - part.start] = v[part]
+            tokens = slice(index * page_size, min((index + 1) * page_size, len(k)))
+            k_cache[page, : tokens.stop - tokens.start] = k[tokens]
+            v_cache[page, : tokens.stop - tokens.start] = v[tokens]
     lengths = torch.tensor([len(k) for k in keys], dtype=torch.int32, device=sample_k.device)
     return k_cache, v_cache, table.to(sample_k.device), lengths
 
@@ -87,7 +93,11 @@ def eager_attention(
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """What a user gets without us: the equation in the inputs' own dtype, softmax in float32, as transformers' eager does."""
+    """Attention as the eager implementation of transformers computes it: in the dtype of the inputs, softmax in float32.
+
+    q: (batch, seqlen_q, num_heads, head_dim); k, v: (batch, seqlen_k, num_kv_heads, head_dim); mask: bool keeps where True,
+    float is added to the scores. Returns (batch, seqlen_q, num_heads, head_dim).
+    """
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k = k.repeat_interleave(groups, dim=1)
@@ -105,7 +115,7 @@ def eager_attention(
 
 
 def assert_matches_reference(actual: Tensor, exact: Tensor, eager: Tensor, what: str = "out") -> None:
-    """max|actual - exact| <= 2 * (max|eager - exact| + eps * max|exact|); eps is that of actual's dtype."""
+    """Assert max|actual - exact| <= 2 * (max|eager - exact| + eps * max|exact|), where eps is that of the dtype of `actual`."""
     assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
     assert torch.isfinite(actual).all(), f"{what}: {int((~torch.isfinite(actual)).sum())} values are not finite"
     if actual.numel() == 0:
@@ -118,7 +128,10 @@ def assert_matches_reference(actual: Tensor, exact: Tensor, eager: Tensor, what:
 
 
 def assert_lse_matches(actual: Tensor, exact: Tensor) -> None:
-    """lse is float32 of order 10: equal infinities, and 2e-3 covers scores computed from float16 products."""
+    """Assert that two log-sum-exps have the same infinities and differ by at most 2e-3.
+
+    They are float32 numbers of order 10, and 2e-3 covers scores that are computed from float16 products.
+    """
     exact = exact.to(actual.dtype)
     assert torch.equal(torch.isinf(actual), torch.isinf(exact)), "lse: -inf at other rows than the reference"
     finite = torch.isfinite(exact)

@@ -5,6 +5,7 @@
 From the connection to the engine, a request passes through these modules:
 
     process.py            the uvicorn process and its signals
+    half_closed.py        clients that end their side of the connection and wait for the answer
     app.py                the application: middleware, routes and lifespan
     guard.py, traces.py   middleware: request ids, API keys, body size; OpenTelemetry spans
     routes.py             the endpoints, each a few lines long
@@ -19,11 +20,12 @@ From the connection to the engine, a request passes through these modules:
 
 What the requests share:
 
+    isolation.py          what keeps clients apart: the salt of cached prefixes, and whose turn a request takes
     service.py            readiness, the number of sequences in flight, the model card
     settings.py           the table of settings: flags, environment variables, and keys of a TOML or YAML file
     errors.py             every error that a client can see
     metrics.py            Prometheus metrics
-    logs.py               the log on stderr; startup_report.py prints the phases of the start
+    logs.py               the log on stderr, which never blocks; startup_report.py prints the phases of the start
     page.html             the playground at /
 
 Tensors and scheduling belong to the engine. The commands that talk to a server are in `fa_serve.client`.

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import to_json
@@ -21,6 +22,7 @@ from pydantic_core import to_json
 from fa_serve import __version__
 from fa_serve.engine import RequestOutput, SamplingParams, StructuredOutput
 
+from .answer_size import SMALL, TEXT, AnswerSize, json_slices
 from .constraints import guided_constraints, single_constraint
 from .errors import BadRequest
 from .generation import Job, RequestFields, merge, sequences_of_prompt
@@ -29,6 +31,9 @@ from .replies import PromptLogprobs, Usage
 from .request_params import AnswerParams, sampling_params
 from .schemas import SamplingRequest
 from .service import Service
+
+# the fields that make an answer larger than its text
+SIZE_FIELDS = ("n", "best_of", "prompt_logprobs", "logprobs", "top_logprobs", "echo", "return_token_ids", "max_tokens")
 
 
 class Answer(ABC):
@@ -55,6 +60,7 @@ class Answer(ABC):
         self._n = body.n or 1
         self._constraint = single_constraint(self._constraints())
         self._prompts: list[list[int]] = []
+        self._size_estimate = 0  # bytes, known when the prompts are
         self._usage: Usage = {
             "prompt_tokens": 0,
             "completion_tokens": 0,
@@ -68,8 +74,8 @@ class Answer(ABC):
             "system_fingerprint": f"fa_serve-{__version__}",
         }
 
-    async def whole(self) -> Any:
-        """The plain reply."""
+    async def whole(self) -> bytes:
+        """The plain reply as JSON. A large one is made beside the event loop, in small steps."""
         sums: dict[int, RequestOutput] = {}
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
@@ -77,6 +83,11 @@ class Answer(ABC):
                     sums[index].absorb(output)
                 else:
                     sums[index] = output
+        if self._size_estimate <= SMALL:
+            return to_json(self._reply(sums))
+        return await self._service.write(lambda: b"".join(json_slices(self._reply(sums))))
+
+    def _reply(self, sums: dict[int, RequestOutput]) -> dict[str, Any]:
         choices = [self._choice(index, sums[index]) | self._prompt_ids(index) for index in sorted(sums)]
         reply = self._head | {"object": self.kind, "choices": choices, "usage": self._usage}
         return reply if self._body.prompt_logprobs is None else self._with_prompt_logprobs(reply, sums)
@@ -96,14 +107,21 @@ class Answer(ABC):
             async for index, output in outputs:
                 if index not in begun:
                     begun.add(index)
-                    for choice in self._opening(index, output):
-                        yield begin + to_json(choice | self._prompt_ids(choice["index"])) + b"]}"
+                    for opening in await self._opening_in_json(index, output):
+                        yield begin + opening + b"]}"
                 choice = self._increment(index, output)
                 said = choice.get("text") or choice.get("delta") or output.logprobs
                 if said or output.finished or self._body.return_token_ids:
                     yield begin + to_json(choice) + b"]}"  # to_json takes a tenth of the time of Python's json
         if with_usage:
             yield head + b',"choices":[],"usage":' + to_json(self._usage) + b"}"
+
+    async def _opening_in_json(self, index: int, output: RequestOutput) -> list[bytes]:
+        def opening() -> list[bytes]:
+            choices = [choice | self._prompt_ids(choice["index"]) for choice in self._opening(index, output)]
+            return [b"".join(json_slices(choice)) for choice in choices]
+
+        return opening() if self._size_estimate <= SMALL else await self._service.write(opening)
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The outputs of all sequences, with the index of their choice. The usage is complete when this ends."""
@@ -114,17 +132,54 @@ class Answer(ABC):
         with self._service.reserve(count, self._key, asks_for_count):
             self._prompts = await self._encode()
             all_params = [self._params(prompt) for prompt in self._prompts]
+            all_params = self._within_size(all_params, count // num_prompts)
+            await self._prepare()
+            num_tokens = sum(params.max_tokens or 0 for params in all_params) * (count // num_prompts)
             job = self._job()
             sequences = [
                 sequences_of_prompt(self._service, job, number, prompt, params)
                 for number, (prompt, params) in enumerate(zip(self._prompts, all_params, strict=True))
             ]
             self._usage["prompt_tokens"] = self._usage["total_tokens"] = sum(map(len, self._prompts))
-            async with aclosing(merge(sequences)) as outputs:
-                async for index, output in outputs:
-                    if output.finished:
-                        self._count(index, output)
-                    yield index, output
+            with self._service.reserve_bytes(self._size_estimate - TEXT * num_tokens):
+                async with aclosing(merge(sequences)) as outputs:
+                    async for index, output in outputs:
+                        if output.finished:
+                            self._count(index, output)
+                        yield index, output
+
+    def _within_size(self, all_params: list[SamplingParams], sequences_per_prompt: int) -> list[SamplingParams]:
+        """Estimate the answer's size. Raises BadRequest above the limit. A `max_tokens` that is not given keeps below it.
+
+        A stream sends what is generated at once, so that only the prompts' part of its answer counts.
+        """
+        size = self._size()
+        limit = self._service.settings.max_answer_bytes
+        prompts = sum(size.of_prompts(len(prompt), sequences_per_prompt) for prompt in self._prompts)
+        generated = 0
+        if not self._body.stream:
+            per_token = size.of_sequences(1) * sequences_per_prompt
+            generated = per_token * sum(params.max_tokens or 0 for params in all_params)
+            if prompts + generated > limit and self._max_tokens() is None:
+                room = (limit - prompts) // (per_token * len(all_params))
+                all_params = [replace(params, max_tokens=max(min(params.max_tokens or 1, room), 1)) for params in all_params]
+                generated = per_token * sum(params.max_tokens or 0 for params in all_params)
+        self._size_estimate = prompts + generated
+        if self._size_estimate > limit:
+            fields = [name for name in SIZE_FIELDS if getattr(self._body, name, None)]
+            cause = next((name for name in fields if "logprobs" in name), fields[0] if fields else self._prompt_field)
+            raise BadRequest(
+                f"The answer may have {self._size_estimate} bytes, and the limit is {limit} (--max-answer-bytes). "
+                f"Ask for less with {', '.join([self._prompt_field, *fields])}.",
+                param=cause,
+                code="answer_too_large",
+            )
+        return all_params
+
+    def _size(self) -> AnswerSize:
+        """The bytes of the answer's fields for each token. Subclasses add what they write in another way."""
+        ids = TEXT if self._body.return_token_ids else 0
+        return AnswerSize(per_prompt_token=ids, once=0, per_token=ids)
 
     def _job(self) -> Job:
         body = self._body
@@ -134,7 +189,16 @@ class Answer(ABC):
             constraint=None if self._constraint is None else self._constraint.field,
             narrows=bool(body.allowed_token_ids or body.logit_bias),
         )
-        return Job(self._head["id"], body.priority or 0, self._arrival, self._n, fields)
+        isolation = self._service.isolation
+        return Job(
+            name=self._head["id"],
+            priority=body.priority or 0,
+            arrival=self._arrival,
+            n=self._n,
+            fields=fields,
+            client=isolation.client(self._key),
+            cache_salt=isolation.cache_salt(self._key, body.cache_salt),
+        )
 
     def _count(self, index: int, output: RequestOutput) -> None:
         """Add a finished sequence to the usage. The sequences of a prompt share its cached tokens, which count once."""
@@ -184,6 +248,9 @@ class Answer(ABC):
     @abstractmethod
     async def _encode(self) -> list[list[int]]:
         """The prompts as token ids."""
+
+    async def _prepare(self) -> None:  # noqa: B027, only completions have such work
+        """Work before the first output, once the request is known to be within its limits."""
 
     @abstractmethod
     def _max_tokens(self) -> int | None: ...

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 import fa_serve
 
 from . import errors
-from .guard import BodyLimit, Keys, RequestIds
+from .guard import BodyLimit, Hosts, Keys, RequestIds
 from .routes import posts, router
 from .service import Service
 from .settings import Settings
@@ -52,13 +52,15 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
             if provider is not None:
                 await asyncio.to_thread(provider.shutdown)
 
-    app = FastAPI(title="fa_serve", version=fa_serve.__version__, lifespan=lifespan, redoc_url=None, telemetry=NO_TELEMETRY)
+    app = FastAPI(
+        title="fa_serve", version=fa_serve.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, telemetry=NO_TELEMETRY
+    )
     app.state.service = service
     # FastAPI searches the routes of an included router twice, which takes longer than all the rest of its work
     app.router.routes[:0] = posts.routes
     app.include_router(router)
     errors.install(app)
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes, in_flight=settings.max_body_bytes_in_flight)
     if keys := settings.all_keys:
         public = {"/health", "/ready"} | ({"/metrics"} if settings.public_metrics else set())
         app.add_middleware(Keys, keys=keys, open_paths=frozenset(public))
@@ -68,6 +70,9 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
         )
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    allowed = settings.allowed_hosts or (["localhost"] if settings.host in LOCAL_HOSTS and not keys else ["*"])
+    if "*" not in allowed:
+        app.add_middleware(Hosts, names=allowed)
     if provider is not None:
         app.add_middleware(Traces, provider=provider)
     app.add_middleware(RequestIds, count=service.metrics.responded)

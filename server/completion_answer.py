@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fa_serve.engine import RequestOutput, TokenLogprob
 
 from .answer import Answer
+from .answer_size import COMPLETION_LOGPROB, PROMPT_LOGPROB, TEXT, AnswerSize
 from .errors import BadRequest
 from .logprobs import for_completion
 from .replies import CompletionLogprobs
@@ -30,12 +32,20 @@ class CompletionAnswer(Answer):
 
     async def _encode(self) -> list[list[int]]:
         self._offsets: dict[int, int] = {}  # by index, where the next token begins in the choice's text
-        prompts = self._body.prompts()
-        encoded = await self._tokenization.encode(prompts)
+        return await self._tokenization.encode(self._body.prompts())
+
+    async def _prepare(self) -> None:
         if self._body.echo:
             decode = self._tokenization.decode
-            self._echo = [prompt if isinstance(prompt, str) else await decode(prompt) for prompt in prompts]
-        return encoded
+            self._echo = [prompt if isinstance(prompt, str) else await decode(prompt) for prompt in self._body.prompts()]
+
+    def _size(self) -> AnswerSize:
+        size = super()._size()
+        body = self._body
+        scored = 0 if body.logprobs is None else COMPLETION_LOGPROB * (body.logprobs + 2)
+        echoed = TEXT + scored if body.echo else 0
+        prompt_scores = 0 if body.prompt_logprobs is None else PROMPT_LOGPROB * (body.prompt_logprobs + 1)
+        return replace(size, per_prompt_token=size.per_prompt_token + echoed + prompt_scores, per_token=size.per_token + scored)
 
     def _max_tokens(self) -> int | None:
         return self._body.max_tokens

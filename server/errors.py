@@ -5,6 +5,7 @@
     ├── Unauthorized 401
     ├── NotFound 404           an unknown model or path
     ├── TooLarge 413           the body is too large
+    ├── WrongHost 421          the request names a host that this server does not serve
     ├── TooManyRequests 429    the queue is full; carries Retry-After
     ├── ClientGone 499         the client has disconnected; only the logs show it
     ├── EngineFailed 500       the engine could not finish the request
@@ -38,6 +39,8 @@ PARAMETER_CODES: dict[ParameterCode, str] = {
     "duplicate_request_id": "invalid_value",
     "unsupported": "unsupported_parameter",
 }
+
+MAX_NAME = 200  # characters of an unknown field's name that an error repeats
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 77
@@ -97,6 +100,12 @@ class TooLarge(ApiError):
     status = 413
     type = "invalid_request_error"
     code = "request_too_large"
+
+
+class WrongHost(ApiError):
+    status = 421
+    type = "invalid_request_error"
+    code = "host_not_allowed"
 
 
 class TooManyRequests(ApiError):
@@ -165,8 +174,9 @@ def validation_refused(errors: Sequence[Any]) -> BadRequest:
     param = _path(error["loc"])
     match error["type"]:
         case "extra_forbidden":
-            param = ".".join(filter(None, (_path(error["loc"][:-1]), str(error["loc"][-1]))))
-            return BadRequest(f"Unknown or unsupported field: {param}.", param=param, code="unknown_parameter")
+            return _unknown_field(_path(error["loc"][:-1]), str(error["loc"][-1]))
+        case "unknown_field":
+            return _unknown_field(param, error["ctx"]["field"])
         case "missing" if param:
             return BadRequest(f"Missing required field: {param}.", param=param, code="missing_required_parameter")
         case "model_attributes_type" | "model_type" | "dict_type" | "missing" if not param:
@@ -177,6 +187,11 @@ def validation_refused(errors: Sequence[Any]) -> BadRequest:
             return BadRequest(f"{param} {error['ctx']['rule']}.", param=param, code=code)
     # reprlib shortens while it writes: repr() would first write out a value of many megabytes
     return BadRequest(f"{param}: {error['msg']}, got {_short.repr(error['input'])}.", param=param, code="invalid_value")
+
+
+def _unknown_field(parent: str | None, name: str) -> BadRequest:
+    param = ".".join(filter(None, (parent, name[:MAX_NAME])))
+    return BadRequest(f"Unknown or unsupported field: {param}.", param=param, code="unknown_parameter")
 
 
 def _path(loc: Sequence[str | int]) -> str | None:

@@ -1,8 +1,9 @@
 """The sequences of one request, from the engine: their outputs by index, their metrics, and their failures as HTTP errors.
 
-    job = Job(name="cmpl-1", priority=0, arrival=time.perf_counter(), n=2, fields=fields)
-    sequences = [sequences_of_prompt(service, job, number, *prompt_and_params) for number, prompt_and_params in ...]
-    async for index, output in merge(sequences): ...
+    job = Job(name="cmpl-1", priority=0, arrival=time.perf_counter(), n=2, fields=fields, client=None, cache_salt=None)
+    first = sequences_of_prompt(service, job, 0, first_prompt, params)
+    second = sequences_of_prompt(service, job, 1, second_prompt, params)
+    async for index, output in merge([first, second]): ...
 
 A request has `n` sequences for each of its prompts: sequence `index` is number `index % n` of prompt `index // n`.
 """
@@ -67,6 +68,7 @@ class Job:
     priority: as the engine takes it
     arrival:  when the request came, on time.perf_counter's clock
     n:        sequences for each prompt
+    client, cache_salt: as the engine takes them
     """
 
     name: str
@@ -74,6 +76,8 @@ class Job:
     arrival: float
     n: int
     fields: RequestFields
+    client: str | None
+    cache_salt: str | None
 
 
 async def sequences_of_prompt(
@@ -87,7 +91,9 @@ async def sequences_of_prompt(
     prompt_logprobs: list[TokenLogprob | None] | None = None
     held_back: list[RequestOutput] = []
     unfinished_reason = "error"
-    generated = service.engine.generate(prompt, params, f"{job.name}-{number}", priority=job.priority)
+    generated = service.engine.generate(
+        prompt, params, f"{job.name}-{number}", priority=job.priority, client=job.client, cache_salt=job.cache_salt
+    )
     try:
         async with aclosing(generated) as outputs:
             async for output in outputs:

@@ -1,9 +1,10 @@
-"""The middleware before the routes: request ids and the access log, API keys, and the size of a body.
+"""The middleware before the routes: request ids and the access log, host names, API keys, the size of a body.
 
 It is plain ASGI middleware, because FastAPI's `@app.middleware("http")` hides a client's disconnection from the handlers. The
-access log has the method, path, status and time of a request, its id, and the `user` that it names; it never has a prompt. API
-keys are compared by their SHA-256 in constant time. A key is a bearer token or, for a browser that opens the page at `/`, the
-password of basic authentication. `scope["state"]` hands `request_id` and `key` (the key's hash) to the handlers.
+access log has the method, path, status and time of a request, its id, the client's address, the beginning of its key's hash,
+and the `user` that it names; it never has a prompt or a key. API keys are compared by their SHA-256 in constant time. A key is
+a bearer token or, for a browser that opens the page at `/`, the password of basic authentication. `scope["state"]` hands
+`request_id` and `key` (the key's hash) to the handlers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote
 
@@ -24,11 +27,12 @@ from starlette import types as asgi
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
-from .errors import INTERNAL_ERROR, ApiError, TooLarge, Unauthorized
+from .errors import INTERNAL_ERROR, ApiError, TooLarge, TooManyRequests, Unauthorized, WrongHost
 
 log = logging.getLogger("fa_serve.server")
 access_log = logging.getLogger("fa_serve.access")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
+KEY_CHARACTERS = 8  # of a key's hash that name it in the log
 CLIENT_GONE = 499  # the status in the log of a request whose client left before the response began
 
 
@@ -84,10 +88,53 @@ def _log_access(scope: asgi.Scope, state: dict[str, Any], status: int, seconds: 
         "seconds": round(seconds, 3),
         "request_id": state["request_id"],
         "user": state.get("user"),
+        "client": _address(scope),
+        "key": state.get("key", "")[:KEY_CHARACTERS] or None,
     }
+    origin = fields["client"] + (f" key={fields['key']}" if fields["key"] else "")
     user = f" user={state['user']!r}" if state.get("user") else ""
-    line = f"{scope['method']} {quote(scope['path'])} {status} {seconds:.3f}s {state['request_id']}{user}"
+    line = f"{scope['method']} {quote(scope['path'])} {status} {seconds:.3f}s {state['request_id']} {origin}{user}"
     access_log.info("%s", line, extra={"fields": fields})
+
+
+class Hosts:
+    """Answers 421 to a request for a host name that this server does not have.
+
+    A page in a browser can let its own name resolve to 127.0.0.1, and then call a local server as if it were its own. Such a
+    request has a foreign name in `Host`. Addresses in numbers pass always, because no name was resolved.
+
+    names: the names that are allowed; "*" allows every name, "*.example.org" every name below example.org
+    """
+
+    def __init__(self, app: asgi.ASGIApp, names: Sequence[str]):
+        self._app = app
+        self._names = frozenset(name.lower() for name in names if not name.startswith("*."))
+        self._ends = tuple(name[1:].lower() for name in names if name.startswith("*."))
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        if scope["type"] == "http":
+            name = _host_name(Headers(scope=scope).get("host", ""))
+            if name and name not in self._names and not name.endswith(self._ends or ("\n",)) and not _is_address(name):
+                message = (
+                    f"This server does not serve the host name {name[:100]!r}. The operator can allow it with --allowed-hosts."
+                )
+                await WrongHost(message).response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _host_name(header: str) -> str:
+    """The name or address in a Host header, without the port."""
+    header = header.strip().lower()
+    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0].rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Keys:
@@ -123,30 +170,88 @@ def _credential(authorization: str) -> bytes:
     return b""
 
 
-class BodyLimit:
-    """Answers 413 if a body is above the limit, by the length that it announces or while it is read."""
+class ReceivedBody:
+    """The bytes of one body that have arrived and are not parsed yet. `release` gives them back."""
 
-    def __init__(self, app: asgi.ASGIApp, limit: int):
+    def __init__(self, held: BytesInFlight, owner: str):
+        self._held = held
+        self._owner = owner
+        self.size = 0
+
+    def add(self, size: int) -> None:
+        self._held.add(self._owner, size)
+        self.size += size
+
+    def release(self) -> None:
+        self._held.give_back(self._owner, self.size)
+        self.size = 0
+
+
+class BytesInFlight:
+    """The bytes of all bodies that have not been parsed, at most `limit`. One owner may have half of them."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._by_owner: Counter[str] = Counter()
+        self._total = 0
+
+    def add(self, owner: str, size: int) -> None:
+        """Raises TooManyRequests, and adds nothing then."""
+        if self._by_owner[owner] + size > self._limit // 2 or self._total + size > self._limit:
+            message = (
+                f"The bodies that the server is reading may have at most {self._limit} bytes together, and half of that for "
+                "one client (--max-body-bytes-in-flight). Try again later."
+            )
+            raise TooManyRequests(message, code="too_many_body_bytes", retry_after=1)
+        self._by_owner[owner] += size
+        self._total += size
+
+    def give_back(self, owner: str, size: int) -> None:
+        self._total -= size
+        self._by_owner[owner] -= size
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+
+
+class BodyLimit:
+    """Answers 413 if a body is above the limit, by the length that it announces or while it is read.
+
+    in_flight: bytes that all bodies may have together until they are parsed; more get a 429
+    """
+
+    def __init__(self, app: asgi.ASGIApp, limit: int, in_flight: int):
         self._app = app
         self._limit = limit
+        self._in_flight = BytesInFlight(in_flight)
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        message = f"The body must have at most {self._limit} bytes."
+        message = f"The body must have at most {self._limit} bytes (--max-body-bytes), got more."
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdecimal() and int(announced) > self._limit:
             await TooLarge(message).response()(scope, receive, send)
             return
         read = 0
+        state = scope.setdefault("state", {})
+        body = state["received_body"] = ReceivedBody(self._in_flight, state.get("key") or _address(scope))
 
         async def receive_counted() -> asgi.Message:
             nonlocal read
             event = await receive()
-            read += len(event.get("body", b""))
-            if read > self._limit:
-                raise TooLarge(message)
+            if size := len(event.get("body", b"")):
+                read += size
+                if read > self._limit:
+                    raise TooLarge(message)
+                body.add(size)
             return event
 
-        await self._app(scope, receive_counted, send)
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            body.release()
+
+
+def _address(scope: asgi.Scope) -> str:
+    return str(scope["client"][0]) if scope.get("client") else "unknown"

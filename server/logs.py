@@ -1,13 +1,27 @@
-"""The log on stderr, as plain text or as JSON lines. Each module decides what it logs; startup_report.py prints on stdout."""
+"""The log on stderr, as plain text or as JSON lines. Each module decides what it logs; startup_report.py prints on stdout.
+
+No request waits for the log. Records are queued, and a thread writes them. If nobody reads stderr, the queue fills and further
+records are dropped and counted (`num_dropped`); the log says how many when it can be written again.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import queue
 import sys
+import threading
+import time
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
+
+MAX_QUEUED = 4096
+"""Records that wait to be written."""
+MAX_CHARS = 32_768
+"""Characters of one record; the rest is cut off."""
+FLUSH_SECONDS = 0.5
+"""How long the end of the process waits for a log that nobody reads."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -22,12 +36,87 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
+class QueuedHandler(logging.Handler):
+    """Writes records to a stream from a thread, so that logging never blocks. `num_dropped` counts what found the queue full.
+
+    A signal handler may log: the queue can be entered again while a `put` is going on.
+    """
+
+    def __init__(self, stream: TextIO):
+        super().__init__()
+        self._stream = stream
+        self._queue: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._writing = False
+        self.num_dropped = 0
+        self._num_reported = 0
+        threading.Thread(target=self._write_all, name="fa_serve-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._queue.qsize() >= MAX_QUEUED:
+            self.num_dropped += 1
+            return
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        self._queue.put(line if len(line) <= MAX_CHARS else line[:MAX_CHARS] + " ... (cut off)")
+
+    def flush(self) -> None:
+        """Wait until everything is written, but not for long."""
+        limit = time.monotonic() + FLUSH_SECONDS
+        while (self._writing or not self._queue.empty()) and time.monotonic() < limit:
+            time.sleep(0.001)
+
+    def _write_all(self) -> None:
+        while True:
+            line = self._queue.get()
+            self._writing = True
+            if self.num_dropped > self._num_reported:
+                dropped = self.num_dropped
+                self._write(self._note(dropped - self._num_reported))
+                self._num_reported = dropped
+            self._write(line)
+            self._writing = not self._queue.empty()
+
+    def _note(self, count: int) -> str:
+        text = "%d log records were dropped, because the log was not read in time"
+        return self.format(logging.LogRecord("fa_serve.server", logging.WARNING, __file__, 0, text, (count,), None))
+
+    def _write(self, line: str) -> None:
+        """Write a line past Python's buffer. Its lock would be held while nobody reads, and the interpreter could not end."""
+        try:
+            number = self._stream.fileno()
+        except (OSError, ValueError):  # a stream of a test, in memory
+            self._stream.write(line + "\n")
+            return
+        left = (line + "\n").encode("utf-8", "backslashreplace")
+        try:
+            while left:
+                left = left[os.write(number, left) :]
+        except OSError:  # the reader is gone
+            self.num_dropped += 1
+
+
+def num_dropped() -> int:
+    """Log records that were dropped since the start of the process."""
+    return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, QueuedHandler))
+
+
+def exit_now(code: int) -> None:
+    """End the process without its clean-up, but with its log."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, QueuedHandler):
+            handler.flush()
+    os._exit(code)
+
+
 def log_to_stderr(level: str, log_format: Literal["plain", "json"]) -> None:
     """Set up logging. Call it before transformers is imported, whose progress bars must not be written into a file."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler = logging.StreamHandler(sys.stderr)
+    handler = QueuedHandler(sys.stderr)
     handler.setLevel(level.upper())
     handler.setFormatter(JsonFormatter() if log_format == "json" else plain)
     logging.getLogger().addHandler(handler)

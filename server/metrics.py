@@ -22,6 +22,8 @@ from prometheus_client.utils import floatToGoString
 
 from fa_serve.engine import EngineStats, RequestOutput
 
+from .logs import num_dropped
+
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
@@ -55,6 +57,16 @@ class Metrics(Collector):
             f"{PREFIX}http_responses", "HTTP responses, by path and status.", ["path", "status"], registry=self._registry
         )
 
+        self._refused = Counter(
+            f"{PREFIX}connections_refused",
+            "Connections that were refused or closed before their request was whole, by reason.",
+            ["reason"],
+            registry=self._registry,
+        )
+
+    def connection_refused(self, reason: str) -> None:
+        self._refused.labels(reason).inc()
+
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, status).inc()
 
@@ -68,6 +80,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The engine's snapshot as gauges and counters."""
+        dropped = CounterMetricFamily(f"{PREFIX}log_records_dropped", "Log records dropped because nobody read the log.")
+        dropped.add_metric([], num_dropped())
+        yield dropped
         found = self._snapshot()
         if found is None:
             return

@@ -4,6 +4,9 @@ The first SIGTERM or SIGINT drains the server: /ready and new requests get a 503
 to finish, and then the process ends with code 0. A second signal, or a signal while the model is being loaded, ends the process
 at once with the code 128 plus the signal's number. uvicorn alone would close its port at the first signal, and would end with
 the signal's code after a clean stop.
+
+Nothing that hangs keeps the process: END_SECONDS after the drain has ended, or after it should have ended, the process ends
+without its clean-up and kills the engine's process. SIGHUP is ignored: settings and keys are read at the start only.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +31,9 @@ import uvicorn
 from fa_serve.engine import AsyncEngine
 
 from .app import create_app
-from .service import Service
+from .bounded_protocol import BoundedProtocol, ConnectionBounds, ConnectionTable, connection_limit
+from .logs import exit_now
+from .service import STOP_SECONDS, Service
 from .settings import Settings
 from .startup_report import SampleRequest, StartupReport
 
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 log = logging.getLogger("fa_serve.server")
+END_SECONDS = 4.5  # for the engine's last step, open connections and the event loop, after the drain
 
 
 def build_server(settings: Settings, report: StartupReport) -> Server:
@@ -61,6 +68,9 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, host: str, port: int, drain_timeout: float, on_ready: Callable[[str], None]):
+        service: Service = app.state.service
+        settings = service.settings
+        table = ConnectionTable(connection_limit(settings.max_connections), service.metrics.connection_refused)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -69,15 +79,19 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=60,
+                http=partial(BoundedProtocol, bounds=ConnectionBounds.of(settings), table=table),  # type: ignore[arg-type]
+                ws="none",
+                timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=1,
             )
         )
         self.failure: BaseException | None = None
-        self._service: Service = app.state.service
+        self._service = service
         self._drain_timeout = drain_timeout
         self._on_ready = on_ready
         self._tasks: set[asyncio.Task[None]] = set()
+        self._owns_process = False
+        self._timers: list[threading.Timer] = []
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Take the port before anything is loaded. Raises OSError at once if the port is in use."""
@@ -88,7 +102,16 @@ class Server(uvicorn.Server):
             # the kernel also drops data that a client does not read after this time
             milliseconds = min(max(self._service.settings.send_timeout * 1000, 1), 2**31 - 1)
             sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(milliseconds))
+        self._owns_process = True
         super().run(sockets)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """`run` for a caller that has an event loop, whose process goes on afterwards."""
+        try:
+            await super().serve(sockets)
+        finally:
+            for timer in self._timers if not self._owns_process else ():
+                timer.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -102,6 +125,7 @@ class Server(uvicorn.Server):
             if not self.should_exit:
                 self.failure = error
             self.should_exit = True
+            self._end_after(END_SECONDS, 1)
         else:
             _tune_interpreter()
             host, port = self.servers[0].sockets[0].getsockname()[:2]
@@ -110,8 +134,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Python's signal handler, which may only set flags and wake the event loop."""
         if self._service.draining or not self._service.running:
-            os._exit(128 + sig)  # the first process of a container does not get a signal's default action
+            self._end(128 + sig)  # the first process of a container does not get a signal's default action
         self._service.draining = True
+        self._end_after(self._drain_timeout + END_SECONDS, 128 + sig)
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain(signal.Signals(sig).name)))
 
     async def _drain(self, name: str) -> None:
@@ -122,10 +147,28 @@ class Server(uvicorn.Server):
             await asyncio.wait_for(self._service.drain(), self._drain_timeout)
         except asyncio.TimeoutError:
             log.warning("the drain timeout has passed: %d sequences are cut off", self._service.in_flight)
-            await self._service.engine.shutdown()  # the sequences end with an error that their clients can read
+            # the sequences end with an error that their clients can read
+            await self._service.engine.shutdown(STOP_SECONDS)
         else:
             log.warning("drained in %.1f s", time.perf_counter() - begin)
+            self._end_after(END_SECONDS, 0)
         self.should_exit = True
+
+    def _end_after(self, seconds: float, code: int) -> None:
+        """End the process then, whatever hangs: the event loop, a thread that the interpreter waits for, or the engine."""
+
+        def end() -> None:
+            log.error("the process has not ended by itself in %g s and is cut off", seconds)
+            self._end(code)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def _end(self, code: int) -> None:
+        self._service.engine.kill()
+        exit_now(code)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -22,35 +22,44 @@ from .answer import Answer
 from .chat.chat_answer import ChatAnswer
 from .chat.conversation import ChatRequest, TokenizeRequest
 from .completion_answer import CompletionAnswer
-from .errors import Unavailable
+from .errors import BadRequest, Unavailable
 from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply
 from .schemas import CompletionRequest, DetokenizeRequest
 from .service import Service
 from .streaming import EventStream, attend
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+DOCS = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+POLICY = "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+PAGE_HEADERS = {
+    "content-security-policy": f"{POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorReply, "description": "The request is wrong, or the queue is full (429)."},
     "5XX": {"model": ErrorReply, "description": "The server failed, or it is not ready (503)."},
 }
 JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
+LARGE_BODY = 1 << 16  # bytes; a smaller body takes up to ten milliseconds to parse and validate
 STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
-class JsonRequest(Request):
-    """Parses strict JSON. Python's own parser accepts NaN, and halves of surrogate pairs, which no tokenizer accepts."""
-
-    async def json(self) -> Any:
-        try:
-            return from_json(await self.body(), allow_inf_nan=False)
-        except ValueError as error:
-            raise HTTPException(400, f"The body is not valid JSON: {error}.") from None
+def strict_json(content: bytes) -> Any:
+    """Python's own parser accepts NaN, and halves of surrogate pairs, which no tokenizer accepts."""
+    try:
+        return from_json(content, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise HTTPException(400, f"The body is not valid JSON: {error}.") from None
 
 
 class BodyRoute(APIRoute):
     """A POST to `endpoint(body, request)` without FastAPI's dependencies, which take longer than all the rest of the route.
 
-    FastAPI still finds the route and reads the endpoint's signature for the schema. Errors have the shape of FastAPI's own.
+    A large body is parsed beside the event loop. FastAPI still finds the route and reads the endpoint's signature for the
+    schema. Errors have the shape of FastAPI's own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -61,15 +70,38 @@ class BodyRoute(APIRoute):
         if scope["method"] != "POST":
             await super().handle(scope, receive, send)
             return
-        request = JsonRequest(scope, receive)
-        is_json = JSON_TYPE.match(request.headers.get("content-type", "")) and await request.body()
+        request = Request(scope, receive)
+        response = await self.endpoint(await self._body(request), request)
+        await response(scope, receive, send)
+
+    async def _body(self, request: Request) -> Any:
+        service: Service = request.app.state.service
+        is_json = JSON_TYPE.match(request.headers.get("content-type", ""))
+        content = b"".join([part async for part in request.stream()])
+        if not is_json:
+            content = b""
+        if len(content) <= LARGE_BODY:
+            body = self._validated(content, service)
+        else:
+            body = await service.parse(lambda: self._validated(content, service))
+        if received := getattr(request.state, "received_body", None):
+            received.release()
+        return body
+
+    def _validated(self, content: bytes, service: Service) -> Any:
+        service.json_bounds.check(content)
+        values = strict_json(content) if content else None
+        messages = values.get("messages") if isinstance(values, dict) else None
+        limit = service.settings.max_messages
+        if isinstance(messages, list) and len(messages) > limit:
+            raise BadRequest(
+                f"messages must hold at most {limit} messages (--max-messages), got {len(messages)}.", param="messages"
+            )
         try:
-            body = self._model.model_validate(await request.json() if is_json else None)
+            return self._model.model_validate(values)
         except ValidationError as error:
             errors = [each | {"loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
             raise RequestValidationError(errors) from None
-        response = await self.endpoint(body, request)
-        await response(scope, receive, send)
 
 
 router = APIRouter(responses=ERRORS)
@@ -103,7 +135,8 @@ async def _respond(kind: type[Answer], body: Any, request: Request) -> Response:
     answer = kind(body, service, getattr(request.state, "key", None))
     if body.stream:
         return EventStream(answer.chunks(), settings.request_timeout, settings.send_timeout)
-    return JSONResponse(await attend(answer.whole(), request.receive, settings.request_timeout))
+    reply = await attend(answer.whole(), request.receive, settings.request_timeout)
+    return Response(reply, media_type="application/json")
 
 
 @router.get("/v1/models", tags=["OpenAI"])
@@ -147,16 +180,21 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 
 @router.get("/health", tags=["Operation"])
+@router.head("/health", include_in_schema=False)
 async def health(service: Shared) -> dict[str, str]:
-    """200 while the process can serve or will be able to, which includes loading and draining; 503 if the engine is dead."""
+    """200 while the process can serve or will be able to, which includes loading and draining; 503 if the engine is dead or
+    does not answer."""
     if reason := service.death_reason():
         raise Unavailable(f"The server is dead: {reason}.")
+    if reason := service.stall_reason():
+        raise Unavailable(f"The server does not answer: {reason}.")
     return {"status": "alive"}
 
 
 @router.get("/ready", tags=["Operation"])
+@router.head("/ready", include_in_schema=False)
 async def ready(service: Shared) -> dict[str, str]:
-    """200 if requests are accepted; 503 while loading or draining."""
+    """200 if requests are accepted; 503 while loading or draining, and while the engine does not answer."""
     service.require_ready()
     return {"status": "ready"}
 
@@ -168,11 +206,16 @@ async def metrics(service: Shared) -> Response:
 
 
 @router.get("/", include_in_schema=False)
+@router.head("/", include_in_schema=False)
 async def page() -> Response:
     """The playground: one file that loads nothing from anywhere else."""
-    policy = "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-    headers = {"content-security-policy": f"{policy}; frame-ancestors 'none'", "x-content-type-options": "nosniff"}
-    return HTMLResponse(PAGE, headers=headers)
+    return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    """The reference of the API, made in the browser from /openapi.json: one file that loads nothing from anywhere else."""
+    return HTMLResponse(DOCS, headers=PAGE_HEADERS)
 
 
 @router.get("/version", tags=["Operation"])

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from .strict import NOTHING, StrictModel, Unsupported, field_error, one_error
 
+MAX_IDS = 1024  # the engine's bound for token ids in one field
+MAX_CHOICES = 10_000
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Choices = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+FewIds = Annotated[TokenIds, Field(max_length=MAX_IDS)]
 Stop = Annotated[
-    NonEmpty | Annotated[list[NonEmpty], Field(max_length=16)],
+    NonEmpty | Annotated[list[NonEmpty], Field(max_length=16, fail_fast=True)],
     one_error("a non-empty string or a list of up to 16 of them"),
 ]
 Prompt = Annotated[
@@ -23,6 +28,16 @@ Prompt = Annotated[
     Annotated[str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | list[TokenIds], Field(union_mode="left_to_right")],
     one_error("a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
+
+
+def _few_entries(value: Any) -> Any:
+    """pydantic checks the length of a dict after its entries, and makes an error for each of them."""
+    if isinstance(value, dict) and len(value) > MAX_IDS:
+        raise PydanticCustomError("entries", "must have at most {limit} entries", {"limit": MAX_IDS})
+    return value
+
+
+Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_IDS), BeforeValidator(_few_entries)]
 JsonSchema = Annotated[dict[str, Any] | str, one_error("a JSON schema, as an object or as a string")]
 
 
@@ -36,7 +51,7 @@ class StructuredOutputs(StrictModel):
     json_: JsonSchema | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: NonEmpty | None = None
-    choice: list[NonEmpty] | None = Field(None, min_length=1)
+    choice: Choices | None = None
     grammar: NonEmpty | None = Field(None, description="A context-free grammar in Lark's notation.")
 
 
@@ -52,7 +67,7 @@ class SamplingRequest(StrictModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, description="By token id.")
+    logit_bias: Bias | None = Field(None, description="By token id.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512, description="Written to the access log.")
@@ -61,17 +76,22 @@ class SamplingRequest(StrictModel):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: TokenIds | None = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    stop_token_ids: FewIds | None = None
+    allowed_token_ids: Annotated[FewIds, Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="A request with a lower value is served sooner.")
+    priority: int | None = Field(
+        None, ge=-1000, le=1000, description="Of one API key's requests, those with a lower value are served sooner."
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=512, description="Cached prefixes are shared with requests of the same salt only."
+    )
     return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids to each choice.")
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="Not allowed with stream.")
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | None = None
     guided_regex: NonEmpty | None = None
-    guided_choice: list[NonEmpty] | None = Field(None, min_length=1)
+    guided_choice: Choices | None = None
     guided_grammar: NonEmpty | None = None
 
     @model_validator(mode="after")

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
+from .isolation import Isolation
+from .json_bounds import JsonBounds
 from .metrics import Metrics
 from .replies import ModelCard
 from .settings import Settings
@@ -22,7 +25,11 @@ from .tokenization import Tokenization
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
 
+T = TypeVar("T")
+LARGE_ANSWER = 1 << 20  # bytes
+STOP_SECONDS = 2.0  # what the engine's step may take at the end, when nothing is in flight any more
 RETRY_SECONDS = 5  # when a client may try again while the server loads, drains or restarts
+HEARTBEAT_SECONDS = 5.0  # the engine's process gives a sign of life each second
 
 
 class Service:
@@ -30,30 +37,50 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.tokenization = Tokenization(engine, settings)
+        self.isolation = Isolation(settings)
         self.metrics = Metrics(lambda: (self.engine.stats(), self.model_name) if self.running else None)
         self.created = int(time.time())
+        self.json_bounds = JsonBounds(settings.max_json_values, settings.max_json_fields)
         self.draining = False
         self._loading: asyncio.Task[None] | None = None
         self._in_flight: Counter[str | None] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._answer_bytes = 0
+        self._parser = ThreadPoolExecutor(1, "parser")
+        self._writer = ThreadPoolExecutor(1, "writer")
+
+    async def parse(self, work: Callable[[], T]) -> T:
+        """Parse a large body beside the event loop. One thread does so, so that large bodies do not compete with the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._parser, work)
+
+    async def write(self, work: Callable[[], T]) -> T:
+        """Write a large answer beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, work)
 
     async def start(self) -> None:
         """Begin to load the model. `loaded` waits for the end."""
-        self._loading = asyncio.create_task(self.engine.start())
+        self._loading = asyncio.create_task(self._load())
+
+    async def _load(self) -> None:
+        await self.engine.start()
+        await self.tokenization.check_template()
 
     async def loaded(self) -> None:
         """Return when the engine is ready. Raises the error that kept it from loading."""
         assert self._loading is not None
         await asyncio.shield(self._loading)
 
-    async def stop(self) -> None:
+    async def stop(self, timeout: float = STOP_SECONDS) -> None:
+        """End the engine after the step that it is in, or after `timeout` seconds."""
         self.draining = True
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
-        await self.engine.shutdown()
+        await self.engine.shutdown(timeout)
         self.tokenization.shutdown()
+        for thread in (self._parser, self._writer):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self) -> None:
         """Refuse new requests, and return when nothing is in flight."""
@@ -74,13 +101,25 @@ class Service:
                 return "the engine has died"
         return None
 
+    def stall_reason(self) -> str | None:
+        """Why an engine that is loaded and has not died does not answer at the moment, or None."""
+        if not self.running or self.engine.is_restarting:
+            return None
+        pulse = self.engine.pulse()
+        if pulse.silent_seconds > HEARTBEAT_SECONDS:
+            return f"the engine's process has given no sign of life for {pulse.silent_seconds:.0f} s"
+        limit = self.settings.step_timeout
+        if pulse.busy_seconds > limit:
+            return f"the engine's step has taken {pulse.busy_seconds:.0f} s, which is above --step-timeout {limit:g}"
+        return None
+
     def refusal_reason(self) -> str | None:
         """Why requests are refused at the moment, or None."""
         if self._loading is None or not self._loading.done():
             return "the model is being loaded"
         if self.engine.is_restarting:
             return "the engine has died and is being restarted"
-        return "the server is shutting down" if self.draining else self.death_reason()
+        return "the server is shutting down" if self.draining else self.death_reason() or self.stall_reason()
 
     def require_ready(self) -> None:
         if reason := self.refusal_reason():
@@ -109,6 +148,7 @@ class Service:
         if key_limit is not None and self._in_flight[key] + count > key_limit:
             message = f"This API key may have at most {key_limit} sequences in flight. Try again later."
             raise TooManyRequests(message, retry_after=1)
+        self._require_share(count, key, limit)
         self._in_flight[key] += count
         self._idle.clear()
         try:
@@ -119,6 +159,39 @@ class Service:
                 del self._in_flight[key]
             if not self._in_flight:
                 self._idle.set()
+
+    @contextmanager
+    def reserve_bytes(self, size: int) -> Iterator[None]:
+        """Room for an answer with `size` bytes besides its text while the context lasts. Up to LARGE_ANSWER is not counted."""
+        size = size if size > LARGE_ANSWER else 0
+        limit = self.settings.max_answer_bytes_in_flight
+        if size and self._answer_bytes and self._answer_bytes + size > limit:
+            message = (
+                f"The large answers in flight may have at most {limit} bytes together (--max-answer-bytes-in-flight), and "
+                f"{self._answer_bytes} are taken. Try again later."
+            )
+            raise TooManyRequests(message, retry_after=1)
+        self._answer_bytes += size
+        try:
+            yield
+        finally:
+            self._answer_bytes -= size
+
+    def _require_share(self, count: int, key: str | None, limit: int) -> None:
+        """Leave room in the queue for other keys: the less is left, the less of it a key may take that has some already.
+
+        These are the dynamic thresholds of Choudhury and Hahne (1998). One key alone reaches `max_key_share` of the queue, and
+        several keys share it evenly, with some room left.
+        """
+        own = self._in_flight[key]
+        share = self.settings.max_key_share
+        left = limit - self.in_flight - count
+        if own and len(self.settings.all_keys) > 1 and (own + count) * (1 - share) > left * share:
+            message = (
+                f"This API key has {own} sequences in flight, and the last places in the queue are kept for other keys "
+                f"(--max-key-share {share:g}). Try again later."
+            )
+            raise TooManyRequests(message, retry_after=1)
 
     @property
     def model_name(self) -> str:

@@ -12,6 +12,7 @@ can read flags.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -80,11 +81,31 @@ class Settings(BaseSettings):
 
     host: str = _option("127.0.0.1", "Address to listen on.", "Network")
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", "Network", ge=0, le=65535)
+    allowed_hosts: Items = _option(
+        [],
+        "Host names that clients may ask for, comma-separated; by default every name, or only localhost if the server "
+        "listens on a loopback address without API keys. Addresses in numbers are always allowed.",
+        "Network",
+    )
     cors_origins: Items = _option([], "Origins from which browsers may call, comma-separated; by default none.", "Network")
 
     api_keys: Annotated[list[SecretStr], NoDecode] = _option([], "API keys, comma-separated (environment only).", "Access")
-    api_key_file: Path | None = _option(None, "File with one API key in each line; # starts a comment.", "Access")
+    api_key_file: Path | None = _option(
+        None, "File with one API key in each line; a line that begins with # is a comment.", "Access"
+    )
     allow_request_chat_template: bool = _option(False, "Allow requests to carry chat templates.", "Access")
+    prefix_sharing: Literal["all", "key", "none"] = _option(
+        "key",
+        "Who shares cached prompts: all clients, the requests of one API key, or no two requests. Sharing tells how much of a "
+        "prompt was sent before, by cached_tokens and by time.",
+        "Access",
+    )
+    priority_scope: Literal["key", "global"] = _option(
+        "key",
+        "Whose requests a request's priority is compared with: those of its API key, where keys take turns, or all, where a "
+        "key may delay the others.",
+        "Access",
+    )
     public_metrics: bool = _option(False, "Serve /metrics without an API key.", "Access")
 
     log_level: Literal["debug", "info", "warning", "error"] = _option(
@@ -102,17 +123,66 @@ class Settings(BaseSettings):
     max_per_key: int | None = _option(
         None, "Maximum number of sequences in flight for one API key; by default no limit.", "Limits", ge=1
     )
+    max_key_share: float = _option(
+        0.9,
+        "Largest fraction of the queue that one of several API keys may fill. The fuller the queue is, the less of it a key "
+        "may take, so that a place is left for other keys. 1 is no limit.",
+        "Limits",
+        gt=0,
+        le=1,
+    )
     max_n: int = _option(128, "Maximum number of sequences in one request.", "Limits", ge=1)
     max_body_bytes: int = _option(16 * 2**20, "Maximum size of a request's body.", "Limits", ge=1)
+    max_json_values: int = _option(
+        1_000_000, "Maximum number of values in a body: token ids, texts, objects and so on; more get a 413.", "Limits", ge=1
+    )
+    max_json_fields: int = _option(
+        100_000,
+        "Maximum number of objects, lists and texts in a body; a field of an object has a text; more get a 413.",
+        "Limits",
+        ge=1,
+    )
+    max_messages: int = _option(10_000, "Maximum number of messages in a conversation.", "Limits", ge=1)
+    max_answer_bytes: int = _option(
+        32 * 2**20,
+        "Maximum estimated size of one answer, by its tokens, n and log-probabilities; more get a 400.",
+        "Limits",
+        ge=1,
+    )
+    max_answer_bytes_in_flight: int = _option(
+        512 * 2**20, "Maximum estimated size of all large answers in flight; more get a 429.", "Limits", ge=1
+    )
+    max_connections: int | None = _option(
+        None, "Maximum number of connections; by default three quarters of the limit of open files.", "Limits", ge=1
+    )
+    max_url_bytes: int = _option(8192, "Maximum size of a URL; more get a 414.", "Limits", ge=1)
+    max_header_bytes: int = _option(32768, "Maximum size of the headers of a request; more get a 431.", "Limits", ge=1)
+    max_body_bytes_in_flight: int = _option(
+        256 * 2**20,
+        "Maximum size of all bodies that have not been parsed yet; one API key, or one address, may take half; more get a 429.",
+        "Limits",
+        ge=1,
+    )
+    header_timeout: float = _option(10.0, "Seconds in which the headers of a request must arrive.", "Limits", gt=0)
+    body_timeout: float = _option(30.0, "Seconds in which the body of a request must arrive.", "Limits", gt=0)
+    keep_alive_timeout: float = _option(60.0, "Seconds after which a connection without a request is closed.", "Limits", gt=0)
     request_timeout: float | None = _option(
         None, "Maximum number of seconds for a request; by default no limit.", "Limits", gt=0
     )
     send_timeout: float = _option(
         30.0, "Seconds after which a client that does not read its stream is cut off.", "Limits", gt=0
     )
-    drain_timeout: float = _option(60.0, "Seconds that running requests have after SIGTERM.", "Limits", ge=0)
+    step_timeout: float = _option(
+        60.0,
+        "Seconds that a step of the engine, which may compile kernels, can take before /health and /ready are 503.",
+        "Limits",
+        gt=0,
+    )
+    drain_timeout: float = _option(
+        60.0, "Seconds that running requests have after SIGTERM; the process ends at most 5 s later.", "Limits", ge=0
+    )
 
-    @field_validator("cors_origins", "api_keys", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", "api_keys", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
@@ -120,16 +190,18 @@ class Settings(BaseSettings):
             raise ValueError("must hold at least one item between its commas")
         return items
 
+    @field_validator("api_keys")
+    @classmethod
+    def _keys(cls, keys: list[SecretStr]) -> list[SecretStr]:
+        for number, key in enumerate(keys, start=1):
+            _check_key(key.get_secret_value(), f"key {number}")
+        return keys
+
     @cached_property
     def all_keys(self) -> tuple[str, ...]:
-        """The API keys of the environment and of the file. Raises ValueError for a file without keys, OSError for no file."""
+        """The API keys of the environment and of the file. Raises ValueError for a bad key or none, OSError for no file."""
         keys = [key.get_secret_value() for key in self.api_keys]
-        if self.api_key_file is not None:
-            lines = (line.partition("#")[0].strip() for line in self.api_key_file.read_text().splitlines())
-            keys += [line for line in lines if line]
-            if not keys:
-                raise ValueError(f"api_key_file must hold at least one key, got none in {self.api_key_file}")
-        return tuple(keys)
+        return tuple(keys if self.api_key_file is None else keys + _keys_in(self.api_key_file))
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""
@@ -141,8 +213,31 @@ class Settings(BaseSettings):
         return EngineConfig(**given | {"max_waiting": self.max_waiting + EXTRA_WAITING})
 
 
+def _keys_in(file: Path) -> list[str]:
+    """The keys of a file, one in each line, exactly as they stand there. Only a # that begins a line starts a comment."""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"api_key_file must be text in UTF-8, got {file}: {error}") from None
+    keys = []
+    for number, line in enumerate(lines, start=1):
+        if line and not line.startswith("#"):
+            _check_key(line, f"api_key_file: line {number} of {file}")
+            keys.append(line)
+    if not keys:
+        raise ValueError(f"api_key_file must hold at least one key, got none in {file}")
+    return keys
+
+
+def _check_key(key: str, where: str) -> None:
+    """Refuse a key that no client can send, such as one with a comment behind it. The message does not show the key."""
+    if not key.isprintable() or " " in key:
+        raise ValueError(f"{where} must be one word without spaces, got {len(key)} characters; a comment needs a separate line")
+
+
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
     """The settings from flags, environment and file. Raises ValueError, which names every bad setting."""
+    _refuse_empty_keys(os.environ)
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"config must be an existing TOML or YAML file, got {file}")
     kind = YamlConfigSettingsSource if file is not None and file.suffix in (".yaml", ".yml") else TomlConfigSettingsSource
@@ -153,11 +248,21 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
             return sources["init_settings"], sources["env_settings"], kind(settings_cls, file)
 
     try:
-        return Sourced(**flags)
+        settings = Sourced(**flags)
     except ValidationError as error:
         raise ValueError("; ".join(_described(each) for each in error.errors())) from None
     except Exception as error:  # the readers of TOML and YAML have many kinds of errors
         raise ValueError(f"{file} must be a table of settings: {error}") from None
+    if "api_keys" in settings.model_fields_set and not settings.api_keys:
+        raise ValueError("api_keys must hold at least one key, got none; leave the setting out to run without keys")
+    return settings
+
+
+def _refuse_empty_keys(environment: Mapping[str, str]) -> None:
+    """An empty variable counts as not set, but keys that were meant to be there must not be missing in silence."""
+    for name, value in environment.items():
+        if name.upper() in (f"{PREFIX}API_KEYS", f"{PREFIX}API_KEY_FILE") and not value.strip():
+            raise ValueError(f"{name} must not be empty; unset the variable to run without it")
 
 
 def _described(error: Any) -> str:

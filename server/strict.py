@@ -30,6 +30,11 @@ class StrictModel(BaseModel):
     def _refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if len(data) > len(cls.model_fields) + len(cls.UNSUPPORTED):
+            # pydantic would make an error for each of a million unknown fields
+            known = {field.alias or name for name, field in cls.model_fields.items()} | cls.UNSUPPORTED.keys()
+            unknown = next(name for name in data if name not in known)
+            raise PydanticCustomError("unknown_field", "{field} is unknown", {"field": unknown})
         kept = dict(data)
         for field in data.keys() & cls.UNSUPPORTED.keys():
             value = kept.pop(field)

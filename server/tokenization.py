@@ -21,7 +21,7 @@ from fa_serve.spec import ParameterError
 
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
 from .chat.templates import Template
-from .errors import BadRequest, parameter_refused
+from .errors import ApiError, BadRequest, parameter_refused
 from .logprobs import TokenTexts
 from .settings import Settings
 
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
 
 T = TypeVar("T")
+TEMPLATE_SECONDS = 10.0  # that the operator's chat template may take for a conversation of a few words
+# of which a chat template has to accept at least one
+SAMPLES: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "user", "content": "Hello"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+    [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+)
 MAX_TEMPLATES = 16  # parsed chat templates to keep: the model's own, and those of requests
 
 
@@ -38,9 +45,40 @@ class Tokenization:
     def __init__(self, engine: AsyncEngine, settings: Settings):
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, "tokenizer")
-        self._operators_template = settings.chat_template.read_text() if settings.chat_template else None
+        self._template_file = settings.chat_template
+        self._operators_template = settings.chat_template.read_text(encoding="utf-8") if settings.chat_template else None
         self._allow_request_template = settings.allow_request_chat_template
         self._parsed = lru_cache(MAX_TEMPLATES)(self._parse)
+
+    async def check_template(self) -> None:
+        """Render the operator's chat template once. Raises ValueError if it accepts no conversation, or does not end.
+
+        The model's own template is the model's: a server for completions may do without it.
+        """
+        if self._operators_template is None:
+            return
+        template = self._parsed(self._engine.tokenizer.get_chat_template(self._operators_template, None))
+
+        def work() -> str | None:
+            reason = None
+            for messages in SAMPLES:
+                try:
+                    text = template.render(messages, None, {})
+                except ApiError as error:
+                    reason = reason or error.message
+                else:
+                    if text.strip():
+                        return None
+                    reason = reason or "It makes nothing of a message that says Hello."
+            return reason
+
+        file = self._template_file
+        try:
+            reason = await asyncio.wait_for(self._run(work), TEMPLATE_SECONDS)
+        except asyncio.TimeoutError:
+            raise ValueError(f"chat_template must end, got {file}, which runs longer than {TEMPLATE_SECONDS:g} s") from None
+        if reason is not None:
+            raise ValueError(f"chat_template must accept a message of the user, got {file}: {reason}")
 
     def shutdown(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -248,11 +248,15 @@ def padding_mask(kind: str, length: int = LENGTH) -> Tensor:
     """(3, length) int64: rows with different amounts of padding, the last with none."""
     mask = torch.ones(3, length, dtype=torch.int64)
     if kind == "left":
-        mask[0, :9], mask[1, :1] = 0, 0
+        mask[0, :9] = 0
+        mask[1, :1] = 0
     elif kind == "right":
-        mask[0, -9:], mask[1, -1:] = 0, 0
+        mask[0, -9:] = 0
+        mask[1, -1:] = 0
     elif kind == "hole":
-        mask[0, 4:9], mask[1, 0:2], mask[1, 11:20] = 0, 0, 0
+        mask[0, 4:9] = 0
+        mask[1, 0:2] = 0
+        mask[1, 11:20] = 0
     return mask
 
 

@@ -124,7 +124,8 @@ def qwen_vl(version: str, **tower: Any) -> tuple[str, dict[str, Any], dict[str, 
     }
     grid = torch.tensor([[1, 8, 8], [1, 4, 8]])
     inputs = prompt(30, [slice(4, 20), slice(3, 11)])
-    inputs["input_ids"][0, 3], inputs["input_ids"][1, 2] = START, START
+    inputs["input_ids"][0, 3] = START
+    inputs["input_ids"][1, 2] = START
     inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
     return f"{version}ForConditionalGeneration", config, {**inputs, "pixel_values": draw(96, 96), "image_grid_thw": grid}
 

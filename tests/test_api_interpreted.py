@@ -80,7 +80,7 @@ def test_a_window_beyond_all_keys_is_none(window: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "sinks", "mask"])
-def test_whoever_asks_for_gradients_gets_them(name: str) -> None:
+def test_gradients_are_computed_if_asked_for(name: str) -> None:
     given = {"q": Q, "k": K, "v": V, "sinks": torch.zeros(4), "mask": torch.zeros(2, 4, 5, 7)}
     given[name] = given[name].clone().requires_grad_()
     fa_serve.attention(**given).sum().backward()

@@ -6,7 +6,6 @@ Running servers are in tests/server/test_process.py, the output of `fa-serve inf
 import os
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from fa_serve.server.settings import PREFIX, SECRETS, Settings, load
 from typer.testing import CliRunner
 
 from fa_serve.__main__ import app
-from fa_serve.engine import EngineConfig
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -79,38 +77,6 @@ def test_a_flag_turns_off_what_the_environment_turns_on(monkeypatch):
     assert (settings.eager, settings.prefix_caching, settings.process) == (True, True, True)
     settings = given("--eager", "--deterministic", monkeypatch=monkeypatch)
     assert (settings.eager, settings.deterministic, settings.trust_remote_code) == (True, True, False)
-
-
-def test_engine_settings_are_the_engines():
-    for field in fields(EngineConfig):
-        default = field.default // 2 if field.name == "max_num_batched_tokens" else field.default
-        assert Settings.model_fields[field.name].default == default, field.name
-
-
-def test_the_engines_queue_is_longer_than_the_services():
-    config = load({"max_waiting": 5000, "max_num_seqs": 7, "page_size": 3}).engine_config()
-    assert config.max_waiting > 5000
-    assert (config.max_num_seqs, config.page_size, config.seed) == (7, 3, None)
-
-
-@pytest.mark.parametrize(("name", "sign"), [("fa-serve.toml", " ="), ("fa-serve.yaml", ":")])
-def test_flags_over_environment_over_file(name, sign, tmp_path, monkeypatch):
-    file = tmp_path / name
-    file.write_text(f'port{sign} 1\nmax_n{sign} 2\nseed{sign} 3\ncors_origins{sign} ["https://a", "https://b"]\n')
-    monkeypatch.setenv("FA_SERVE_MAX_N", "20")
-    monkeypatch.setenv("FA_SERVE_SEED", "30")
-    settings = load({"seed": 300}, file)
-    assert (settings.port, settings.max_n, settings.seed) == (1, 20, 300)
-    assert settings.cors_origins == ["https://a", "https://b"]
-    assert load({}).port == 8000
-
-
-def test_keys_come_from_environment_and_file(tmp_path, monkeypatch):
-    (tmp_path / "keys").write_text("# ours\none\n\ntwo  # of them\n")
-    monkeypatch.setenv("FA_SERVE_API_KEYS", "three, four")
-    settings = load({"api_key_file": tmp_path / "keys"})
-    assert settings.all_keys == ("three", "four", "one", "two")
-    assert "three" not in repr(settings)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fa_serve.spec import FEW_QUERIES
+
 MAX_PLANS = 4096
 
 Run = Callable[[Any], Any]
@@ -61,9 +63,11 @@ def growing_facts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple
     """The facts of a dense call with one query per sequence, without the number of keys, which grows by one at each step.
 
     The bit length of the number of keys stays, because tiles are chosen by it. So do all relations between the tensors that are
-    checked or that kernels depend on. None if a stride has an unusual alignment or width: such a call has facts of the usual
-    form.
+    checked or that kernels depend on. None for few keys, which decoding kernels leave to others, and if a stride has an unusual
+    alignment or width: such a call has facts of the usual form.
     """
+    if k.dim() != 4 or v.dim() != 4 or k.shape[1] <= FEW_QUERIES:
+        return None
     keys = k.shape[1]
     k_strides = k.stride()
     v_strides = v.stride()

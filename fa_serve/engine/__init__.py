@@ -6,7 +6,7 @@
     print(engine.generate(["Once upon a time"], SamplingParams(max_tokens=32))[0].text)
 
 A request passes these modules: input_processor (checks, `Request`), scheduler and pages (`SequenceState`), model_runner
-(batch_arrays, block_table, cuda_graphs, sampler, results), and answer_state (text, `RequestOutput`). `Engine` runs them step by
+(batch_arrays, block_table, cuda_graphs, sampler, results), and output_state (text, `RequestOutput`). `Engine` runs them step by
 step; engine_loop and worker run an engine in a thread or a process; `AsyncEngine` gives each request a stream. Left out: HTTP,
 chat templates and metrics (fa_serve.server).
 """

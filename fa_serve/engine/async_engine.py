@@ -32,7 +32,7 @@ from fa_serve.engine.outputs import FinishReason, RequestOutput
 from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.stats import EngineStats
-from fa_serve.engine.worker import ProcessWorker, Ready, ThreadWorker, Worker
+from fa_serve.engine.worker import STOP_SECONDS, ProcessWorker, Pulse, Ready, ThreadWorker, Worker
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -157,14 +157,24 @@ class AsyncEngine:
         finally:
             self._restarting = None
 
-    async def shutdown(self) -> None:
-        """End the engine after the step that it is in. Unfinished requests end with an error."""
+    async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
+        """End the engine after the step that it is in, or after `timeout` seconds. Unfinished requests end with an error."""
         if self._worker is not None:
-            await asyncio.to_thread(self._worker.stop)
+            await asyncio.to_thread(self._worker.stop, timeout)
             if self._restarting is not None:
                 await self._restarting
-                await asyncio.to_thread(self._worker.stop)
+                await asyncio.to_thread(self._worker.stop, timeout)
             self._end_all(EngineDeadError("the engine was shut down"))
+
+    def kill(self) -> None:
+        """End the engine's process at once, if it has one. For the end of this process: nobody is told. May be called by a
+        signal handler."""
+        if self._worker is not None:
+            self._worker.kill()
+
+    def pulse(self) -> Pulse:
+        """How long the engine's process has been silent, and how long its step takes."""
+        return self._worker.pulse() if self._worker is not None and self._ready is not None else Pulse()
 
     @property
     def is_alive(self) -> bool:
@@ -206,8 +216,12 @@ class AsyncEngine:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        client: str | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The increments of all answers; the last one of each answer is `finished`. Leaving the iterator aborts the request.
+
+        The arguments are those of `Engine.add_request`.
 
         Before the first output it raises ParameterError as `Engine.add_request` does, QueueFullError when too many requests
         wait, and EngineDeadError when the engine has ended or has not been started.
@@ -228,7 +242,7 @@ class AsyncEngine:
             if self._error is not None:
                 raise self._error
             if mailbox.unfinished:  # else it was aborted meanwhile
-                worker.send(Add(name, tokens, params, priority, timeout))
+                worker.send(Add(name, tokens, params, priority, timeout, client=client, cache_salt=cache_salt))
                 mailbox.sent = True
             while not mailbox.drained():
                 output = await mailbox.get()

@@ -31,7 +31,6 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from fa_serve.api import MAX_KEYS_PER_TILE
-from fa_serve.engine.answer_state import AnswerState
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.deadlines import Deadlines
 from fa_serve.engine.detokenizer import TextStream
@@ -41,6 +40,7 @@ from fa_serve.engine.groups import Groups
 from fa_serve.engine.input_processor import InputProcessor
 from fa_serve.engine.loading import end_ids, load_model, load_tokenizer, sizes
 from fa_serve.engine.model_runner import ModelRunner
+from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.outputs import Completion, RequestOutput, TokenLogprob
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
@@ -57,7 +57,7 @@ log = logging.getLogger("fa_serve.engine")
 
 
 class Engine:
-    """Owner of the step and of what clients get (`AnswerState`). The scheduler owns the sequences, the runner owns the device.
+    """Owner of the step and of what clients get (`OutputState`). The scheduler owns the sequences, the runner owns the device.
 
     config:    settings; `engine.config` holds no "auto" and no None that the engine decides any more
     model, tokenizer: may be given instead of being loaded. Without a tokenizer prompts are token ids and outputs have no text
@@ -101,7 +101,7 @@ class Engine:
         eos_ids = end_ids(model)
         self._processor = InputProcessor(tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=eos_ids)
         self._grammars = Grammars(tokenizer, self.vocab_size, eos_ids)
-        self._answers: dict[str, AnswerState] = {}  # the unfinished ones, by the id of their request
+        self._output_states: dict[str, OutputState] = {}  # the unfinished ones, by the id of their request
         self._groups = Groups()
         self._deadlines = Deadlines()
         self._depth = 1 if model.device.type == "cuda" else 0  # steps that the host works ahead
@@ -120,8 +120,13 @@ class Engine:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        client: str | None = None,
+        cache_salt: str | None = None,
     ) -> None:
-        """Queue a request. A lower priority value is served sooner. After `timeout` seconds the request ends with an error.
+        """Queue a request. After `timeout` seconds it ends with an error.
+
+        priority: -1000 to 1000; of one client's requests, those with a lower value are served sooner
+        client, cache_salt: clients take turns, and cached prefixes are shared with requests of the same salt only
 
         Raises ParameterError for a prompt that is empty, too long or not of this vocabulary, for an id that is in use, and for
         a structured output that cannot be followed. Raises QueueFullError when max_waiting requests wait already.
@@ -129,7 +134,7 @@ class Engine:
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
         params = params or SamplingParams()
-        requests = self._process(request_id, prompt, params, priority)
+        requests = self._process(request_id, prompt, params, priority, client, cache_salt)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
         self._submit(request_id, params, requests, timeout)
@@ -237,19 +242,17 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that every page and slot is accounted for, and that there is an answer for each unfinished sequence."""
         self._scheduler.check_integrity()
-        assert self._answers.keys() == self._scheduler.sequences.keys()
+        assert self._output_states.keys() == self._scheduler.sequences.keys()
 
     @property
     def _room(self) -> int:
         """Requests that may still come before the queue is full."""
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
 
-    def _process(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
-    ) -> list[Request]:
+    def _process(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, *options: Any) -> list[Request]:
         if request_id in self._groups or request_id in self._scheduler.sequences:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
-        return self._processor.process(request_id, prompt, params, priority)
+        return self._processor.process(request_id, prompt, params, *options)
 
     def _submit(self, request_id: str, params: SamplingParams, requests: list[Request], timeout: float | None = None) -> None:
         matchers = [None if params.structured is None else self._grammars.matcher(params.structured) for _ in requests]
@@ -258,7 +261,7 @@ class Engine:
             stream = None
             if self.tokenizer is not None:
                 stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, params.stop, params.skip_special_tokens)
-            self._answers[request.request_id] = AnswerState(sequence, stream, matcher)
+            self._output_states[request.request_id] = OutputState(sequence, stream, matcher)
             if timeout is not None:
                 self._deadlines.add(request.arrival + timeout, sequence)
         self._groups.add(request_id, params)
@@ -268,19 +271,18 @@ class Engine:
         if not self._deadlines:
             return []
         outputs = []
-        for sequence in self._deadlines.expired(time.monotonic(), len(self._answers)):
-            self._scheduler.finish(
-                sequence, "error", RequestError("timeout", "the request was not finished within its timeout")
-            )
+        for sequence in self._deadlines.expired(time.monotonic(), len(self._output_states)):
+            late = RequestError("timeout", "the request was not finished within its timeout")
+            self._scheduler.finish(sequence, "error", late)
             outputs.append(self._output(sequence))
         return outputs
 
     def _note_queue_times(self, admitted: Sequence[SequenceState]) -> None:
         now = time.monotonic()
         for sequence in admitted:
-            answer = self._answers[sequence.request.request_id]
-            if answer.queue_time is None:  # else it is admitted again, after a preemption
-                answer.queue_time = now - sequence.request.arrival
+            state = self._output_states[sequence.request.request_id]
+            if state.queue_time is None:  # else it is admitted again, after a preemption
+                state.queue_time = now - sequence.request.arrival
 
     def _launch(self, batch: ScheduledBatch) -> list[RequestOutput]:
         """Queue a step on the device. The masks of structured outputs are computed while its forward runs."""
@@ -308,19 +310,19 @@ class Engine:
         """By row, which tokens may come next; and the last outputs of requests whose matcher has given up."""
         constrained = {}
         for row in rows:
-            answer = self._answers.get(sequences[row].request.request_id)
-            if answer is not None:  # else the step before has ended it
-                constrained[row] = answer
+            state = self._output_states.get(sequences[row].request.request_id)
+            if state is not None:  # else the step before has ended it
+                constrained[row] = state
         if not constrained:
             return {}, []
-        masks = self._grammars.masks([answer.matcher for answer in constrained.values()])
+        masks = self._grammars.masks([state.matcher for state in constrained.values()])
         failed = []
-        for answer in constrained.values():
-            if answer.matcher.is_error():
-                reason = answer.matcher.get_error()[:200]
+        for state in constrained.values():
+            if state.matcher.is_error():
+                reason = state.matcher.get_error()[:200]
                 error = RequestError("grammar", f"the matcher of the structured output failed: {reason}")
-                self._scheduler.finish(answer.sequence, "error", error)
-                failed.append(self._output(answer.sequence))
+                self._scheduler.finish(state.sequence, "error", error)
+                failed.append(self._output(state.sequence))
         return dict(zip(constrained, masks, strict=True)), failed
 
     def _commit(self, batch: ScheduledBatch, pending: PendingResult) -> list[RequestOutput]:
@@ -334,15 +336,15 @@ class Engine:
         except Exception as error:
             return self._reset(error)
         for sequence, start, entries in result.prompt_logprobs:
-            answer = self._answers.get(sequence.request.request_id)
-            if answer is not None and answer.sequence is sequence:
-                answer.add_prompt_logprobs(start, entries)
+            state = self._output_states.get(sequence.request.request_id)
+            if state is not None and state.sequence is sequence:
+                state.add_prompt_logprobs(start, entries)
         return [self._output(sequence, token, result.logprobs.get(sequence)) for sequence, token in changed]
 
     def _output(self, sequence: SequenceState, token: int | None = None, logprob: TokenLogprob | None = None) -> RequestOutput:
         """What an answer gained by a token. None means that it ends without another token."""
         request = sequence.request
-        answer = self._answers[request.request_id]
+        state = self._output_states[request.request_id]
         text = ""
         if token is not None:
             self._num_output_tokens += 1
@@ -350,13 +352,13 @@ class Engine:
                 self._num_prompt_tokens += sequence.num_prompt_tokens
                 self._num_cached_tokens += sequence.num_cached_tokens
             if token not in request.end_ids:
-                text, complete = answer.push(token)
+                text, complete = state.push(token)
                 if complete:
                     self._scheduler.stop(sequence)
         if sequence.finished:
-            text += answer.flush()
-            del self._answers[request.request_id]
-        return answer.output(text, token, logprob)
+            text += state.flush()
+            del self._output_states[request.request_id]
+        return state.output(text, token, logprob)
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: undo it, and give steps half as many tokens from now on."""
@@ -381,7 +383,7 @@ class Engine:
         log.error("the scheduler failed; all requests end with an error", exc_info=error)
         self._inflight.clear()
         failure = RequestError("scheduler_failed", f"the scheduler failed: {type(error).__name__}: {error}")
-        sequences = [answer.sequence for answer in self._answers.values()]
+        sequences = [state.sequence for state in self._output_states.values()]
         self._scheduler.abandon(sequences, failure)
         self._scheduler = self._make_scheduler(self._scheduler.max_num_batched_tokens)
         return [self._output(sequence) for sequence in sequences]

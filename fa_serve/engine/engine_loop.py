@@ -36,6 +36,8 @@ class Add:
     priority: int = 0
     timeout: float | None = None
     compiled: bool = False
+    client: str | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,18 @@ class EngineLoop:
         # what the commands since the last step have caused
         self._outputs: list[RequestOutput] = []
         self._rejected: list[tuple[str, Exception]] = []
+        self._busy_since: float | None = None
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the step, or the command, that the loop is in has taken so far; 0 while it waits. From any thread."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def run(self) -> None:
         """Run steps until the command None comes."""
         while self._take_commands():
+            self._busy_since = time.monotonic()
             outputs = self._outputs + self._engine.step()
             rejected = self._rejected
             self._outputs = []
@@ -92,9 +102,12 @@ class EngineLoop:
         Waits for a command only when there is nothing to compute and nothing to deliver.
         """
         while not self._commands.empty() or not (self._engine.has_unfinished() or self._has_news):
+            self._busy_since = time.monotonic()
             while self._commands.empty() and not self._has_news and self._engine.prepare_one():
-                pass  # a command that comes now waits for one preparation at most
+                self._busy_since = time.monotonic()  # a command that comes now waits for one preparation at most
+            self._busy_since = None
             command = self._commands.get()
+            self._busy_since = time.monotonic()
             if command is None:
                 return False
             if isinstance(command, Abort):
@@ -125,7 +138,13 @@ class EngineLoop:
             return
         try:
             self._engine.add_request(
-                command.request_id, command.prompt, command.params, priority=command.priority, timeout=command.timeout
+                command.request_id,
+                command.prompt,
+                command.params,
+                priority=command.priority,
+                timeout=command.timeout,
+                client=command.client,
+                cache_salt=command.cache_salt,
             )
         except (ValueError, QueueFullError) as error:
             self._rejected.append((command.request_id, error))

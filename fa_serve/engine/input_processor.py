@@ -24,6 +24,8 @@ from fa_serve.spec import ParameterError
 
 PRIORITY_SECONDS = 10.0
 """A request of priority p is ranked as if it had arrived p times so many seconds later, so no request waits forever."""
+MAX_PRIORITY = 1000
+"""Bound of a priority and of its opposite."""
 
 
 class InputProcessor:
@@ -45,8 +47,18 @@ class InputProcessor:
         self._serial = count()
         self._random = random.Random(config.seed)
 
-    def process(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0) -> list[Request]:
+    def process(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        client: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[Request]:
         """One request for each answer. Raises ParameterError as `Engine.add_request` says."""
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise ParameterError("priority", f"be between -{MAX_PRIORITY} and {MAX_PRIORITY}", priority)
         if num_answers(params) > self._capacity:
             name = "n" if params.best_of is None else "best_of"
             raise ParameterError(name, f"be at most {self._capacity}, which is what the queue holds", num_answers(params))
@@ -67,6 +79,8 @@ class InputProcessor:
                 seed=(seed + index + (1 << 63)) % (1 << 64) - (1 << 63),
                 arrival=now,
                 rank=(now + PRIORITY_SECONDS * priority, next(self._serial)),
+                client=client,
+                cache_salt=cache_salt,
             )
             for index, (name, own) in enumerate(members(request_id, params))
         ]

@@ -8,6 +8,7 @@ that consecutive pages need no copy to be read together. Left out: which sequenc
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -93,10 +94,31 @@ def available_memory() -> int:
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         available = 4 << 30  # macOS does not report it; CPU_SHARE of this fits on any machine
-    limit = Path("/sys/fs/cgroup/memory.max")
-    used = Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists():
-        text = limit.read_text().strip()
-        if text != "max":
-            available = min(available, int(text) - int(used.read_text()))
-    return available
+    return min(available, _container_room(with_file_caches=False))
+
+
+def reclaimable_memory() -> int:
+    """Bytes of host memory that this process could get at most: what is available now, and caches of files.
+
+    More than this fails or is killed, so it bounds what the operator may ask for. `available_memory` decides what is taken
+    unasked.
+    """
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    return min(available, _container_room(with_file_caches=True))
+
+
+def _container_room(with_file_caches: bool) -> int:
+    """Bytes that the container may still use, and those of its file caches that the kernel can take back."""
+    group = Path("/sys/fs/cgroup")
+    files = [group / "memory.max", group / "memory.current", group / "memory.stat"]
+    if not all(file.exists() for file in files) or files[0].read_text().strip() == "max":
+        return sys.maxsize
+    room = int(files[0].read_text()) - int(files[1].read_text())
+    if with_file_caches:
+        statistics = dict(line.split() for line in files[2].read_text().splitlines())
+        room += int(statistics.get("inactive_file", 0))
+    return room

@@ -8,9 +8,14 @@ Left out: which models can be served at all (fa_serve.hf).
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, cast
+from zipfile import is_zipfile
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
@@ -20,17 +25,59 @@ from fa_serve.spec import ParameterError
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
-    """The model's tokenizer. Raises what transformers raises."""
-    return AutoTokenizer.from_pretrained(config.model_path(), trust_remote_code=config.trust_remote_code)
+    """The model's tokenizer. Raises what transformers raises, or OSError that names a file that cannot be read."""
+    path = config.model_path()
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except Exception as error:
+        _name_bad_file(path, error)
+        raise
 
 
 def load_model(config: EngineConfig) -> PreTrainedModel:
-    """The model on its device, with fa_serve as its attention. Raises what transformers raises."""
-    model = AutoModelForCausalLM.from_pretrained(
-        config.model_path(), dtype=config.dtype, attn_implementation=NAME, trust_remote_code=config.trust_remote_code
-    )
+    """The model on its device, with fa_serve as its attention.
+
+    Raises what transformers raises, or OSError that names a file that cannot be read: the readers of weights do not say which
+    file they were reading.
+    """
+    path = config.model_path()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=config.dtype, attn_implementation=NAME, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:
+        _name_bad_file(path, error)
+        raise
     cast(torch.nn.Module, model).to(config.resolve_device())
     return cast(PreTrainedModel, model)
+
+
+def _name_bad_file(path: str, error: Exception) -> None:
+    """Raise OSError for the first file of the model that cannot be read, if there is one."""
+    folder = Path(path)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(path, local_files_only=True))
+        except Exception:  # nothing of this model is on this machine: the error is about finding it
+            return
+    for file in sorted(folder.iterdir()):
+        if reason := _unreadable(file):
+            raise OSError(f"the model's file {file} cannot be read: {reason}") from error
+
+
+def _unreadable(file: Path) -> str | None:
+    """Why a file of a model cannot be read, by what its name promises; or None."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                return None
+        if file.suffix == ".json":
+            json.loads(file.read_bytes())
+        elif file.match("pytorch_model*.bin") and not is_zipfile(file):
+            torch.load(file, map_location="meta", weights_only=True)  # the format before 2020
+    except Exception as error:
+        return f"{type(error).__name__}: {error} ({file.stat().st_size if file.exists() else 0} bytes)"
+    return None
 
 
 def sizes(config: EngineConfig, runner: ModelRunner) -> tuple[int, int]:
@@ -45,6 +92,8 @@ def sizes(config: EngineConfig, runner: ModelRunner) -> tuple[int, int]:
         raise ParameterError("max_model_len", rule, config.max_model_len)
     if model_limit is not None and length > model_limit:
         raise ParameterError("max_model_len", f"be at most {model_limit}, the model's max_position_embeddings", length)
+    if config.num_pages is not None:
+        runner.check_num_pages(config.num_pages)
     num_pages = config.num_pages or runner.fit_num_pages(config, length)
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:

@@ -181,6 +181,24 @@ class ModelRunner:
             raise ParameterError("gpu_memory_utilization", rule, config.gpu_memory_utilization)
         return room // size
 
+    def check_num_pages(self, num_pages: int) -> None:
+        """Raise ParameterError, with the arithmetic, if the device has no memory for so many pages beside the weights."""
+        size = kv_cache.bytes_per_page(self.layers, self.page_size)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            room = torch.cuda.mem_get_info(self.device)[0]
+            where = "of the GPU's memory"
+        else:
+            room = kv_cache.reclaimable_memory()
+            where = "of memory"
+        if num_pages * size > room:
+            asked = num_pages * size / 2**30
+            rule = (
+                f"be at most {room // size}: {self.page_size} tokens in {len(self.layers)} layers take {size / 2**10:.4g} KiB "
+                f"a page, {num_pages} pages take {asked:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
+            )
+            raise ParameterError("num_pages", rule, num_pages)
+
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Forward:
         """Queue the forward of one step."""

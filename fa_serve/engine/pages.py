@@ -1,7 +1,7 @@
 """Which sequences hold which pages of the KV cache, and which pages are worth keeping. Plain Python, no torch.
 
     pages = table.allocate(3)
-    table.register(pages[0], page_hash)      # the page holds these tokens' keys and values: others may share it
+    table.register(pages[0], page_hash, parent)      # the page holds these tokens' keys and values: others may share it
     table.release(pages)
     shared = table.match(hashes)             # the pages of the longest known prefix
     table.acquire(shared)                    # one more sequence holds them
@@ -16,8 +16,10 @@ A sequence writes only to pages that it alone holds: pages are shared when they 
 again. Therefore nothing is ever copied, and `n` answers to one prompt share its full pages and compute at most one page each.
 
 Hashes are chained (the hash of a page covers every token before it) and keyed with a secret of this table, so that a client
-cannot craft a prompt that collides with another client's prompt. Left out: which sequence gets pages when (scheduler.py), and
-the memory itself (kv_cache.py). The idea comes from vLLM (Kwon et al. 2023, arXiv:2309.06180).
+cannot craft a prompt that collides with another client's prompt. A chain begins with the salt of its request, so that requests
+share pages only with requests of the same salt. A page is registered only while the page before it is: a page whose content is
+withdrawn takes along every page that was computed from it. Left out: which sequence gets pages when (scheduler.py), and the
+memory itself (kv_cache.py). The idea comes from vLLM (Kwon et al. 2023, arXiv:2309.06180).
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ class PageTable:
         self._references = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+        # the tree of registered pages, by hash; a first page has no parent
+        self._parent_of: dict[bytes, bytes] = {}
+        self._children_of: dict[bytes, set[bytes]] = {}
 
     @property
     def num_available(self) -> int:
@@ -70,7 +75,7 @@ class PageTable:
                 page = self._free.pop()
             else:
                 page, _ = self._cached.popitem(last=False)
-                del self._page_of[self._hash_of.pop(page)]
+                self._forget(self._hash_of[page])
             self._references[page] = 1
             pages.append(page)
         return pages
@@ -87,14 +92,23 @@ class PageTable:
                 else:
                     self._free.append(page)
 
-    def hash_pages(self, token_ids: Sequence[int], known: list[bytes]) -> None:
-        """Extend `known`, the hashes of a sequence's first pages, to all pages that `token_ids` fills. `known` is changed."""
+    def hash_pages(self, token_ids: Sequence[int], known: list[bytes], salt: str | None = None) -> None:
+        """Extend `known`, the hashes of a sequence's first pages, to all pages that `token_ids` fills. `known` is changed.
+
+        salt: hashes of different salts never agree
+        """
         if not self.prefix_caching:
             return
         for start in range(len(known) * self.page_size, len(token_ids) - self.page_size + 1, self.page_size):
-            parent = known[-1] if known else b""
+            parent = known[-1] if known else self._root(salt)
             content = array("q", token_ids[start : start + self.page_size]).tobytes()
             known.append(blake2b(parent + content, digest_size=16, key=self._salt).digest())
+
+    def _root(self, salt: str | None) -> bytes:
+        """What the chains of this salt begin with: nothing without a salt, else 16 bytes."""
+        if salt is None:
+            return b""
+        return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, key=self._salt, person=b"root").digest()
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The pages of the longest known prefix. They are not held yet: see `acquire`."""
@@ -117,17 +131,51 @@ class PageTable:
                 del self._cached[page]
             self._references[page] += 1
 
-    def register(self, page: int, page_hash: bytes) -> None:
-        """The content of this page is complete. If another page has the same content already, this one is not shared."""
-        if page not in self._hash_of and page_hash not in self._page_of:
-            self._hash_of[page] = page_hash
-            self._page_of[page_hash] = page
+    def register(self, page: int, page_hash: bytes, parent: bytes = b"") -> None:
+        """The content of this page is complete. It is shared unless another page has the same content already.
+
+        parent: the hash of the page before; empty for a first page. Without a registered parent nobody would find the page
+        """
+        if page in self._hash_of or page_hash in self._page_of:
+            return
+        if parent:
+            if parent not in self._page_of:
+                return
+            self._parent_of[page_hash] = parent
+            self._children_of.setdefault(parent, set()).add(page_hash)
+        self._hash_of[page] = page_hash
+        self._page_of[page_hash] = page
 
     def unregister(self, pages: Sequence[int]) -> None:
-        """The content of these held pages is not valid: keep other sequences from sharing it."""
+        """The content of these pages is not valid: nobody shares it from now on, nor any page that was computed from it."""
         for page in pages:
             if page in self._hash_of:
-                del self._page_of[self._hash_of.pop(page)]
+                self._forget(self._hash_of[page])
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """The same, by the hashes of the pages. Hashes that are not registered are skipped."""
+        for page_hash in hashes:
+            if page_hash in self._page_of:
+                self._forget(page_hash)
+
+    def _forget(self, page_hash: bytes) -> None:
+        """Unregister a hash and all hashes below it. Their pages are free if no sequence holds them."""
+        parent = self._parent_of.pop(page_hash, b"")
+        if parent:
+            siblings = self._children_of[parent]
+            siblings.remove(page_hash)
+            if not siblings:
+                del self._children_of[parent]
+        below = [page_hash]
+        while below:
+            each = below.pop()
+            self._parent_of.pop(each, None)
+            below += self._children_of.pop(each, ())
+            page = self._page_of.pop(each)
+            del self._hash_of[page]
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
 
     def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
         """Assert that free + cached + held == total, and that reference counts are those of `holders` (pages by sequence)."""
@@ -143,6 +191,11 @@ class PageTable:
         assert self._page_of == {h: p for p, h in self._hash_of.items()}, "hashes and pages disagree"
         assert cached <= self._hash_of.keys(), "a cached page has no hash"
         assert not free & self._hash_of.keys(), "a free page has a hash"
+        assert self._parent_of.keys() <= self._page_of.keys() >= self._children_of.keys(), (
+            "a hash of the tree is not registered"
+        )
+        edges = {(parent, child) for parent, children in self._children_of.items() for child in children}
+        assert edges == {(parent, child) for child, parent in self._parent_of.items()}, "parents and children disagree"
         if holders is not None:
             counts = [0] * self.num_pages
             for pages in holders:

@@ -1,7 +1,7 @@
 """Logits into tokens, for a whole batch on the device and without waiting for it.
 
-    params = SampleParams(**on_device(sampling_arrays(requests, positions, vocab)))
-    tokens = sample(logits, params)          # int64 (n,); -1 where the logits are not finite
+    params = SampleParams(**send(sampling_arrays(requests, positions, vocab), device))
+    tokens = sample(logits, params)          # int64 (n,); INVALID_TOKEN where the logits are not finite
 
 Each row is drawn independently. Its random numbers are a hash of the request's seed and the token's position, so a seed gives
 the same numbers alone, in any batch, and after preemption.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine.request import Request
+from fa_serve.engine.scheduler import INVALID_TOKEN, NO_TOKEN
 from fa_serve.ops.exponential_race import GOLDEN, MIX1, MIX2
 
 NEG_INF = float("-inf")
@@ -30,16 +31,16 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class SampleParams:
-    """Per row of the logits, on their device; None means that no row uses it.
+    """What sampling needs for each row of the logits, on their device. A field is None if no row uses it.
 
     keys:          (n,) int64, from `random_keys`; None when every row is greedy
-    temperature:   (n,) float32, 0 is greedy
-    largest_top_k: of `top_k`, known on the host; None sorts the whole vocabulary, whatever it is
+    temperature:   (n,) float32; 0 is greedy
+    largest_top_k: the largest of `top_k`, known on the host; if it is None, the whole vocabulary is sorted
     top_k:         (n,) int64, at least 1; top_p, min_p: (n,) float32
-    presence, frequency, repetition: (n,) float32 penalties, which need a `TokenCounts`
-    bias_index:    (m,) int64, row * vocab + token, each at most once; bias: (m,) float32, added there
-    allowed_index: (m,) int64, the only places of the rows `allowed_rows` that are kept
-    mask:          (m, ceil(vocab / 32)) int32, one bit for each token of the rows `mask_rows` (m,): whether it is kept
+    presence, frequency, repetition: (n,) float32 penalties; all three or none are given, and they need a `TokenCounts`
+    bias_index:    (m,) int64, row * vocab + token, each at most once; bias: (m,) float32, which is added there
+    allowed_index: (m,) int64, row * vocab + token, the only tokens of the rows `allowed_rows` that are kept
+    mask:          (m, ceil(vocab / 32)) int32, one bit for each token of the rows `mask_rows` (m,): 1 if it is kept
     """
 
     keys: Tensor | None = None
@@ -81,7 +82,7 @@ class TokenCounts:
         self.present[slots, tokens] = True
 
     def penalise(self, scores: Tensor, slots: Tensor, params: SampleParams) -> Tensor:
-        """(n, vocab) float32 scores of the sequences in `slots`."""
+        """Apply the penalties. scores: (n, vocab) float32, of the sequences in `slots`; the result has the same shape."""
         assert params.repetition is not None and params.presence is not None and params.frequency is not None  # noqa: PT018
         factor = torch.where(scores > 0, 1.0 / params.repetition[:, None], params.repetition[:, None])
         scores = torch.where(self.present[slots], scores * factor, scores)
@@ -96,12 +97,17 @@ def sample(
     slots: Tensor | None = None,
     last_tokens: Tensor | None = None,
 ) -> Tensor:
-    """logits (n, vocab), any float dtype; slots (n,) int64, for the counts -> (n,) int64.
+    """Draw one token for each row: (n,) int64, INVALID_TOKEN for a row whose largest score is not finite.
 
-    last_tokens: (num_slots,) int64, which gets the tokens at `slots`, and 0 for those that are not finite
+    logits:      (n, vocab), any float dtype
+    slots:       (n,) int64, the sequences' rows in `counts` and `last_tokens`
+    last_tokens: (num_slots,) int64; the tokens are written to it at `slots`, and any token for rows that end here
+
+    A row of logits that is not finite gives INVALID_TOKEN, even if a mask hides the values that are not finite. A finite row of
+    which the parameters leave nothing gives NO_TOKEN.
     """
     scores = _adjust(logits, params, counts, slots)
-    return ops.sample_rows(
+    tokens = ops.sample_rows(
         scores,
         params.keys,
         params.temperature,
@@ -112,10 +118,18 @@ def sample(
         last_tokens,
         params.largest_top_k,
     )
+    if scores is logits:
+        return tokens
+    # the largest value is NaN if any value is
+    finite = torch.isfinite(logits.amax(dim=-1))
+    return torch.where(finite, tokens.masked_fill(tokens == INVALID_TOKEN, NO_TOKEN), INVALID_TOKEN)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the model's own distribution: the chosen tokens' (n,), the `top` most likely tokens' (n, top), and those tokens."""
+    """Log-probabilities under the model's own distribution, without penalties and temperature.
+
+    Returns those of the chosen `tokens` (n,), those of the `top` most likely tokens (n, top), and the ids of these (n, top).
+    """
     logits = logits.float()
     total = logits.logsumexp(dim=-1, keepdim=True)
     values, indices = logits.topk(top, dim=-1)
@@ -125,7 +139,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor,
 def sampling_arrays(requests: Sequence[Request], positions: Sequence[int], vocab: int) -> dict[str, NDArray[Any]]:
     """The fields of `SampleParams` that these requests need, on the host.
 
-    positions: of the tokens to be sampled
+    positions: index of the token to sample in its sequence, for each request
     """
     params = [request.params for request in requests]
     arrays: dict[str, NDArray[Any]] = {}
@@ -185,7 +199,7 @@ def _mix_host(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _adjust(logits: Tensor, params: SampleParams, counts: TokenCounts | None, slots: Tensor | None) -> Tensor:
-    """Penalties, biases, and what is allowed at all."""
+    """The logits with penalties and biases applied; tokens that are not allowed are -inf."""
     scores = logits
     if params.repetition is not None:
         assert counts is not None and slots is not None  # noqa: PT018

@@ -171,11 +171,6 @@ class SamplingParams:
         """Whether the logit of a token depends on the tokens before it by a penalty."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
-    @property
-    def narrowed(self) -> bool:
-        """Whether these parameters may exclude every token."""
-        return bool(self.structured or self.allowed_token_ids or self.bad_token_ids or self.logit_bias)
-
     def token_ids(self) -> Iterator[int]:
         """Every token id in these parameters."""
         return chain(self.logit_bias or (), self.allowed_token_ids or (), self.bad_token_ids, self.stop_token_ids)

@@ -6,10 +6,11 @@
     for sequence, token in scheduler.commit(batch, tokens): ...
     scheduler.abort("request-7")             # at any moment; its pages are free when this returns
 
-Sequences are served in the order of their rank (arrival, shifted by priority), running ones first. A sequence takes the pages
-of all its known tokens when it is admitted, so only sampled tokens can make it run out of pages. Then the sequence with the
-last rank is preempted: it loses its pages, goes back to its place in the queue and is computed again later. The first sequence
-is never preempted by another one, so there is always progress. A rank never changes, so no sequence starves.
+Clients take turns (fair_queue.py), and the sequences of a client are served in the order of their rank (arrival, shifted by
+priority), running ones first. A sequence takes the pages of all its known tokens when it is admitted, so only sampled tokens
+can make it run out of pages. Then the sequence with the last turn is preempted: it loses its pages, goes back to its place in
+the queue and is computed again later. The first sequence is never preempted by another one, so there is always progress. Ranks
+never change, so no sequence starves. A client that has no slot at all gets one from the client that has the most.
 
 Pages are offered to other sequences when the step that fills them is scheduled, not when it has run. This is safe because steps
 run in order, and within a step every layer writes all keys and values before it reads any. Therefore sequences with a common
@@ -30,13 +31,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fa_serve.engine.errors import RequestError
+from fa_serve.engine.fair_queue import FairQueue
 from fa_serve.engine.outputs import FinishReason
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
 from fa_serve.engine.sequence import SequenceState
 
 INVALID_TOKEN = -1
-"""What the sampler returns for a row without a token: its logits are not finite, or no token is allowed."""
+"""What the sampler returns for a row whose logits are not finite, before any bias or mask."""
+NO_TOKEN = -2
+"""What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
+EXPECTED_TOKENS = 128
+"""Length of an answer for which a client is charged in advance. The difference is charged when the answer ends."""
 MAX_PROMPT_LOGITS = 256
 """Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
 
@@ -76,7 +82,7 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """Owner of the queues and of every `SequenceState` in them. `waiting` and `running` are sorted by rank.
+    """Owner of the queues and of every `SequenceState` in them. `running` is sorted by turn.
 
     max_num_seqs:           number of slots, which is the limit of running sequences
     max_num_batched_tokens: token budget of a step
@@ -99,7 +105,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.keys_per_tile = keys_per_tile
         self.window = window
-        self.waiting: list[SequenceState] = []
+        self.waiting = FairQueue()
         self.running: list[SequenceState] = []
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
@@ -109,12 +115,14 @@ class Scheduler:
         """Queue a request."""
         sequence = SequenceState(request)
         self.sequences[request.request_id] = sequence
-        insort(self.waiting, sequence, key=_rank)
+        self.waiting.add(sequence)
         return sequence
 
     def schedule(self) -> ScheduledBatch:
         """The next step's tokens. The batch is empty when there is nothing to compute."""
         batch = ScheduledBatch()
+        if self.waiting and not self._slots:
+            self._make_room()
         before = self.num_preemptions
         budget = self._continue_running(batch, self.max_num_batched_tokens)
         if self.num_preemptions == before:
@@ -136,8 +144,8 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.finished:
                 continue
-            if token == INVALID_TOKEN:
-                self._end_without_token(sequence)
+            if token < 0:
+                self._end_without_token(sequence, token)
                 changed.append((sequence, None))
                 continue
             sequence.append(token)
@@ -170,7 +178,6 @@ class Scheduler:
         """End every sequence of a step that could not be computed."""
         alive = [chunk for chunk in batch.chunks if not chunk.sequence.finished]
         for chunk in alive:
-            self._withdraw(chunk.sequence, chunk.start)
             self.finish(chunk.sequence, "error", error)
         return [chunk.sequence for chunk in alive]
 
@@ -190,12 +197,20 @@ class Scheduler:
             self._requeue(sequence)
 
     def finish(self, sequence: SequenceState, reason: FinishReason, error: RequestError | None = None) -> None:
-        """End a sequence and release what it holds."""
+        """End a sequence and release what it holds.
+
+        Others do not share what it has written and no finite logits have confirmed.
+        """
         sequence.finish(reason, error)
         del self.sequences[sequence.request.request_id]
         if sequence.slot >= 0:
+            self._withdraw(sequence, sequence.num_confirmed)
+            self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - _expected_tokens(sequence))
             self._leave(sequence)
         else:
+            if sequence.num_at_start:  # it was preempted, and may have left pages that are not confirmed
+                confirmed = max(sequence.num_confirmed, sequence.num_cached_tokens)
+                self.pages.forget(sequence.page_hashes[confirmed // self.pages.page_size :])
             self.waiting.remove(sequence)
 
     def abandon(self, sequences: Iterable[SequenceState], error: RequestError) -> None:
@@ -204,16 +219,16 @@ class Scheduler:
             sequence.finish("error", error)
 
     def check_integrity(self) -> None:
-        """Assert that every page and slot is accounted for and that both queues are sorted."""
+        """Assert that every page, slot and turn is accounted for and that both queues are in order."""
         self.pages.check_integrity([sequence.held_pages for sequence in self.running])
         assert sorted(self._slots + [sequence.slot for sequence in self.running]) == list(range(self.max_num_seqs))
         assert all(sequence.slot == -1 and not sequence.pages for sequence in self.waiting)
-        assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in self.waiting + self.running)
-        for queue in (self.waiting, self.running):
-            assert queue == sorted(queue, key=_rank), "a queue is out of order"
+        assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in [*self.waiting, *self.running])
+        assert self.running == sorted(self.running, key=_turn), "the running sequences are out of order"
+        self.waiting.check_integrity(self.running)
 
     def _continue_running(self, batch: ScheduledBatch, budget: int) -> int:
-        """Schedule the running sequences, by rank. Returns what is left of the budget."""
+        """Schedule the running sequences, by turn. Returns what is left of the budget."""
         index = 0
         while index < len(self.running) and budget:
             sequence = self.running[index]
@@ -229,15 +244,37 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, batch: ScheduledBatch, budget: int) -> None:
-        """Schedule waiting sequences, by rank, until one of them has to wait."""
+        """Schedule waiting sequences, in turn, until one of them has to wait."""
         while self.waiting and self._slots:
-            sequence = self.waiting[0]
+            sequence = self.waiting.first()
             if not self._length(batch, sequence, budget) or not self._admit(sequence):
                 break
-            self.waiting.pop(0)
-            insort(self.running, sequence, key=_rank)
+            cost = sequence.num_tokens - sequence.num_computed + _expected_tokens(sequence)
+            sequence.pay(cost)
+            self._enter(sequence, self.waiting.admit(cost))
             batch.admitted.append(sequence)
             budget -= self._append(batch, sequence, self._length(batch, sequence, budget))
+
+    def _enter(self, sequence: SequenceState, turn: int) -> None:
+        """Put an admitted sequence among the running ones. The turns of its client's sequences stay in the order of ranks."""
+        client = sequence.request.client
+        sequence.take_turn(turn)
+        last = next((other for other in reversed(self.running) if other.request.client == client), None)
+        if last is not None and (_rank(last) > _rank(sequence) or last.turn > turn):
+            own = [sequence, *(other for other in self.running if other.request.client == client)]
+            turns = sorted(other.turn for other in own)
+            for other, its_turn in zip(sorted(own, key=_rank), turns, strict=True):
+                other.take_turn(its_turn)
+            self.running.sort(key=_turn)
+        insort(self.running, sequence, key=_turn)
+
+    def _make_room(self) -> None:
+        """All slots are taken. If the next client has none of them, the client with the most of them gives one up."""
+        victim = self.waiting.crowding(self.running)
+        if victim is not None:
+            self.num_preemptions += 1
+            self._leave(victim)
+            self.waiting.give_way(victim)
 
     def _length(self, batch: ScheduledBatch, sequence: SequenceState, budget: int) -> int:
         """How many tokens of the sequence fit into the step."""
@@ -288,7 +325,7 @@ class Scheduler:
         """
         if sequence.num_pending:
             return False  # it was preempted while a token was pending, and the device keeps no token without a slot
-        self.pages.hash_pages(sequence.tokens, sequence.page_hashes)
+        self.pages.hash_pages(sequence.tokens, sequence.page_hashes, sequence.request.cache_salt)
         # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
         known = 0 if _num_prompt_logits(sequence, 2) else (sequence.num_tokens - 1) // self.pages.page_size
         shared = self.pages.match(sequence.page_hashes[:known])
@@ -305,31 +342,33 @@ class Scheduler:
         full = min(sequence.num_computed, len(sequence.tokens)) // self.pages.page_size
         if full <= sequence.num_offered or not self.pages.prefix_caching:
             return
-        self.pages.hash_pages(sequence.tokens, sequence.page_hashes)
+        hashes = sequence.page_hashes
+        self.pages.hash_pages(sequence.tokens, hashes, sequence.request.cache_salt)
         for index in range(sequence.num_offered, full):
-            self.pages.register(sequence.pages[index], sequence.page_hashes[index])
+            self.pages.register(sequence.pages[index], hashes[index], hashes[index - 1] if index else b"")
         sequence.offer(full)
 
-    def _end_without_token(self, sequence: SequenceState) -> None:
-        """End a sequence for which the sampler found no token, and keep its pages from being shared."""
-        if sequence.request.params.narrowed:
-            self._withdraw(sequence, 0)
+    def _end_without_token(self, sequence: SequenceState, token: int) -> None:
+        """End a sequence for which the sampler found no token, and say why."""
+        if token == NO_TOKEN:
             error = RequestError("no_token_left", "the request's parameters leave no token to choose")
         else:
-            # The shared pages may be where the values that are not finite come from.
+            # Any of its pages may be where the values that are not finite come from, also pages that others have computed.
             self.pages.unregister(sequence.held_pages)
+            self.pages.forget(sequence.page_hashes)
             error = RequestError("not_finite", "the model's logits are not finite")
         self.finish(sequence, "error", error)
 
     def _withdraw(self, sequence: SequenceState, start: int) -> None:
         """Keep others from sharing what this sequence was to write from token `start` on: it is missing or not finite."""
         first = max(start // self.pages.page_size, sequence.num_shared, sequence.num_released)
-        self.pages.unregister(sequence.pages[first:])
-        sequence.offer(min(sequence.num_offered, first))
+        if sequence.num_offered > first:
+            self.pages.unregister(sequence.pages[first : sequence.num_offered])
+            sequence.offer(first)
 
     def _requeue(self, sequence: SequenceState) -> None:
         self._leave(sequence)
-        insort(self.waiting, sequence, key=_rank)
+        self.waiting.give_back(sequence)
 
     def _leave(self, sequence: SequenceState) -> None:
         """Take a sequence out of the running ones; its pages and its slot are free."""
@@ -348,3 +387,13 @@ def _num_prompt_logits(sequence: SequenceState, length: int) -> int:
 
 def _rank(sequence: SequenceState) -> tuple[float, int]:
     return sequence.request.rank
+
+
+def _turn(sequence: SequenceState) -> tuple[int, tuple[float, int]]:
+    return sequence.turn, sequence.request.rank
+
+
+def _expected_tokens(sequence: SequenceState) -> int:
+    """How many tokens of its answer a client is charged for when a sequence is admitted."""
+    room = sequence.request.max_tokens - (sequence.num_at_start - sequence.num_prompt_tokens)
+    return min(room, EXPECTED_TOKENS)

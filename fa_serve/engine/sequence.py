@@ -1,7 +1,7 @@
 """The scheduler's half of a request: the tokens of one sequence, its pages and its slot. Plain Python, no torch.
 
 A `SequenceState` changes through its own methods only, and `Scheduler` is the only one that calls them. Everyone else reads.
-A test holds this (tests/engine/test_sequence.py). The client's half, text and log-probabilities, is `AnswerState`.
+A test holds this (tests/engine/test_sequence.py). The client's half, text and log-probabilities, is `OutputState`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class SequenceState:
     num_shared:   leading pages that were found in the prefix cache
     num_offered:  leading pages that are registered in the prefix cache
     num_released: leading pages that lie behind the window of every layer and are not held any more
+    num_at_start: tokens that were known when the sequence was admitted last; 0 if it never was
+    turn:         place among the sequences of all clients while the sequence runs, from `FairQueue`
+    charge:       tokens that its client was charged when the sequence was admitted
     slot:         row of the per-sequence state on the device while the sequence runs, else -1
     pages:        ids of its pages in order; the first num_released of them may belong to other sequences by now
     page_hashes:  hashes of its full pages
@@ -40,6 +43,9 @@ class SequenceState:
     num_shared: int = 0
     num_offered: int = 0
     num_released: int = 0
+    num_at_start: int = 0
+    turn: int = 0
+    charge: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
@@ -66,6 +72,15 @@ class SequenceState:
         return self.pages[self.num_released :]
 
     @property
+    def num_confirmed(self) -> int:
+        """Leading tokens whose keys and values are known to be finite.
+
+        A token that was sampled after the admission confirms all tokens before it, because finite logits need finite keys and
+        values. Shared pages are the affair of the sequence that has computed them.
+        """
+        return len(self.tokens) - 1 if len(self.tokens) > self.num_at_start else 0
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -76,8 +91,17 @@ class SequenceState:
         self.num_shared = num_shared
         self.num_offered = num_shared
         self.num_computed = num_shared * page_size
+        self.num_at_start = len(self.tokens)
         if not self.num_output_tokens:
             self.num_cached_tokens = self.num_computed
+
+    def take_turn(self, turn: int) -> None:
+        """The sequence has this place among the running ones."""
+        self.turn = turn
+
+    def pay(self, charge: int) -> None:
+        """The sequence's client was charged for its admission."""
+        self.charge = charge
 
     def grow(self, pages: list[int]) -> None:
         """The sequence holds more pages."""

@@ -9,6 +9,9 @@
 worker; `on_phase` is called from the thread that is in `start`. In neither worker does a step wait for a client: the commands
 of a thread are in a queue, and a process has two more threads that only read from the pipe and write to it.
 
+The process sends a `Beat` each second, from a thread that needs nothing but the interpreter. `pulse` tells how long it has been
+silent and how long its step takes, so that a process that is stopped or hangs is noticed. `stop` kills it in the end.
+
 A thread shares the interpreter with the server, which is enough for small machines and for tests. A process has an interpreter
 to itself: at tens of thousands of tokens a second, turning them into replies takes a whole core. Left out: asyncio
 (async_engine.py).
@@ -24,6 +27,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,7 +46,9 @@ log = logging.getLogger("fa_serve.engine")
 OnOutputs = Callable[[StepOutputs], None]
 OnDeath = Callable[[str], None]
 STOP_SECONDS = 30
-"""How long a process may take for the step that it is in before it is killed."""
+"""How long the worker may take by default for the step that it is in before it is killed."""
+BEAT_SECONDS = 1.0
+"""The time between two beats of a process."""
 
 
 @dataclass(slots=True)
@@ -55,12 +61,33 @@ class Ready:
     tokenizer: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life of the engine's process. `busy_seconds`: how long the step that its loop is in has taken so far."""
+
+    busy_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Whether a worker is alive.
+
+    silent_seconds: time since the last sign of life of the engine's process; 0 for a thread
+    busy_seconds:   how long the step that the engine is in has taken, when it was last heard of; 0 while it waits
+    """
+
+    silent_seconds: float = 0.0
+    busy_seconds: float = 0.0
+
+
 class Worker(Protocol):
     """A thread or process that runs an engine."""
 
     def start(self) -> Ready: ...
     def send(self, command: Add | Abort) -> None: ...
-    def stop(self) -> None: ...
+    def pulse(self) -> Pulse: ...
+    def stop(self, timeout: float = STOP_SECONDS) -> None: ...
+    def kill(self) -> None: ...
 
 
 class ThreadWorker:
@@ -79,11 +106,13 @@ class ThreadWorker:
         self._on_phase = on_phase
         self._commands: Commands = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._loop: EngineLoop | None = None
 
     def start(self) -> Ready:
         """Load the engine in this thread and start its loop in another one."""
         engine = self._source if isinstance(self._source, Engine) else Engine(self._source, on_phase=self._on_phase)
-        self._thread = threading.Thread(target=self._run, args=(engine,), name="fa_serve-engine", daemon=True)
+        self._loop = EngineLoop(engine, self._commands, self._on_outputs)
+        self._thread = threading.Thread(target=self._run, args=(self._loop,), name="fa_serve-engine", daemon=True)
         self._thread.start()
         return Ready(engine.config, engine.vocab_size, engine.stats(), engine.tokenizer)
 
@@ -91,15 +120,24 @@ class ThreadWorker:
         """Queue a command."""
         self._commands.put(command)
 
-    def stop(self) -> None:
-        """End the thread after the step that it is in."""
+    def pulse(self) -> Pulse:
+        """How long the thread's step takes."""
+        return Pulse(busy_seconds=0.0 if self._loop is None else self._loop.busy_seconds)
+
+    def stop(self, timeout: float = STOP_SECONDS) -> None:
+        """End the thread after the step that it is in. It is left to itself if that takes longer than `timeout` seconds."""
         self._commands.put(None)
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                log.error("the engine's thread has not ended within %g s and is left behind", timeout)
 
-    def _run(self, engine: Engine) -> None:
+    def kill(self) -> None:
+        """A thread cannot be killed. It ends with its process."""
+
+    def _run(self, loop: EngineLoop) -> None:
         try:
-            EngineLoop(engine, self._commands, self._on_outputs).run()
+            loop.run()
         except BaseException as error:
             log.exception("the engine has ended")
             self._on_death(f"{type(error).__name__}: {error}")
@@ -123,6 +161,8 @@ class ProcessWorker:
         self._stopping = False
         self._ready = False
         self._process: Any = None
+        self._heard = time.monotonic()
+        self._busy_seconds = 0.0
 
     def start(self) -> Ready:
         """Start the process and wait until its engine is loaded. Raises what loading raises."""
@@ -144,6 +184,7 @@ class ProcessWorker:
             self._process.join()
             raise
         ready.tokenizer = tokenizer
+        self._heard = time.monotonic()
         self._ready = True
         threading.Thread(target=self._read, args=(received,), name="fa_serve-engine-read", daemon=True).start()
         threading.Thread(target=_send, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
@@ -153,15 +194,28 @@ class ProcessWorker:
         """Queue a command."""
         self._commands.put(command)
 
-    def stop(self) -> None:
-        """End the process after the step that it is in. It is killed if that takes too long, or if it is still loading."""
+    def pulse(self) -> Pulse:
+        """How long the process has been silent, and what its last beat says."""
+        return Pulse(time.monotonic() - self._heard, self._busy_seconds)
+
+    def stop(self, timeout: float = STOP_SECONDS) -> None:
+        """End the process after the step that it is in. It is killed after `timeout` seconds, or if it is still loading."""
         self._stopping = True
         self._commands.put(None)
         if self._process is not None:
             if self._ready:
-                self._process.join(STOP_SECONDS)
+                self._process.join(timeout)
+                if self._process.is_alive():
+                    log.error("the engine's process has not ended within %g s and is killed", timeout)
             self._process.kill()
             self._process.join()
+
+    def kill(self) -> None:
+        """End the process at once, even if it is stopped. Does not wait, so a signal handler may call it."""
+        self._stopping = True
+        if self._process is not None and self._process.pid is not None:
+            with suppress(OSError):  # it has ended
+                os.kill(self._process.pid, signal.SIGKILL)
 
     def _wait(self, received: Iterator[Any]) -> Ready:
         """Pass on phases and log records until the engine is loaded."""
@@ -185,8 +239,12 @@ class ProcessWorker:
         """Pass on what the process sends until it ends. Runs in a thread."""
         error = None
         for item in received:
+            self._heard = time.monotonic()
             if isinstance(item, StepOutputs):
+                self._busy_seconds = 0.0
                 self._on_outputs(item)
+            elif isinstance(item, Beat):
+                self._busy_seconds = item.busy_seconds
             elif isinstance(item, Exception):
                 error = item
             else:
@@ -225,8 +283,10 @@ def _main(config: EngineConfig, connection: Connection) -> None:
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second
         outgoing.put(Ready(engine.config, engine.vocab_size, engine.stats(), None))
+        loop = EngineLoop(engine, commands, deliver)
+        threading.Thread(target=_beat, args=(loop, outgoing), daemon=True).start()
         try:
-            EngineLoop(engine, commands, deliver).run()
+            loop.run()
         except Exception:
             log.exception("the engine has ended")
             raise
@@ -235,6 +295,13 @@ def _main(config: EngineConfig, connection: Connection) -> None:
     finally:
         outgoing.put(None)
         writer.join()
+
+
+def _beat(loop: EngineLoop, outgoing: queue.SimpleQueue[Any]) -> None:
+    """Send a sign of life each second. Runs in a thread of the process."""
+    while True:
+        outgoing.put(Beat(loop.busy_seconds))
+        time.sleep(BEAT_SECONDS)
 
 
 def _listen(connection: Connection, commands: Commands, ready: threading.Event) -> None:

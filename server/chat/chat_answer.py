@@ -8,6 +8,7 @@ from typing import Any
 from fa_serve.engine import RequestOutput, StructuredOutput
 
 from ..answer import Answer
+from ..answer_size import CHAT_LOGPROB, PROMPT_LOGPROB, AnswerSize
 from ..constraints import Constraint
 from ..errors import BadRequest
 from ..logprobs import for_chat
@@ -140,6 +141,13 @@ class ChatAnswer(Answer):
         tool_format = tool_format or replace(REQUIRED, id_length=id_length)
         offered = [tool.function.name for tool in self._tools]
         return MessageReader(thoughts, ToolReader(tool_format, offered, single=self._body.parallel_tool_calls is False))
+
+    def _size(self) -> AnswerSize:
+        size = super()._size()
+        body = self._body
+        scored = CHAT_LOGPROB * ((body.top_logprobs or 0) + 1) if body.logprobs else 0
+        once = 0 if body.prompt_logprobs is None else PROMPT_LOGPROB * (body.prompt_logprobs + 1)
+        return replace(size, once=once, per_token=size.per_token + scored)
 
     def _max_tokens(self) -> int | None:
         return self._body.max_completion_tokens or self._body.max_tokens

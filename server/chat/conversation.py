@@ -47,9 +47,9 @@ class ToolCall(StrictModel):
 
 class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="For the chat template, which may leave old thoughts out.")
 
@@ -130,7 +130,7 @@ class ResponseFormat(StrictModel):
 class TemplateFields(StrictModel):
     """The fields besides the messages that the chat template turns into a prompt."""
 
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     chat_template: NonEmpty | None = Field(None, description="Replaces the model's chat template, if the server allows it.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
 
@@ -150,7 +150,7 @@ ToolChoice = Annotated[
 
 
 class ChatRequest(TemplateFields, SamplingRequest):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -203,7 +203,7 @@ class TokenizeRequest(TemplateFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = Field(
         None, description="Whether the prompt gets the special tokens that the tokenizer adds to plain text."
     )

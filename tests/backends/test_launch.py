@@ -67,7 +67,8 @@ class Compiled:
     packed_metadata = "metadata"
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.run = kernel, kernel.run
+        self.kernel = kernel
+        self.run = kernel.run
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         return lambda *args: self.kernel.watched.append((grid, args))
@@ -242,7 +243,7 @@ def test_what_changes_the_code_goes_through_the_jit(kernel: Kernel, change: dict
 
 
 def test_each_device_has_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch goes to where the tensors are, whichever device is the current one, and whoever keeps it."""
+    """A launch runs on the device of its tensors, even if another device is current or the launch was made on another one."""
     current = [0]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
 

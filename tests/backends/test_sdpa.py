@@ -93,7 +93,7 @@ def test_packed_sequences_have_gradients() -> None:
 
 
 def test_lse_is_float32_whatever_the_default_dtype_is() -> None:
-    """Models are loaded under a default of their own."""
+    """transformers changes the default dtype while it loads a model."""
     (q,), k, v = make_qkv(1, 3, 5, 4, 2, 16)
     k_cache, v_cache, table, used = make_paged(k, v, page_size=4)
     paged = {"block_table": table, "seqused_k": used, "cu_seqlens_q": cu_seqlens([3]), "max_seqlen_q": 3}

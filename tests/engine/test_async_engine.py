@@ -63,7 +63,7 @@ def test_an_id_used_again_gets_nothing_of_its_predecessor(make_engine, monkeypat
             gate.release()
             first = engine.generate([3, 5], GREEDY, "same")
             await anext(first)
-            # the next token of the first is on its way now
+            # the next token of the first request is being computed now
             await first.aclose()
             second = asyncio.create_task(collect(engine, [4, 5], name="same"))
             await asyncio.sleep(0)

@@ -17,12 +17,12 @@ PROMPTS = [[3, 4, 5], [6] * 9, [7, 8], [9], [10, 11, 12, 13]]
 
 
 def decoding(engine) -> list[tuple[int, int]]:
-    """Sequences and keys of what is captured of decoding steps, in order."""
+    """(sequences, keys) of the captured decoding steps, in order."""
     return [(x.batch, x.keys) for x in engine._runner._graphs._replays if x.queries == 1]
 
 
 def prompts(engine) -> list[tuple[int, int, int]]:
-    """Tokens, sequences and keys of what is captured of steps with prompts, in order."""
+    """(tokens, sequences, keys) of the captured steps with prompts, in order."""
     return [(x.tokens, x.batch, x.keys) for x in engine._runner._graphs._replays if x.queries > 1]
 
 
@@ -36,7 +36,8 @@ def test_replayed_steps_give_the_same_tokens(make_engine, replays, family) -> No
     reference = make_model(family)
     expected = [greedy(reference, p, q.max_tokens) for p, q in zip(PROMPTS, params, strict=True)]
     assert [c.token_ids for c in completions] == expected
-    # all prompts in one eager step, then 3, 4, 4, 4 and 4 steps with 5 to 1 sequences; the first of sizes 4, 2 and 1 records
+    # One eager step computes all prompts. Then 3, 4, 4, 4 and 4 steps have 5 to 1 sequences; the first of sizes 4, 2 and 1
+    # is captured.
     assert engine.stats().num_steps - 1 == 19
     assert len(replays) == 19 - 3
     assert sorted(decoding(engine)) == [(1, 256), (2, 256), (4, 256), (5, 256)]
@@ -175,7 +176,7 @@ def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, r
     shapes = [(6, 256), (1, 16), (2, 16), (4, 16), (6, 16), (1, 256), (2, 256), (4, 256)]
     assert decoding(engine) == shapes, "the largest at the start, then few keys first"
     first, *others = prompts(engine)
-    assert first == (704, 6, 256), "lest the pool of memory grows bit by bit"
+    assert first == (704, 6, 256), "so that the memory pool never grows later"
     sizes = [(n, batch, keys) for keys in (16, 256) for batch in (2, 6) for n in in_advance]
     assert others == [size for size in sizes if size != first]
     assert torch.equal(cached, before)
@@ -276,7 +277,7 @@ def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, repla
     lengths.clear()
     run_mixed(engine)
     assert len(replays) > before
-    assert [batch for *_, batch in lengths].count(0) == 0 < eager, "what has no graph of its own takes a larger one"
+    assert [batch for *_, batch in lengths].count(0) == 0 < eager, "a step whose shape has no graph takes a larger one"
 
 
 def test_prompts_that_cannot_be_replays_leave_decoding_its_graphs(make_engine, replays, monkeypatch, caplog) -> None:

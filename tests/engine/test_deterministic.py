@@ -1,4 +1,4 @@
-"""Batch-invariant mode: not a bit of an answer depends on what else the engine has to do."""
+"""Deterministic mode: not a bit of an answer depends on the other requests in the engine."""
 
 from __future__ import annotations
 

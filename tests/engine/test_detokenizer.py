@@ -1,4 +1,4 @@
-"""Streamed text never holds half a character nor a part of a stop string, and adds up to what the tokenizer would write."""
+"""Streamed text never has half a character or a part of a stop string, and its sum is what the tokenizer writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_any_text_comes_out_in_whole_characters(text, context) -> None:
 @settings(max_examples=200, deadline=None)
 @given(tokens=st.lists(st.integers(2, VOCAB - 1), max_size=60))
 def test_any_tokens_come_out_as_the_tokenizer_writes_them(tokens) -> None:
-    """All but an unfinished end, and but for bytes that stay broken for longer than we wait."""
+    """Except for an unfinished character at the end, and for bytes that stay broken for more than MAX_UNSETTLED tokens."""
     parts, _ = stream(tokens)
     text = "".join(parts)
     whole = TOKENIZER.decode(tokens)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny_models import CONFIGS, greedy, make_model, random_prompts
 
-from fa_serve.engine import Engine, EngineConfig, QueueFullError, SamplingParams, model_runner
+from fa_serve.engine import Engine, EngineConfig, QueueFullError, SamplingParams, StructuredOutput, model_runner
+from fa_serve.spec import ParameterError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
@@ -41,7 +42,7 @@ def test_a_prefix_cache_hit_changes_nothing(make_engine) -> None:
     engine = make_engine()
     prompt = random_prompts(1)[0][:5] * 4
     first, again = (engine.generate([prompt], GREEDY)[0] for _ in range(2))
-    # 20 tokens are 5 pages of 4; the last is computed in any case
+    # 20 tokens are 5 pages of 4; the last token is always computed, and so its page
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 16)
     longer = [*prompt, *first.token_ids, 7, 8]
     hit = engine.generate([longer], GREEDY)[0]
@@ -107,7 +108,7 @@ def test_pages_behind_every_window_are_given_back(make_engine, monkeypatch, dept
         if not engine.stats().num_waiting and all(got.values()):
             most = max(most, engine.stats().num_pages_used)
     assert list(got.values()) == tokens
-    # 9 keys in the window, 8 more in its tile, one that is written, in pages of 4
+    # 9 keys in the window, 8 more in the tile where it begins, and one that is written, in pages of 4
     assert most <= 5 * 6
     # a preempted sequence starts from its first page again; a part of its pages may still be cached
     small = make_engine("mistral", num_pages=40, max_model_len=160, max_num_batched_tokens=64)
@@ -260,7 +261,7 @@ def test_out_of_memory_makes_steps_smaller_and_loses_nothing(make_engine, monkey
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("penalty", [0.0, 1.5])
 def test_out_of_memory_after_a_token_was_sampled_changes_nothing(make_engine, monkeypatch, depth, penalty) -> None:
-    """The device remembers the last token and counts of all: neither may be what is lost."""
+    """The device keeps the last tokens and the counts of all tokens. A step that is undone must lose neither."""
     engine = make_engine()
     engine._depth = depth
     params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, frequency_penalty=penalty)
@@ -277,6 +278,66 @@ def test_out_of_memory_after_a_token_was_sampled_changes_nothing(make_engine, mo
     assert [answer.token_ids for answer in engine.generate([[5, 6, 7], [8, 9]], params)] == expected
     assert next(calls) > 5
     engine.check_integrity()
+
+
+BIASED = SamplingParams(max_tokens=4, temperature=0.0, logit_bias={7: 1.0})
+FORCED = SamplingParams(max_tokens=4, temperature=0.0, structured=StructuredOutput(regex="[a-z]+"))
+
+
+@pytest.mark.parametrize("attack", [GREEDY, BIASED, FORCED, None], ids=["plain", "biased", "regex", "aborted"])
+@pytest.mark.parametrize("victim", [BIASED, FORCED], ids=["biased", "regex"])
+def test_values_that_are_not_finite_reach_no_other_request(make_engine, attack, victim) -> None:
+    """A step that goes wrong once fails the requests in it, and no later one that begins with the same tokens."""
+    model = make_model()
+    engine = make_engine(model=model, max_num_batched_tokens=16)
+    prompt = [5, *range(20, 45)]
+    embedding = model.get_input_embeddings().weight
+    expected = engine.generate([prompt], replace(victim, seed=1))[0].token_ids
+    engine = make_engine(model=model, max_num_batched_tokens=16)
+    sound = embedding[5].clone()
+    embedding.data[5] = float("nan")
+    if attack is None:  # leaves before any logits are there
+        engine.add_request("attack", prompt, GREEDY)
+        engine.step()
+        engine.abort("attack")
+    else:
+        assert engine.generate([prompt], attack)[0].error.code == "not_finite"
+    embedding.data[5] = sound
+    for _ in range(3):
+        completion = engine.generate([[*prompt, 3]], victim)[0]
+        assert completion.error is None
+    assert engine.generate([prompt], replace(victim, seed=1))[0].token_ids == expected
+    engine.check_integrity()
+
+
+def test_a_request_that_is_not_finite_withdraws_the_pages_that_it_shared(make_engine) -> None:
+    model = make_model()
+    engine = make_engine(model=model)
+    prompt = [5, *range(20, 45)]
+    engine.generate([prompt], GREEDY)
+    for cache in (x for pair in engine._runner.kv_caches for x in pair):
+        cache.fill_(float("nan"))
+    completion = engine.generate([prompt], BIASED)[0]
+    assert (completion.error.code, completion.num_cached_tokens) == ("not_finite", 24)
+    completion = engine.generate([prompt], BIASED)[0]
+    assert (completion.error, completion.num_cached_tokens) == (None, 0)
+
+
+def test_a_priority_has_bounds(make_engine) -> None:
+    engine = make_engine()
+    for priority in (-1001, 1001, -(2**31)):
+        with pytest.raises(ParameterError, match="priority must be between -1000 and 1000") as error:
+            engine.add_request("a", [1], priority=priority)
+        assert error.value.field == "priority"
+
+
+def test_requests_of_one_salt_share_a_prefix_and_others_do_not(make_engine) -> None:
+    engine = make_engine()
+    cached = []
+    for number, salt in enumerate((None, "a", None, "a", "b")):
+        engine.add_request(str(number), list(range(20)), GREEDY, cache_salt=salt)
+        cached += [output.num_cached_tokens for _ in range(13) for output in engine.step() if output.finished]
+    assert cached == [0, 0, 16, 16, 0]
 
 
 def test_no_more_than_max_waiting_requests_wait(make_engine) -> None:

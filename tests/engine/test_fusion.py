@@ -1,4 +1,4 @@
-"""Fused layers give what the model's own give, for every family they take; what they do not understand they leave alone."""
+"""Fused layers compute what the model's own layers compute, for every family that is fused. Other layers are left alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def family(name: str) -> Family:
 
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> Tensor:
-    """Of 24 tokens in two chunks, the second over the pages of both."""
+    """The logits of 24 tokens in two chunks; the second chunk attends to the pages of both."""
     layers = attention_layers(model)
     rows = torch.arange(24)
     caches = kv_cache.allocate(layers, 8, 8, model.device)
@@ -88,7 +88,7 @@ def test_other_layers_run_as_they_are(name: str) -> None:
 
 
 def test_a_layer_whose_code_says_otherwise_is_left_alone(monkeypatch, caplog) -> None:
-    """All modules are where they are in a Llama, and the result is not."""
+    """The modules are those of a Llama, but the layer computes something else."""
     forward = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: 1.01 * forward(self, x))
     model = make_model()
@@ -98,7 +98,7 @@ def test_a_layer_whose_code_says_otherwise_is_left_alone(monkeypatch, caplog) ->
 
 
 def test_each_kind_is_proven_by_itself() -> None:
-    """One layer scales its scores, which only its settings tell; the other one must not take its options."""
+    """Two layers differ in the scale of their scores, which only their settings show. Each must keep its scale."""
     model = make_model()
     model.model.layers[1].self_attn.scaling = 0.05
     patch(model)

@@ -26,7 +26,7 @@ def test_n_answers_share_the_pages_of_their_prompt(make_engine) -> None:
     engine.add_request("a", PROMPT * 3, SamplingParams(max_tokens=4, n=5))
     outputs = engine.step()
     assert sorted(output.index for output in outputs) == [0, 1, 2, 3, 4]
-    # 33 tokens are 8 full pages of 4 and one of its own for each
+    # 33 tokens are 8 full pages of 4, which are shared, and one more page for each answer
     assert engine.stats().num_pages_used == 8 + 5
     assert sorted(output.num_cached_tokens for output in outputs) == [0, 32, 32, 32, 32]
     with pytest.raises(ValueError, match="unique"):

@@ -37,6 +37,7 @@ def test_descales_store_the_largest_number_as_the_headroom() -> None:
 
 def test_available_memory_is_that_of_this_machine() -> None:
     assert 1 << 20 < kv_cache.available_memory() < 1 << 50
+    assert kv_cache.reclaimable_memory() > kv_cache.available_memory() // 2, "caches of files count, the reserve does not"
 
 
 def test_a_float8_cache_is_near_and_small(make_engine) -> None:

@@ -1,11 +1,13 @@
 """Loading: the sizes of the cache and of sequences, and code that comes with a model."""
 
 import json
+import shutil
 
 import pytest
 
-from fa_serve.engine import EngineConfig
-from fa_serve.engine.loading import load_model
+from fa_serve.demo import model_path
+from fa_serve.engine import EngineConfig, kv_cache
+from fa_serve.engine.loading import load_model, load_tokenizer
 from fa_serve.spec import ParameterError
 
 
@@ -36,3 +38,32 @@ def test_sizes_that_cannot_work_are_refused_with_numbers(make_engine) -> None:
 def test_sizes_follow_from_the_model_and_the_cache(make_engine) -> None:
     assert make_engine(num_pages=16).max_model_len == 64
     assert make_engine(num_pages=None, max_num_seqs=2).config.num_pages == 2 * 256 // 4
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name) -> None:
+    shutil.copytree(model_path(), tmp_path / "model")
+    file = tmp_path / "model" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    config = EngineConfig(model=tmp_path / "model", device="cpu")
+    with pytest.raises(OSError, match=str(file)):
+        (load_tokenizer if name == "tokenizer.json" else load_model)(config)
+
+
+def test_an_error_that_is_not_a_files_stays_as_it_is(tmp_path) -> None:
+    shutil.copytree(model_path(), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": "alien"}))
+    with pytest.raises(ValueError, match="alien"):
+        load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
+
+
+def test_pages_beyond_the_memory_are_refused_with_the_arithmetic(make_engine, monkeypatch) -> None:
+    size = 4 * 2 * 2 * (16 + 16) * 4  # tokens, layers, heads, dimensions of keys and values, bytes
+    monkeypatch.setattr(kv_cache, "reclaimable_memory", lambda: 100 * size + 1)
+    assert make_engine(num_pages=100).config.num_pages == 100
+    with pytest.raises(
+        ParameterError, match=r"num_pages must be at most 100: 4 tokens in 2 layers take .* KiB a page"
+    ) as error:
+        make_engine(num_pages=101)
+    assert error.value.field == "num_pages"

@@ -1,4 +1,4 @@
-"""The long run of benchmarks/long_run.py in short, with the host a step ahead and without."""
+"""A short form of benchmarks/long_run.py, with the host one step ahead and without."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_prompts_without_a_past_are_attended_to_as_they_come(make_engine, monkey
     once = SamplingParams(max_tokens=1, temperature=0.0)
     calls.clear()
     completions = engine.generate(asked, once)
-    # 22 + 18 tokens, none of which has a past, then the other 12 of the second prompt together with the third
+    # 22 + 18 tokens of sequences without keys in the cache, then the other 12 of the second prompt and the third prompt
     assert calls == ["attention_varlen"] * layers + ["attention_paged"] * layers
     assert [c.token_ids for c in completions] == [greedy(reference, prompt, 1) for prompt in asked]
     calls.clear()

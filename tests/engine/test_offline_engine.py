@@ -1,4 +1,4 @@
-"""The offline example runs as it stands, on a tiny model."""
+"""The offline example runs unchanged on a tiny model."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def test_the_offline_example(model_folder, monkeypatch, capsys) -> None:
     assert printed.count("--- length") + printed.count("--- stop") == 6
     assert "0 tokens of the prompt from the cache" in printed
     assert "48 tokens of the prompt from the cache" in printed
-    assert printed.split("--- held to a schema\n")[1].startswith("{")
+    assert printed.split("--- structured\n")[1].startswith("{")
     assert "--- streamed" in printed

@@ -10,7 +10,7 @@ from chi_square import assert_distribution
 from fa_serve import ops
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.sampler import SampleParams, log_probabilities, random_keys, sample
-from fa_serve.engine.scheduler import INVALID_TOKEN
+from fa_serve.engine.scheduler import INVALID_TOKEN, NO_TOKEN
 
 DRAWS = 20_000
 
@@ -42,6 +42,21 @@ def test_every_parameter_of_a_draw_reaches_the_op() -> None:
 def test_a_row_that_is_not_finite_gets_the_token_that_the_scheduler_knows() -> None:
     logits = torch.tensor([[0.0, float("nan")], [float("inf"), 0.0]])
     assert sample(logits, SampleParams()).tolist() == [INVALID_TOKEN] * 2
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_logits_decide_whether_they_are_finite_and_not_the_parameters(drawn) -> None:
+    """A mask may hide what is not finite, and may leave nothing of what is finite."""
+    logits = torch.tensor([[0.0, float("nan")], [0.0, 1.0], [0.0, 1.0], [float("inf"), 0.0], [float("-inf"), 0.0]])
+    rows = torch.arange(5)
+    draw = {"keys": keys(5), "temperature": torch.ones(5)} if drawn else {}
+    first_only = SampleParams(allowed_index=2 * rows, allowed_rows=rows, **draw)
+    assert sample(logits, first_only).tolist() == [INVALID_TOKEN, 0, 0, INVALID_TOKEN, NO_TOKEN]
+    none_of_second = SampleParams(bias_index=torch.tensor([2, 3]), bias=torch.tensor([float("-inf")] * 2), **draw)
+    tokens = sample(logits, none_of_second).tolist()
+    assert tokens[:2] == [INVALID_TOKEN, NO_TOKEN]
+    assert tokens[3:] == [INVALID_TOKEN, 1]
+    assert tokens[2] >= 0
 
 
 def test_a_top_k_for_every_row_sorts_nothing(make_engine, monkeypatch) -> None:

@@ -14,8 +14,8 @@ from fa_serve.spec import ParameterError
 PROMPT = [5, 6, 7, 8, 9, 5, 6]
 
 
-def text_book(prompt: list[int], params: SamplingParams) -> tuple[list[int], list[torch.Tensor]]:
-    """Greedy tokens under penalties and biases, and the model's own log-probabilities at each."""
+def plain_loop(prompt: list[int], params: SamplingParams) -> tuple[list[int], list[torch.Tensor]]:
+    """Greedy tokens under penalties and biases, and the log-probabilities of the model before each of them."""
     model = make_model()
     tokens = list(prompt)
     logprobs = []
@@ -60,10 +60,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_follow_the_text_book(make_engine, case) -> None:
-    """Among requests with every other parameter, in one batch, with and without preemption."""
+def test_greedy_tokens_are_those_of_the_plain_loop(make_engine, case) -> None:
+    """Alone, and in one batch with requests for every other parameter, with and without preemption."""
     all_params = {name: SamplingParams(max_tokens=16, temperature=0.0, **values) for name, values in CASES.items()}
-    expected, _ = text_book(PROMPT, all_params[case])
+    expected, _ = plain_loop(PROMPT, all_params[case])
     assert expected != PLAIN, "the case should change something"
     assert make_engine().generate([PROMPT], all_params[case])[0].token_ids == expected
     for settings in ({}, {"num_pages": 16, "max_model_len": 48, "max_num_seqs": 5}):
@@ -94,7 +94,7 @@ def test_stop_strings_wait_for_min_tokens(make_engine, tokenizer) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-7])
-def test_next_to_no_temperature_is_none(make_engine, temperature) -> None:
+def test_a_temperature_near_zero_is_greedy(make_engine, temperature) -> None:
     both = [SamplingParams(max_tokens=16, temperature=value, seed=1) for value in (temperature, 1.0)]
     assert make_engine().generate([PROMPT, [3]], both)[0].token_ids == PLAIN
     requests = [Request("a", [1], values, 4) for values in both]
@@ -105,13 +105,13 @@ def test_a_slot_forgets_the_tokens_of_its_last_request(make_engine) -> None:
     engine = make_engine(max_num_seqs=1)
     params = SamplingParams(max_tokens=16, temperature=0.0, presence_penalty=2.0, repetition_penalty=1.5)
     completions = engine.generate([[30, 31, 32], PROMPT], params)
-    assert completions[1].token_ids == text_book(PROMPT, params)[0]
+    assert completions[1].token_ids == plain_loop(PROMPT, params)[0]
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_logprobs_are_those_of_the_model(make_engine, count) -> None:
     asked = SamplingParams(max_tokens=16, temperature=0.0, logprobs=count, presence_penalty=1.0)
-    expected, exact = text_book(PROMPT, asked)
+    expected, exact = plain_loop(PROMPT, asked)
     others = [SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_tokens=8, seed=1, logprobs=20)]
     completions = make_engine(max_num_batched_tokens=9).generate([[3, 4], PROMPT, [1] * 12], [others[0], asked, others[1]])
     assert completions[0].logprobs is None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fa_serve.engine import RequestError, SamplingParams
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduler import INVALID_TOKEN, ScheduledBatch, Scheduler
+from fa_serve.engine.scheduler import EXPECTED_TOKENS, INVALID_TOKEN, NO_TOKEN, ScheduledBatch, Scheduler
 from fa_serve.engine.sequence import SequenceState
 
 FAILURE = RequestError("step_failed", "the step failed")
@@ -44,7 +44,7 @@ def make_scheduler(
 
 
 def next_token(tokens: list[int]) -> int:
-    """A model: the next token is a function of all tokens before it. Small, so that prefixes repeat."""
+    """A model: the next token is a function of all tokens before it. There are few tokens, so that prefixes repeat."""
     return hash(tuple(tokens)) % 3
 
 
@@ -62,7 +62,8 @@ class Device:
         assert len({chunk.slot for chunk in batch.chunks}) == len(batch.chunks)
         sampled = []
         for chunk in batch.chunks:  # a layer writes the keys of the whole step before it reads any
-            sequence, pages = chunk.sequence, chunk.sequence.pages
+            sequence = chunk.sequence
+            pages = sequence.pages
             most = sequence.num_prompt_tokens + sequence.request.max_tokens
             assert chunk.start + chunk.length < most, "more than was asked for"
             for position in range(chunk.start, chunk.start + chunk.length):
@@ -70,7 +71,8 @@ class Device:
                 token = sequence.tokens[position] if known else self.last_token[chunk.slot]
                 self.memory[pages[position // size], position % size] = token
         for chunk in batch.chunks:
-            sequence, pages = chunk.sequence, chunk.sequence.pages
+            sequence = chunk.sequence
+            pages = sequence.pages
             tokens = [self.memory[pages[i // size], i % size] for i in range(chunk.start + chunk.length)]
             assert tokens[: len(sequence.tokens)] == sequence.tokens[: len(tokens)], "a sequence does not find its own tokens"
             if chunk.samples:
@@ -96,19 +98,20 @@ arrivals = st.lists(
         st.sampled_from([frozenset(), frozenset({2})]),
         st.integers(0, 2),  # priority
         st.none() | st.integers(0, 20),  # aborted after so many steps
+        st.integers(0, 2),  # client
     ),
     min_size=1,
     max_size=10,
 )
 
 
-ONE = (0, [0], 1, frozenset(), 0, None)
+ONE = (0, [0], 1, frozenset(), 0, None, 0)
 
 
 @settings(max_examples=150, deadline=None)
 @example(
-    # preempted while its token is on the way, by a step that is then rolled back
-    arrivals=[ONE, ONE, (0, [0], 9, frozenset(), 0, None), (0, [0] * 17, 5, frozenset(), 0, None)],
+    # a sequence is preempted while its token is pending, by a step that is then rolled back
+    arrivals=[ONE, ONE, (0, [0], 9, frozenset(), 0, None, 0), (0, [0] * 17, 5, frozenset(), 0, None, 0)],
     num_pages=8,
     max_num_seqs=2,
     budget=5,
@@ -141,11 +144,12 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
     step = 0
     while step <= 20 or scheduler.sequences or inflight:
         assert step < 2000, "no progress"
-        for index, (arrival, prompt, max_tokens, end_ids, priority, abort_after) in enumerate(arrivals):
+        for index, (arrival, prompt, max_tokens, end_ids, priority, abort_after, client) in enumerate(arrivals):
             name = str(index)
             if arrival == step:
                 rank = (arrival + 3.0 * priority, index)
-                sequences[name] = scheduler.add(make_request(name, prompt, max_tokens, end_ids=end_ids, rank=rank))
+                request = make_request(name, prompt, max_tokens, end_ids=end_ids, rank=rank, client=str(client))
+                sequences[name] = scheduler.add(request)
                 output[name] = []
             if abort_after is not None and arrival + abort_after == step and (aborted := scheduler.abort(name)):
                 finish(aborted)
@@ -170,7 +174,7 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
 
     assert sorted(ended) == sorted(sequences), "a request did not end exactly once"
     assert scheduler.pages.num_held == 0
-    for index, (_, prompt, max_tokens, end_ids, _, _) in enumerate(arrivals):
+    for index, (_, prompt, max_tokens, end_ids, *_) in enumerate(arrivals):
         expected = expected_output(prompt, max_tokens, end_ids)
         got = output[str(index)]
         assert got == expected[: len(got)]
@@ -264,15 +268,169 @@ def test_a_prompt_of_whole_pages_still_computes_its_last_page() -> None:
     assert sequence.num_cached_tokens == 4
 
 
-@pytest.mark.parametrize(
-    ("params", "code"), [({}, "not_finite"), ({"bad_token_ids": (1,)}, "no_token_left")], ids=["plain", "narrowed"]
-)
-def test_an_invalid_token_fails_its_request_alone_and_says_whose_fault_it_is(params, code) -> None:
+@pytest.mark.parametrize(("token", "code"), [(INVALID_TOKEN, "not_finite"), (NO_TOKEN, "no_token_left")])
+@pytest.mark.parametrize("params", [{}, {"bad_token_ids": (1,)}], ids=["plain", "narrowed"])
+def test_an_invalid_token_fails_its_request_alone_and_says_whose_fault_it_is(params, token, code) -> None:
     scheduler = make_scheduler()
     good = scheduler.add(make_request("good", [1], serial=0))
     bad = scheduler.add(make_request("bad", [2], serial=1, params=SamplingParams(**params)))
-    assert scheduler.commit(scheduler.schedule(), [0, INVALID_TOKEN]) == [(good, 0), (bad, None)]
+    assert scheduler.commit(scheduler.schedule(), [0, token]) == [(good, 0), (bad, None)]
     assert (bad.finish_reason, bad.error.code) == ("error", code)
+    scheduler.check_integrity()
+
+
+PROMPT = [1, 0, 2, 1, 2, 0, 1, 1, 0]
+"""Two full pages and a token."""
+
+
+def num_shared(scheduler: Scheduler, prompt: list[int], **fields: object) -> int:
+    """How many tokens of this prompt a new request would not have to compute."""
+    fresh = scheduler.add(make_request("fresh", prompt, **fields))
+    scheduler.schedule()
+    scheduler.abort("fresh")
+    return fresh.num_cached_tokens
+
+
+@pytest.mark.parametrize("params", [{}, {"bad_token_ids": (1,)}], ids=["plain", "narrowed"])
+def test_pages_that_may_not_be_finite_are_never_shared_again(params) -> None:
+    """Neither those of the request, nor those that it found in the cache, nor those that others computed from these."""
+    scheduler = make_scheduler(num_pages=32, tokens=64)
+    device = Device(scheduler)
+    scheduler.add(make_request("first", PROMPT, 1))
+    run_to_end(scheduler, device)
+    longer = [*PROMPT, 1, 1, 1, 1, 0]
+    scheduler.add(make_request("longer", longer, 1))
+    run_to_end(scheduler, device)
+    assert num_shared(scheduler, longer) == 12
+    victim = scheduler.add(make_request("victim", [*PROMPT, 2, 2, 2, 2], params=SamplingParams(**params)))
+    scheduler.commit(scheduler.schedule(), [INVALID_TOKEN])
+    assert victim.error.code == "not_finite"
+    assert victim.num_cached_tokens == 8
+    assert num_shared(scheduler, PROMPT) == 0
+    scheduler.add(make_request("again", PROMPT, 1))  # the first pages are known again
+    run_to_end(scheduler, device)
+    assert num_shared(scheduler, longer) == 8, "a page that was computed from the withdrawn ones must be computed again"
+    scheduler.check_integrity()
+
+
+def test_parameters_that_leave_no_token_drop_nothing_from_the_cache() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("first", PROMPT, 1))
+    run_to_end(scheduler)
+    scheduler.add(make_request("narrow", PROMPT))
+    scheduler.commit(scheduler.schedule(), [NO_TOKEN])
+    assert num_shared(scheduler, PROMPT) == 8
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_pages_of_a_request_that_ended_before_its_first_logits_are_not_shared(preempted) -> None:
+    scheduler = make_scheduler(tokens=8)
+    scheduler.add(make_request("left", PROMPT))
+    batch = scheduler.schedule()
+    if preempted:
+        scheduler.commit(batch, [])
+        scheduler._requeue(scheduler.running[-1])
+        scheduler.check_integrity()
+    scheduler.abort("left")
+    assert num_shared(scheduler, PROMPT) == 0
+    scheduler.check_integrity()
+
+
+def test_requests_share_prefixes_within_their_salt_only() -> None:
+    scheduler = make_scheduler(num_pages=32)
+    for salt in (None, "a"):
+        assert num_shared(scheduler, PROMPT, cache_salt=salt) == 0
+        scheduler.add(make_request("first", PROMPT, 2, cache_salt=salt))
+        run_to_end(scheduler)
+        assert num_shared(scheduler, PROMPT, cache_salt=salt) == 8
+    assert num_shared(scheduler, PROMPT, cache_salt="b") == 0
+    assert num_shared(scheduler, PROMPT, cache_salt="") == 0
+
+
+def served_order(scheduler: Scheduler) -> list[str]:
+    """The ids of the requests in the order in which they are admitted."""
+    device = Device(scheduler)
+    order = []
+    while batch := scheduler.schedule():
+        order += [sequence.request.request_id for sequence in batch.admitted]
+        scheduler.commit(batch, device.launch(batch))
+        scheduler.check_integrity()
+    return order
+
+
+def test_the_priority_of_one_client_does_not_matter_to_another() -> None:
+    """Not in the queue, nor in who is preempted."""
+    scheduler = make_scheduler(num_pages=6, caching=False)
+    urgent = [(-1e9, serial) for serial in range(20)]
+    for serial, rank in enumerate(urgent):
+        scheduler.add(make_request(f"urgent-{serial}", [1] * 7, 12, rank=rank, client="urgent"))
+    scheduler.add(make_request("patient", [2] * 7, 12, rank=(0.0, 21), client="patient"))
+    order = served_order(scheduler)
+    assert scheduler.num_preemptions > 0
+    assert "patient" in order[:3]
+
+
+def test_a_client_that_holds_every_slot_gives_one_to_a_client_that_has_none() -> None:
+    scheduler = make_scheduler(num_pages=64, seqs=3, tokens=64)
+    device = Device(scheduler)
+    own = [scheduler.add(make_request(f"own-{serial}", [1, 2], 40, serial, client="own")) for serial in range(5)]
+    scheduler.commit(batch := scheduler.schedule(), device.launch(batch))
+    assert [sequence.slot >= 0 for sequence in own] == [True, True, True, False, False]
+    other = scheduler.add(make_request("other", [1, 2], 40, 9, client="other"))
+    more = scheduler.add(make_request("more", [1, 2], 40, 10, client="other"))
+    for _ in range(3):
+        scheduler.commit(batch := scheduler.schedule(), device.launch(batch))
+        scheduler.check_integrity()
+    assert (other.slot >= 0, more.slot) == (True, -1), "a client that has a slot waits for the next one"
+    assert [sequence.slot >= 0 for sequence in own] == [True, True, False, False, False]
+    assert scheduler.num_preemptions == 1
+    run_to_end(scheduler, device)
+    assert own[2].tokens[2:] == expected_output([1, 2], 40, frozenset())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(
+        st.lists(st.tuples(st.integers(1, 30), st.integers(1, 300)), min_size=1, max_size=15), min_size=2, max_size=4
+    ),
+    seqs=st.integers(1, 3),
+    later=st.integers(0, 20),
+)
+def test_clients_that_wait_get_the_same_number_of_tokens(lengths, seqs, later) -> None:
+    """Between two clients that both have requests waiting, the charges differ by the largest request of each, and each slot's
+    difference between what an answer was expected to cost and what it costs."""
+    scheduler = make_scheduler(num_pages=1024, seqs=seqs, tokens=64)
+    device = Device(scheduler)
+    sequences: dict[int, list[SequenceState]] = {}
+    served = dict.fromkeys(range(len(lengths)), 0)
+    largest = max(prompt + answer for requests in lengths for prompt, answer in requests) + EXPECTED_TOKENS
+    serial = 0
+
+    def arrive(client: int) -> None:
+        nonlocal serial
+        for prompt, answer in lengths[client]:
+            request = make_request(f"{client}-{serial}", [serial] * prompt, answer, serial, client=str(client))
+            sequences.setdefault(client, []).append(scheduler.add(request))
+            serial += 1
+
+    arrive(0)
+    step = 0
+    base: dict[int, int] = {}
+    while scheduler.sequences or step <= later:
+        assert step < 50_000, "no progress"
+        if step == later:
+            for client in range(1, len(lengths)):
+                arrive(client)
+            base = {client: sum(len(x.tokens) for x in own if x.num_at_start) for client, own in sequences.items()}
+        if batch := scheduler.schedule():
+            scheduler.commit(batch, device.launch(batch))
+        backlogged = [client for client, own in sequences.items() if own[-1].num_at_start == 0]
+        if base and len(backlogged) > 1:
+            for client in backlogged:
+                served[client] = sum(len(x.tokens) for x in sequences[client] if x.num_at_start) - base[client]
+            counts = [served[client] for client in backlogged]
+            assert max(counts) - min(counts) <= (2 + 2 * seqs) * largest
+        step += 1
     scheduler.check_integrity()
 
 

@@ -1,4 +1,4 @@
-"""Who may change a sequence: its own methods, called by the scheduler. The rule is read off the source."""
+"""Only the scheduler changes a sequence, through its methods. The rule is checked on the source code."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def with_end(make_engine):
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("settings", [{}, {"num_pages": 40, "max_num_batched_tokens": 13}], ids=["plain", "preempted"])
 def test_every_kind_is_followed_and_neighbours_are_left_alone(with_end, depth, settings) -> None:
-    """Random weights, so that what is right is not what the model would say."""
+    """The weights are random, so the model would not follow a grammar by itself."""
     engine = with_end(depth, **settings)
     kinds = [kind for kind in KINDS for _ in range(3)]
     asked = [params(kind, seed=i) for i, kind in enumerate(kinds)]
@@ -80,7 +80,7 @@ def test_every_kind_is_followed_and_neighbours_are_left_alone(with_end, depth, s
     assert [c.token_ids for c in completions[-3:]] == [greedy(make_model(), [9, 8, 7], 30)] * 3
     if settings:
         assert engine.stats().num_preemptions > 0
-    assert not engine._answers
+    assert not engine._output_states
     engine.check_integrity()
 
 
@@ -180,7 +180,7 @@ def test_streams_of_schemas_rejections_and_aborts(process) -> None:
         assert all(map(is_of_its_kind, kinds, texts)), texts
         with pytest.raises(ValueError, match="regex must be a structure that can be followed"):
             await collect(engine, "bad", SamplingParams(structured=StructuredOutput(regex="(")))
-        # gone while its grammar is compiled
+        # a request that leaves while its grammar is compiled
         task = asyncio.create_task(collect(engine, "left", params("json_schema")))
         await asyncio.sleep(0)
         task.cancel()

@@ -20,7 +20,7 @@ from fa_serve.spec import ParameterError
 
 
 def test_a_separate_process(model_folder, caplog) -> None:
-    """Streams, rejections, an abort, and at last the process is killed from outside."""
+    """Streams, rejections and an abort; in the end the process is killed from outside."""
 
     async def main():
         config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_num_seqs=4, max_waiting=4)
@@ -102,7 +102,8 @@ def test_an_item_that_cannot_be_read_is_a_death(monkeypatch) -> None:
 
 def test_what_waits_crosses_the_pipe_at_once():
     """A slow reader gets everything in one read. What follows None is not read."""
-    items, (ours, theirs) = queue.SimpleQueue(), multiprocessing.Pipe()
+    items = queue.SimpleQueue()
+    ours, theirs = multiprocessing.Pipe()
     for item in (1, 2, 3, None, 4):
         items.put(item)
     worker._send(items, theirs)

@@ -1,4 +1,4 @@
-"""The engine on a GPU: exact tokens while the host works one step ahead, memory sized by the largest step, a long run."""
+"""The engine on a GPU: exact tokens while the host works one step ahead, memory for the largest step, a long run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def captured_prompts(engine: Engine) -> list[Any]:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_prompts_beside_decoding_sequences_by_graph_give_what_eager_steps_give(head_dim: int) -> None:
-    """By the kernels for 16-bit numbers: of each prompt, cut in chunks as it may be, how likely its likeliest next token is."""
+    """16-bit kernels: the log-probability of the most likely next token of each prompt, with graphs and without."""
     sizes = {"head_dim": head_dim, "hidden_size": 256, "vocab_size": 512, "initializer_range": 0.06, "num_attention_heads": 8}
     draw = random.Random(0)
     asked = [[draw.randrange(5, 512) for _ in range(draw.randint(1, 400))] for _ in range(160)]
@@ -53,7 +53,7 @@ def test_prompts_beside_decoding_sequences_by_graph_give_what_eager_steps_give(h
         seen.append(torch.tensor([c.logprobs[0].logprob for c in completions if c.logprobs]))
         assert eager != (len(captured_prompts(engine)) > 1)
     assert len(seen[0]) == 160
-    assert seen[1].std() > 0.1, "prompts differ in it"
+    assert seen[1].std() > 0.1, "prompts have different log-probabilities"
     torch.testing.assert_close(seen[0], seen[1], atol=0.06, rtol=0.0)
 
 
@@ -140,7 +140,7 @@ def test_the_cache_takes_what_is_left_of_the_share() -> None:
     assert engine.config.num_pages > 1000
     assert used == pytest.approx(total * share, rel=0.05)
     assert len(engine.generate(random_prompts(32, 60), GREEDY)) == 32
-    with pytest.raises(ValueError, match="leaves no room for a KV cache"):
+    with pytest.raises(ValueError, match="must leave room for a KV cache"):
         make_engine(num_pages=None, gpu_memory_utilization=0.001)
 
 

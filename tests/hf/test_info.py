@@ -89,7 +89,7 @@ def test_heads_too_large_for_a_kernel() -> None:
     window, full = (layer.spec for layer, _ in text.kinds())
     assert (window.head_dim, full.head_dim) == (256, 512)
     assert explain(window)["hopper"] is None
-    assert explain(full)["triton"] == "head_dim up to 256, got 512"
+    assert explain(full)["triton"] == "has kernels for a head_dim up to 256, got 512"
     assert explain(decoding(full))["sdpa"] is None
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fa_serve.engine import RequestError, RequestOutput, TokenLogprob
 from fa_serve.engine.prompts import PromptReader
+from fa_serve.engine.worker import Pulse
 
 __all__ = ["served", "start_server"]
 TEMPLATE = (
@@ -57,11 +58,17 @@ class FakeEngine:
         self.aborted = []
         self.seen = []
         self.error: RequestError | None = None
+        self.beats = Pulse()
         self.gate.set()
 
     async def start(self) -> None: ...
 
-    async def shutdown(self) -> None:
+    def pulse(self) -> Pulse:
+        return self.beats
+
+    def kill(self) -> None: ...
+
+    async def shutdown(self, timeout: float = 30) -> None:
         self.error = RequestError("engine_dead", "the engine was shut down")
         self.gate.set()
 
@@ -84,9 +91,9 @@ class FakeEngine:
         return [TokenLogprob(token, -0.5, [(token + 1 + k, float("-inf") if k else -0.25) for k in range(count)])]
 
     async def generate(
-        self, prompt: list[int], params: Any, request_id: str, *, priority: int = 0
+        self, prompt: list[int], params: Any, request_id: str, *, priority: int = 0, **isolation: str | None
     ) -> AsyncIterator[RequestOutput]:
-        self.seen.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id, priority=priority))
+        self.seen.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id, priority=priority, **isolation))
         words = self.words[: params.max_tokens]
         ended = False
         try:
@@ -133,7 +140,10 @@ def serving(engine: FakeEngine) -> Callable[..., Any]:
     async def start(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
         app = create_app(engine, Settings(**settings))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+        ):
             await app.state.service.loaded()
             client.service = app.state.service
             yield client

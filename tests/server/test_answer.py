@@ -78,7 +78,10 @@ def ask(engine, monkeypatch):
         body = {"model": app.state.service.engine._source.model_name, "stream": True, "stream_options": {"include_usage": True}}
         body |= {"return_token_ids": True} | fields
         body |= {"messages": [{"role": "user", "content": "Hi"}]} if kind == "chat" else {"prompt": [1, 2, 3, 4]}
-        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+        ):
             await app.state.service.loaded()
             streams = [asyncio.create_task(client.post(PATHS[kind], json=body)) for _ in range(2)]
             while len(Script.now.requests) < 2:

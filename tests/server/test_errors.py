@@ -202,7 +202,7 @@ async def refusals():
     transport = httpx.ASGITransport(app)
     found = []
     messages = []
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         await app.state.service.loaded()
         for path, body in REFUSED:
             for stream in (False, True):

@@ -2,10 +2,14 @@
 
 import json
 import logging
+import os
 import re
+import sys
+import time
 
 import pytest
-from fa_serve.server.logs import log_to_stderr
+from fa_serve.server import logs
+from fa_serve.server.logs import QueuedHandler, log_to_stderr
 
 TEXT = {"model": "fake", "prompt": "a secret"}
 
@@ -20,6 +24,7 @@ async def test_json_logs_have_fields(serving, monkeypatch, capsys):
     async with serving() as client:
         await client.post("/v1/completions", json=TEXT | {"user": "me"}, headers={"x-request-id": "mine-1"})
         logging.getLogger("fa_serve.server").warning("a line\nof two")
+    root.handlers[0].flush()
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     [access] = [line for line in lines if line["logger"] == "fa_serve.access"]
     assert {name: access[name] for name in ("level", "method", "path", "status", "request_id", "user")} == {
@@ -34,3 +39,32 @@ async def test_json_logs_have_fields(serving, monkeypatch, capsys):
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00", access["time"])
     assert lines[-1]["message"] == "a line\nof two"
     assert "secret" not in json.dumps(lines)
+
+
+async def test_a_pipe_that_nobody_reads_loses_records_and_says_so(monkeypatch):
+    monkeypatch.setattr(logs, "MAX_QUEUED", 10)
+    monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.1)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as reader, os.fdopen(writing, "w") as stream:
+        handler = QueuedHandler(stream)
+        begin = time.monotonic()
+        for number in range(1000):
+            handler.handle(logging.LogRecord("x", logging.INFO, "", 0, "%d " + "x" * 5000, (number,), None))
+            time.sleep(0.0002)
+        handler.flush()
+        assert time.monotonic() - begin < 5
+        dropped = handler.num_dropped
+        assert 900 < dropped < 1000, "a pipe holds 64 KB"
+        read = [reader.readline() for _ in range(1000 - dropped + 1)]
+        note = f"{dropped} log records were dropped, because the log was not read in time\n"
+        assert note in read, "it comes as soon as the log can be written again"
+        assert {len(line.split()[1]) for line in read if line != note} == {5000}
+        handler.handle(logging.LogRecord("x", logging.INFO, "", 0, "last", (), None))
+        assert reader.readline() == "last\n"
+
+
+async def test_a_record_has_an_end(capfd):
+    handler = QueuedHandler(sys.stderr)
+    handler.handle(logging.LogRecord("x", logging.INFO, "", 0, "y" * 100_000, (), None))
+    handler.flush()
+    assert len(capfd.readouterr().err) < logs.MAX_CHARS + 20

@@ -221,14 +221,14 @@ class Plain(errors.BadRequest):
 
 
 def fields_are_not_looked_at(monkeypatch):
-    strict = routes.JsonRequest.json
+    strict = routes.strict_json
 
-    async def without_options(self):
-        body = await strict(self)
+    def without_options(content):
+        body = strict(content)
         needed = ("model", "prompt", "stream")
         return {name: value for name, value in body.items() if name in needed} if isinstance(body, dict) else body
 
-    monkeypatch.setattr(routes.JsonRequest, "json", without_options)
+    monkeypatch.setattr(routes, "strict_json", without_options)
 
 
 def streams_are_called_json(monkeypatch):

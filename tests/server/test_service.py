@@ -7,6 +7,8 @@ import pytest
 from fa_serve.server.app import create_app
 from fa_serve.server.settings import Settings
 
+from fa_serve.engine.worker import Pulse
+
 pytestmark = pytest.mark.anyio
 
 
@@ -70,7 +72,7 @@ async def test_not_ready_while_loading(engine):
     app = create_app(engine, Settings())
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503
@@ -95,6 +97,24 @@ async def test_an_engine_that_has_died(serving, engine, restarting, health):
         assert (await client.get("/ready")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("pulse", "said"),
+    [(Pulse(silent_seconds=6), "no sign of life for 6 s"), (Pulse(busy_seconds=61), "above --step-timeout 60")],
+    ids=["no heartbeat", "a step that hangs"],
+)
+async def test_an_engine_that_does_not_answer(serving, engine, pulse, said):
+    async with serving() as client:
+        engine.beats = pulse
+        for response in [await client.get(path) for path in ("/health", "/ready")] + [
+            await client.post("/v1/completions", json=TEXT)
+        ]:
+            assert response.status_code == 503
+            assert said in response.json()["error"]["message"]
+        assert client.service.running, "it may answer again, so SIGTERM still drains"
+        engine.beats = Pulse(silent_seconds=4, busy_seconds=59)
+        assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 200
+
+
 async def test_a_model_that_fails_to_load(engine):
     async def fail():
         raise OSError("no such model")
@@ -103,7 +123,7 @@ async def test_a_model_that_fails_to_load(engine):
     app = create_app(engine, Settings())
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
         with pytest.raises(OSError, match="no such model"):
             await app.state.service.loaded()

@@ -1,6 +1,7 @@
 """Prompts as token ids, and conversations through the server's chat template."""
 
 import pytest
+from fa_serve.server import tokenization
 from fa_serve.server.tokenization import MAX_TEMPLATES
 
 pytestmark = pytest.mark.anyio
@@ -52,3 +53,40 @@ async def test_a_template_that_makes_half_of_a_surrogate_pair_is_refused(serving
         response = await client.post("/tokenize", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{% for message in messages %}{{ message.content }}", "is not valid|Unexpected end of template"),
+        ("{{ messages[0].text.upper() }}", "has no attribute"),
+        ("{{ raise_exception('never') }}", "never"),
+        ("{% if messages is none %}x{% endif %}", "makes nothing"),
+    ],
+    ids=["syntax", "a field that is not there", "refuses everything", "ignores the message"],
+)
+async def test_a_broken_chat_template(serving, tmp_path, text, said):
+    """The application of these settings does not become ready, and its process ends."""
+    (tmp_path / "template").write_text(text)
+    with pytest.raises(ValueError, match=said) as error:
+        async with serving(chat_template=tmp_path / "template"):
+            pass
+    assert str(tmp_path / "template") in str(error.value)
+
+
+async def test_a_chat_template_that_does_not_end(serving, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenization, "TEMPLATE_SECONDS", 0.2)
+    loops = "".join("{% for _ in range(100) %}" for _ in range(3)) + "x" + "{% endfor %}" * 3
+    (tmp_path / "template").write_text(loops * 10)
+    with pytest.raises(ValueError, match=r"runs longer than 0\.2 s"):
+        async with serving(chat_template=tmp_path / "template"):
+            pass
+
+
+@pytest.mark.parametrize(
+    "text", ["{{ messages[0].content }}", "{{ messages[0].content[0].text }}", "{{ messages[1].content }}"]
+)
+async def test_a_chat_template_for_one_kind_of_conversation_is_enough(serving, tmp_path, text):
+    (tmp_path / "template").write_text(text)
+    async with serving(chat_template=tmp_path / "template") as client:
+        assert (await client.get("/ready")).status_code == 200

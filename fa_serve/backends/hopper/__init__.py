@@ -32,15 +32,17 @@ class HopperBackend:
     mixed_rows: int | None = None
 
     def supports(self, spec: AttentionSpec) -> str | None:
-        if spec.op != "attention":
-            return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
         if spec.device != "cuda" or spec.arch != 90:
             got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
             return f"runs on Hopper (compute capability 9.0) only, got {got}"
+        if spec.op != "attention":
+            return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
         if not triton.__version__.startswith(GLUON_OF_TRITON):
             return f"is written in the Gluon of Triton {GLUON_OF_TRITON}x, got Triton {triton.__version__}"
         if triton.knobs.runtime.interpret:
             return "cannot run in Triton's interpreter, and TRITON_INTERPRET is set"
+        if spec.op != "attention":
+            return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
         if spec.dtype not in (torch.float16, torch.bfloat16):
             return f"computes float16 and bfloat16, got {dtype_name(spec.dtype)}"
         if spec.layout == "paged" and (reason := _cannot_page(spec)):

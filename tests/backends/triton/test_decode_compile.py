@@ -69,7 +69,8 @@ def many_sms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compile_decode(target: str, shape: Shape) -> list[Kernel]:
-    batch, (num_heads, num_kv_heads) = 3, shape.heads
+    batch = 3
+    num_heads, num_kv_heads = shape.heads
     cache_dtype = torch.float8_e4m3fn if shape.fp8 else shape.dtype
     k_cache, v_cache = (
         torch.zeros(4, shape.page_size, num_kv_heads, dim, dtype=cache_dtype) for dim in (shape.head_dim, shape.head_dim_v)

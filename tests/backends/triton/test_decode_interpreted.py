@@ -211,7 +211,8 @@ def test_queries_of_any_size_fit_float16(scale: float):
     """Powers of two are taken out row by row, so nothing is rounded and no row touches another."""
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)) * scale
     x = (x.view(torch.int32) & -65536).view(torch.float32)
-    x[3], x[4, 5] = 0.0, float("nan")
+    x[3] = 0.0
+    x[4, 5] = float("nan")
     half = torch.empty(16, 32, dtype=torch.float16)
     power = torch.empty(16)
     _fit[(1,)](x, half, power)

@@ -55,7 +55,9 @@ def test_quantises_with_saturation(dtype: torch.dtype):
     v_descale = torch.tensor([2.0, 1.0, 0.125, 8.0])
     k = (k.to(torch.float8_e4m3fn).float() * k_descale[:, None]).to(dtype)
     v = (v.to(torch.float8_e4m3fn).float() * v_descale[:, None]).to(dtype)
-    k[0], k[1], v[2] = 1e4, -1e4, 6e4
+    k[0] = 1e4
+    k[1] = -1e4
+    v[2] = 6e4
     expected_k = k_cache.clone()
     expected_v = v_cache.clone()
     store_kv_reference(StoreTensors(k, v, expected_k, expected_v, slots, k_descale, v_descale))

@@ -42,7 +42,7 @@ CALLS = (
 
 
 def spoken_by(client) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", max_retries=0, http_client=client)
+    return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=client)
 
 
 async def both(client, conforms, **body):

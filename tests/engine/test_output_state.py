@@ -7,42 +7,42 @@ import torch
 from tiny_models import greedy, make_model
 
 from fa_serve.engine import SamplingParams, TokenLogprob
-from fa_serve.engine.answer_state import AnswerState
 from fa_serve.engine.detokenizer import TextStream
+from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.request import Request
 from fa_serve.engine.sequence import SequenceState
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 3, 4, 4, 4]
 
 
-def make_answer(tokenizer, **params) -> AnswerState:
+def make_state(tokenizer, **params) -> OutputState:
     request = Request("a", PROMPT, SamplingParams(**params), max_tokens=20)
     stream = TextStream(tokenizer.backend_tokenizer, PROMPT, stop=request.params.stop)
-    return AnswerState(SequenceState(request), stream)
+    return OutputState(SequenceState(request), stream)
 
 
 def test_a_stop_string_completes_an_answer_after_min_tokens(tokenizer) -> None:
-    answer = make_answer(tokenizer, stop=("q",), min_tokens=1)
+    state = make_state(tokenizer, stop=("q",), min_tokens=1)
     letter = tokenizer.backend_tokenizer.token_to_id("q")
-    assert answer.push(letter) == ("q", False), "no token is known on the host yet, so min_tokens is not reached"
-    answer.sequence.advance(1, samples=True)
-    answer.sequence.append(letter)
-    answer.sequence.advance(1, samples=True)
-    answer.sequence.append(letter)
-    assert answer.push(letter) == ("", True)
-    assert answer.flush() == ""
+    assert state.push(letter) == ("q", False), "no token is known on the host yet, so min_tokens is not reached"
+    state.sequence.advance(1, samples=True)
+    state.sequence.append(letter)
+    state.sequence.advance(1, samples=True)
+    state.sequence.append(letter)
+    assert state.push(letter) == ("", True)
+    assert state.flush() == ""
 
 
 def test_prompt_logprobs_that_come_twice_are_taken_once(tokenizer) -> None:
-    answer = make_answer(tokenizer, prompt_logprobs=0)
+    state = make_state(tokenizer, prompt_logprobs=0)
     entries = [TokenLogprob(token, -1.0, []) for token in PROMPT[1:]]
-    answer.add_prompt_logprobs(1, entries[:4])
-    answer.add_prompt_logprobs(1, entries[:6])  # computed again after a preemption
-    answer.add_prompt_logprobs(7, entries[6:])
-    assert answer.prompt_logprobs == [None, *entries]
+    state.add_prompt_logprobs(1, entries[:4])
+    state.add_prompt_logprobs(1, entries[:6])  # computed again after a preemption
+    state.add_prompt_logprobs(7, entries[6:])
+    assert state.prompt_logprobs == [None, *entries]
 
 
-def text_book(prompt: list[int], count: int) -> list[tuple[float, list[int]]]:
+def plain_loop(prompt: list[int], count: int) -> list[tuple[float, list[int]]]:
     with torch.no_grad():
         logprobs = make_model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
     return [(row[token].item(), row.topk(count).indices.tolist()) for row, token in zip(logprobs, prompt[1:], strict=False)]
@@ -59,7 +59,7 @@ def test_prompt_logprobs_are_those_of_the_model(make_engine, monkeypatch, depth,
     engine = make_engine(**settings)
     engine._depth = depth
     long = [7, 9] * 20
-    engine.generate([PROMPT], SamplingParams(max_tokens=1))  # in the prefix cache, which cannot tell log-probabilities
+    engine.generate([PROMPT], SamplingParams(max_tokens=1))  # fills the prefix cache, which keeps no log-probabilities
     prompts = [PROMPT, [3, 4], long, [11], PROMPT, long]
     counts = [2, None, 0, 1, 5, 3]
     asked = [SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=count) for count in counts]
@@ -72,7 +72,7 @@ def test_prompt_logprobs_are_those_of_the_model(make_engine, monkeypatch, depth,
         first, *rest = completion.prompt_logprobs
         assert first is None
         assert [entry.token_id for entry in rest] == prompt[1:]
-        for entry, (logprob, top) in zip(rest, text_book(prompt, count), strict=True):
+        for entry, (logprob, top) in zip(rest, plain_loop(prompt, count), strict=True):
             assert entry.logprob == pytest.approx(logprob, abs=1e-3)
             assert [token for token, _ in entry.top] == top
     if "num_pages" in settings:

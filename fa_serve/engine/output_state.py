@@ -1,10 +1,10 @@
 """The engine's half of a request: what the client gets from one sequence. Text, log-probabilities, grammar, time in the queue.
 
-    answer = AnswerState(sequence, TextStream(tokenizer, prompt), matcher)
-    text, complete = answer.push(token)
-    output = answer.output(text, token, logprob)
+    state = OutputState(sequence, TextStream(tokenizer, prompt), matcher)
+    text, complete = state.push(token)
+    output = state.output(text, token, logprob)
 
-The scheduler's half, tokens and pages, is `SequenceState`, which an answer only reads.
+The scheduler's half, tokens and pages, is `SequenceState`, which this class only reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fa_serve.engine.sequence import SequenceState
 
 
 @dataclass(slots=True, eq=False)
-class AnswerState:
+class OutputState:
     """What one sequence has given so far, as the client sees it.
 
     stream:  its text; None without a tokenizer

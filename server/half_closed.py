@@ -1,0 +1,45 @@
+"""Clients that end their side of the connection after the request, as `nc -N` does, and still wait for the answer.
+
+uvicorn takes the end of what a client sends for the end of the client. TCP announces both in the same way: a client that is
+gone is told apart only by its reset, which it sends when it gets data. So the connection stays open while a request is
+answered, and an answer that has not begun after PROBE_SECONDS is preceded by an interim response, 100 Continue, which HTTP/1.1
+lets a server send at any time. A client that is gone resets the connection, and its sequences are aborted.
+
+Where the state of a connection is not to be had (not on Linux), and for HTTP/1.0, which has no interim responses, everything is
+as it is in uvicorn.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+PROBE_SECONDS = 0.5
+TCP_CLOSE = 7  # linux/include/net/tcp_states.h
+
+
+class HalfClosedProtocol(HttpToolsProtocol):
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """True keeps the connection open for writing."""
+        cycle = self.cycle
+        waits = cycle is not None and not cycle.response_complete and not cycle.more_body
+        if not waits or sys.platform != "linux" or cycle.scope["http_version"] != "1.1":
+            return None
+        cycle.keep_alive = False
+        self.pipeline.clear()
+        self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
+        return True
+
+    def _probe(self, cycle: RequestResponseCycle) -> None:
+        """Make a client that is gone reset the connection, and look whether one has."""
+        if cycle.response_complete or cycle.disconnected or self.transport.is_closing():
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE:
+            self.transport.abort()
+            return
+        if not cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(PROBE_SECONDS, self._probe, cycle)

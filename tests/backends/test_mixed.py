@@ -1,0 +1,173 @@
+"""Batches that mix decoding sequences with prompts: who computes which rows, and what both kernels are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hopper_cases import Case, PagedCall
+from hopper_emulator import emulated
+from torch import Tensor
+
+from fa_serve import api
+from fa_serve.backends import Backend
+from fa_serve.backends.hopper import HopperBackend
+from fa_serve.backends.mixed import plan_mixed
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors, PlanTable, Run
+from fa_serve.backends.reference import ReferenceBackend
+from fa_serve.spec import AttentionSpec
+
+LENGTHS_Q = [1, 70, 16, 17, 3]
+LENGTHS_K = [90, 70, 33, 40, 5]
+SPEC = AttentionSpec("paged", "cpu", 0, torch.bfloat16, torch.bfloat16, 64, 64, 2, 1, page_size=16)
+
+
+class RowsOfReference:
+    """Computes with the reference the sequences that a kernel would compute, and writes no other row.
+
+    planned: the spec and the options of each plan
+    """
+
+    name = "rows of the reference"
+
+    def __init__(self, mixed_rows: int | None = None) -> None:
+        self.mixed_rows = mixed_rows
+        self.planned: list[tuple[AttentionSpec, AttentionOptions]] = []
+
+    def supports(self, spec: AttentionSpec) -> str | None:
+        return None
+
+    def plan(self, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions) -> Run:
+        self.planned.append((spec, options))
+
+        def run(t: AttentionTensors) -> None:
+            assert t.q.stride(2) == t.out.stride(2) == 1, "kernels read and write contiguous rows"
+            whole, lse = ReferenceBackend().plan(spec, t, options)(t._replace(out=None, lse=None))
+            for a, b in pairwise(t.cu_seqlens_q.tolist()):
+                is_taken = b - a <= options.max_seqlen_q if spec.op == "decode" else b - a > options.skip_q
+                if is_taken:
+                    t.out[a:b] = whole[a:b]
+                    if t.lse is not None:
+                        t.lse[:, a:b] = lse[:, a:b]
+
+        return run
+
+
+def run_mixed(call: PagedCall, change: dict[str, Any] | None = None) -> tuple[Tensor, Tensor | None, list[Any]]:
+    """Plan and run the call with two backends; -> out, lse and the plans of the decoder and of the other backend."""
+    decoder = RowsOfReference(mixed_rows=8)
+    forward = RowsOfReference()
+    tensors = call.tensors._replace(**(change or {}))
+    out, lse = plan_mixed(decoder, forward, SPEC, tensors, call.options)(tensors)
+    return out, lse, [decoder.planned, forward.planned]
+
+
+def test_each_row_is_computed_once() -> None:
+    """A group of 2 heads fills the 8 rows of a decoding tile with 4 queries."""
+    call = PagedCall.of(Case(""), LENGTHS_Q, LENGTHS_K)
+    out, lse, [[(decode_spec, decode)], [(spec, forward)]] = run_mixed(call)
+    assert (decode_spec.op, decode.max_seqlen_q) == ("decode", 4)
+    assert (spec.op, forward.skip_q, forward.max_seqlen_q) == ("attention", 4, 70)
+    assert decode.max_seqlen_k == forward.max_seqlen_k == 90
+    for sequence in range(len(LENGTHS_Q)):
+        call.check(out, lse, sequence)
+
+
+def test_a_decoding_tile_takes_at_least_one_query() -> None:
+    """A group of 16 heads has more rows than a decoding tile prefers."""
+    call = PagedCall.of(Case("", heads=(16, 1)), LENGTHS_Q, LENGTHS_K)
+    _, _, [[(_, decode)], [(_, forward)]] = run_mixed(call)
+    assert (decode.max_seqlen_q, forward.skip_q) == (1, 1)
+
+
+def test_out_is_written_in_place() -> None:
+    """Directly if its rows are contiguous, else through a copy."""
+    call = PagedCall.of(Case(""), LENGTHS_Q, LENGTHS_K)
+    expected, _, _ = run_mixed(call)
+    for out in (torch.empty_like(expected), torch.empty(*expected.shape, 2, dtype=expected.dtype)[..., 0]):
+        returned, _, _ = run_mixed(call, {"out": out})
+        assert returned is out
+        assert torch.equal(out, expected)
+
+
+def test_queries_whose_rows_are_not_contiguous_are_copied() -> None:
+    call = PagedCall.of(Case(""), LENGTHS_Q, LENGTHS_K)
+    expected, _, _ = run_mixed(call)
+    strided = call.tensors.q.transpose(0, 2).contiguous().transpose(0, 2)
+    assert strided.stride(2) != 1
+    out, _, _ = run_mixed(call, {"q": strided})
+    assert torch.equal(out, expected)
+
+
+def test_lse_is_returned_if_asked_for() -> None:
+    call = PagedCall.of(Case(""), LENGTHS_Q, LENGTHS_K)
+    call.options = AttentionOptions(0.125, (-1, 0), 0.0, 70, 90, return_lse=False)
+    _, lse, _ = run_mixed(call)
+    assert lse is None
+
+
+Call = Callable[..., tuple[Tensor, Tensor]]
+
+
+@pytest.fixture
+def attend(monkeypatch: pytest.MonkeyPatch) -> Call:
+    """`attend(call, decoder, backend=...)`: the public function on a machine with the Hopper kernel, which is emulated."""
+
+    def run(call: PagedCall, decoder: Backend, **options: Any) -> tuple[Tensor, Tensor]:
+        hopper = HopperBackend()
+
+        def select(spec: AttentionSpec, name: str) -> Backend:
+            if spec.op != "decode":
+                return hopper
+            assert name == "auto", "the Hopper backend refuses the op"
+            return decoder
+
+        monkeypatch.setattr(api, "select_backend", select)
+        monkeypatch.setattr(api, "PLANS", PlanTable())
+        t = call.tensors
+        with emulated():
+            return api.attention_paged(
+                t.q,
+                t.k,
+                t.v,
+                block_table=t.block_table,
+                seqused_k=t.keys,
+                cu_seqlens_q=t.cu_seqlens_q,
+                max_seqlen_q=call.options.max_seqlen_q,
+                max_seqlen_k=call.options.max_seqlen_k,
+                softmax_scale=0.125,
+                return_lse=True,
+                **options,
+            )
+
+    return run
+
+
+def test_prompts_run_on_hopper_and_the_rest_on_the_decoder_of_auto(attend: Call) -> None:
+    call = PagedCall.of(Case(""), LENGTHS_Q, LENGTHS_K)
+    decoder = RowsOfReference(mixed_rows=8)
+    out, lse = attend(call, decoder)
+    assert [options.max_seqlen_q for _, options in decoder.planned] == [4]
+    for sequence in range(len(LENGTHS_Q)):
+        call.check(out, lse, sequence)
+
+
+def test_a_named_backend_computes_the_whole_batch(attend: Call) -> None:
+    call = PagedCall.of(Case(""), LENGTHS_Q, LENGTHS_K)
+    decoder = RowsOfReference(mixed_rows=8)
+    out, lse = attend(call, decoder, backend="hopper")
+    assert decoder.planned == []
+    for sequence in range(len(LENGTHS_Q)):
+        call.check(out, lse, sequence)
+
+
+def test_prompts_of_one_length_need_no_decoder(attend: Call) -> None:
+    call = PagedCall.of(Case(""), [20, 20], [20, 40])
+    decoder = RowsOfReference(mixed_rows=8)
+    out, lse = attend(call, decoder)
+    assert decoder.planned == []
+    for sequence in range(2):
+        call.check(out, lse, sequence)

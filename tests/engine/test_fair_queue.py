@@ -1,0 +1,114 @@
+"""The queue alone: turns, accounts, and what is forgotten. How it works with slots and pages is tested in test_scheduler.py."""
+
+from __future__ import annotations
+
+from fa_serve.engine import SamplingParams
+from fa_serve.engine.fair_queue import MAX_IDLE_CLIENTS, FairQueue
+from fa_serve.engine.pages import PageTable
+from fa_serve.engine.request import Request
+from fa_serve.engine.scheduler import Scheduler
+from fa_serve.engine.sequence import SequenceState
+
+
+def make_sequence(client: str | None, serial: int, rank: float = 0.0) -> SequenceState:
+    return SequenceState(Request(f"{client}-{serial}", [1], SamplingParams(), 1, rank=(rank, serial), client=client))
+
+
+def admit(queue: FairQueue, cost: int) -> SequenceState:
+    sequence = queue.first()
+    sequence.take_turn(queue.admit(cost))
+    sequence.pay(cost)
+    return sequence
+
+
+def test_clients_take_turns_by_what_their_requests_cost() -> None:
+    queue = FairQueue()
+    for serial in range(9):
+        for client in ("long", "short"):
+            queue.add(make_sequence(client, serial))
+    served = []
+    for _ in range(8):
+        client = queue.first().request.client
+        admit(queue, 30 if client == "long" else 10)
+        served.append(client)
+    assert served == ["long", "short", "short", "short", "long", "short", "short", "short"]
+
+
+def test_who_was_idle_has_no_claim_to_the_time_before() -> None:
+    queue = FairQueue()
+    for serial in range(9):
+        queue.add(make_sequence("busy", serial))
+    for _ in range(4):
+        admit(queue, 10)
+    for serial in range(9):
+        queue.add(make_sequence("late", serial))
+    assert [admit(queue, 10).request.client for _ in range(4)] == ["late", "busy", "late", "busy"]
+
+
+def test_a_longer_answer_than_expected_is_charged_at_its_end() -> None:
+    queue = FairQueue()
+    for serial in range(9):
+        for client in ("a", "b"):
+            queue.add(make_sequence(client, serial))
+    first = admit(queue, 10)
+    admit(queue, 10)
+    queue.settle(first, 25)
+    assert [admit(queue, 10).request.client for _ in range(4)] == ["b", "b", "b", "a"]
+
+
+def test_a_turn_that_is_given_back_goes_to_the_first_of_its_client() -> None:
+    queue = FairQueue()
+    for serial in range(3):
+        queue.add(make_sequence("a", serial))
+        queue.add(make_sequence("b", serial))
+    preempted = [admit(queue, 10) for _ in range(4)][2]
+    queue.give_back(preempted)
+    urgent = make_sequence("a", 9, rank=-1.0)
+    queue.add(urgent)
+    assert admit(queue, 10) is urgent
+    assert urgent.turn == preempted.turn
+
+
+def test_a_sequence_that_ends_while_it_waits_leaves_no_turn_behind() -> None:
+    queue = FairQueue()
+    queue.add(make_sequence("a", 0))
+    preempted = admit(queue, 10)
+    queue.give_back(preempted)
+    queue.check_integrity([])
+    queue.remove(preempted)
+    queue.check_integrity([])
+    assert len(queue) == 0
+
+
+def test_accounts_of_idle_clients_are_bounded() -> None:
+    queue = FairQueue()
+    queue.add(make_sequence("stays", 0))
+    stays = admit(queue, 1)
+    for serial in range(2 * MAX_IDLE_CLIENTS):
+        queue.add(make_sequence(f"client-{serial}", serial))
+        queue.settle(admit(queue, 1), 0)
+    assert len(queue._clients) <= MAX_IDLE_CLIENTS + 1
+    queue.settle(stays, 0)
+    assert queue._clients == {}
+
+
+def test_ten_thousand_requests_of_one_client_delay_another_by_one() -> None:
+    scheduler = Scheduler(PageTable(64, 4), max_num_seqs=1, max_num_batched_tokens=16, keys_per_tile=8)
+    for serial in range(10_000):
+        scheduler.add(make_sequence("many", serial).request)
+    late = [make_sequence("few", 10_000 + serial).request for serial in range(5)]
+    for request in late:
+        scheduler.add(request)
+    order = []
+    while any(request.request_id in scheduler.sequences for request in late):
+        batch = scheduler.schedule()
+        order += [sequence.request.client for sequence in batch.admitted]
+        scheduler.commit(batch, [0] * len(batch.chunks))
+    assert order == ["many", "few"] * 5
+
+
+def test_a_priority_goes_first_among_the_requests_of_its_client() -> None:
+    queue = FairQueue()
+    for serial, rank in enumerate((5.0, -5.0, 0.0)):
+        queue.add(make_sequence("a", serial, rank))
+    assert [admit(queue, 1).request.rank[0] for _ in range(3)] == [-5.0, 0.0, 5.0]

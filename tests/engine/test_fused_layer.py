@@ -1,0 +1,133 @@
+"""One fused layer against the equation of a decoder layer, for each place where a norm may stand and each kind of MLP.
+
+Whole models are compared in test_fusion.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fa_serve import ops
+from fa_serve.engine.fused_layer import FusedLayer, Product
+
+HIDDEN = 24
+NUM_HEADS = 4
+NUM_KV_HEADS = 2
+HEAD_DIM = 8
+TOTAL = 5
+WIDTH = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64) / 4
+
+
+def rms(x: Tensor, norm: ops.Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight + norm.offset)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Any function of all three that mixes tokens."""
+    groups = q.shape[1] // k.shape[1]
+    return q * k.repeat_interleave(groups, dim=1) + v.repeat_interleave(groups, dim=1).cumsum(0)
+
+
+def make_layer(**fields: object) -> FusedLayer:
+    parts: dict[str, object] = dict.fromkeys(
+        ("before_attention", "after_attention", "before_mlp", "after_mlp", "q_norm", "k_norm")
+    )
+    parts |= {
+        "original": lambda hidden: hidden + 1,
+        "index": 0,
+        "num_heads": NUM_HEADS,
+        "head_dim": HEAD_DIM,
+        "options": {},
+        "qkv": Product(draw(WIDTH, HIDDEN), draw(WIDTH)),
+        "o": Product(draw(HIDDEN, NUM_HEADS * HEAD_DIM), None),
+        "gate_up": Product(draw(2 * 16, HIDDEN), None),
+        "down": Product(draw(HIDDEN, 16), None),
+        "activation": "silu",
+        "mlp": nn.Identity(),
+        "rotary": True,
+        "multiplier": 1.0,
+    }
+    return FusedLayer(**parts | fields)
+
+
+def equation(layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, keys and values of a decoder layer."""
+
+    def norm_heads(y: Tensor, norm: ops.Norm | None) -> Tensor:
+        if norm is not None and norm.weight.shape[0] != HEAD_DIM:
+            y = rms(y, norm)
+            norm = None
+        return rms(y.view(TOTAL, -1, HEAD_DIM), norm)
+
+    widths = [NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM]
+    q, k, v = nn.functional.linear(rms(x, layer.before_attention), *layer.qkv).split(widths, dim=1)
+    q = norm_heads(q, layer.q_norm)
+    k = norm_heads(k, layer.k_norm)
+    v = v.view(TOTAL, -1, HEAD_DIM)
+    if layer.rotary:
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
+    h = nn.functional.linear(attend(q, k, v).flatten(1), *layer.o)
+    x = x + layer.multiplier * rms(h, layer.after_attention)
+    if layer.gate_up is None:
+        h = layer.mlp(rms(x, layer.before_mlp))
+    else:
+        gate, up = nn.functional.linear(rms(x, layer.before_mlp), *layer.gate_up).chunk(2, dim=1)
+        h = nn.functional.linear(nn.functional.silu(gate) * up, *layer.down)
+    return x + layer.multiplier * rms(h, layer.after_mlp), k, v
+
+
+def norm(width: int = HIDDEN, offset: float = 0.0) -> ops.Norm:
+    return ops.Norm(draw(width), 1e-6, offset)
+
+
+CASES = {
+    "before": lambda: {"before_attention": norm(), "before_mlp": norm()},
+    "after": lambda: {"after_attention": norm(), "after_mlp": norm()},
+    "both, weights around 0": lambda: {
+        name: norm(offset=1.0) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")
+    },
+    "norms of each head": lambda: {"q_norm": norm(HEAD_DIM), "k_norm": norm(HEAD_DIM)},
+    "norms of all heads": lambda: {"q_norm": norm(NUM_HEADS * HEAD_DIM), "k_norm": norm(NUM_KV_HEADS * HEAD_DIM)},
+    "not rotary": lambda: {"rotary": False},
+    "multiplier": lambda: {"multiplier": 0.25},
+    "another mlp": lambda: {"gate_up": None, "down": None, "mlp": nn.Tanh(), "before_mlp": norm()},
+    "another mlp, norm after": lambda: {"gate_up": None, "down": None, "mlp": nn.Tanh(), "after_mlp": norm()},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fused_layer_computes_the_equation(case) -> None:
+    torch.manual_seed(0)
+    layer = make_layer(**CASES[case]())
+    x = draw(TOTAL, HIDDEN)
+    angles = draw(TOTAL, HEAD_DIM // 2).repeat(1, 2)
+    cos = angles.cos()
+    sin = angles.sin()
+    k_cache = torch.zeros(2, 4, NUM_KV_HEADS, HEAD_DIM, dtype=torch.float64)
+    v_cache = torch.zeros_like(k_cache)
+    slots = torch.tensor([7, 0, 3, -1, 4])  # the fourth token is not stored
+    expected, k, v = equation(layer, x, cos, sin)
+    actual = layer.compute(x.clone(), cos, sin, k_cache, v_cache, slots, attend)
+    torch.testing.assert_close(actual, expected)
+    stored = slots[slots >= 0]
+    torch.testing.assert_close(k_cache.flatten(0, 1)[stored], k[slots >= 0])
+    torch.testing.assert_close(v_cache.flatten(0, 1)[stored], v[slots >= 0])
+    assert not k_cache.flatten(0, 1)[[1, 2, 5, 6]].any()
+
+
+def test_a_call_without_a_paged_batch_runs_the_layers_own_code() -> None:
+    assert torch.equal(make_layer()(torch.zeros(1, 2, HIDDEN)), torch.ones(1, 2, HIDDEN))

@@ -1,0 +1,289 @@
+"""What a hostile client sends: bodies, and bytes that are no request yet. Each attack is bounded in count and time.
+
+`BODIES` has bodies for the routes, by name. `WIRE` has attacks on the connection, which take the address and a key. The
+tests run each of them alone, and benchmarks/abuse.py mixes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+MODEL = "fa-serve-demo"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+Address = tuple[str, int]
+_fresh = itertools.count()  # so that no cache has seen a body before
+
+
+def completion(**fields: Any) -> tuple[str, bytes]:
+    return COMPLETIONS, json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 4} | fields).encode()
+
+
+def chat(**fields: Any) -> tuple[str, bytes]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    return CHAT, json.dumps(body | fields).encode()
+
+
+def _with(path: str, field: str, value: bytes) -> tuple[str, bytes]:
+    """A body with a value that Python's json cannot or would not write."""
+    given = b'"prompt":"x"' if path == COMPLETIONS else b'"messages":[{"role":"user","content":"x"}]'
+    return path, b'{"model":"%b",%b,"%b":%b}' % (MODEL.encode(), given, field.encode(), value)
+
+
+def empty_messages(count: int = 3_300_000) -> tuple[str, bytes]:
+    return CHAT, b'{"model":"%b","messages":[%b]}' % (MODEL.encode(), b",".join([b"{}"] * count))
+
+
+def unknown_keys(count: int = 1_400_000) -> tuple[str, bytes]:
+    return CHAT, b'{"model":"%b",%b}' % (MODEL.encode(), b",".join(b'"%x":0' % i for i in range(count)))
+
+
+def large_schema(size: int = 169_000) -> dict[str, Any]:
+    """A JSON schema of about `size` bytes that no cache has seen."""
+    each = 65
+    number = next(_fresh)
+    return {
+        "type": "object",
+        "properties": {
+            f"field_{number}_{i}": {"type": "string", "pattern": "[a-z]{1,64}", "maxLength": 90} for i in range(size // each)
+        },
+        "required": [f"field_{number}_0"],
+    }
+
+
+def hostile_regex() -> str:
+    """The expanded regular expression has a million states; the letters make it a new one each time."""
+    number = next(_fresh)
+    letters = chr(ord("a") + number % 26) + chr(ord("A") + number // 26 % 26)
+    return f"((({letters}{{100}}){{100}}){{100}})z"
+
+
+BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
+    # the shape of the body
+    "empty-messages": empty_messages,
+    "unknown-keys": unknown_keys,
+    "unknown-keys-of-a-message": lambda: (CHAT, b'{"messages":[%b]}' % unknown_keys(700_000)[1]),
+    "nested-lists": lambda: _with(CHAT, "tools", b"[" * 100_000 + b"]" * 100_000),
+    "nested-objects": lambda: _with(CHAT, "tools", b'{"a":' * 100_000 + b"0" + b"}" * 100_000),
+    "many-nested-objects": lambda: _with(CHAT, "tools", b"[%b]" % b",".join([b'{"a":' * 90 + b"0" + b"}" * 90] * 8_000)),
+    "duplicate-keys": lambda: _with(COMPLETIONS, "user", b'"x","user":' * 1_000_000 + b'"x"'),
+    "a-number-of-a-million-digits": lambda: _with(COMPLETIONS, "seed", b"9" * 1_000_000),
+    "a-float-of-a-million-digits": lambda: _with(COMPLETIONS, "temperature", b"0." + b"1" * 1_000_000),
+    "escapes": lambda: _with(COMPLETIONS, "user", b'"' + b"\\u0041" * 2_000_000 + b'"'),
+    "content-parts": lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 250_000}]),
+    "unknown-content-parts": lambda: chat(messages=[{"role": "user", "content": [{}] * 2_000_000}]),
+    "tool-calls": lambda: chat(messages=[{"role": "assistant", "tool_calls": [{}] * 2_000_000}]),
+    "tools": lambda: chat(tools=[{"type": "function", "function": {"name": f"f{i}"}} for i in range(100_000)]),
+    "broken-tools": lambda: chat(tools=[{}] * 2_000_000),
+    "metadata": lambda: chat(metadata={f"k{i}": "v" for i in range(500_000)}),
+    # the work that it asks for
+    "prompt-of-16-mb": lambda: completion(prompt="a b" * 5_200_000),
+    "prompt-without-spaces": lambda: completion(prompt="a" * 4_000_000),
+    "prompts": lambda: completion(prompt=["x"] * 1_000_000),
+    "empty-prompts": lambda: completion(prompt=[[]] * 2_000_000),
+    "token-ids": lambda: completion(prompt=[7] * 4_000_000),
+    "bad-token-ids": lambda: completion(prompt=[-7] * 2_000_000),
+    "message-of-10-mb": lambda: chat(messages=[{"role": "user", "content": "word " * 2_000_000}]),
+    "messages": lambda: chat(messages=[{"role": "user", "content": "x"}] * 200_000),
+    "logit-bias": lambda: completion(logit_bias={str(i): 1 for i in range(1_000_000)}),
+    "broken-logit-bias": lambda: completion(logit_bias={f"x{i}": "y" for i in range(800_000)}),
+    "stop-token-ids": lambda: completion(stop_token_ids=[5] * 4_000_000),
+    "allowed-token-ids": lambda: completion(allowed_token_ids=[5] * 4_000_000),
+    "stop-strings": lambda: completion(
+        stop=[f"{i}" + "ab" * 20_000 for i in range(16)], n=32, max_tokens=1024, ignore_eos=True
+    ),
+    "many-stop-strings": lambda: completion(stop=[""] * 2_000_000),
+    "choices": lambda: completion(guided_choice=[f"c{i}" for i in range(500_000)]),
+    "schema": lambda: completion(guided_json=large_schema()),
+    "regex": lambda: completion(guided_regex=hostile_regex()),
+    "regex-alternatives": lambda: completion(guided_regex="|".join(f"{next(_fresh)}(a|b)*c{{99}}" for _ in range(20_000))),
+    "recursive-grammar": lambda: completion(
+        guided_grammar="start: a\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(5_000))
+    ),
+    "n-of-all-prompts": lambda: completion(prompt=["x"] * 1_000, n=128, max_tokens=2000),
+    # the answer that it asks for
+    "large-answer": lambda: completion(prompt=[7] * 2_000, prompt_logprobs=20, n=128),
+    "large-echo": lambda: completion(prompt=[[7] * 2_000] * 64, echo=True, logprobs=20, prompt_logprobs=20),
+    "detokenize": lambda: ("/detokenize", json.dumps({"tokens": [7] * 4_000_000}).encode()),
+    "bad-detokenize": lambda: ("/detokenize", json.dumps({"tokens": [-7] * 2_000_000}).encode()),
+    "tokenize": lambda: ("/tokenize", json.dumps({"prompt": "a b" * 5_000_000}).encode()),
+    "tokenize-without-spaces": lambda: ("/tokenize", json.dumps({"prompt": "a" * 4_000_000}).encode()),
+}
+
+
+def head(path: str, key: str | None, *headers: str, method: str = "POST") -> bytes:
+    """The head of a request. A body's length is among `headers`."""
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    if key:
+        lines.append(f"Authorization: Bearer {key}")
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def connect(address: Address, timeout: float = 20.0) -> socket.socket:
+    return socket.create_connection(address, timeout)
+
+
+def pour(connection: socket.socket, chunk: bytes, total: int, seconds: float = 20.0) -> int:
+    """Send `chunk` over and over until `total` bytes are sent or the server ends the connection. Returns the bytes sent."""
+    sent = 0
+    end = time.monotonic() + seconds
+    with contextlib.suppress(OSError):
+        while sent < total and time.monotonic() < end:
+            connection.sendall(chunk)
+            sent += len(chunk)
+    return sent
+
+
+def reply_of(connection: socket.socket, seconds: float = 20.0) -> bytes:
+    """What the server says until it closes the connection, at most `seconds` long."""
+    found = b""
+    end = time.monotonic() + seconds
+    with contextlib.suppress(OSError):
+        while (left := end - time.monotonic()) > 0:
+            connection.settimeout(left)
+            if not (piece := connection.recv(65536)):
+                break
+            found += piece
+    return found
+
+
+def headers(address: Address, key: str | None = None, total: int = 100_000_000) -> int:
+    """A head that does not end, before any authentication."""
+    with connect(address) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        return pour(connection, b"".join(b"X-%06d: %b\r\n" % (i, b"y" * 1000) for i in range(256)), total)
+
+
+def one_header(address: Address, key: str | None = None, total: int = 100_000_000) -> int:
+    with connect(address) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
+        return pour(connection, b"y" * 262_144, total)
+
+
+def url(address: Address, key: str | None = None, total: int = 100_000_000) -> int:
+    with connect(address) as connection:
+        connection.sendall(b"GET /")
+        return pour(connection, b"a%41" * 65_536, total)
+
+
+def pipelined(address: Address, key: str | None = None, count: int = 20_000) -> int:
+    """Many requests on one connection, and no answer is read."""
+    with connect(address) as connection:
+        return pour(connection, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100, 41 * count, seconds=5)
+
+
+def small_chunks(address: Address, key: str | None = None, count: int = 1_000_000) -> int:
+    """A chunked body of single bytes: much work for the parser, and a large list for who keeps the pieces."""
+    with connect(address) as connection:
+        connection.sendall(head(COMPLETIONS, key, "Transfer-Encoding: chunked"))
+        return pour(connection, b"1\r\n[\r\n" * 1_000, 6 * count, seconds=10)
+
+
+def chunk_extensions(address: Address, key: str | None = None, total: int = 50_000_000) -> int:
+    with connect(address) as connection:
+        connection.sendall(head(COMPLETIONS, key, "Transfer-Encoding: chunked") + b"1;")
+        return pour(connection, b"a=b;" * 65_536, total, seconds=10)
+
+
+def trailers(address: Address, key: str | None = None, total: int = 50_000_000) -> int:
+    with connect(address) as connection:
+        connection.sendall(head(COMPLETIONS, key, "Transfer-Encoding: chunked") + b"0\r\n")
+        return pour(connection, b"X-T: %b\r\n" % (b"y" * 1000) * 256, total, seconds=10)
+
+
+def many_streams(address: Address, key: str | None = None, count: int = 40) -> int:
+    """Streams of which nothing is read, and which are left after two seconds."""
+    body = completion(stream=True, max_tokens=1900, ignore_eos=True)[1]
+    opened = []
+    for _ in range(count):
+        opened.append(connect(address))
+        opened[-1].sendall(head(COMPLETIONS, key, f"Content-Length: {len(body)}") + body)
+    time.sleep(2)
+    for each in opened:
+        each.close()
+    return len(opened)
+
+
+def come_and_go(address: Address, key: str | None = None, count: int = 100) -> int:
+    """Requests whose client resets the connection at once."""
+    body = completion(guided_regex=hostile_regex(), max_tokens=500)[1]
+    for _ in range(count):
+        with connect(address) as connection:
+            connection.sendall(head(COMPLETIONS, key, f"Content-Length: {len(body)}") + body)
+    return count
+
+
+WIRE: dict[str, Callable[[Address, str | None], int]] = {
+    each.__name__: each
+    for each in (
+        headers,
+        one_header,
+        url,
+        pipelined,
+        small_chunks,
+        chunk_extensions,
+        trailers,
+        many_streams,
+        come_and_go,
+    )
+}
+
+
+class Silent:
+    """Connections that say nothing, or only a part of a request; `open` counts those that the server has not ended."""
+
+    def __init__(self, address: Address, count: int, say: bytes = b""):
+        self._connections = []
+        for _ in range(count):
+            with contextlib.suppress(OSError):
+                connection = connect(address, 2.0)
+                self._connections.append(connection)
+                connection.sendall(say)
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._connections:
+            each.close()
+
+    def dribble(self, byte: bytes = b" ") -> None:
+        for each in self._connections:
+            with contextlib.suppress(OSError):
+                each.send(byte)
+
+    @property
+    def open(self) -> int:
+        return sum(map(_is_open, self._connections))
+
+
+def _is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while piece := connection.recv(65536):
+            del piece
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def together(work: Callable[[], Any], count: int) -> list[Any]:
+    """`work` in `count` threads at once; what each returns or raises."""
+
+    def one(_: int) -> Any:
+        try:
+            return work()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(one, range(count)))

@@ -1,0 +1,244 @@
+"""The truth about health: an engine that is stopped or hangs, a log that nobody reads, the end, half-closed clients."""
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from tiny_models import make_model
+
+from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
+
+pytest_plugins = ("server_process",)
+MODEL = "fa-serve-demo"
+TEXT = {"model": MODEL, "prompt": "Hello", "max_tokens": 4}
+LONG = {"model": MODEL, "prompt": "x", "max_tokens": 1900, "ignore_eos": True}
+
+
+def eventually(condition, seconds: float) -> float:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds, "it never came true"
+        time.sleep(0.05)
+    return time.monotonic() - begin
+
+
+def status(served, path: str) -> int:
+    return httpx.get(served.url + path, timeout=2).status_code
+
+
+def engine_of(served) -> int:
+    """The id of the engine's process, which is the child of the server that spawned from multiprocessing."""
+    children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text()
+    tasks = Path(f"/proc/{served.process.pid}/task").iterdir()
+    every = {int(child) for task in tasks for child in (task / "children").read_text().split()} | set(
+        map(int, children.split())
+    )
+    return next(child for child in every if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@linux
+def test_a_stopped_engine(start_server):
+    """/health and /ready say so within 5 s and a beat, and recover; SIGTERM ends both processes in time all the same."""
+    served = start_server("--process", "--drain-timeout", "1")
+    engine = engine_of(served)
+    try:
+        assert httpx.post(f"{served.url}/v1/completions", json=TEXT, timeout=30).status_code == 200
+        os.kill(engine, signal.SIGSTOP)
+        took = eventually(lambda: status(served, "/health") == 503, 8)
+        assert status(served, "/ready") == 503
+        refused = httpx.post(f"{served.url}/v1/completions", json=TEXT, timeout=2)
+        assert refused.status_code == 503
+        assert "no sign of life" in refused.json()["error"]["message"]
+        os.kill(engine, signal.SIGCONT)
+        eventually(lambda: status(served, "/health") == status(served, "/ready") == 200, 3)
+        assert httpx.post(f"{served.url}/v1/completions", json=TEXT, timeout=30).status_code == 200
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG | {"stream": True}) as response:
+            next(response.iter_raw())
+            os.kill(engine, signal.SIGSTOP)
+            begin = time.monotonic()
+            served.process.send_signal(signal.SIGTERM)
+            served.process.wait(20)
+            ended = time.monotonic() - begin
+        assert ended < 1 + 5, f"--drain-timeout is 1 s, and the process took {ended:.1f} s"
+        assert not alive(engine), "the engine's process is left behind"
+        print(f"\nsaid after {took:.1f} s, ended after {ended:.1f} s")
+    finally:
+        served.end()
+        if alive(engine):
+            os.kill(engine, signal.SIGKILL)
+
+
+@linux
+def test_a_stopped_engine_with_nothing_in_flight_ends_soon(start_server):
+    served = start_server("--process", "--drain-timeout", "30")
+    engine = engine_of(served)
+    try:
+        os.kill(engine, signal.SIGSTOP)
+        begin = time.monotonic()
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(20) == 0
+        assert time.monotonic() - begin < 5
+        assert not alive(engine)
+    finally:
+        served.end()
+        if alive(engine):
+            os.kill(engine, signal.SIGKILL)
+
+
+@linux
+def test_a_second_signal_ends_a_stopped_engine_as_well(start_server):
+    served = start_server("--process")
+    engine = engine_of(served)
+    try:
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG | {"stream": True}) as response:
+            next(response.iter_raw())
+            os.kill(engine, signal.SIGSTOP)
+            served.process.send_signal(signal.SIGTERM)
+            eventually(lambda: status(served, "/ready") == 503, 5)
+            served.process.send_signal(signal.SIGTERM)
+            assert served.process.wait(5) == 128 + signal.SIGTERM
+        eventually(lambda: not alive(engine), 2)
+    finally:
+        served.end()
+        if alive(engine):
+            os.kill(engine, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+def test_the_pulse_of_an_engine(process):
+    """A thread tells how long its step takes. A process also beats while it waits."""
+
+    async def main() -> None:
+        config = EngineConfig(device="cpu", num_pages=64, process=process)
+        running = AsyncEngine(config)
+        assert (running.pulse().silent_seconds, running.pulse().busy_seconds) == (0, 0)
+        await running.start()
+        async for _ in running.generate([1, 2], SamplingParams(max_tokens=4), "one"):
+            pass
+        await asyncio.sleep(2.5)
+        assert running.pulse().silent_seconds < 2, "it beats each second"
+        assert running.pulse().busy_seconds == 0, "it waits for a command"
+        await running.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_step_that_hangs_is_seen_while_it_hangs_and_left_behind_at_the_end(monkeypatch):
+    async def main() -> float:
+        engine = Engine(EngineConfig(device="cpu", num_pages=64), model=make_model())
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda: time.sleep(1.5) or step())
+        running = AsyncEngine(engine)
+        await running.start()
+        asking = asyncio.create_task(anext(running.generate([1, 2], SamplingParams(max_tokens=1), "one")))
+        await asyncio.sleep(1)
+        assert 0.5 < running.pulse().busy_seconds < 1.5
+        await asking
+        await asyncio.sleep(0.1)
+        assert running.pulse().busy_seconds == 0
+        asking = asyncio.create_task(anext(running.generate([1, 2], SamplingParams(max_tokens=1), "two")))
+        await asyncio.sleep(0.1)
+        begin = time.monotonic()
+        await running.shutdown(timeout=0.2)
+        took = time.monotonic() - begin
+        assert (await asking).error.code == "engine_dead"
+        await asyncio.sleep(2)
+        return took
+
+    assert asyncio.run(main()) < 1
+
+
+def test_a_log_that_nobody_reads():
+    """An unread pipe holds about 600 lines of the access log. Nobody waits for it, and it says later what it has lost."""
+    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", "--num-pages", "64"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        url = next(line.strip() for line in process.stdout if line.startswith("http://"))
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
+        slowest = 0.0
+        for _ in range(6000):
+            begin = time.monotonic()
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            assert response.status == 200
+            response.read()
+            slowest = max(slowest, time.monotonic() - begin)
+        connection.close()
+        assert slowest < 2
+        assert httpx.post(f"{url}/v1/completions", json=TEXT, timeout=10).status_code == 200
+        dropped = re.search(r"^fa_serve:log_records_dropped_total (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+        assert float(dropped[1]) > 0
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert time.monotonic() - begin < 5, "the end does not wait for the log either"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def half_closed(served, body: dict) -> bytes:
+    """What a client gets that ends its side after the request."""
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    content = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head.encode() + content)
+        connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+    return received
+
+
+@linux
+def test_half_a_connection(served):
+    """A client that has sent everything still gets its answer: a short one as it is, a long one after an interim response."""
+    assert half_closed(served, TEXT).startswith(b"HTTP/1.1 200 OK")
+    assert half_closed(served, TEXT | {"stream": True}).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    begin = time.monotonic()
+    answer = half_closed(served, LONG | {"max_tokens": 1000})
+    waited = time.monotonic() - begin
+    assert answer.count(b"HTTP/1.1 200 OK") == 1
+    assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 1000
+    assert answer.startswith(b"HTTP/1.1 100 Continue" if waited > 0.6 else b"HTTP/1.1 200 OK")
+
+
+@linux
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_a_client_that_is_gone_is_still_noticed(served, stream):
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    content = json.dumps(LONG | {"n": 4, "stream": stream}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    aborted = served.aborted()
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head.encode() + content)
+        eventually(lambda: served.metric("num_requests_running") == 4, 5)
+    eventually(lambda: served.metric("num_requests_running") == 0, 3)
+    assert served.aborted() == aborted + 4

@@ -1,0 +1,101 @@
+"""Mistakes of operators are refused at the start, with what is wrong; and what an operator does in passing ends nothing."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from fa_serve.server.settings import load
+
+from fa_serve.demo import model_path
+
+pytest_plugins = ("server_process",)
+
+
+def serve_fails(*arguments, **environment) -> subprocess.CompletedProcess:
+    """A server that is expected to end by itself."""
+    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+    assert "after" not in done.stdout, "it said that it was ready"
+    return done
+
+
+def test_a_key_with_a_number_sign_is_the_whole_key(start_server, tmp_path):
+    (tmp_path / "keys").write_text("# the first is for tests\nk#x\n")
+    served = start_server("--api-key-file", str(tmp_path / "keys"))
+    try:
+        status = {}
+        for key in ("k", "k#x", "#x", "# the first is for tests"):
+            status[key] = httpx.get(f"{served.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+        assert status == {"k": 401, "k#x": 200, "#x": 401, "# the first is for tests": 401}
+        served.process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert httpx.get(f"{served.url}/health").status_code == 200, "SIGHUP is ignored"
+        assert served.process.poll() is None
+    finally:
+        served.end()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("good\nsecret  # for me\n", "line 2 of"),
+        ("\x00\x01\n", "line 1 of"),
+        (b"\xff\xfe", "UTF-8"),
+        ("# none\n", "got none in"),
+    ],
+    ids=["a comment behind it", "control characters", "not text", "no key"],
+)
+def test_a_bad_file_of_keys(text, said, tmp_path):
+    file = tmp_path / "keys"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=said) as error:
+        _ = load({"api_key_file": file}).all_keys
+    assert "secret" not in str(error.value)
+
+
+def test_the_mark_at_the_beginning_of_a_file_is_not_part_of_a_key(tmp_path):
+    (tmp_path / "keys").write_text("one\n", encoding="utf-8-sig")
+    assert load({"api_key_file": tmp_path / "keys"}).all_keys == ("one",)
+
+
+@pytest.mark.parametrize("name", ["FA_SERVE_API_KEYS", "fa_serve_api_keys", "FA_SERVE_API_KEY_FILE"])
+def test_an_empty_variable_of_keys_does_not_open_the_server(name):
+    done = serve_fails(**{name: ""})
+    assert done.returncode == 2
+    assert f"{name} must not be empty" in done.stderr
+
+
+def test_an_empty_list_of_keys_in_the_file(tmp_path):
+    (tmp_path / "fa-serve.toml").write_text("api_keys = []\n")
+    with pytest.raises(ValueError, match="api_keys must hold at least one key"):
+        load({}, tmp_path / "fa-serve.toml")
+
+
+def test_the_process_ends_for_a_broken_template_even_if_it_never_ends(tmp_path):
+    loops = "".join("{% for _ in range(99999) %}" for _ in range(3)) + "x" + "{% endfor %}" * 3
+    (tmp_path / "template").write_text(loops)
+    done = serve_fails("--num-pages", "64", "--chat-template", tmp_path / "template")
+    assert done.returncode == 1
+    assert "chat_template must end" in done.stderr
+
+
+def test_more_pages_than_memory():
+    done = serve_fails("--num-pages", "1000000000000")
+    assert done.returncode == 1
+    assert "num_pages must be at most" in done.stderr
+    assert "KiB a page" in done.stderr
+    assert "GiB of memory are available" in done.stderr
+
+
+def test_a_broken_file_of_the_model_is_named(tmp_path):
+    shutil.copytree(model_path(), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    done = serve_fails(tmp_path / "model", "--num-pages", "64")
+    assert done.returncode == 1
+    assert str(file) in done.stderr

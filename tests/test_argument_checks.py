@@ -1,0 +1,109 @@
+"""Bad tensors and options are refused before a launch: the message names the argument, the rule and the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from api_calls import CU, DENSE, K_CACHE, PAGED, ROWS, STORE, TABLE, USED, V_CACHE, VARLEN, K, Q, V
+
+import fa_serve
+from fa_serve.argument_checks import softmax_options
+from fa_serve.testing import cu_seqlens
+
+# function, its right arguments, what is changed, the error, what its message must say
+BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "rank": (*DENSE, {"q": Q[0]}, ValueError, r"q must have 4 dimensions, got float32 \(5, 4, 16\)"),
+    "dtype-of-q": (*DENSE, {"q": Q.int()}, TypeError, r"q must be float16.*got torch.int32"),
+    "dtype-of-k": (*DENSE, {"k": K.half()}, TypeError, r"k must have q's dtype torch.float32, got torch.float16"),
+    "dtype-of-v": (*DENSE, {"v": V.half()}, TypeError, r"v must have k's dtype torch.float32, got torch.float16"),
+    "lengths": (*DENSE, {"v": V[:, :6]}, ValueError, r"v must match k .*\(2, 6, 2, 16\)"),
+    "head_dim": (*DENSE, {"k": K[..., :8], "v": V}, ValueError, "k must have q's head_dim 16, got 8"),
+    "no-head_dim": (*DENSE, {"v": V[..., :0]}, ValueError, "head_dim_v 0"),
+    "groups": (*DENSE, {"q": Q[:, :, :3]}, ValueError, "num_heads must be a multiple of num_kv_heads, got 3 and 2"),
+    "window": (*DENSE, {"window_size": (-2, 0)}, ValueError, r"window_size .* got \(-2, 0\)"),
+    "window-float": (*DENSE, {"window_size": (1.5, 0)}, ValueError, r"window_size must be integers .* got \(1.5, 0\)"),
+    "window-three": (*DENSE, {"window_size": (1, 0, 0)}, ValueError, r"window_size .* got \(1, 0, 0\)"),
+    "softcap-nan": (*DENSE, {"softcap": float("nan")}, ValueError, "softcap must be finite .* got nan"),
+    "softcap": (*DENSE, {"softcap": -1.0}, ValueError, "softcap must be .* >= 0 .*got -1.0"),
+    "scale": (*DENSE, {"softmax_scale": 0.0}, ValueError, "softmax_scale must be finite and > 0, got 0.0"),
+    "sinks": (*DENSE, {"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(4,\).*got float32 \(3,\)"),
+    "mask-shape": (*DENSE, {"mask": torch.ones(2, 1, 1, 6) > 0}, ValueError, r"broadcastable .*\(2, 1, 1, 6\)"),
+    "mask-dtype": (*DENSE, {"mask": torch.ones(2, 1, 1, 7).int()}, TypeError, "mask must be bool or floating"),
+    "out": (*DENSE, {"out": torch.empty(2, 5, 4, 8)}, ValueError, r"out must be float32 \(2, 5, 4, 16\)"),
+    "cu-dtype": (*VARLEN, {"cu_seqlens_q": CU["cu_seqlens_q"].long()}, ValueError, "cu_seqlens_q must be int32.*int64"),
+    "cu-empty": (*VARLEN, {"cu_seqlens_q": cu_seqlens([])[:0]}, ValueError, "cu_seqlens_q must have at least 1"),
+    "cu-length": (*VARLEN, {"cu_seqlens_k": cu_seqlens([7])}, ValueError, "cu_seqlens_k must have 3 entries, got 2"),
+    "max-length": (*VARLEN, {"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be a non-negative int"),
+    "max-on-device": (*VARLEN, {"max_seqlen_q": torch.tensor(5)}, ValueError, "max_seqlen_q .* on the host"),
+    "table": (*PAGED, {"block_table": TABLE.long()}, ValueError, "block_table must be int32"),
+    "table-rows": (*PAGED, {"block_table": TABLE[:1]}, ValueError, "block_table must have 2 rows.*got 1"),
+    "descale": (*PAGED, {"k_descale": torch.ones(2)}, ValueError, "k_descale must be None for a cache of"),
+    "no-descale": (
+        *PAGED,
+        {"k_cache": K_CACHE.to(torch.float8_e4m3fn), "v_cache": V_CACHE.to(torch.float8_e4m3fn)},
+        ValueError,
+        r"k_descale must be float32 \(2,\)",
+    ),
+    "store-heads": (*STORE, {"k": ROWS["k"][:, :1]}, ValueError, "k must be .* of the same heads and dim"),
+    "store-tokens": (*STORE, {"v": ROWS["v"][:2]}, ValueError, "k and v must agree in tokens"),
+    "store-slots": (*STORE, {"slot_mapping": torch.tensor([0, 1, 2]).int()}, ValueError, r"slot_mapping must be int64 \(3,\)"),
+    "cache-last-dim": (*PAGED, {"k_cache": K_CACHE.mT.contiguous().mT}, ValueError, "k_cache must have a contiguous last"),
+    "store-last-dim": (*STORE, {"v_cache": V_CACHE.mT.contiguous().mT}, ValueError, "v_cache must have a contiguous last"),
+    "store-device": (*STORE, {"k_cache": K_CACHE.to("meta")}, ValueError, "k_cache .* on k's device cpu, got cpu, meta"),
+    "store-v-dtype": (*STORE, {"v": ROWS["v"].half()}, TypeError, "v and v_cache must have the dtypes of k and k_cache"),
+    "store-v-cache-dtype": (*STORE, {"v_cache": V_CACHE.half()}, TypeError, "v and v_cache must have the dtypes"),
+    "store-dtype": (*STORE, {n: x.half() for n, x in ROWS.items()}, TypeError, "k_cache must have k's dtype"),
+    "device-of-k": (*DENSE, {"k": K.to("meta")}, ValueError, "k must be on q's device cpu, got meta"),
+    "no-heads": (*DENSE, {"q": Q[:, :, :0]}, ValueError, "num_heads must be a multiple of num_kv_heads, got 0 and 2"),
+    "window-bool": (*DENSE, {"window_size": (True, 0)}, ValueError, r"window_size must be integers .* got \(True, 0\)"),
+    "softcap-infinite": (*DENSE, {"softcap": math.inf}, ValueError, "softcap must be finite .* got inf"),
+    "scale-nan": (*DENSE, {"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite and > 0, got nan"),
+    "sinks-device": (*DENSE, {"sinks": torch.zeros(4, device="meta")}, ValueError, "sinks must be .* on cpu.* on meta"),
+    "mask-rank": (*DENSE, {"mask": torch.ones(5, 7) > 0}, ValueError, r"broadcastable .*\(2, 4, 5, 7\), got bool \(5, 7\)"),
+    "mask-device": (*DENSE, {"mask": torch.ones(2, 1, 1, 7, device="meta") > 0}, ValueError, "mask must be on q's device cpu"),
+    "out-dtype": (*DENSE, {"out": torch.empty(2, 5, 4, 16).half()}, ValueError, "out must be float32 .*, got float16"),
+    "cu-device": (*VARLEN, {"cu_seqlens_k": CU["cu_seqlens_k"].to("meta")}, ValueError, "cu_seqlens_k .* on cpu.* on meta"),
+    "used-length": (*PAGED, {"seqused_k": USED[:1]}, ValueError, "seqused_k must have 2 entries, got 1"),
+    "dtype-of-cache": (*PAGED, {"k_cache": K_CACHE.half()}, TypeError, "k_cache must have q's dtype torch.float32"),
+    "descale-of-v": (*PAGED, {"v_descale": torch.ones(2)}, ValueError, "v_descale must be None for a cache of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name: str) -> None:
+    function, arguments, change, error, text = BAD[name]
+    # the right call writes nothing, because the other tests read the cache
+    function(**(arguments | {"slot_mapping": torch.tensor([-1, -1, -1])} if function is fa_serve.store_kv else arguments))
+    with pytest.raises(error, match=text):
+        function(**(arguments | change))
+
+
+def test_no_backend_is_asked_for_before_the_arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fa_serve.api.select_backend", lambda *_: pytest.fail("a backend was asked for"))
+    for function, arguments, change, error, _ in BAD.values():
+        with pytest.raises(error):
+            function(**(arguments | change))
+
+
+def test_options_have_their_defaults_filled_in() -> None:
+    """Q has head_dim 16, so the scale is 1 / sqrt(16)."""
+    options = softmax_options(Q, False, None, (-1, -1), 0, None)
+    assert options == (0.25, (-1, -1), 0.0)
+    assert type(options.softcap) is float
+    assert softmax_options(Q, False, 2, (3, 4), 5.0, None) == (2.0, (3, 4), 5.0)
+
+
+def test_causality_is_folded_into_the_window() -> None:
+    assert softmax_options(Q, True, None, (-1, -1), 0.0, None).window_size == (-1, 0)
+    assert softmax_options(Q, True, None, (7, 3), 0.0, None).window_size == (7, 0)
+
+
+def test_a_window_that_32_bits_cannot_hold_is_shortened() -> None:
+    """Kernels add a length to the window in 32 bits."""
+    left, right = softmax_options(Q, False, None, (2**62, 2**31), 0.0, None).window_size
+    assert left == right
+    assert 2**28 < left <= 2**30
