@@ -134,7 +134,7 @@ class Answer(ABC):
             constraint=None if self._constraint is None else self._constraint.field,
             narrows=bool(body.allowed_token_ids or body.logit_bias),
         )
-        return Job(self._head["id"], body.priority or 0, self._arrival, self._n, fields)
+        return Job(self._head["id"], body.priority or 0, self._arrival, self._n, fields, self._key)
 
     def _count(self, index: int, output: RequestOutput) -> None:
         """Add a finished sequence to the usage. The sequences of a prompt share its cached tokens, which count once."""

@@ -67,6 +67,7 @@ class Job:
     priority: as the engine takes it
     arrival:  when the request came, on time.perf_counter's clock
     n:        sequences for each prompt
+    client:   the hash of the API key, or None
     """
 
     name: str
@@ -74,6 +75,7 @@ class Job:
     arrival: float
     n: int
     fields: RequestFields
+    client: str | None = None
 
 
 async def sequences_of_prompt(
@@ -87,7 +89,7 @@ async def sequences_of_prompt(
     prompt_logprobs: list[TokenLogprob | None] | None = None
     held_back: list[RequestOutput] = []
     unfinished_reason = "error"
-    generated = service.engine.generate(prompt, params, f"{job.name}-{number}", priority=job.priority)
+    generated = service.engine.generate(prompt, params, f"{job.name}-{number}", priority=job.priority, client=job.client)
     try:
         async with aclosing(generated) as outputs:
             async for output in outputs:

@@ -53,7 +53,6 @@ class Service:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
         await self.engine.shutdown()
-        self.tokenization.shutdown()
 
     async def drain(self) -> None:
         """Refuse new requests, and return when nothing is in flight."""

@@ -104,6 +104,21 @@ class Settings(BaseSettings):
     )
     max_n: int = _option(128, "Maximum number of sequences in one request.", "Limits", ge=1)
     max_body_bytes: int = _option(16 * 2**20, "Maximum size of a request's body.", "Limits", ge=1)
+    max_stop_chars: int = _option(
+        4096, "Maximum number of characters of all stop strings of a request together.", "Limits", ge=0
+    )
+    grammar_cache_bytes: int = _option(
+        256 * 2**20, "Bytes of compiled structured outputs to keep for later requests.", "Limits", ge=0
+    )
+    grammar_timeout: float = _option(
+        10.0, "Seconds for compiling a structured output; one that takes longer gets a 400.", "Limits", gt=0
+    )
+    grammar_memory: int = _option(
+        256 * 2**20, "Bytes for compiling a structured output; one that takes more gets a 400.", "Limits", ge=2**20
+    )
+    template_timeout: float = _option(
+        5.0, "Seconds for applying a chat template; a conversation that takes longer gets a 400.", "Limits", gt=0
+    )
     request_timeout: float | None = _option(
         None, "Maximum number of seconds for a request; by default no limit.", "Limits", gt=0
     )

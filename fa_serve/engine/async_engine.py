@@ -206,6 +206,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        client: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The increments of all answers; the last one of each answer is `finished`. Leaving the iterator aborts the request.
 
@@ -228,7 +229,7 @@ class AsyncEngine:
             if self._error is not None:
                 raise self._error
             if mailbox.unfinished:  # else it was aborted meanwhile
-                worker.send(Add(name, tokens, params, priority, timeout))
+                worker.send(Add(name, tokens, params, priority, timeout, client))
                 mailbox.sent = True
             while not mailbox.drained():
                 output = await mailbox.get()

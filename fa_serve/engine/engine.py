@@ -49,6 +49,7 @@ from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.scheduler import ScheduledBatch, Scheduler
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.stats import EngineStats
+from fa_serve.engine.stop_strings import StopStrings
 from fa_serve.engine.structured import Grammars
 from fa_serve.hf import patch
 from fa_serve.spec import ParameterError
@@ -100,7 +101,7 @@ class Engine:
         self.vocab_size = self._runner.vocab_size
         eos_ids = end_ids(model)
         self._processor = InputProcessor(tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=eos_ids)
-        self._grammars = Grammars(tokenizer, self.vocab_size, eos_ids)
+        self.grammars = Grammars(tokenizer, self.vocab_size, eos_ids, config)
         self._answers: dict[str, AnswerState] = {}  # the unfinished ones, by the id of their request
         self._groups = Groups()
         self._deadlines = Deadlines()
@@ -120,8 +121,11 @@ class Engine:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        matcher: Any = None,
     ) -> None:
         """Queue a request. A lower priority value is served sooner. After `timeout` seconds the request ends with an error.
+
+        matcher: what `grammars.matcher` returned for the structured output; without one it is compiled here
 
         Raises ParameterError for a prompt that is empty, too long or not of this vocabulary, for an id that is in use, and for
         a structured output that cannot be followed. Raises QueueFullError when max_waiting requests wait already.
@@ -132,15 +136,7 @@ class Engine:
         requests = self._process(request_id, prompt, params, priority)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
-        self._submit(request_id, params, requests, timeout)
-
-    def prepare(self, params: SamplingParams) -> None:
-        """Compile the structured output of `params`, from any thread. `add_request` is fast then.
-
-        Compiling may take seconds. Raises ParameterError if the structured output cannot be followed.
-        """
-        if params.structured is not None:
-            self._grammars.matcher(params.structured)
+        self._submit(request_id, params, requests, timeout, matcher)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request. Its pages are free when this returns.
@@ -192,7 +188,8 @@ class Engine:
             raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
         for each in params:
-            self.prepare(each)
+            if each.structured is not None:
+                self.grammars.matcher(each.structured)
         queue = deque(zip(ids, params, map(self._process, ids, prompts, params), strict=True))
         whole: dict[tuple[str, int], RequestOutput] = {}
         try:
@@ -251,14 +248,24 @@ class Engine:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         return self._processor.process(request_id, prompt, params, priority)
 
-    def _submit(self, request_id: str, params: SamplingParams, requests: list[Request], timeout: float | None = None) -> None:
-        matchers = [None if params.structured is None else self._grammars.matcher(params.structured) for _ in requests]
-        for request, matcher in zip(requests, matchers, strict=True):
+    def _submit(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        requests: list[Request],
+        timeout: float | None = None,
+        matcher: Any = None,
+    ) -> None:
+        if matcher is None and params.structured is not None:
+            matcher = self.grammars.matcher(params.structured)
+        stop = StopStrings(params.stop)
+        for request in requests:
             sequence = self._scheduler.add(request)
             stream = None
             if self.tokenizer is not None:
-                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, params.stop, params.skip_special_tokens)
-            self._answers[request.request_id] = AnswerState(sequence, stream, matcher)
+                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, stop, params.skip_special_tokens)
+            own = None if matcher is None else matcher.deep_copy()
+            self._answers[request.request_id] = AnswerState(sequence, stream, own)
             if timeout is not None:
                 self._deadlines.add(request.arrival + timeout, sequence)
         self._groups.add(request_id, params)
@@ -313,7 +320,7 @@ class Engine:
                 constrained[row] = answer
         if not constrained:
             return {}, []
-        masks = self._grammars.masks([answer.matcher for answer in constrained.values()])
+        masks = self.grammars.masks([answer.matcher for answer in constrained.values()])
         failed = []
         for answer in constrained.values():
             if answer.matcher.is_error():
