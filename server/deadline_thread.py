@@ -1,7 +1,7 @@
 """A thread that runs one function after another for the event loop, and can interrupt a function that takes too long.
 
     thread = DeadlineThread("template")
-    text = await thread.run(lambda: template.render(...), timeout=5.0)     # raises TimeoutError
+    text = await thread.run(lambda: template.render(...), timeout=5.0)     # raises asyncio.TimeoutError
 
 Python raises an exception in another thread between two of its bytecodes, so a loop of a chat template ends in time. A single
 call into C does not end sooner. A function that nobody waits for any more is interrupted as well. The thread is a daemon: it
@@ -48,7 +48,7 @@ class DeadlineThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, work: Callable[[], T], timeout: float | None = None) -> T:
-        """What `work` returns. Raises what it raises, or TimeoutError `timeout` seconds after it has begun."""
+        """What `work` returns. Raises what it raises, or asyncio.TimeoutError `timeout` seconds after it has begun."""
         loop = asyncio.get_running_loop()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -62,7 +62,7 @@ class DeadlineThread:
                 if done:
                     break
                 if job.began is not None and time.monotonic() >= job.began + timeout:
-                    raise TimeoutError
+                    raise asyncio.TimeoutError  # the built-in TimeoutError from Python 3.11 on
             result: T = await job.future
             return result
         finally:

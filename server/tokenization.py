@@ -5,13 +5,14 @@
     template = tokenization.template(body, tools)
     tokens, text = await tokenization.encode_chat(template, body, tools, {})
 
-One thread runs the tokenizer and the operator's chat template. A long prompt therefore never holds up the event loop, and no two
-prompts use the tokenizer at the same time. Chat templates of requests have a thread to themselves. A template that does not end
-is interrupted after `template_timeout` seconds.
+One thread runs the tokenizer and the operator's chat template. A long prompt therefore never holds up the event loop, and no
+two prompts use the tokenizer at the same time. Chat templates of requests have a thread to themselves. A template that does
+not end is interrupted after `template_timeout` seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -90,20 +91,24 @@ class Tokenization:
     ) -> tuple[list[int], str]:
         """The prompt that the chat template makes of a conversation, as token ids and as text."""
 
-        def work() -> str:
+        def render() -> str:
             messages = [message.rendered() for message in body.messages or ()]
             return template.render(messages, [tool.rendered() for tool in tools] or None, variables)
 
+        def encode(text: str) -> tuple[list[int], str]:
+            return self._ids(text, False, "messages"), text
+
         field = "messages" if body.chat_template is None else "chat_template"
-        thread = self._thread if body.chat_template is None else self._request_templates
         try:
-            text = await thread.run(work, self._template_timeout)
-        except TimeoutError:
+            if body.chat_template is None:
+                return await self._thread.run(lambda: encode(render()), self._template_timeout)
+            text = await self._request_templates.run(render, self._template_timeout)
+        except asyncio.TimeoutError:  # python 3.10 has two kinds
             seconds = f"{self._template_timeout:g} seconds (--template-timeout)"
             raise BadRequest(
                 f"{field}: the chat template must end within {seconds}.", param=field, code="invalid_value"
             ) from None
-        return await self._thread.run(lambda: self._ids(text, False, "messages")), text
+        return await self._thread.run(lambda: encode(text))
 
     async def decode(self, token_ids: list[int]) -> str:
         return await self._thread.run(lambda: self._text(token_ids))

@@ -29,8 +29,8 @@ SLACK = 32 << 20
 NICE = 10
 PR_SET_PDEATHSIG = 1
 LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_errors": False}
-"""llguidance's own limits. With its default fuel of 1,000,000 the regex ((X{100}){100}){100}z takes 170 MB; with this one 64 MB.
-A schema with 1,000 patterns needs less than a third of it. A state of the lexer takes 1 to 2 kB."""
+"""llguidance's own limits. With its default fuel of 1,000,000 the regex ((X{100}){100}){100}z takes 170 MB, and 64 MB with
+this one. A schema with 1,000 patterns needs less than a third of it. A state of the lexer takes 1 to 2 kB."""
 
 
 def serve(control: socket.socket) -> None:

@@ -7,9 +7,10 @@
     matcher.is_stopped()                     # the answer is complete
 
 A grammar is compiled structured output; a matcher is its state for one request. Compiling may take seconds, and the first
-grammar also builds the tables of the tokenizer. Therefore engine_loop.py compiles outside the step, in threads (grammar_queue.py);
-llguidance releases the interpreter's lock meanwhile. What clients send is compiled on trial first, in a process that can be
-limited and killed (grammar_trials.py). Several threads fill the masks of a step while the device runs the forward of the step.
+grammar also builds the tables of the tokenizer. Therefore engine_loop.py compiles outside the step, in threads
+(grammar_queue.py); llguidance releases the interpreter's lock meanwhile. What clients send is compiled on trial first, in a
+process that can be limited and killed (grammar_trials.py). Several threads fill the masks of a step while the device runs the
+forward of the step.
 
 Compiled grammars are kept for later requests, up to a number of bytes. Grammars that are not used for IDLE_SECONDS are kept
 only up to a smaller number.

@@ -84,7 +84,7 @@ class FakeEngine:
         return [TokenLogprob(token, -0.5, [(token + 1 + k, float("-inf") if k else -0.25) for k in range(count)])]
 
     async def generate(
-        self, prompt: list[int], params: Any, request_id: str, *, priority: int = 0
+        self, prompt: list[int], params: Any, request_id: str, *, priority: int = 0, client: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         self.seen.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id, priority=priority))
         words = self.words[: params.max_tokens]
