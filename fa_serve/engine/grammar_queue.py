@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ MAX_PER_CLIENT = 3
 LONG = 4096
 """Characters from which a structured output is long. A schema of this length compiles in about 10 ms."""
 SWEEP_SECONDS = 5.0
-NUM_SWEEPS = 12
-"""Calls of `sweep` after the last grammar."""
+SWEEPING_SECONDS = 60.0
+"""How long `sweep` is called after the last grammar."""
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -53,7 +54,7 @@ class GrammarQueue:
         self._running: Counter[str | None] = Counter()
         self._running_long: Counter[str | None] = Counter()
         self._threads: list[threading.Thread] = []
-        self._sweeps_left = 0
+        self._next_sweep = self._last_sweep = 0.0  # on time.monotonic's clock
         self._closed = False
 
     def submit(self, name: str, client: str | None, length: int, work: Callable[[], None]) -> None:
@@ -89,10 +90,10 @@ class GrammarQueue:
             with self._condition:
                 job = self._next()
                 while job is None and not self._closed:
-                    # one thread of those that wait sweeps, whichever wakes first
-                    timed_out = not self._condition.wait(SWEEP_SECONDS if self._sweeps_left else None)
-                    if timed_out and self._sweeps_left:
-                        self._sweeps_left -= 1
+                    is_sweeping = self._next_sweep < self._last_sweep
+                    self._condition.wait(SWEEP_SECONDS if is_sweeping else None)
+                    if is_sweeping and time.monotonic() > self._next_sweep:  # the first thread of those that wait
+                        self._next_sweep = time.monotonic() + SWEEP_SECONDS
                         self._sweep()
                     job = self._next()
                 if job is None:
@@ -131,5 +132,5 @@ class GrammarQueue:
             running[job.client] -= count
             if not running[job.client]:
                 del running[job.client]
-        self._sweeps_left = NUM_SWEEPS
-        self._condition.notify()
+        self._last_sweep = time.monotonic() + SWEEPING_SECONDS
+        self._condition.notify_all()

@@ -8,7 +8,7 @@
 
 A matcher cannot be sent to another process, so the engine compiles a grammar that has passed once more. It then knows that this
 takes less than `timeout` seconds and `memory` bytes, and how many bytes the grammar takes. Left out: the process itself
-(grammar_trial.py), and which grammar is tried next (grammar_queue.py).
+(grammar_process.py), and which grammar is tried next (grammar_queue.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from fa_serve.engine import grammar_trial
+from fa_serve.engine import grammar_process
 
 START_SECONDS = 60.0
 """How long the process may take to load the tables of the tokenizer."""
@@ -82,7 +82,7 @@ class GrammarTrials:
         with theirs:
             # With one arena, freed memory is used again, and the limit on the address space counts what is in use.
             self._process = subprocess.Popen(
-                [sys.executable, grammar_trial.__file__, str(theirs.fileno())],
+                [sys.executable, grammar_process.__file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"MALLOC_ARENA_MAX": "1"},

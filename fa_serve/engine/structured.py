@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.grammar_trial import NICE, STACK, compiled
+from fa_serve.engine.grammar_process import NICE, STACK, compiled
 from fa_serve.engine.grammar_trials import GrammarTrials, Trial, TrialError
 from fa_serve.engine.sampling_params import StructuredOutput
 from fa_serve.spec import ParameterError
@@ -50,8 +50,8 @@ MIN_BYTES = 64 << 10
 """Bytes that a grammar counts at least, so that the number of grammars is bounded as well."""
 BYTES_PER_CHARACTER = 400
 """Bytes that a grammar without a trial counts for each of its characters. Measured: 110 to 350 for schemas of 60 to 150 kB."""
-IDLE_SECONDS = 20.0
-IDLE_SHARE = 16
+IDLE_SECONDS = 15.0
+IDLE_SHARE = 32
 """Grammars that are idle are kept up to this part of the bytes for all grammars."""
 _STACK_SIZE_LOCK = threading.Lock()
 

@@ -7,12 +7,11 @@ Each test attacks a real server with the embedded model. A second client with a 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -134,7 +133,7 @@ def test_large_schemas_do_not_hold_up_anothers_choice(server) -> None:
     attackers = []
     for index in range(24 if FULL else 8):
         fields = {"structured_outputs": {"json": large_schema(index)}}
-        attackers.append(threading.Thread(target=complete, args=(server.url, ATTACKER), kwargs=fields, daemon=True))
+        attackers.append(threading.Thread(target=quietly, args=(complete, server.url, ATTACKER), kwargs=fields, daemon=True))
     for thread in attackers:
         thread.start()
     time.sleep(1)
@@ -144,8 +143,12 @@ def test_large_schemas_do_not_hold_up_anothers_choice(server) -> None:
     print(f"probes: health p99 {p99(probes.health):.3f} s, completion p99 {p99(probes.completions):.3f} s")
     assert any(thread.is_alive() for thread in attackers)  # the attack lasted
     assert p99(times) <= 5 * calm + SLACK_SECONDS
-    for thread in attackers:
-        thread.join()
+
+
+def quietly(function: Callable[..., object], *arguments: object, **fields: object) -> None:
+    """Whatever becomes of an attacker's request."""
+    with contextlib.suppress(httpx.HTTPError):
+        function(*arguments, **fields)
 
 
 def leave(url: str, count: int) -> None:
@@ -198,7 +201,8 @@ def test_token_routes_are_admitted_like_generation(route, body) -> None:
     try:
         stream = MODEL | {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{running.url}/v1/completions", json=stream, headers=ATTACKER, timeout=60) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # the connection closes with it
+            next(lines)
             refused = httpx.post(f"{running.url}/{route}", json=body, headers=ATTACKER)
             other = httpx.post(f"{running.url}/{route}", json=body, headers=VICTIM)
         assert (refused.status_code, other.status_code) == (429, 200)
@@ -230,7 +234,7 @@ def test_an_endless_chat_template_is_interrupted_and_sigterm_ends_the_process() 
         assert p99(probes.completions) <= 5 * calm + SLACK_SECONDS
         assert chat(running.url, "{{ messages[0].content }}").status_code == 200
 
-        threading.Thread(target=_quietly, args=(running.url,), daemon=True).start()
+        threading.Thread(target=quietly, args=(chat, running.url, ENDLESS), daemon=True).start()
         time.sleep(0.5)
         begin = time.perf_counter()
         running.process.send_signal(signal.SIGTERM)
@@ -238,8 +242,3 @@ def test_an_endless_chat_template_is_interrupted_and_sigterm_ends_the_process() 
         assert time.perf_counter() - begin < 10
     finally:
         running.end()
-
-
-def _quietly(url: str) -> None:
-    with contextlib.suppress(httpx.HTTPError, json.JSONDecodeError):
-        chat(url, ENDLESS)

@@ -1,6 +1,6 @@
 """The process that compiles a grammar on trial, where it can be limited and killed. A script that imports llguidance alone.
 
-    python grammar_trial.py <descriptor of a Unix socket>
+    python grammar_process.py <descriptor of a Unix socket>
 
 llguidance bounds the memory of its lexer, but neither the time nor the memory of all of its work: a schema of 169 kB can take
 two seconds, and one that is refused in the end can take 300 MB before that. A thread cannot be stopped, so each grammar is
