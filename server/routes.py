@@ -161,12 +161,13 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service.require_ready()
     service.require_model(body.model)
     tokenization = service.tokenization
-    if body.prompt is not None:
-        [tokens] = await tokenization.encode([body.prompt], special=body.add_special_tokens is not False)
-    else:
-        tools = body.tools or []
-        template = tokenization.template(body, tools)
-        tokens, _ = await tokenization.encode_chat(template, body, tools, body.chat_template_kwargs or {})
+    with service.reserve(1, getattr(request.state, "key", None)):
+        if body.prompt is not None:
+            [tokens] = await tokenization.encode([body.prompt], special=body.add_special_tokens is not False)
+        else:
+            tools = body.tools or []
+            template = tokenization.template(body, tools)
+            tokens, _ = await tokenization.encode_chat(template, body, tools, body.chat_template_kwargs or {})
     return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len})
 
 
@@ -176,7 +177,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     service = await _service(request)
     service.require_ready()
     service.require_model(body.model)
-    return JSONResponse({"prompt": await service.tokenization.decode(body.tokens)})
+    with service.reserve(1, getattr(request.state, "key", None)):
+        text = await service.tokenization.decode(body.tokens)
+    return JSONResponse({"prompt": text})
 
 
 @router.get("/health", tags=["Operation"])

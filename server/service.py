@@ -78,7 +78,6 @@ class Service:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
         await self.engine.shutdown(timeout)
-        self.tokenization.shutdown()
         for thread in (self._parser, self._writer):
             thread.shutdown(wait=False, cancel_futures=True)
 

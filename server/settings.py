@@ -166,6 +166,21 @@ class Settings(BaseSettings):
     header_timeout: float = _option(10.0, "Seconds in which the headers of a request must arrive.", "Limits", gt=0)
     body_timeout: float = _option(30.0, "Seconds in which the body of a request must arrive.", "Limits", gt=0)
     keep_alive_timeout: float = _option(60.0, "Seconds after which a connection without a request is closed.", "Limits", gt=0)
+    max_stop_chars: int = _option(
+        4096, "Maximum number of characters of all stop strings of a request together.", "Limits", ge=0
+    )
+    grammar_cache_bytes: int = _option(
+        256 * 2**20, "Bytes of compiled structured outputs to keep for later requests.", "Limits", ge=0
+    )
+    grammar_timeout: float = _option(
+        10.0, "Seconds for compiling a structured output; one that takes longer gets a 400.", "Limits", gt=0
+    )
+    grammar_memory: int = _option(
+        256 * 2**20, "Bytes for compiling a structured output; one that takes more gets a 400.", "Limits", ge=2**20
+    )
+    template_timeout: float = _option(
+        5.0, "Seconds for applying a chat template; a conversation that takes longer gets a 400.", "Limits", gt=0
+    )
     request_timeout: float | None = _option(
         None, "Maximum number of seconds for a request; by default no limit.", "Limits", gt=0
     )

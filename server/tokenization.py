@@ -5,22 +5,23 @@
     template = tokenization.template(body, tools)
     tokens, text = await tokenization.encode_chat(template, body, tools, {})
 
-One thread runs the tokenizer. A long prompt therefore never holds up the event loop, and no two prompts use the tokenizer at
-the same time.
+One thread runs the tokenizer and the operator's chat template. A long prompt therefore never holds up the event loop, and no
+two prompts use the tokenizer at the same time. Chat templates of requests have a thread to themselves. A template that does
+not end is interrupted after `template_timeout` seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fa_serve.spec import ParameterError
 
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
 from .chat.templates import Template
+from .deadline_thread import DeadlineThread
 from .errors import ApiError, BadRequest, parameter_refused
 from .logprobs import TokenTexts
 from .settings import Settings
@@ -28,8 +29,6 @@ from .settings import Settings
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
 
-T = TypeVar("T")
-TEMPLATE_SECONDS = 10.0  # that the operator's chat template may take for a conversation of a few words
 # of which a chat template has to accept at least one
 SAMPLES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "Hello"}],
@@ -37,6 +36,7 @@ SAMPLES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
 )
 MAX_TEMPLATES = 16  # parsed chat templates to keep: the model's own, and those of requests
+MAX_TEMPLATE_LENGTH = 1 << 16  # characters of a request's chat template; the longest of known models has about 20,000
 
 
 class Tokenization:
@@ -44,7 +44,9 @@ class Tokenization:
 
     def __init__(self, engine: AsyncEngine, settings: Settings):
         self._engine = engine
-        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._thread = DeadlineThread("tokenizer")
+        self._request_templates = DeadlineThread("template")
+        self._template_timeout = settings.template_timeout
         self._template_file = settings.chat_template
         self._operators_template = settings.chat_template.read_text(encoding="utf-8") if settings.chat_template else None
         self._allow_request_template = settings.allow_request_chat_template
@@ -74,14 +76,12 @@ class Tokenization:
 
         file = self._template_file
         try:
-            reason = await asyncio.wait_for(self._run(work), TEMPLATE_SECONDS)
+            reason = await self._thread.run(work, self._template_timeout)
         except asyncio.TimeoutError:
-            raise ValueError(f"chat_template must end, got {file}, which runs longer than {TEMPLATE_SECONDS:g} s") from None
+            limit = f"{self._template_timeout:g} s (--template-timeout)"
+            raise ValueError(f"chat_template must end within {limit}, got {file}, which runs longer") from None
         if reason is not None:
             raise ValueError(f"chat_template must accept a message of the user, got {file}: {reason}")
-
-    def shutdown(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -102,7 +102,7 @@ class Tokenization:
         def work() -> list[list[int]]:
             return [self._ids(prompt, special, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts]
 
-        return await self._run(work)
+        return await self._thread.run(work)
 
     def template(self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> Template:
         """The request's chat template if the server allows that, else the operator's, else the model's."""
@@ -110,6 +110,9 @@ class Tokenization:
             raise BadRequest(
                 "chat_template must be null: this server does not allow chat templates in requests.", param="chat_template"
             )
+        if body.chat_template is not None and len(body.chat_template) > MAX_TEMPLATE_LENGTH:
+            message = f"chat_template must have at most {MAX_TEMPLATE_LENGTH} characters, got {len(body.chat_template)}."
+            raise BadRequest(message, param="chat_template", code="invalid_value")
         given = body.chat_template or self._operators_template
         try:
             # a model may have a second template, which is for requests with tools
@@ -126,15 +129,27 @@ class Tokenization:
     ) -> tuple[list[int], str]:
         """The prompt that the chat template makes of a conversation, as token ids and as text."""
 
-        def work() -> tuple[list[int], str]:
+        def render() -> str:
             messages = [message.rendered() for message in body.messages or ()]
-            text = template.render(messages, [tool.rendered() for tool in tools] or None, variables)
+            return template.render(messages, [tool.rendered() for tool in tools] or None, variables)
+
+        def encode(text: str) -> tuple[list[int], str]:
             return self._ids(text, False, "messages"), text
 
-        return await self._run(work)
+        field = "messages" if body.chat_template is None else "chat_template"
+        try:
+            if body.chat_template is None:
+                return await self._thread.run(lambda: encode(render()), self._template_timeout)
+            text = await self._request_templates.run(render, self._template_timeout)
+        except asyncio.TimeoutError:  # python 3.10 has two kinds
+            seconds = f"{self._template_timeout:g} seconds (--template-timeout)"
+            raise BadRequest(
+                f"{field}: the chat template must end within {seconds}.", param=field, code="invalid_value"
+            ) from None
+        return await self._thread.run(lambda: encode(text))
 
     async def decode(self, token_ids: list[int]) -> str:
-        return await self._run(lambda: self._text(token_ids))
+        return await self._thread.run(lambda: self._text(token_ids))
 
     def _text(self, token_ids: list[int]) -> str:
         largest = max(token_ids, default=0)
@@ -149,6 +164,3 @@ class Tokenization:
             return self._engine.reader.encode(text, special)
         except ParameterError as error:
             raise parameter_refused(error, param) from None
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -38,6 +38,10 @@ class EngineConfig:
     deterministic:          tokens and log-probabilities of a request are bitwise the same alone and in any batch; slower
     process:                run the async engine in a separate process; None does so on a GPU
     max_restarts:           how often the async engine starts a new worker after a worker has died
+    grammar_cache_bytes:    bytes of compiled structured outputs that are kept for later requests
+    grammar_timeout:        seconds after which the async engine gives up compiling a structured output
+    grammar_memory:         bytes that compiling a structured output may take in the async engine
+    max_stop_chars:         characters of all stop strings of a request together
     seed:                   seed of the seeds of requests that give none; None is different at each start
     """
 
@@ -59,19 +63,25 @@ class EngineConfig:
     deterministic: bool = False
     process: bool | None = None
     max_restarts: int = 0
+    grammar_cache_bytes: int = 256 << 20
+    grammar_timeout: float = 10.0
+    grammar_memory: int = 256 << 20
+    max_stop_chars: int = 4096
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "grammar_memory"):
             value = getattr(self, name)
             if value is None and name in ("num_pages", "max_model_len"):
                 continue
             if not _is_integer(value) or value < 1:
                 raise ParameterError(name, "be a positive integer", value)
-        for name in ("max_waiting", "max_restarts"):
+        for name in ("max_waiting", "max_restarts", "grammar_cache_bytes", "max_stop_chars"):
             value = getattr(self, name)
             if not _is_integer(value) or value < 0:
                 raise ParameterError(name, "be 0 or a positive integer", value)
+        if isinstance(self.grammar_timeout, bool) or not self.grammar_timeout > 0:
+            raise ParameterError("grammar_timeout", "be positive, in seconds", self.grammar_timeout)
         if self.seed is not None and not _is_integer(self.seed):
             raise ParameterError("seed", "be an integer or None", self.seed)
         if self.dtype not in ("auto", "float16", "bfloat16", "float32"):

@@ -1,6 +1,6 @@
 """Tokens become text as they come: never half a character, never any part of a stop string.
 
-    stream = TextStream(tokenizer, context=prompt_token_ids, stop=("\\n\\n",))
+    stream = TextStream(tokenizer, context=prompt_token_ids, stop=StopStrings(("\\n\\n",)))
     text += stream.push(token)               # what may be shown now: often all of it, sometimes nothing yet
     text += stream.flush()                   # at the end: what was held back
 
@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from fa_serve.engine.stop_strings import StopStrings
+
 CONTEXT = 6
 """Tokens of the prompt that the stream starts from."""
 MAX_UNSETTLED = 32
@@ -33,7 +35,11 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, context: Sequence[int] = (), stop: Sequence[str] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int] = (),
+        stop: StopStrings | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
         context = list(context[-CONTEXT:])
         if tokenizer.decode(context).endswith(REPLACEMENT):
@@ -42,24 +48,31 @@ class TextStream:
         self._skip = skip_special_tokens
         self._decoder = DecodeStream(ids=context, skip_special_tokens=self._skip)
         self._unsettled: list[int] = []
-        self._stop = tuple(stop)
+        self._stop = stop or StopStrings()
+        self._state = 0  # of the stop strings, at the end of the text
         self._held = ""
         self.stopped = False
 
     def push(self, token: int, may_stop: bool = True) -> str:
         """The text that this token settles. When a stop string is complete, `stopped` is set and the text has ended."""
-        text = self._held + self._decode(token)
-        ends = range(len(self._held) + 1, len(text) + 1) if self._stop and may_stop else ()
-        for end in ends:
+        new = self._decode(token)
+        text = self._held + new
+        if not (self._stop and may_stop):
+            self._state = 0
+            self._held = ""
+            return text
+        state = self._state
+        for end, character in enumerate(new, len(self._held) + 1):
+            state = self._stop.step(state, character)
             # The stop string that is complete first ends the text. If two end at the same place, the longer one does.
-            matches = [stop for stop in self._stop if text.endswith(stop, 0, end)]
-            if matches:
+            if length := self._stop.complete(state):
                 self.stopped = True
                 self._held = ""
-                return text[: end - max(map(len, matches))]
-        keep = self._longest_prefix(text) if may_stop else 0
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+                return text[: end - length]
+        self._state = state
+        shown = len(text) - self._stop.pending(state)
+        self._held = text[shown:]
+        return text[:shown]
 
     def flush(self) -> str:
         """The text that was held back because a stop string might have begun. The answer has ended."""
@@ -86,13 +99,3 @@ class TextStream:
         self._unsettled.clear()
         self._decoder = DecodeStream(skip_special_tokens=self._skip)
         return text
-
-    def _longest_prefix(self, text: str) -> int:
-        """Length of the longest suffix of `text` that is a prefix of a stop string."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest

@@ -49,6 +49,7 @@ from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.scheduler import ScheduledBatch, Scheduler
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.stats import EngineStats
+from fa_serve.engine.stop_strings import StopStrings
 from fa_serve.engine.structured import Grammars
 from fa_serve.hf import patch
 from fa_serve.spec import ParameterError
@@ -100,7 +101,7 @@ class Engine:
         self.vocab_size = self._runner.vocab_size
         eos_ids = end_ids(model)
         self._processor = InputProcessor(tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=eos_ids)
-        self._grammars = Grammars(tokenizer, self.vocab_size, eos_ids)
+        self.grammars = Grammars(tokenizer, self.vocab_size, eos_ids, config)
         self._output_states: dict[str, OutputState] = {}  # the unfinished ones, by the id of their request
         self._groups = Groups()
         self._deadlines = Deadlines()
@@ -122,11 +123,14 @@ class Engine:
         timeout: float | None = None,
         client: str | None = None,
         cache_salt: str | None = None,
+        matcher: Any = None,
     ) -> None:
         """Queue a request. After `timeout` seconds it ends with an error.
 
         priority: -1000 to 1000; of one client's requests, those with a lower value are served sooner
         client, cache_salt: clients take turns, and cached prefixes are shared with requests of the same salt only
+
+        matcher: what `grammars.matcher` returned for the structured output; without one it is compiled here
 
         Raises ParameterError for a prompt that is empty, too long or not of this vocabulary, for an id that is in use, and for
         a structured output that cannot be followed. Raises QueueFullError when max_waiting requests wait already.
@@ -137,15 +141,7 @@ class Engine:
         requests = self._process(request_id, prompt, params, priority, client, cache_salt)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
-        self._submit(request_id, params, requests, timeout)
-
-    def prepare(self, params: SamplingParams) -> None:
-        """Compile the structured output of `params`, from any thread. `add_request` is fast then.
-
-        Compiling may take seconds. Raises ParameterError if the structured output cannot be followed.
-        """
-        if params.structured is not None:
-            self._grammars.matcher(params.structured)
+        self._submit(request_id, params, requests, timeout, matcher)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request. Its pages are free when this returns.
@@ -197,7 +193,8 @@ class Engine:
             raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
         for each in params:
-            self.prepare(each)
+            if each.structured is not None:
+                self.grammars.matcher(each.structured)
         queue = deque(zip(ids, params, map(self._process, ids, prompts, params), strict=True))
         whole: dict[tuple[str, int], RequestOutput] = {}
         try:
@@ -254,14 +251,24 @@ class Engine:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         return self._processor.process(request_id, prompt, params, *options)
 
-    def _submit(self, request_id: str, params: SamplingParams, requests: list[Request], timeout: float | None = None) -> None:
-        matchers = [None if params.structured is None else self._grammars.matcher(params.structured) for _ in requests]
-        for request, matcher in zip(requests, matchers, strict=True):
+    def _submit(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        requests: list[Request],
+        timeout: float | None = None,
+        matcher: Any = None,
+    ) -> None:
+        if matcher is None and params.structured is not None:
+            matcher = self.grammars.matcher(params.structured)
+        stop = StopStrings(params.stop)
+        for request in requests:
             sequence = self._scheduler.add(request)
             stream = None
             if self.tokenizer is not None:
-                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, params.stop, params.skip_special_tokens)
-            self._output_states[request.request_id] = OutputState(sequence, stream, matcher)
+                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, stop, params.skip_special_tokens)
+            own = None if matcher is None else matcher.deep_copy()
+            self._output_states[request.request_id] = OutputState(sequence, stream, own)
             if timeout is not None:
                 self._deadlines.add(request.arrival + timeout, sequence)
         self._groups.add(request_id, params)
@@ -315,7 +322,7 @@ class Engine:
                 constrained[row] = state
         if not constrained:
             return {}, []
-        masks = self._grammars.masks([state.matcher for state in constrained.values()])
+        masks = self.grammars.masks([state.matcher for state in constrained.values()])
         failed = []
         for state in constrained.values():
             if state.matcher.is_error():

@@ -4,8 +4,8 @@
     commands.put(Add("request-1", [1, 2, 3], params))
     loop.run()                               # until the command None comes
 
-The loop never waits for a client, and a step never waits for a grammar: two threads compile grammars, and the request joins
-when its grammar is ready. Left out: where the loop runs (worker.py).
+The loop never waits for a client, and a step never waits for a grammar: other threads compile grammars (grammar_queue.py), and
+the request joins when its grammar is ready. Left out: where the loop runs (worker.py).
 """
 
 from __future__ import annotations
@@ -13,31 +13,34 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fa_serve.engine.engine import Engine
 from fa_serve.engine.errors import QueueFullError
+from fa_serve.engine.grammar_queue import GrammarQueue
+from fa_serve.engine.grammar_trials import Cancelled, Trial
 from fa_serve.engine.outputs import RequestOutput
-from fa_serve.engine.sampling_params import SamplingParams
+from fa_serve.engine.sampling_params import SamplingParams, StructuredOutput
 from fa_serve.engine.stats import EngineStats
-
-GRAMMAR_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Add a request. `compiled`: its structured output has been compiled."""
+    """Add a request.
+
+    client:   who sends it; grammars of different clients are compiled in turns
+    compiled: the matcher of its structured output, or the error of compiling it; None when it has not been compiled
+    """
 
     request_id: str
     prompt: list[int]
     params: SamplingParams | None
     priority: int = 0
     timeout: float | None = None
-    compiled: bool = False
     client: str | None = None
     cache_salt: str | None = None
+    compiled: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,8 @@ class EngineLoop:
         self._engine = engine
         self._commands = commands
         self._deliver = deliver
-        self._compiling: set[str] = set()
-        self._pool = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="fa_serve-grammar")
+        self._compiling: dict[str, Trial] = {}
+        self._queue = GrammarQueue(engine.grammars.sweep)
         # what the commands since the last step have caused
         self._outputs: list[RequestOutput] = []
         self._rejected: list[tuple[str, Exception]] = []
@@ -87,14 +90,17 @@ class EngineLoop:
 
     def run(self) -> None:
         """Run steps until the command None comes."""
-        while self._take_commands():
-            self._busy_since = time.monotonic()
-            outputs = self._outputs + self._engine.step()
-            rejected = self._rejected
-            self._outputs = []
-            self._rejected = []
-            self._deliver(StepOutputs(self._engine.stats(), outputs, rejected))
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            while self._take_commands():
+                self._busy_since = time.monotonic()
+                outputs = self._outputs + self._engine.step()
+                rejected = self._rejected
+                self._outputs = []
+                self._rejected = []
+                self._deliver(StepOutputs(self._engine.stats(), outputs, rejected))
+        finally:
+            self._queue.close()
+            self._engine.grammars.close()
 
     def _take_commands(self) -> bool:
         """Carry out all commands that are there. Returns False if the loop is to end.
@@ -121,20 +127,25 @@ class EngineLoop:
         return bool(self._outputs or self._rejected)
 
     def _abort(self, command: Abort) -> None:
-        if command.request_id in self._compiling:
-            self._compiling.remove(command.request_id)
+        trial = self._compiling.pop(command.request_id, None)
+        if trial is not None:
+            self._queue.cancel(command.request_id)
+            trial.cancel()
             end = RequestOutput(command.request_id, [], finished=True, finish_reason="abort")
             self._outputs += [replace(end, index=index) for index in range(command.num_answers)]
         else:
             self._outputs += self._engine.abort(command.request_id)
 
     def _add(self, command: Add) -> None:
-        if command.compiled:
-            if command.request_id not in self._compiling:
+        structured = None if command.params is None else command.params.structured
+        if command.compiled is not None:
+            if self._compiling.pop(command.request_id, None) is None:
                 return  # it was aborted while its grammar was compiled
-            self._compiling.remove(command.request_id)
-        elif command.params is not None and command.params.structured is not None:
-            self._start_compiling(command)
+            if isinstance(command.compiled, Exception):
+                self._reject(command.request_id, command.compiled)
+                return
+        elif structured is not None:
+            self._start_compiling(command, structured)
             return
         try:
             self._engine.add_request(
@@ -145,26 +156,44 @@ class EngineLoop:
                 timeout=command.timeout,
                 client=command.client,
                 cache_salt=command.cache_salt,
+                matcher=command.compiled,
             )
-        except (ValueError, QueueFullError) as error:
-            self._rejected.append((command.request_id, error))
-        except Exception as error:  # its class may not survive the pipe between two processes
-            self._rejected.append((command.request_id, RuntimeError(f"{type(error).__name__}: {error}")))
+        except Exception as error:
+            self._reject(command.request_id, error)
 
-    def _start_compiling(self, command: Add) -> None:
+    def _reject(self, request_id: str, error: Exception) -> None:
+        if not isinstance(error, ValueError | QueueFullError):  # its class may not survive the pipe between two processes
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        self._rejected.append((request_id, error))
+
+    def _start_compiling(self, command: Add, structured: StructuredOutput) -> None:
         limit = max(self._engine.config.max_waiting, 1)
-        if len(self._compiling) >= limit:
-            full = QueueFullError(f"the queue is full: {limit} grammars are being compiled already. Try again later")
-            self._rejected.append((command.request_id, full))
+        try:
+            if len(self._compiling) >= limit:
+                raise QueueFullError(f"the queue is full: {limit} grammars are being compiled already. Try again later")
+            trial = self._engine.grammars.trial(structured)
+        except Exception as error:
+            self._reject(command.request_id, error)
             return
-        self._compiling.add(command.request_id)
-        self._pool.submit(self._compile, command, time.monotonic())
+        self._compiling[command.request_id] = trial
+        since = time.monotonic()
+        self._queue.submit(
+            command.request_id,
+            command.client,
+            structured.length(),
+            lambda: self._compile(command, structured, trial, since),
+        )
 
-    def _compile(self, command: Add, since: float) -> None:
-        """Compile a grammar, in a thread of the pool, and send the request again. Its timeout counts from `since`."""
-        with suppress(Exception):  # add_request raises the same error again
-            self._engine.prepare(command.params or SamplingParams())
+    def _compile(self, command: Add, structured: StructuredOutput, trial: Trial, since: float) -> None:
+        """Compile a grammar, in a thread of the queue, and send the request again. Its timeout counts from `since`."""
+        compiled: Any
+        try:
+            compiled = self._engine.grammars.matcher(structured, trial)
+        except Cancelled:
+            return
+        except Exception as error:
+            compiled = error
         timeout = command.timeout
         if timeout is not None:  # a timeout that has passed still ends the request in the usual way
             timeout = max(timeout - (time.monotonic() - since), 1e-3)
-        self._commands.put(replace(command, compiled=True, timeout=timeout))
+        self._commands.put(replace(command, compiled=compiled, timeout=timeout))

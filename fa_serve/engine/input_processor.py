@@ -42,6 +42,7 @@ class InputProcessor:
         self._has_tokenizer = tokenizer is not None
         self._capacity = config.max_num_seqs + config.max_waiting
         self._max_model_len = config.max_model_len
+        self._max_stop_chars = config.max_stop_chars
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._serial = count()
@@ -65,6 +66,10 @@ class InputProcessor:
         tokens = self._reader.read(prompt)
         if params.stop and not self._has_tokenizer:
             raise ParameterError("stop", "be empty because this engine has no tokenizer", params.stop, "no_tokenizer")
+        num_chars = sum(map(len, params.stop))
+        if num_chars > self._max_stop_chars:
+            rule = f"have at most {self._max_stop_chars} characters in all strings together (--max-stop-chars)"
+            raise ParameterError("stop", rule, num_chars)
         end_ids = self._end_ids(params)
         room = self._max_model_len - len(tokens)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed

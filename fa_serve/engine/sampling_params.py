@@ -46,6 +46,12 @@ class StructuredOutput:
             texts = isinstance(self.choice, tuple | list) and all(isinstance(text, str) and text for text in self.choice)
             _require(texts and len(self.choice) > 0, "choice", "be a tuple of texts that are not empty", self.choice)
 
+    def length(self) -> int:
+        """About how many characters the structured output has, without the time to write it out."""
+        if isinstance(self.json_schema, Mapping):
+            return _length(self.json_schema)
+        return len(self.json_schema or self.regex or self.grammar or "") + sum(map(len, self.choice or ()))
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -65,7 +71,7 @@ class SamplingParams:
     bad_token_ids:  these tokens are never generated; at most MAX_IDS
     min_tokens:     number of tokens before which no end token is generated and stop strings are ignored
     seed:           the same seed gives the same random numbers, alone or in any batch; None draws a seed
-    stop:           strings that end the text; they may span tokens and are not part of the text
+    stop:           strings that end the text, at most MAX_STOP; they may span tokens and are not part of the text
     stop_token_ids: tokens that end the text, in addition to the model's end-of-sequence tokens; at most MAX_IDS
     ignore_eos:     generate past the model's end-of-sequence tokens (for benchmarks)
     skip_special_tokens: leave the tokenizer's special tokens out of the text
@@ -122,6 +128,7 @@ class SamplingParams:
         _require(isinstance(self.structured, StructuredOutput | None), "structured", "be a StructuredOutput", self.structured)
         texts = isinstance(self.stop, tuple | list) and all(isinstance(text, str) and text for text in self.stop)
         _require(texts, "stop", "be a tuple of strings that are not empty", self.stop)
+        _require(len(self.stop) <= MAX_STOP, "stop", f"hold at most {MAX_STOP} strings", len(self.stop))
 
     def _check_ranges(self) -> None:
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "be at least 1 or None", self.max_tokens)
@@ -178,9 +185,28 @@ class SamplingParams:
 
 MAX_IDS = 1024
 """Bound of `logit_bias` and of each list of token ids: every step goes through all of them."""
+MAX_STOP = 16
+"""Bound of `stop`."""
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of")
 _INTEGERS = (*_OPTIONAL, "top_k", "min_tokens", "n")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _length(schema: object) -> int:
+    """Characters of the texts in a schema, and a few for every other value."""
+    total = 0
+    values = [schema]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            total += len(value) + 3
+        elif isinstance(value, Mapping):
+            values += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            values += value
+        else:
+            total += 5
+    return total
 
 
 def _is_integer(value: object) -> bool:

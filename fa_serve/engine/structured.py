@@ -6,10 +6,14 @@
     matcher.consume_token(token)
     matcher.is_stopped()                     # the answer is complete
 
-A grammar is compiled structured output; a matcher is its state for one request. Compiling may take long: half a second for a
-large schema, and the first grammar also builds the tables of the tokenizer. Therefore engine_loop.py compiles outside the step,
-in threads; llguidance releases the interpreter's lock meanwhile. Several threads fill the masks of a step while the device
-runs the forward of the step.
+A grammar is compiled structured output; a matcher is its state for one request. Compiling may take seconds, and the first
+grammar also builds the tables of the tokenizer. Therefore engine_loop.py compiles outside the step, in threads
+(grammar_queue.py); llguidance releases the interpreter's lock meanwhile. What clients send is compiled on trial first, in a
+process that can be limited and killed (grammar_trials.py). Several threads fill the masks of a step while the device runs the
+forward of the step.
+
+Compiled grammars are kept for later requests, up to a number of bytes. Grammars that are not used for IDLE_SECONDS are kept
+only up to a smaller number.
 
 JSON may contain at most 20 characters of whitespace at one place, because some models would write nothing else. Left out: where
 a mask meets the logits (sampler.py). Source: llguidance, https://github.com/guidance-ai/llguidance.
@@ -17,29 +21,49 @@ a mask meets the logits (sampler.py). Source: llguidance, https://github.com/gui
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.grammar_process import NICE, STACK, compiled
+from fa_serve.engine.grammar_trials import GrammarTrials, Trial, TrialError
 from fa_serve.engine.sampling_params import StructuredOutput
 from fa_serve.spec import ParameterError
 
 WHITESPACE = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
-MAX_COMPILED = 64
-"""Grammars that are kept for later requests."""
 MAX_LENGTH = 1 << 18
 """Characters of a grammar."""
-STACK = 512 << 20
-"""Bytes of stack for a grammar of MAX_LENGTH: llguidance recurses for each rule that refers to another one."""
 MAX_REASON = 400
 """Characters of llguidance's explanation that go into an error message."""
+MIN_BYTES = 64 << 10
+"""Bytes that a grammar counts at least, so that the number of grammars is bounded as well."""
+BYTES_PER_CHARACTER = 400
+"""Bytes that a grammar without a trial counts for each of its characters. Measured: 110 to 350 for schemas of 60 to 150 kB."""
+IDLE_SECONDS = 15.0
+IDLE_SHARE = 32
+"""Grammars that are idle are kept up to this part of the bytes for all grammars."""
 _STACK_SIZE_LOCK = threading.Lock()
+
+
+@dataclass(slots=True)
+class _Kept:
+    """matcher: at the start of its answer; None if the grammar has an error. used: on time.monotonic's clock"""
+
+    matcher: Any
+    error: str
+    num_bytes: int
+    used: float = field(default_factory=time.monotonic)
 
 
 class Grammars:
@@ -47,43 +71,95 @@ class Grammars:
 
     tokenizer: a fast tokenizer of transformers, or None; without one every grammar is refused
     end_ids:   the tokens that end an answer
+    config:    bytes of compiled grammars that are kept, and limits of a trial
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Collection[int]) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Collection[int], config: EngineConfig | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = sorted(end_ids)
+        self._config = config or EngineConfig()
         self._lock = threading.Lock()
         self._tables: Any = None
         self._executor: Any = None
-        # At most MAX_COMPILED, the least recently used first. Grammars with an error are kept as well.
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._trials: GrammarTrials | None = None
+        # At most `cache_bytes`, the least recently used first. Grammars with an error are kept as well.
+        self._compiled: OrderedDict[str, _Kept] = OrderedDict()
+        self.num_bytes = 0
 
-    def matcher(self, structured: StructuredOutput) -> Any:
+    def trial(self, structured: StructuredOutput) -> Trial:
+        """A trial to give to `matcher`. Raises ParameterError if this engine follows no grammar."""
+        self._load(structured)
+        assert self._trials is not None
+        return self._trials.trial()
+
+    def matcher(self, structured: StructuredOutput, trial: Trial | None = None) -> Any:
         """A new LLMatcher at the start of its answer.
 
+        trial: compiles the grammar first, under limits; without one there is no limit
+
         Raises ParameterError, whose field is the one given in `structured`, if the grammar cannot be compiled or followed.
+        Raises Cancelled if the trial is cancelled.
         """
         import llguidance
 
         field, grammar = _grammar(llguidance.LLMatcher, structured)
         if len(grammar) > MAX_LENGTH:
             raise ParameterError(field, f"have at most {MAX_LENGTH} characters", len(grammar))
+        tables = self._load(structured)
+        with self._lock:
+            kept = self._compiled.get(grammar)
+            if kept is not None:
+                kept.used = time.monotonic()
+                self._compiled.move_to_end(grammar)
+        if kept is None:
+            num_bytes = BYTES_PER_CHARACTER * len(grammar)
+            error = ""
+            if trial is not None:
+                try:
+                    result = trial.run(grammar)
+                except TrialError as refused:
+                    raise ParameterError(field, str(refused), getattr(structured, field)) from None
+                num_bytes = result.num_bytes
+                error = result.error
+            matcher = None if error else _compile(llguidance, tables, grammar)
+            if matcher is not None and matcher.is_error():
+                error = matcher.get_error()
+                matcher = None
+            kept = _Kept(matcher, error.strip()[:MAX_REASON], max(num_bytes if matcher else 0, len(grammar), MIN_BYTES))
+            self._keep(grammar, kept)
+        if kept.matcher is None:
+            raise ParameterError(field, f"be a structure that can be followed ({kept.error})", getattr(structured, field))
+        return kept.matcher.deep_copy()
 
+    def sweep(self) -> None:
+        """Let go of grammars that are not used, and give free memory back to the system."""
         with self._lock:
-            tables = self._load(llguidance, structured)
-            compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = _compile(llguidance, tables, grammar)
+            idle = time.monotonic() - IDLE_SECONDS
+            while (
+                self.num_bytes > self._config.grammar_cache_bytes // IDLE_SHARE
+                and next(iter(self._compiled.values())).used < idle
+            ):
+                self._drop_oldest()
+        _trim()
+
+    def close(self) -> None:
+        """End every trial at once."""
         with self._lock:
-            self._compiled[grammar] = compiled
-            self._compiled.move_to_end(grammar)
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-            if compiled.is_error():
-                reason = compiled.get_error().strip()[:MAX_REASON]
-                raise ParameterError(field, f"be a structure that can be followed ({reason})", getattr(structured, field))
-            return compiled.deep_copy()
+            if self._trials is not None:
+                self._trials.close()
+
+    def _keep(self, grammar: str, kept: _Kept) -> None:
+        with self._lock:
+            replaced = self._compiled.pop(grammar, None)
+            self.num_bytes += kept.num_bytes - (0 if replaced is None else replaced.num_bytes)
+            self._compiled[grammar] = kept
+            while self.num_bytes > self._config.grammar_cache_bytes:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, dropped = self._compiled.popitem(last=False)
+        self.num_bytes -= dropped.num_bytes
 
     def masks(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
         """(n, ceil(vocab_size / 32)): bit t % 32 of word t // 32 is 1 if token t may come next in the n-th answer."""
@@ -93,43 +169,55 @@ class Grammars:
         )
         return words
 
-    def _load(self, llguidance: Any, structured: StructuredOutput) -> Any:
+    def _load(self, structured: StructuredOutput) -> Any:
         """The tables of the tokenizer, made at the first call."""
-        if self._tables is None:
-            if self._tokenizer is None:
-                rule = "be None because this engine has no tokenizer"
-                raise ParameterError("structured", rule, structured, "no_tokenizer")
-            end_ids = self._end_ids or [x for x in [self._tokenizer.eos_token_id] if x is not None]
-            if not end_ids:
-                rule = "be None because neither the model nor the tokenizer names an end-of-sequence token"
-                raise ParameterError("structured", rule, structured, "unsupported")
-            text = self._tokenizer.backend_tokenizer.to_str()
-            self._tables = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end_ids)
-            self._executor = llguidance.LLExecutor()
-        return self._tables
+        import llguidance
+
+        with self._lock:
+            if self._tables is None:
+                if self._tokenizer is None:
+                    rule = "be None because this engine has no tokenizer"
+                    raise ParameterError("structured", rule, structured, "no_tokenizer")
+                end_ids = self._end_ids or [x for x in [self._tokenizer.eos_token_id] if x is not None]
+                if not end_ids:
+                    rule = "be None because neither the model nor the tokenizer names an end-of-sequence token"
+                    raise ParameterError("structured", rule, structured, "unsupported")
+                text = self._tokenizer.backend_tokenizer.to_str()
+                self._tables = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end_ids)
+                self._executor = llguidance.LLExecutor()
+                timeout, memory = self._config.grammar_timeout, self._config.grammar_memory
+                self._trials = GrammarTrials(text, self._vocab_size, end_ids, timeout=timeout, memory=memory)
+            return self._tables
 
 
 def _compile(llguidance: Any, tables: Any, grammar: str) -> Any:
-    """Compile in a thread with a stack of STACK bytes.
+    """Compile in a thread with a stack of STACK bytes and a low priority. The thread does not keep the process alive.
 
     Python sets the stack size for all threads that start meanwhile. That costs only address space, because memory that is
     never touched is never allocated.
     """
+    results: list[Any] = []
 
-    def work() -> Any:
-        matcher = llguidance.LLMatcher(tables, grammar, log_level=0)
-        matcher.compute_bitmask()  # sets an error if no answer is possible
-        return matcher
+    def work() -> None:
+        with contextlib.suppress(OSError, AttributeError):  # on Linux a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        results.append(compiled(llguidance, tables, grammar))
 
-    pool = ThreadPoolExecutor(1)
+    thread = threading.Thread(target=work, name=f"{threading.current_thread().name}-compile", daemon=True)
     with _STACK_SIZE_LOCK:
         before = threading.stack_size(STACK)
         try:
-            compiling = pool.submit(work)
+            thread.start()
         finally:
             threading.stack_size(before)
-    with pool:
-        return compiling.result()
+    thread.join()
+    return results[0]
+
+
+def _trim() -> None:
+    """Give memory that is free back to the system. The C library keeps it otherwise: 48 regexes left 120 MB behind."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _grammar(matcher: Any, structured: StructuredOutput) -> tuple[str, str]:

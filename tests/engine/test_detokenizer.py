@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB, make_tokenizer
 
 from fa_serve.engine.detokenizer import MAX_UNSETTLED, TextStream
+from fa_serve.engine.stop_strings import StopStrings
 
 TOKENIZER = make_tokenizer().backend_tokenizer
 
 
 def stream(tokens: list[int], **options) -> tuple[list[str], TextStream]:
-    texts = TextStream(TOKENIZER, **options)
+    texts = TextStream(TOKENIZER, **options | {"stop": StopStrings(options.get("stop", ()))})
     parts = []
     for token in tokens:
         parts.append(texts.push(token))

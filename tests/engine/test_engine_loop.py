@@ -59,8 +59,8 @@ def test_an_error_of_an_unknown_class_arrives_as_a_runtime_error(make_engine, mo
 def test_an_abort_while_the_grammar_is_compiled_ends_every_answer(make_engine, monkeypatch) -> None:
     engine = make_engine()
     gate = threading.Event()
-    prepare = engine.prepare
-    monkeypatch.setattr(engine, "prepare", lambda params: gate.wait(20) and prepare(params))
+    matcher = engine.grammars.matcher
+    monkeypatch.setattr(engine.grammars, "matcher", lambda *given: gate.wait(20) and matcher(*given))
     outputs, rejected = run(engine, Add("a", [3], REGEX), Abort("a", num_answers=2))
     gate.set()
     assert [(output.index, output.finish_reason) for output in outputs] == [(0, "abort"), (1, "abort")]
@@ -101,8 +101,8 @@ def test_graphs_are_prepared_between_requests_and_a_command_interrupts(make_engi
 def test_a_deadline_counts_while_the_grammar_is_compiled(make_engine, monkeypatch) -> None:
     async def main() -> list:
         engine = make_engine()
-        prepare = engine.prepare
-        monkeypatch.setattr(engine, "prepare", lambda params: (time.sleep(0.5), prepare(params)))
+        matcher = engine.grammars.matcher
+        monkeypatch.setattr(engine.grammars, "matcher", lambda *given: time.sleep(0.5) or matcher(*given))
         running = AsyncEngine(engine)
         await running.start()
         try:
@@ -138,7 +138,7 @@ def test_grammars_are_compiled_in_other_threads(make_engine, monkeypatch) -> Non
             await running.shutdown()
 
     monkeypatch.setattr(structured, "_compile", slow)
-    monkeypatch.setattr(structured, "MAX_COMPILED", 3)
+    monkeypatch.setattr(structured, "MIN_BYTES", 100 << 20)
     assert [text[:1] for text in asyncio.run(main())] == ["0"] * 8
     assert len(names) == 8
     assert {name.rpartition("_")[0] for name in names} == {"fa_serve-grammar"}

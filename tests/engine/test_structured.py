@@ -154,7 +154,7 @@ def test_a_mask_that_leaves_nothing_fails_its_request_alone(with_end) -> None:
 
 def test_a_stack_that_cannot_be_had_is_not_every_threads(make_engine, monkeypatch) -> None:
     before = threading.stack_size()
-    monkeypatch.setattr(structured.ThreadPoolExecutor, "submit", lambda *_: 1 / 0)
+    monkeypatch.setattr(structured.threading.Thread, "start", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make_engine().add_request("a", [1], params("regex"))
     assert threading.stack_size() == before

@@ -35,7 +35,7 @@ GUESTS: dict[str, tuple[str, ...]] = {
         "fa_serve.engine.kv_cache",
         "fa_serve.engine.fusion",
     ),
-    "llguidance": ("fa_serve.engine.structured",),
+    "llguidance": ("fa_serve.engine.structured", "fa_serve.engine.grammar_process"),
     "fastapi": ("fa_serve.server",),
     "starlette": ("fa_serve.server",),
     "pydantic": ("fa_serve.server",),

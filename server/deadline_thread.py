@@ -1,0 +1,114 @@
+"""A thread that runs one function after another for the event loop, and can interrupt a function that takes too long.
+
+    thread = DeadlineThread("template")
+    text = await thread.run(lambda: template.render(...), timeout=5.0)     # raises asyncio.TimeoutError
+
+Python raises an exception in another thread between two of its bytecodes, so a loop of a chat template ends in time. A single
+call into C does not end sooner. A function that nobody waits for any more is interrupted as well. The thread is a daemon: it
+never keeps the process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Interrupted(BaseException):
+    """Raised in the thread. It is no Exception, so that no handler of the function swallows it."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """began: on time.monotonic's clock, or None. abandoned: nobody waits for it"""
+
+    work: Callable[[], Any]
+    future: asyncio.Future[Any]
+    began: float | None = None
+    abandoned: bool = False
+
+
+class DeadlineThread:
+    """`run` is to be called on the event loop. The thread starts at the first call."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._current: _Job | None = None
+        self._thread: threading.Thread | None = None
+
+    async def run(self, work: Callable[[], T], timeout: float | None = None) -> T:
+        """What `work` returns. Raises what it raises, or asyncio.TimeoutError `timeout` seconds after it has begun."""
+        loop = asyncio.get_running_loop()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        job = _Job(work, loop.create_future())
+        self._jobs.put(job)
+        try:
+            while timeout is not None:
+                left = timeout if job.began is None else job.began + timeout - time.monotonic()
+                done, _ = await asyncio.wait([job.future], timeout=max(left, 0.001))
+                if done:
+                    break
+                if job.began is not None and time.monotonic() >= job.began + timeout:
+                    raise asyncio.TimeoutError  # the built-in TimeoutError from Python 3.11 on
+            result: T = await job.future
+            return result
+        finally:
+            if not job.future.done() or job.future.cancelled():
+                self._abandon(job)
+
+    def _abandon(self, job: _Job) -> None:
+        with self._lock:
+            job.abandoned = True
+            if self._current is job and self._thread is not None:
+                _raise_in(self._thread, _Interrupted)
+
+    def _run(self) -> None:
+        while True:
+            with suppress(_Interrupted):
+                self._run_job(self._jobs.get())
+
+    def _run_job(self, job: _Job) -> None:
+        with self._lock:
+            if job.abandoned:
+                return
+            self._current = job
+        job.began = time.monotonic()
+        error: BaseException | None = None
+        value = None
+        try:
+            value = job.work()
+        except Exception as raised:
+            error = raised
+        finally:
+            with self._lock:
+                self._current = None
+            _raise_in(threading.current_thread(), None)  # forget an interrupt that came too late
+        with suppress(RuntimeError):  # the event loop is closed
+            job.future.get_loop().call_soon_threadsafe(_settle, job.future, value, error)
+
+
+def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
+
+
+def _raise_in(thread: threading.Thread, kind: type[BaseException] | None) -> None:
+    argument = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), argument)
