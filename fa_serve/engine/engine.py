@@ -249,12 +249,7 @@ class Engine:
         return self._processor.process(request_id, prompt, params, priority)
 
     def _submit(
-        self,
-        request_id: str,
-        params: SamplingParams,
-        requests: list[Request],
-        timeout: float | None = None,
-        matcher: Any = None,
+        self, name: str, params: SamplingParams, requests: list[Request], timeout: float | None = None, matcher: Any = None
     ) -> None:
         if matcher is None and params.structured is not None:
             matcher = self.grammars.matcher(params.structured)
@@ -264,11 +259,10 @@ class Engine:
             stream = None
             if self.tokenizer is not None:
                 stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, stop, params.skip_special_tokens)
-            own = None if matcher is None else matcher.deep_copy()
-            self._answers[request.request_id] = AnswerState(sequence, stream, own)
+            self._answers[request.request_id] = AnswerState(sequence, stream, matcher and matcher.deep_copy())
             if timeout is not None:
                 self._deadlines.add(request.arrival + timeout, sequence)
-        self._groups.add(request_id, params)
+        self._groups.add(name, params)
 
     def _expire(self) -> list[RequestOutput]:
         """End the requests whose time is up."""
