@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import threading
+from typing import Any
 
 STACK = 512 << 20
 """Bytes of stack for a grammar of maximum length: llguidance recurses for each rule that refers to another one."""
@@ -71,11 +72,11 @@ def _limit(memory: int, timeout: float) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _try(llguidance: object, tables: object, connection: socket.socket) -> dict:
+def _try(llguidance: Any, tables: Any, connection: socket.socket) -> dict[str, Any]:
     """Compile the grammar and compute its first mask. Returns the error, and the bytes that the grammar has taken."""
     with connection.makefile("rb") as lines:
         grammar = json.loads(lines.readline())
-    results = []
+    results: list[dict[str, Any]] = []
 
     def work() -> None:
         before = _pages(1)
@@ -89,7 +90,7 @@ def _try(llguidance: object, tables: object, connection: socket.socket) -> dict:
     return results[0]
 
 
-def compiled(llguidance: object, tables: object, grammar: str) -> object:
+def compiled(llguidance: Any, tables: Any, grammar: str) -> Any:
     """The matcher of a grammar. Its `is_error` says whether no answer is possible."""
     matcher = llguidance.LLMatcher(tables, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
     if not matcher.is_error():
