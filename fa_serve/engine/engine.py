@@ -41,7 +41,7 @@ from fa_serve.engine.input_processor import InputProcessor
 from fa_serve.engine.loading import end_ids, load_model, load_tokenizer, sizes
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.output_state import OutputState
-from fa_serve.engine.outputs import Completion, RequestOutput, TokenLogprob
+from fa_serve.engine.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
 from fa_serve.engine.results import PendingResult
@@ -196,23 +196,19 @@ class Engine:
             if each.structured is not None:
                 self.grammars.matcher(each.structured)
         queue = deque(zip(ids, params, map(self._process, ids, prompts, params), strict=True))
-        whole: dict[tuple[str, int], RequestOutput] = {}
+        answers = JoinedOutputs()
         try:
             with tqdm(total=sum(each.n for each in params), unit="answer", disable=not progress) as bar:
                 while queue or self.has_unfinished():
                     while queue and len(queue[0][2]) <= self._room:
                         self._submit(*queue.popleft())
                     for output in self.step():
-                        key = output.request_id, output.index
-                        if key in whole:
-                            whole[key].absorb(output)
-                        else:
-                            whole[key] = output
+                        answers.add(output)
                         bar.update(output.finished)
         finally:
             for request_id in ids:
                 self.abort(request_id)
-        return [Completion.of(whole[x, index]) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
+        return [answers.completion(x, index) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
 
     def prepare_one(self) -> bool:
         """Compile or capture one more step that requests may need. To be called when there is no request.
@@ -252,12 +248,7 @@ class Engine:
         return self._processor.process(request_id, prompt, params, *options)
 
     def _submit(
-        self,
-        request_id: str,
-        params: SamplingParams,
-        requests: list[Request],
-        timeout: float | None = None,
-        matcher: Any = None,
+        self, name: str, params: SamplingParams, requests: list[Request], timeout: float | None = None, matcher: Any = None
     ) -> None:
         if matcher is None and params.structured is not None:
             matcher = self.grammars.matcher(params.structured)
@@ -271,7 +262,7 @@ class Engine:
             self._output_states[request.request_id] = OutputState(sequence, stream, own)
             if timeout is not None:
                 self._deadlines.add(request.arrival + timeout, sequence)
-        self._groups.add(request_id, params)
+        self._groups.add(name, params)
 
     def _expire(self) -> list[RequestOutput]:
         """End the requests whose time is up."""

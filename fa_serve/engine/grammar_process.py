@@ -76,7 +76,7 @@ def _try(llguidance: Any, tables: Any, connection: socket.socket) -> dict[str, A
     """Compile the grammar and compute its first mask. Returns the error, and the bytes that the grammar has taken."""
     with connection.makefile("rb") as lines:
         grammar = json.loads(lines.readline())
-    results = []
+    results: list[dict[str, Any]] = []
 
     def work() -> None:
         before = _pages(1)

@@ -121,3 +121,21 @@ class Completion:
             output.index,
             output.prompt_logprobs,
         )
+
+
+class JoinedOutputs:
+    """The outputs of several requests, those of each answer joined into one."""
+
+    def __init__(self) -> None:
+        self._joined: dict[tuple[str, int], RequestOutput] = {}
+
+    def add(self, output: RequestOutput) -> None:
+        key = output.request_id, output.index
+        if key in self._joined:
+            self._joined[key].absorb(output)
+        else:
+            self._joined[key] = output
+
+    def completion(self, request_id: str, index: int) -> Completion:
+        """The answer with this index, which must have finished."""
+        return Completion.of(self._joined[request_id, index])

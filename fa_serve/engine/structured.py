@@ -185,7 +185,8 @@ class Grammars:
                 text = self._tokenizer.backend_tokenizer.to_str()
                 self._tables = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end_ids)
                 self._executor = llguidance.LLExecutor()
-                timeout, memory = self._config.grammar_timeout, self._config.grammar_memory
+                timeout = self._config.grammar_timeout
+                memory = self._config.grammar_memory
                 self._trials = GrammarTrials(text, self._vocab_size, end_ids, timeout=timeout, memory=memory)
             return self._tables
 
@@ -199,7 +200,7 @@ def _compile(llguidance: Any, tables: Any, grammar: str) -> Any:
     results: list[Any] = []
 
     def work() -> None:
-        with contextlib.suppress(OSError, AttributeError):  # on Linux a thread has a priority of its own
+        with contextlib.suppress(OSError, AttributeError):  # on Linux each thread has a priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         results.append(compiled(llguidance, tables, grammar))
 

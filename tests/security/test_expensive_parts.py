@@ -1,6 +1,6 @@
 """Grammars, stop strings, token routes and chat templates: one client's expensive requests do not hold up another client.
 
-Each test attacks a real server with the embedded model. A second client with a key of its own probes all the while: the route
+Each test attacks a real server with the embedded model. A second client with another key probes all the while: the route
 /health, and a completion of four tokens. FA_SERVE_LOAD=full makes the attacks as long as the ones that were seen.
 """
 

@@ -1,0 +1,41 @@
+"""Functions run one after another, and one that takes too long or that nobody waits for is interrupted."""
+
+import asyncio
+import time
+
+import pytest
+from fa_serve.server.deadline_thread import DeadlineThread
+
+pytestmark = pytest.mark.anyio
+
+
+def endless() -> None:
+    while True:
+        pass
+
+
+async def test_results_and_errors_arrive():
+    thread = DeadlineThread("test")
+    assert await thread.run(lambda: 3) == 3
+    assert await thread.run(lambda: 4, timeout=20) == 4
+    with pytest.raises(ZeroDivisionError):
+        await thread.run(lambda: 1 / 0, timeout=20)
+
+
+async def test_an_endless_loop_is_interrupted_and_the_thread_goes_on():
+    thread = DeadlineThread("test")
+    begin = time.monotonic()
+    with pytest.raises(asyncio.TimeoutError):
+        await thread.run(endless, timeout=0.2)
+    assert await thread.run(lambda: 5) == 5
+    assert time.monotonic() - begin < 10
+
+
+async def test_what_nobody_waits_for_is_interrupted():
+    thread = DeadlineThread("test")
+    task = asyncio.create_task(thread.run(endless))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.wait_for(thread.run(lambda: 6), 20) == 6
