@@ -141,7 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deaf = False  # nothing that arrives is parsed
         self._dropped = 0  # bytes that have arrived since then
 
-    def connection_made(self, transport: BaseTransport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         if self._table.admit(self):
             self._timer = self.loop.call_later(self._bounds.header_timeout, self._late)

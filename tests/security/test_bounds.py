@@ -14,16 +14,16 @@ from security.conftest import ATTACKER, MODEL
 CHAT_HEAD = b'{"model":"%b","messages":[' % MODEL.encode()
 TEXT_HEAD = b'{"model":"%b","prompt":"a",' % MODEL.encode()
 NEAR_A_BOUND = {
-    "messages that are numbers": (attacks.CHAT, CHAT_HEAD + b"1," * 900_000 + b"1]}", "messages[0]"),
-    "unknown fields": (attacks.CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(90_000)) + b"}", "0"),
-    "valid messages": (attacks.CHAT, CHAT_HEAD + b",".join([b'{"role":"user","content":"a"}'] * 19_000) + b"]}", "messages"),
+    "messages that are numbers": (attacks.CHAT, CHAT_HEAD + b"1," * 450_000 + b"1]}", "messages[0]"),
+    "unknown fields": (attacks.CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(45_000)) + b"}", "0"),
+    "valid messages": (attacks.CHAT, CHAT_HEAD + b",".join([b'{"role":"user","content":"a"}'] * 9_500) + b"]}", "messages"),
     "biases": (
         attacks.COMPLETIONS,
-        TEXT_HEAD + b'"logit_bias":{' + b",".join(b'"%d":1' % i for i in range(90_000)) + b"}}",
+        TEXT_HEAD + b'"logit_bias":{' + b",".join(b'"%d":1' % i for i in range(45_000)) + b"}}",
         "logit_bias",
     ),
-    "token ids": (attacks.COMPLETIONS, TEXT_HEAD + b'"stop_token_ids":[' + b"1," * 900_000 + b"1]}", "stop_token_ids"),
-    "choices": (attacks.COMPLETIONS, TEXT_HEAD + b'"guided_choice":[' + b'"",' * 90_000 + b'""]}', "guided_choice[0]"),
+    "token ids": (attacks.COMPLETIONS, TEXT_HEAD + b'"stop_token_ids":[' + b"1," * 450_000 + b"1]}", "stop_token_ids"),
+    "choices": (attacks.COMPLETIONS, TEXT_HEAD + b'"guided_choice":[' + b'"",' * 45_000 + b'""]}', "guided_choice[0]"),
 }
 
 
