@@ -22,7 +22,7 @@ from pydantic_core import to_json
 from fa_serve import __version__
 from fa_serve.engine import RequestOutput, SamplingParams, StructuredOutput
 
-from .answer_size import SMALL, TEXT, AnswerSize, json_slices
+from .answer_size import SMALL, TEXT, AnswerSize, json_slices, written_in_steps
 from .constraints import guided_constraints, single_constraint
 from .errors import BadRequest
 from .generation import Job, RequestFields, merge, sequences_of_prompt
@@ -85,7 +85,7 @@ class Answer(ABC):
                     sums[index] = output
         if self._size_estimate <= SMALL:
             return to_json(self._reply(sums))
-        return await self._service.write(lambda: b"".join(json_slices(self._reply(sums))))
+        return await self._service.write(lambda: written_in_steps(self._reply(sums)))
 
     def _reply(self, sums: dict[int, RequestOutput]) -> dict[str, Any]:
         choices = [self._choice(index, sums[index]) | self._prompt_ids(index) for index in sorted(sums)]

@@ -9,6 +9,7 @@ bytes are means of real answers, rounded up.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ PROMPT_LOGPROB = 90  # of one of the most likely tokens in `prompt_logprobs`
 COMPLETION_LOGPROB = 45  # of one in a completion's `logprobs`
 CHAT_LOGPROB = 90  # of one in a chat's `logprobs`
 SMALL = 1 << 16  # an answer of so many bytes is written within a millisecond
+SLICES_PER_PAUSE = 8
+PAUSE_SECONDS = 0.001
 SLICE = 32  # items of a list that are written in one go
 
 
@@ -41,6 +44,16 @@ class AnswerSize:
 
     def of_sequences(self, num_tokens: int) -> int:
         return num_tokens * (TEXT + self.per_token)
+
+
+def written_in_steps(value: Any) -> bytes:
+    """The value as JSON. Pauses let the other threads have the interpreter, among them an engine in this process."""
+    slices = []
+    for number, piece in enumerate(json_slices(value), start=1):
+        slices.append(piece)
+        if not number % SLICES_PER_PAUSE:
+            time.sleep(PAUSE_SECONDS)
+    return b"".join(slices)
 
 
 def json_slices(value: Any) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ from .answer import Answer
 from .answer_size import COMPLETION_LOGPROB, PROMPT_LOGPROB, TEXT, AnswerSize
 from .errors import BadRequest
 from .logprobs import for_completion
-from .replies import CompletionLogprobs
+from .replies import CompletionLogprobs, PromptLogprobs
 from .schemas import CompletionRequest
 
 DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
@@ -87,8 +87,12 @@ class CompletionAnswer(Answer):
         return logprobs
 
     def _with_prompt_logprobs(self, reply: dict[str, Any], sums: dict[int, RequestOutput]) -> dict[str, Any]:
+        by_prompt: dict[int, PromptLogprobs] = {}  # the sequences of a prompt have the same
         for choice in reply["choices"]:
-            choice["prompt_logprobs"] = self._prompt_scores(sums[choice["index"]])
+            number = choice["index"] // self._n
+            if number not in by_prompt:
+                by_prompt[number] = self._prompt_scores(sums[choice["index"]])
+            choice["prompt_logprobs"] = by_prompt[number]
         return reply
 
     def _before(self, index: int) -> str:

@@ -134,15 +134,15 @@ class Settings(BaseSettings):
     max_n: int = _option(128, "Maximum number of sequences in one request.", "Limits", ge=1)
     max_body_bytes: int = _option(16 * 2**20, "Maximum size of a request's body.", "Limits", ge=1)
     max_json_values: int = _option(
-        1_000_000, "Maximum number of values in a body: token ids, texts, objects and so on; more get a 413.", "Limits", ge=1
+        500_000, "Maximum number of values in a body: token ids, texts, objects and so on; more get a 413.", "Limits", ge=1
     )
     max_json_fields: int = _option(
-        100_000,
+        50_000,
         "Maximum number of objects, lists and texts in a body; a field of an object has a text; more get a 413.",
         "Limits",
         ge=1,
     )
-    max_messages: int = _option(10_000, "Maximum number of messages in a conversation.", "Limits", ge=1)
+    max_messages: int = _option(5_000, "Maximum number of messages in a conversation.", "Limits", ge=1)
     max_answer_bytes: int = _option(
         32 * 2**20,
         "Maximum estimated size of one answer, by its tokens, n and log-probabilities; more get a 400.",

@@ -9,21 +9,22 @@ import time
 
 import pytest
 from security import attacks
-from security.conftest import ATTACKER, MODEL
+from security.conftest import ATTACKER, HONEST, MODEL
+from security.probe import Probe
 
 CHAT_HEAD = b'{"model":"%b","messages":[' % MODEL.encode()
 TEXT_HEAD = b'{"model":"%b","prompt":"a",' % MODEL.encode()
 NEAR_A_BOUND = {
-    "messages that are numbers": (attacks.CHAT, CHAT_HEAD + b"1," * 900_000 + b"1]}", "messages[0]"),
-    "unknown fields": (attacks.CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(90_000)) + b"}", "0"),
-    "valid messages": (attacks.CHAT, CHAT_HEAD + b",".join([b'{"role":"user","content":"a"}'] * 19_000) + b"]}", "messages"),
+    "messages that are numbers": (attacks.CHAT, CHAT_HEAD + b"1," * 450_000 + b"1]}", "messages[0]"),
+    "unknown fields": (attacks.CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(45_000)) + b"}", "0"),
+    "valid messages": (attacks.CHAT, CHAT_HEAD + b",".join([b'{"role":"user","content":"a"}'] * 9_500) + b"]}", "messages"),
     "biases": (
         attacks.COMPLETIONS,
-        TEXT_HEAD + b'"logit_bias":{' + b",".join(b'"%d":1' % i for i in range(90_000)) + b"}}",
+        TEXT_HEAD + b'"logit_bias":{' + b",".join(b'"%d":1' % i for i in range(45_000)) + b"}}",
         "logit_bias",
     ),
-    "token ids": (attacks.COMPLETIONS, TEXT_HEAD + b'"stop_token_ids":[' + b"1," * 900_000 + b"1]}", "stop_token_ids"),
-    "choices": (attacks.COMPLETIONS, TEXT_HEAD + b'"guided_choice":[' + b'"",' * 90_000 + b'""]}', "guided_choice[0]"),
+    "token ids": (attacks.COMPLETIONS, TEXT_HEAD + b'"stop_token_ids":[' + b"1," * 450_000 + b"1]}", "stop_token_ids"),
+    "choices": (attacks.COMPLETIONS, TEXT_HEAD + b'"guided_choice":[' + b'"",' * 45_000 + b'""]}', "guided_choice[0]"),
 }
 
 
@@ -37,11 +38,18 @@ def test_a_body_that_is_just_within_the_bounds(fortress, kind):
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text[:200]
 
 
-def test_the_largest_answers_hold_up_nobody(fortress):
-    """15 MB of log-probabilities: made beside the event loop, in small steps."""
-    with fortress.under_attack("largest answers"):
-        replies = attacks.together(lambda: fortress.complete([5] * 1000, ATTACKER, n=16, max_tokens=1, prompt_logprobs=20), 2)
-        time.sleep(0.5)
+def test_the_largest_answers_do_not_hold_up_the_event_loop(fortress):
+    """15 MB of log-probabilities: made beside the event loop, in small steps.
+
+    Only /health is asserted. On a CPU, the engine is a thread of the same process, and a step that reports 20,000
+    log-probabilities delays a completion by seconds.
+    """
+    probe = Probe(fortress.url, HONEST)
+    replies = attacks.together(lambda: fortress.complete([5] * 1000, ATTACKER, n=16, max_tokens=1, prompt_logprobs=20), 2)
+    report = probe.stop()
+    print(f"\nlargest answers: {report.figures()}")
+    assert not report.failures
+    assert report.health.p99 <= fortress.limits()[0]
     for reply in replies:
         assert reply.status_code == 200
         assert len(reply.content) > 10_000_000
