@@ -2,8 +2,9 @@
 
     python deploy/pin_images.py Dockerfile compose.yaml        # or `make pin-images`
 
-`python:3.11-slim` becomes `python:3.11-slim@sha256:...`, and an old digest is replaced. The tag stays for readers; docker uses the
-digest. The digests come from the registry, through `docker buildx imagetools`. Our own images (`fa-serve:...`) are left alone.
+`python:3.11-slim` becomes `python:3.11-slim@sha256:...`, and an old digest is replaced. The tag stays for readers; docker uses
+the digest. The digests come from the registry, through `docker buildx imagetools`. Our own images (`fa-serve:...`) stay
+as they are.
 """
 
 from __future__ import annotations

@@ -133,6 +133,7 @@ class Answer(ABC):
             self._prompts = await self._encode()
             all_params = [self._params(prompt) for prompt in self._prompts]
             all_params = self._within_size(all_params, count // num_prompts)
+            await self._prepare()
             num_tokens = sum(params.max_tokens or 0 for params in all_params) * (count // num_prompts)
             job = self._job()
             sequences = [
@@ -247,6 +248,9 @@ class Answer(ABC):
     @abstractmethod
     async def _encode(self) -> list[list[int]]:
         """The prompts as token ids."""
+
+    async def _prepare(self) -> None:  # noqa: B027, only completions have such work
+        """Work before the first output, once the request is known to be within its limits."""
 
     @abstractmethod
     def _max_tokens(self) -> int | None: ...

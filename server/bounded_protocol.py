@@ -7,7 +7,8 @@ uvicorn's parser in C has no limit for the head of a request, reads a URL in qua
 end, and waits forever for a client that sends nothing. This subclass of its protocol counts what arrives, and refuses with
 OpenAI's error object. Everything else stays uvicorn's. A request that arrives in one piece costs no timer.
 
-- The URL, the head, and the bytes of a body on the wire (chunks of one byte take six) are bounded: 414, 431, 413.
+- The URL, the head, and the bytes of a body on the wire (chunks of one byte take six) are bounded: 414, 431,
+  413. A body in very small chunks is refused with 400.
 - The head and the body have a deadline: 408. A connection that has said nothing is closed without a word.
 - One request may be pipelined behind the one that is answered. The connection ends after these two if there are more.
 - The number of connections stays below the process' limit of open files. When it is reached, the connection gives way for
@@ -34,6 +35,10 @@ from .settings import Settings
 log = logging.getLogger("fa_serve.server")
 LOG_SECONDS = 60.0  # between two lines of the log that tell that there are too many connections
 FRAMING_BYTES = 1 << 20  # what the framing of a chunked body may take on the wire
+SMALL_PIECE = 64  # bytes of a chunk; the parser calls Python for each chunk
+FREE_PIECES = 1024  # chunks that may be smaller
+LINGER_SECONDS = 1.0  # in which a client that is still sending can read that it was refused
+LINGER_BYTES = 1 << 20
 OWN_FILES = 64  # open files that are no connections: the engine's, the event loop's, logs, libraries
 
 
@@ -129,10 +134,12 @@ class BoundedProtocol(HalfClosedProtocol):
         self._timer: TimerHandle | None = None
         self._on_wire = 0  # bytes of the current message
         self._head = 0  # bytes of its headers
+        self._pieces = 0  # of its body
         self._head_is_whole = False
         self._is_whole = True
         self._said_anything = False
         self._deaf = False  # nothing that arrives is parsed
+        self._dropped = 0  # bytes that have arrived since then
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -148,6 +155,9 @@ class BoundedProtocol(HalfClosedProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:
+            self._dropped += len(data)
+            if self._dropped > LINGER_BYTES:
+                self.transport.abort()
             return
         self._unset_keepalive_if_required()
         self._said_anything = True
@@ -172,7 +182,7 @@ class BoundedProtocol(HalfClosedProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._on_wire = self._head = 0
+        self._on_wire = self._head = self._pieces = 0
         self._head_is_whole = self._is_whole = False
 
     def on_url(self, url: bytes) -> None:
@@ -199,6 +209,13 @@ class BoundedProtocol(HalfClosedProtocol):
             self._table.count("pipelined")
             raise RefusedError
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces += 1
+        if self._pieces > FREE_PIECES + self._on_wire // SMALL_PIECE:
+            self._refuse(400, "chunks_too_small", f"The chunks of a body must have {SMALL_PIECE} bytes on average, got less.")
+            raise RefusedError
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -264,7 +281,12 @@ class BoundedProtocol(HalfClosedProtocol):
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         retry = "retry-after: 1\r\n" if status == 503 else ""
         self.transport.write(f"{head}{retry}content-length: {len(content)}\r\n\r\n".encode() + content)
-        self.transport.close()
+        if status == 503:
+            self.transport.close()
+            return
+        # closed at once, the connection would be reset by what the client still sends, and the answer would be lost
+        self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _disarm(self) -> None:
         if self._timer is not None:

@@ -32,12 +32,12 @@ class CompletionAnswer(Answer):
 
     async def _encode(self) -> list[list[int]]:
         self._offsets: dict[int, int] = {}  # by index, where the next token begins in the choice's text
-        prompts = self._body.prompts()
-        encoded = await self._tokenization.encode(prompts)
+        return await self._tokenization.encode(self._body.prompts())
+
+    async def _prepare(self) -> None:
         if self._body.echo:
             decode = self._tokenization.decode
-            self._echo = [prompt if isinstance(prompt, str) else await decode(prompt) for prompt in prompts]
-        return encoded
+            self._echo = [prompt if isinstance(prompt, str) else await decode(prompt) for prompt in self._body.prompts()]
 
     def _size(self) -> AnswerSize:
         size = super()._size()

@@ -1,4 +1,4 @@
-"""What keeps the clients of one server apart inside the engine: whose turn a request takes, and whose cached prefixes it shares.
+"""What keeps the clients of a server apart in the engine: whose turn a request takes, and whose cached prefixes it shares.
 
     isolation = Isolation(settings)
     isolation.client(key)                    # requests of one client wait for each other, clients take turns

@@ -83,8 +83,8 @@ class Settings(BaseSettings):
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", "Network", ge=0, le=65535)
     allowed_hosts: Items = _option(
         [],
-        "Host names that clients may ask for, comma-separated; by default every name, or only localhost if the server listens "
-        "on a loopback address without API keys. Addresses in numbers are always allowed.",
+        "Host names that clients may ask for, comma-separated; by default every name, or only localhost if the server "
+        "listens on a loopback address without API keys. Addresses in numbers are always allowed.",
         "Network",
     )
     cors_origins: Items = _option([], "Origins from which browsers may call, comma-separated; by default none.", "Network")

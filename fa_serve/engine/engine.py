@@ -123,12 +123,10 @@ class Engine:
         client: str | None = None,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue a request.
+        """Queue a request. After `timeout` seconds it ends with an error.
 
-        priority:   -1000 to 1000; of one client's requests, those with a lower value are served sooner
-        timeout:    seconds after which the request ends with an error
-        client:     whose request it is: clients take turns, so that no client waits for all that another one has queued
-        cache_salt: cached prefixes are shared with requests of the same salt only
+        priority: -1000 to 1000; of one client's requests, those with a lower value are served sooner
+        client, cache_salt: clients take turns, and cached prefixes are shared with requests of the same salt only
 
         Raises ParameterError for a prompt that is empty, too long or not of this vocabulary, for an id that is in use, and for
         a structured output that cannot be followed. Raises QueueFullError when max_waiting requests wait already.
@@ -251,18 +249,10 @@ class Engine:
         """Requests that may still come before the queue is full."""
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
 
-    def _process(
-        self,
-        request_id: str,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        client: str | None = None,
-        cache_salt: str | None = None,
-    ) -> list[Request]:
+    def _process(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, *options: Any) -> list[Request]:
         if request_id in self._groups or request_id in self._scheduler.sequences:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
-        return self._processor.process(request_id, prompt, params, priority, client, cache_salt)
+        return self._processor.process(request_id, prompt, params, *options)
 
     def _submit(self, request_id: str, params: SamplingParams, requests: list[Request], timeout: float | None = None) -> None:
         matchers = [None if params.structured is None else self._grammars.matcher(params.structured) for _ in requests]
@@ -282,9 +272,8 @@ class Engine:
             return []
         outputs = []
         for sequence in self._deadlines.expired(time.monotonic(), len(self._output_states)):
-            self._scheduler.finish(
-                sequence, "error", RequestError("timeout", "the request was not finished within its timeout")
-            )
+            late = RequestError("timeout", "the request was not finished within its timeout")
+            self._scheduler.finish(sequence, "error", late)
             outputs.append(self._output(sequence))
         return outputs
 

@@ -164,7 +164,9 @@ class FairQueue:
             assert client.waiting == sorted(client.waiting, key=_rank), "a queue is out of order"
             assert client.turns == sorted(client.turns), "turns are out of order"
             assert len(client.turns) <= len(client.waiting), "a turn is left over"
-            assert client.num_admitted == sum(sequence.request.client == name for sequence in running)
+            own = [sequence for sequence in running if sequence.request.client == name]
+            assert client.num_admitted == len(own)
+            assert own == sorted(own, key=_rank), "a client's running sequences are not in the order of their ranks"
         assert self._num_admitted == len(running)
 
     def _insert(self, client: _Client, sequence: SequenceState) -> None:

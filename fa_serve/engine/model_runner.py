@@ -186,9 +186,11 @@ class ModelRunner:
         size = kv_cache.bytes_per_page(self.layers, self.page_size)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            room, where = torch.cuda.mem_get_info(self.device)[0], "of the GPU's memory"
+            room = torch.cuda.mem_get_info(self.device)[0]
+            where = "of the GPU's memory"
         else:
-            room, where = kv_cache.reclaimable_memory(), "of memory"
+            room = kv_cache.reclaimable_memory()
+            where = "of memory"
         if num_pages * size > room:
             asked = num_pages * size / 2**30
             rule = (

@@ -18,8 +18,8 @@ again. Therefore nothing is ever copied, and `n` answers to one prompt share its
 Hashes are chained (the hash of a page covers every token before it) and keyed with a secret of this table, so that a client
 cannot craft a prompt that collides with another client's prompt. A chain begins with the salt of its request, so that requests
 share pages only with requests of the same salt. A page is registered only while the page before it is: a page whose content is
-withdrawn takes every page that was computed from it along, whoever registered those. Left out: which sequence gets pages when (scheduler.py), and
-the memory itself (kv_cache.py). The idea comes from vLLM (Kwon et al. 2023, arXiv:2309.06180).
+withdrawn takes along every page that was computed from it. Left out: which sequence gets pages when (scheduler.py), and the
+memory itself (kv_cache.py). The idea comes from vLLM (Kwon et al. 2023, arXiv:2309.06180).
 """
 
 from __future__ import annotations

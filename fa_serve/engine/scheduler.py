@@ -10,8 +10,7 @@ Clients take turns (fair_queue.py), and the sequences of a client are served in 
 priority), running ones first. A sequence takes the pages of all its known tokens when it is admitted, so only sampled tokens
 can make it run out of pages. Then the sequence with the last turn is preempted: it loses its pages, goes back to its place in
 the queue and is computed again later. The first sequence is never preempted by another one, so there is always progress. Ranks
-never change and turns never get later, so no sequence starves. A client that has no slot at all gets one from the client that
-has the most.
+never change, so no sequence starves. A client that has no slot at all gets one from the client that has the most.
 
 Pages are offered to other sequences when the step that fills them is scheduled, not when it has run. This is safe because steps
 run in order, and within a step every layer writes all keys and values before it reads any. Therefore sequences with a common
@@ -226,9 +225,6 @@ class Scheduler:
         assert all(sequence.slot == -1 and not sequence.pages for sequence in self.waiting)
         assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in [*self.waiting, *self.running])
         assert self.running == sorted(self.running, key=_turn), "the running sequences are out of order"
-        for client in {sequence.request.client for sequence in self.running}:
-            ranks = [sequence.request.rank for sequence in self.running if sequence.request.client == client]
-            assert ranks == sorted(ranks), "a client's running sequences are not in the order of their ranks"
         self.waiting.check_integrity(self.running)
 
     def _continue_running(self, batch: ScheduledBatch, budget: int) -> int:
@@ -262,17 +258,15 @@ class Scheduler:
     def _enter(self, sequence: SequenceState, turn: int) -> None:
         """Put an admitted sequence among the running ones. The turns of its client's sequences stay in the order of ranks."""
         client = sequence.request.client
-        last = next((other for other in reversed(self.running) if other.request.client == client), None)
         sequence.take_turn(turn)
-        if last is None or (last.request.rank <= sequence.request.rank and last.turn <= turn):
-            insort(self.running, sequence, key=_turn)
-            return
-        own = [*(other for other in self.running if other.request.client == client), sequence]
-        turns = sorted(each.turn for each in own)
-        for other, its_turn in zip(sorted(own, key=_rank), turns, strict=True):
-            other.take_turn(its_turn)
-        self.running.append(sequence)
-        self.running.sort(key=_turn)
+        last = next((other for other in reversed(self.running) if other.request.client == client), None)
+        if last is not None and (_rank(last) > _rank(sequence) or last.turn > turn):
+            own = [sequence, *(other for other in self.running if other.request.client == client)]
+            turns = sorted(other.turn for other in own)
+            for other, its_turn in zip(sorted(own, key=_rank), turns, strict=True):
+                other.take_turn(its_turn)
+            self.running.sort(key=_turn)
+        insort(self.running, sequence, key=_turn)
 
     def _make_room(self) -> None:
         """All slots are taken. If the next client has none of them, the client with the most of them gives one up."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.fair_queue import MAX_IDLE_CLIENTS, FairQueue
+from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
+from fa_serve.engine.scheduler import Scheduler
 from fa_serve.engine.sequence import SequenceState
 
 
@@ -88,3 +90,25 @@ def test_accounts_of_idle_clients_are_bounded() -> None:
     assert len(queue._clients) <= MAX_IDLE_CLIENTS + 1
     queue.settle(stays, 0)
     assert queue._clients == {}
+
+
+def test_ten_thousand_requests_of_one_client_delay_another_by_one() -> None:
+    scheduler = Scheduler(PageTable(64, 4), max_num_seqs=1, max_num_batched_tokens=16, keys_per_tile=8)
+    for serial in range(10_000):
+        scheduler.add(make_sequence("many", serial).request)
+    late = [make_sequence("few", 10_000 + serial).request for serial in range(5)]
+    for request in late:
+        scheduler.add(request)
+    order = []
+    while any(request.request_id in scheduler.sequences for request in late):
+        batch = scheduler.schedule()
+        order += [sequence.request.client for sequence in batch.admitted]
+        scheduler.commit(batch, [0] * len(batch.chunks))
+    assert order == ["many", "few"] * 5
+
+
+def test_a_priority_goes_first_among_the_requests_of_its_client() -> None:
+    queue = FairQueue()
+    for serial, rank in enumerate((5.0, -5.0, 0.0)):
+        queue.add(make_sequence("a", serial, rank))
+    assert [admit(queue, 1).request.rank[0] for _ in range(3)] == [-5.0, 0.0, 5.0]

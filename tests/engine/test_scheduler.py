@@ -358,21 +358,6 @@ def served_order(scheduler: Scheduler) -> list[str]:
     return order
 
 
-def test_ten_thousand_requests_of_one_client_delay_another_by_one() -> None:
-    scheduler = make_scheduler(num_pages=64, seqs=1)
-    for serial in range(10_000):
-        scheduler.add(make_request(f"many-{serial}", [1, 2], 1, serial, client="many"))
-    order = []
-    for serial in range(5):
-        scheduler.add(make_request(f"few-{serial}", [1, 2], 1, 10_000 + serial, client="few"))
-    while not {f"few-{serial}" for serial in range(5)} <= set(order):
-        batch = scheduler.schedule()
-        order += [sequence.request.request_id for sequence in batch.admitted]
-        scheduler.commit(batch, [0] * len(batch.chunks))
-    assert len(order) <= 10
-    assert order[1::2] == [f"few-{serial}" for serial in range(5)]
-
-
 def test_the_priority_of_one_client_does_not_matter_to_another() -> None:
     """Not in the queue, nor in who is preempted."""
     scheduler = make_scheduler(num_pages=6, caching=False)
@@ -383,13 +368,6 @@ def test_the_priority_of_one_client_does_not_matter_to_another() -> None:
     order = served_order(scheduler)
     assert scheduler.num_preemptions > 0
     assert "patient" in order[:3]
-
-
-def test_a_priority_goes_first_among_the_requests_of_its_client() -> None:
-    scheduler = make_scheduler(seqs=1)
-    for name, rank in (("later", 5.0), ("sooner", -5.0), ("now", 0.0)):
-        scheduler.add(make_request(name, [1], 1, rank=(rank, 0), client="a"))
-    assert served_order(scheduler) == ["sooner", "now", "later"]
 
 
 def test_a_client_that_holds_every_slot_gives_one_to_a_client_that_has_none() -> None:

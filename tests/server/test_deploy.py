@@ -71,7 +71,8 @@ def test_compose():
 
 
 def test_what_compose_leaves_empty_is_not_set(monkeypatch):
-    monkeypatch.setenv("FA_SERVE_MODEL", "")  # an API key that nobody set is not empty but absent: test_deployment.py
+    monkeypatch.setenv("FA_SERVE_MODEL", "")
+    monkeypatch.setenv("FA_SERVE_DTYPE", "")
     settings = load({})
     assert (settings.model, settings.all_keys) == (None, ())
 

@@ -1,9 +1,12 @@
 """The routes over a fake engine: which bodies they read, the models, the tokenizer, and unknown paths."""
 
 import json
+import re
+import threading
 from types import SimpleNamespace
 
 import pytest
+from fa_serve.server.routes import BodyRoute
 
 pytestmark = pytest.mark.anyio
 
@@ -24,6 +27,60 @@ async def test_models_and_operation(serving, conforms):
             assert (await client.get(path)).status_code == 200
         paths = (await client.get("/openapi.json")).json()["paths"]
         assert "422" not in json.dumps(paths)
+
+
+async def test_load_balancers_may_ask_with_head(serving):
+    async with serving() as client:
+        for path in ("/health", "/ready", "/"):
+            response = await client.head(path)
+            assert (response.status_code, response.content) == (200, b""), path
+        client.service.draining = True
+        assert (await client.head("/ready")).status_code == 503
+        assert "head" not in json.dumps((await client.get("/openapi.json")).json()["paths"]["/health"])
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+async def test_pages_load_nothing_and_can_be_framed_by_nobody(serving, path):
+    async with serving() as client:
+        response = await client.get(path)
+    assert response.headers["content-type"].startswith("text/html")
+    policy = response.headers["content-security-policy"].split("; ")
+    assert {"default-src 'none'", "frame-ancestors 'none'", "base-uri 'none'"} <= set(policy)
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["referrer-policy"] == "no-referrer"
+    assert not re.findall(r"(?:src|href)=\"(?:https?:)?//", response.text)
+
+
+async def test_a_large_body_is_parsed_beside_the_event_loop(serving, monkeypatch):
+    threads = []
+    validated = BodyRoute._validated
+    monkeypatch.setattr(BodyRoute, "_validated", lambda *given: threads.append(threading.current_thread()) or validated(*given))
+    async with serving() as client:
+        for size in (100, 100_000):
+            headers = {"content-type": "application/json"}
+            body = json.dumps(TEXT).encode().rjust(size)
+            assert (await client.post("/v1/completions", content=body, headers=headers)).status_code == 200
+    assert threads[0] is threading.main_thread()
+    assert threads[1].name.startswith("parser")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/chat/completions", {**CHAT, "messages": [{}] * 11}, 400, "messages"),
+        ("/v1/chat/completions", {**CHAT, "messages": [{}] * 10}, 400, "messages[0].role"),
+        ("/v1/chat/completions", {**CHAT, "messages": [{}] * 60}, 413, None),
+        ("/v1/completions", {**TEXT, "prompt": [5] * 200}, 413, None),
+        ("/v1/completions", {**TEXT, "logit_bias": {"a": "b"}}, 400, "logit_bias.a"),
+        ("/tokenize", {"messages": [{}] * 11}, 400, "messages"),
+    ],
+)
+async def test_values_of_a_body_are_bounded(serving, conforms, path, body, status, param):
+    async with serving(max_messages=10, max_json_fields=60, max_json_values=100) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == status
+    conforms("ErrorResponse", response.json())
+    assert response.json()["error"]["param"] == param
 
 
 async def test_tokenize(serving, engine):

@@ -1,0 +1,313 @@
+"""What the files of a deployment promise: hashed packages, no privileges, bounded resources, and a page that lists every limit.
+
+tests/server/test_deploy.py holds that the programs that read these files accept them. Here stands what a hostile neighbour, a
+moved tag or a replaced package could use. No test needs Docker or a cluster.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import httpx
+import kubernetes_validate
+import pytest
+import server_process
+import yaml
+from fa_serve.server.settings import PREFIX, SECRETS, Settings, load
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
+UNIT = ROOT / "deploy" / "systemd" / "fa-serve.service"
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
+IMAGES = ("cpu", "cuda")
+
+
+def run(*command, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **options)
+
+
+def program(name: str) -> str:
+    return shutil.which(name, path="/usr/bin:/usr/sbin:/bin:/sbin") or pytest.skip(f"{name} is not installed")
+
+
+# Packages
+
+
+def requirements(name: str) -> dict[str, tuple[str, list[str]]]:
+    """The version and the hashes of each package in requirements/<name>.txt."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text().replace("\\\n", "")
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            package, *hashes = line.split()
+            package, version = re.fullmatch(r"([a-z0-9-]+)==([\w.+]+)", package).groups()
+            found[package] = version, hashes
+    return found
+
+
+def constraints() -> dict[str, str]:
+    lines = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#"))
+    return {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower(): line.partition("==")[2] for line in lines}
+
+
+@pytest.mark.parametrize("name", [*IMAGES, "tools"])
+def test_every_package_has_hashes(name):
+    packages = requirements(name)
+    assert packages
+    for package, (_, hashes) in packages.items():
+        assert hashes, f"{package} has no hash"
+        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes), package
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_images_have_the_versions_that_are_tested(name):
+    """`make requirements` makes the files from constraints.txt; this fails when that was forgotten."""
+    packages = {package: version.removesuffix("+cpu") for package, (version, _) in requirements(name).items()}
+    of_cuda = re.compile(r"nvidia-.*|cuda-(bindings|pathfinder|toolkit)")
+    tested = constraints() | ({"torch": "2.11.0"} if name == "cuda" else {})
+    assert {
+        package: version for package, version in packages.items() if not of_cuda.fullmatch(package)
+    }.items() <= tested.items()
+    assert {"torch", "triton", "transformers", "fastapi", "uvicorn", "setuptools", "opentelemetry-sdk"} <= packages.keys()
+
+
+def test_pip_verifies_what_it_installs():
+    for line in re.findall(r"pip install.*", DOCKERFILE):
+        if "-r requirements.txt" in line:
+            assert {"--require-hashes", "--only-binary"} <= set(line.split()), line
+        else:  # the source of this repository
+            assert {"--no-index", "--no-deps", "--no-build-isolation", "."} <= set(line.split()), line
+    copied = re.findall(r"^COPY (requirements/\S+)", DOCKERFILE, re.MULTILINE)
+    assert sorted(copied) == [f"requirements/{name}.txt" for name in IMAGES]
+    assert "!requirements" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+def test_a_changed_package_is_not_installed(tmp_path):
+    """pip itself refuses a file with another hash, for a package of the list."""
+    wheel = tmp_path / "idna-3.20-py3-none-any.whl"
+    wheel.write_bytes(b"not the file that was tested")
+    listed = tmp_path / "requirements.txt"
+    listed.write_text(f"idna==3.20 {' '.join(requirements('cpu')['idna'][1])}\n")
+    pip = [sys.executable, "-m", "pip"] if not run(sys.executable, "-m", "pip", "--version").returncode else [program("pip3")]
+    flags = ["--require-hashes", "--only-binary", ":all:", "--no-index", "--find-links", str(tmp_path), "--dry-run"]
+    done = run(*pip, "--isolated", "install", *flags, "--target", str(tmp_path / "into"), "-r", str(listed))
+    assert done.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in done.stderr.upper(), done.stderr
+
+
+# Base images
+
+
+def test_one_line_names_the_base_image():
+    [image] = re.findall(r"^ARG BASE_IMAGE=(\S+)$", DOCKERFILE, re.MULTILINE)
+    assert re.fullmatch(r"[\w./-]+:[\w.-]+(@sha256:[0-9a-f]{64})?", image)
+    stages = re.findall(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, re.MULTILINE)
+    names = {name for _, name in stages}
+    assert {image for image, _ in stages} - names == {"${BASE_IMAGE}"}
+
+
+def test_pin_images_adds_digests(tmp_path):
+    """With a registry's answers from a stand-in for docker, which is not installed where the tests run."""
+    docker = tmp_path / "bin" / "docker"
+    docker.parent.mkdir()
+    docker.write_text("#!/bin/sh\nprintf 'sha256:%s\\n' $(printf %s \"$7\" | sha256sum | cut -d' ' -f1)\n")
+    docker.chmod(0o755)
+    files = [shutil.copy(ROOT / name, tmp_path) for name in ("Dockerfile", "compose.yaml")]
+    path = f"{docker.parent}:{os.environ['PATH']}"
+    for _ in range(2):  # the second time it replaces digests
+        done = run(sys.executable, str(ROOT / "deploy" / "pin_images.py"), *files, env=os.environ | {"PATH": path})
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"^ARG BASE_IMAGE=python:3\.11-slim@sha256:[0-9a-f]{64}$", Path(files[0]).read_text(), re.MULTILINE)
+        images = [service["image"] for service in yaml.safe_load(Path(files[1]).read_text())["services"].values()]
+        assert [image.count("@sha256:") for image in images] == [0, 1, 1], images
+    docker.write_text("#!/bin/sh\necho latest\n")
+    done = run(sys.executable, str(ROOT / "deploy" / "pin_images.py"), *files, env=os.environ | {"PATH": path})
+    assert "docker must print a digest of python:3.11-slim, got 'latest'" in done.stderr
+
+
+# Containers
+
+
+def test_containers_of_compose_have_no_privileges():
+    for name, service in COMPOSE["services"].items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert not {"cap_add", "privileged", "devices", "network_mode", "pid"} & service.keys(), name
+        assert service["security_opt"] == ["no-new-privileges:true"], (
+            f"{name}: no other option may turn off Docker's seccomp profile"
+        )
+        assert {"pids_limit", "mem_limit"} <= service.keys(), name
+        assert all("size=" in mount for mount in service.get("tmpfs", [])), name
+
+
+@cache
+def documents() -> dict[str, dict]:
+    text = (ROOT / "deploy" / "kubernetes" / "fa-serve.yaml").read_text()
+    found = {document["kind"]: document for document in yaml.safe_load_all(text)}
+    for document in found.values():
+        kubernetes_validate.validate(document, "1.34", strict=True)
+    return found
+
+
+def test_the_pod_is_restricted():
+    """The rules of the "restricted" Pod Security Standard, a read-only root, and a bound for everything that can grow."""
+    pod = documents()["Deployment"]["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in pod["containers"]:
+        context = container["securityContext"]
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert {"memory", "ephemeral-storage"} <= container["resources"]["limits"].keys()
+    for volume in pod["volumes"]:
+        assert "hostPath" not in volume
+        assert "persistentVolumeClaim" in volume or "sizeLimit" in volume["emptyDir"], volume["name"]
+    policy = documents()["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    [door] = policy["ingress"]
+    assert [port["port"] for port in door["ports"]] == [pod["containers"][0]["ports"][0]["containerPort"]]
+
+
+def test_a_service_does_not_configure_the_server(monkeypatch):
+    """Kubernetes gives pods <SERVICE>_PORT=tcp://... for each service, which would be our setting `port`."""
+    name = documents()["Service"]["metadata"]["name"].upper().replace("-", "_")
+    monkeypatch.setenv(f"{name}_PORT", "tcp://10.96.0.17:80")
+    with pytest.raises(ValueError, match="port"):
+        load({})
+    assert documents()["Deployment"]["spec"]["template"]["spec"]["enableServiceLinks"] is False
+
+
+# systemd
+
+
+def test_the_unit_scores_below_3():
+    """7.7 before: the unit had no rule for system calls, capabilities, devices, namespaces and address families."""
+    done = run(program("systemd-analyze"), "security", "--offline=yes", "--no-pager", str(UNIT))
+    score = float(re.search(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)[1])
+    assert score < 3.0, done.stdout
+
+
+def allowed_calls(analyze: str) -> set[str]:
+    """The system calls that the unit's filters allow."""
+
+    def expand(group: str) -> set[str]:
+        lines = run(analyze, "syscall-filter", "--no-pager", group).stdout.splitlines()[1:]
+        names = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+        return set().union(*(expand(name) if name.startswith("@") else {name} for name in names))
+
+    calls: set[str] = set()
+    for line in re.findall(r"^SystemCallFilter=(.*)$", UNIT.read_text(), re.MULTILINE):
+        named = set().union(*(expand(word) for word in line.removeprefix("~").split()))
+        calls = calls - named if line.startswith("~") else calls | named
+    assert {"read", "mmap", "futex"} <= calls
+    return calls
+
+
+def test_the_unit_allows_what_a_server_calls(tmp_path):
+    """strace sees a server with an engine process start, answer and end: each system call passes the unit's filter."""
+    strace = program("strace")
+    allowed = allowed_calls(program("systemd-analyze"))
+    traced = tmp_path / "calls"
+    program_of_server = [
+        sys.executable,
+        "-m",
+        "fa_serve",
+        "serve",
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--num-pages",
+        "512",
+        "--process",
+    ]
+    quiet = ["-f", "-qq", "-c", "-S", "name", "-o", str(traced)]
+    process = subprocess.Popen(
+        [strace, *quiet, *program_of_server], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        url = next(line.strip() for line in process.stdout if line.startswith("http://"))
+        deadline = time.monotonic() + server_process.START_SECONDS
+        while httpx.get(f"{url}/ready").status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        body = {"model": "fa-serve-demo", "prompt": "import os\n", "max_tokens": 4, "guided_regex": "[a-z]+"}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), 15)
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    called = {line.split()[-1] for line in traced.read_text().splitlines()[2:-2]}
+    assert {"execve", "accept4", "futex"} <= called
+    assert called - allowed == set()
+
+
+# What is built and written
+
+
+def test_the_sbom_lists_the_packages_of_the_images():
+    """Of the documents that `make sbom` has written, if it has: the tool is not among the packages of the tests."""
+    written = {name: ROOT / "sbom" / f"fa-serve-{name}.cdx.json" for name in IMAGES}
+    if not all(path.exists() for path in written.values()):
+        pytest.skip("make sbom has not run")
+    for name, path in written.items():
+        document = json.loads(path.read_text())
+        assert document["bomFormat"] == "CycloneDX"
+        assert {part["name"]: part["version"] for part in document["components"]} == {
+            package: version for package, (version, _) in requirements(name).items()
+        }
+        assert all(part["externalReferences"][0]["hashes"] for part in document["components"])
+
+
+GROUPS = ("Limits", "Access")
+BEGIN = "<!-- limits -->\n"
+END = "<!-- end of limits -->"
+
+
+def limits() -> str:
+    """The tables of docs/security.md, generated from the settings."""
+    lines = []
+    for group in GROUPS:
+        lines += ["", f"**{group}**", "", "| flag | default | meaning |", "|---|---|---|"]
+        for name, field in Settings.model_fields.items():
+            if field.json_schema_extra["group"] == group:
+                flag = f"{PREFIX}{name.upper()}" if name in SECRETS else f"--{name.replace('_', '-')}"
+                default = "" if field.default in (None, []) else f"`{shown(field.default)}`"
+                lines.append(f"| `{flag}` | {default} | {field.description} |")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def shown(value: object) -> str:
+    """A size in the unit that a reader knows, anything else as docs/serving.md has it."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if type(value) is int and value and value % size == 0 and value > size:
+            return f"{value} ({value // size} {unit})"
+    return str(value).lower()
+
+
+def test_the_documented_limits_are_the_settings():
+    """To generate the tables again: FA_SERVE_WRITE_DOCS=1 pytest tests/security/test_deployment.py"""
+    page = ROOT / "docs" / "security.md"
+    before, rest = page.read_text().split(BEGIN)
+    expected = f"{before}{BEGIN}\n{limits()}\n{END}{rest.split(END)[1]}"
+    if os.environ.get("FA_SERVE_WRITE_DOCS"):
+        page.write_text(expected)
+    assert page.read_text() == expected
+
+
+@pytest.mark.parametrize("name", ["SECURITY.md", "docs/security.md", "docs/hardening.md"])
+def test_flags_in_the_pages_are_settings(name):
+    known = {f"--{field.replace('_', '-')}" for field in Settings.model_fields} | {"--require-hashes", "--config"}
+    assert set(re.findall(r"`(--[a-z-]+)", (ROOT / name).read_text())) <= known

@@ -1,0 +1,212 @@
+"""Connections of a real server over the fake engine: what is too large, too slow or too many is refused or closed."""
+
+import asyncio
+import json
+import logging
+from contextlib import asynccontextmanager
+
+import pytest
+from fa_serve.server.app import create_app
+from fa_serve.server.bounded_protocol import connection_limit
+from fa_serve.server.process import Server
+from fa_serve.server.settings import Settings
+
+pytestmark = pytest.mark.anyio
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BODY = b'{"model":"fake","prompt":"Hi"}'
+
+
+@pytest.fixture
+def listening(engine):
+    """`async with listening(setting=value) as connect`: a server; `await connect()` opens a connection to it."""
+
+    @asynccontextmanager
+    async def start(**settings):
+        url = asyncio.get_running_loop().create_future()
+        app = create_app(engine, Settings(**settings))
+        server = Server(app, "127.0.0.1", 0, drain_timeout=1, on_ready=url.set_result)
+        serving = asyncio.create_task(server.serve())
+        port = int((await url).rpartition(":")[2])
+        opened = []
+
+        async def connect():
+            opened.append(await asyncio.open_connection("127.0.0.1", port))
+            return opened[-1]
+
+        connect.refused = lambda reason: app.state.service.metrics._refused.labels(reason)._value.get()
+        try:
+            yield connect
+        finally:
+            for _, writer in opened:
+                writer.close()
+            server.should_exit = True
+            await asyncio.wait_for(serving, 10)
+
+    return start
+
+
+async def ask(connect, *parts, pause=0.0):
+    """(status, error code) of what the server answers until it closes the connection, or (None, None)."""
+    reader, writer = await connect()
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(pause)
+        return said(await asyncio.wait_for(reader.read(), 5))
+    except (ConnectionError, TimeoutError):
+        return None, None
+
+
+def said(answer):
+    if not answer:
+        return None, None
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return int(head.split()[1]), error["code"]
+
+
+CLOSE = b"Connection: close\r\n\r\n"
+LONG = b"y" * 3000
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ((b"GET /" + LONG,), (414, "url_too_long")),
+        ((b"GET /", *[b"y" * 100] * 30), (414, "url_too_long")),
+        ((HEALTH + b"X: " + LONG + b"\r\n\r\n",), (431, "headers_too_large")),
+        ((HEALTH, b"X: ", *[LONG] * 3), (431, "headers_too_large")),
+        ((HEALTH, b"X: y\r\n" * 500, CLOSE), (431, "headers_too_large")),
+        ((POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n[\r\n" * 3000), (400, "chunks_too_small")),
+        ((POST + b"Transfer-Encoding: chunked\r\n\r\n1;", *[b"a=b;" * 100_000] * 4), (413, "request_too_large")),
+        ((POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n" * 500, b"\r\n"), (431, "headers_too_large")),
+        ((b"\x16\x03\x01\x02\x00\r\n\r\n",), (400, "invalid_http")),
+    ],
+    ids=["url", "url in parts", "header", "header in parts", "headers", "chunks", "extension", "trailers", "TLS"],
+)
+async def test_too_many_bytes(listening, parts, expected):
+    async with listening(max_url_bytes=2000, max_header_bytes=2500, max_body_bytes=10_000) as connect:
+        assert await ask(connect, *parts) == expected
+        assert connect.refused(expected[1]) == 1
+
+
+async def test_what_is_just_within_the_bounds_passes(listening):
+    async with listening(max_url_bytes=2000, max_header_bytes=2500) as connect:
+        reader, writer = await connect()
+        writer.write(b"GET /health?" + b"y" * 1988 + b" HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 2400 + b"\r\n" + CLOSE)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        reader, writer = await connect()
+        pieces = b"".join(b"%x\r\n%b\r\n" % (1, BODY[i : i + 1]) for i in range(len(BODY)))
+        writer.write(POST + b"Transfer-Encoding: chunked\r\n" + CLOSE + pieces + b"0\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ((), (None, None)),
+        ((b"GET /health HT",), (408, "header_timeout")),
+        ((HEALTH, *[b"X"] * 100), (408, "header_timeout")),
+        (tuple([b"\r\n"] * 100), (408, "header_timeout")),
+        ((POST + b"Content-Length: 1000\r\n\r\n",), (408, "body_timeout")),
+        ((POST + b"Content-Length: 1000\r\n\r\n", *[b" "] * 100), (408, "body_timeout")),
+        ((b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n",), None),
+    ],
+    ids=["silent", "half a head", "dribbled head", "blank lines", "no body", "dribbled body", "answered before its body"],
+)
+async def test_too_slow(listening, parts, expected):
+    async with listening(header_timeout=0.3, body_timeout=0.4) as connect:
+        begin = asyncio.get_running_loop().time()
+        reader, writer = await connect()
+        answer = asyncio.create_task(reader.read())
+        for part in parts:
+            if answer.done():
+                break
+            writer.write(part)
+            await asyncio.sleep(0.02)
+        answer = await asyncio.wait_for(answer, 5)
+        assert 0.25 < asyncio.get_running_loop().time() - begin < 2
+        if expected is not None:
+            assert said(answer) == expected
+
+
+async def test_an_idle_connection_is_closed_and_a_used_one_is_not(listening):
+    async with listening(header_timeout=0.3, body_timeout=0.3, keep_alive_timeout=1) as connect:
+        reader, writer = await connect()
+        for _ in range(4):
+            writer.write(HEALTH + b"\r\n")
+            assert b"200 OK" in await reader.readuntil(b"alive")
+            await asyncio.sleep(0.5)
+        assert await asyncio.wait_for(reader.read(), 3) == b'"}'
+
+
+async def test_a_stream_outlives_all_deadlines(listening, engine):
+    async with listening(header_timeout=0.2, body_timeout=0.2, keep_alive_timeout=1) as connect:
+        engine.gate.clear()
+        reader, writer = await connect()
+        writer.write(POST + b"Content-Length: %d\r\n" % len(BODY) + CLOSE + BODY)
+        await asyncio.sleep(0.8)
+        engine.gate.set()
+        assert b"200 OK" in await asyncio.wait_for(reader.read(), 5)
+
+
+async def test_one_request_is_pipelined_and_more_end_the_connection(listening, engine):
+    async with listening() as connect:
+        engine.gate.clear()
+        reader, writer = await connect()
+        one = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+        writer.write(one * 2000)
+        await asyncio.sleep(0.2)
+        assert len(engine.seen) == 1
+        engine.gate.set()
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.count(b"HTTP/1.1 200 ") == 2
+        assert connect.refused("pipelined") == 1
+        reader, writer = await connect()
+        writer.write(one + HEALTH + CLOSE)
+        assert (await asyncio.wait_for(reader.read(), 5)).count(b"HTTP/1.1 200 ") == 2
+
+
+async def test_idle_connections_give_way(listening, caplog):
+    caplog.set_level(logging.WARNING, "fa_serve.server")
+    async with listening(max_connections=3) as connect:
+        silent = [await connect() for _ in range(3)]
+        silent[1][1].write(HEALTH + b"\r\n")
+        assert b"200 OK" in await silent[1][0].readuntil(b"alive")
+        for _ in range(2):
+            reader, writer = await connect()
+            writer.write(HEALTH + b"\r\n")
+            assert b"200 OK" in await reader.readuntil(b"alive")
+        for number in (0, 2):  # they have waited longer than the one that asked
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await asyncio.wait_for(silent[number][0].readexactly(1), 2)
+        assert connect.refused("gave_way") == 2
+    assert sum("all 3 connections are taken" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_a_connection_beyond_the_busy_ones_gets_a_503(listening, engine):
+    async with listening(max_connections=2) as connect:
+        engine.gate.clear()
+        busy = [await connect() for _ in range(2)]
+        for _, writer in busy:
+            writer.write(POST + b"Content-Length: %d\r\n" % len(BODY) + CLOSE + BODY)
+        while len(engine.seen) < 2:
+            await asyncio.sleep(0.01)
+        assert await ask(connect) == (503, "too_many_connections")
+        engine.gate.set()
+        for reader, _ in busy:
+            assert b"200 OK" in await asyncio.wait_for(reader.read(), 5)
+        reader, writer = await connect()
+        writer.write(HEALTH + CLOSE)
+        assert b"200 OK" in await reader.read()
+
+
+def test_the_limit_of_open_files_leaves_room(monkeypatch):
+    for files, expected in ((1024, 768), (256, 192), (100, 36), (10, 1)):
+        monkeypatch.setattr("resource.getrlimit", lambda _, files=files: (files, files))
+        assert connection_limit(None) == expected
+        assert connection_limit(5) == min(5, expected)

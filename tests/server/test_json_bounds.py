@@ -1,0 +1,79 @@
+"""Bodies are counted without their texts, also where a text, an escape or a piece ends at an awkward place."""
+
+import json
+import random
+from contextlib import suppress
+
+import pytest
+from fa_serve.server import json_bounds
+from fa_serve.server.errors import TooLarge
+from fa_serve.server.json_bounds import JsonBounds
+
+
+def counted(value):
+    """(containers and commas, containers and texts) of a value."""
+    if not isinstance(value, dict | list):
+        return 0, int(isinstance(value, str))
+    inner = [counted(item) for item in (value.values() if isinstance(value, dict) else value)]
+    names = len(value) if isinstance(value, dict) else 0
+    return 1 + max(len(value) - 1, 0) + sum(v for v, _ in inner), 1 + names + sum(f for _, f in inner)
+
+
+def refused(values, fields, body):
+    with suppress(TooLarge):
+        JsonBounds(values, fields).check(body)
+        return False
+    return True
+
+
+def some_value(draw, depth=3):
+    kind = draw.randrange(6 if depth else 3)
+    if kind == 0:
+        return draw.randrange(100)
+    if kind < 3:
+        return "".join(draw.choice('a,:{}[]"\\\n é') for _ in range(draw.randrange(12)))
+    items = [some_value(draw, depth - 1) for _ in range(draw.randrange(1, 6))]
+    return items if kind < 5 else {some_value(draw, 0) if i % 2 else str(i): item for i, item in enumerate(items)}
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 1 << 16])
+def test_texts_do_not_count_wherever_a_piece_ends(piece, monkeypatch):
+    monkeypatch.setattr(json_bounds, "PIECE", piece)
+    draw = random.Random(piece)
+    for _ in range(200):
+        value = some_value(draw)
+        body = json.dumps(value, ensure_ascii=bool(draw.randrange(2)), separators=(",", ":")).encode()
+        values, fields = counted(value)
+        assert not refused(values, fields, body), body
+        assert not values or refused(values - 1, fields, body), body
+        assert not fields or refused(values, fields - 1, body), body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'"' + b"a, [b]: {c} " * 500_000 + b'"',
+        b'["' + b'\\",' * 1_000_000 + b'"]',
+        b'["' + b"\\\\" * 1_000_000 + b'",1]',
+        b"[" + b"12345," * 900_000 + b"1]",
+    ],
+    ids=["prose", "quotes", "backslashes", "token ids"],
+)
+def test_large_honest_bodies_pass(body):
+    assert not refused(1_000_000, 100_000, body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" + b"{}," * 100_000 + b"{}]",
+        b"{" + b'"a":0,' * 100_000 + b'"b":0}',
+        b"[" + b"0," * 1_000_000 + b"0]",
+        b"[" * 100_001,
+    ],
+    ids=["objects", "fields", "numbers", "nesting"],
+)
+def test_a_small_body_of_many_values_is_refused(body):
+    with pytest.raises(TooLarge, match="--max-json-") as error:
+        JsonBounds(1_000_000, 100_000).check(body)
+    assert (error.value.status, error.value.code) == (413, "too_many_values")
