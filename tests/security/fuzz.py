@@ -150,8 +150,12 @@ class Session:
 
     def end(self) -> None:
         """Leave, and wait until the server is as it was: idle, no page held, and the memory bounded."""
-        for number in list(self._connections):
-            self.perform(["leave", number, ""])
+        try:
+            for number in list(self._connections):
+                self.perform(["leave", number, ""])
+        finally:
+            for connection in self._connections.values():
+                connection.close()
         begin = time.monotonic()
         while self._busy():
             assert time.monotonic() - begin < 30, "requests are left after their clients have gone"
