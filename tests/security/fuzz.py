@@ -24,7 +24,7 @@ Step = list  # [what, connection, text]: JSON
 CONNECTIONS = 4
 EXAMPLES = 10  # between two looks at the clock
 ALLOWED_STATUS = {200, 307, 308, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 421, 422, 429, 431, 501, 503}
-HEAD = re.compile(rb"HTTP/1\.1 (\d{3})")
+HEAD = re.compile(rb"HTTP/1\.1 (\d{3}) [A-Za-z -]*\r\n")  # an answer's text has no raw line feed
 LEAKS = (b"Traceback", b'File "/', b"site-packages", ATTACKER.encode())
 VALUES: dict[str, list[Any]] = {
     "model": [MODEL],
@@ -150,8 +150,12 @@ class Session:
 
     def end(self) -> None:
         """Leave, and wait until the server is as it was: idle, no page held, and the memory bounded."""
-        for number in list(self._connections):
-            self.perform(["leave", number, ""])
+        try:
+            for number in list(self._connections):
+                self.perform(["leave", number, ""])
+        finally:
+            for connection in self._connections.values():
+                connection.close()
         begin = time.monotonic()
         while self._busy():
             assert time.monotonic() - begin < 30, "requests are left after their clients have gone"
