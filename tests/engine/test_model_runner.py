@@ -85,10 +85,9 @@ def test_pages_that_are_not_finite_are_not_shared_for_good(make_engine) -> None:
     hook = embed.register_forward_hook(lambda *given: given[-1] * float("nan"))
     engine.step()
     hook.remove()
-    engine.abort("gone")  # before it has sampled, so that no step has shown that its first pages are bad
-    assert engine.generate([prompt], GREEDY)[0].finish_reason == "error"
+    engine.abort("gone")  # before it has sampled, so no finite logits have confirmed its first pages
     again = engine.generate([prompt], GREEDY)[0]
-    assert again.token_ids == greedy(make_model(), prompt, 12)
+    assert (again.token_ids, again.num_cached_tokens) == (greedy(make_model(), prompt, 12), 0)
     # a request whose own parameters exclude every token invalidates no shared pages
     none = SamplingParams(max_tokens=4, temperature=0.0, bad_token_ids=tuple(range(VOCAB)))
     assert engine.generate([prompt], none)[0].error.code == "no_token_left"

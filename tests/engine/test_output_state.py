@@ -11,13 +11,14 @@ from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.request import Request
 from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.stop_strings import StopStrings
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 3, 4, 4, 4]
 
 
 def make_state(tokenizer, **params) -> OutputState:
     request = Request("a", PROMPT, SamplingParams(**params), max_tokens=20)
-    stream = TextStream(tokenizer.backend_tokenizer, PROMPT, stop=request.params.stop)
+    stream = TextStream(tokenizer.backend_tokenizer, PROMPT, stop=StopStrings(request.params.stop))
     return OutputState(SequenceState(request), stream)
 
 

@@ -10,7 +10,7 @@ from fa_serve.server.settings import Settings
 
 from fa_serve.engine import AsyncEngine, EngineConfig, RequestOutput, TokenLogprob, async_engine
 from fa_serve.engine.engine import EngineStats
-from fa_serve.engine.worker import Add, Ready, StepOutputs
+from fa_serve.engine.worker import Add, Pulse, Ready, StepOutputs
 
 pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>'
@@ -36,7 +36,10 @@ class Script:
         if isinstance(command, Add):
             self.requests[command.request_id] = command
 
-    def stop(self): ...
+    def stop(self, timeout=None): ...
+
+    def pulse(self):
+        return Pulse()
 
     def step(self, number, words):
         last = number + 1 == len(words)
