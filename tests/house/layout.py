@@ -32,6 +32,10 @@ TESTED_BY = {
         "tests/backends/triton/test_decode_interpreted.py",
         "device functions run inside of a kernel only, and splits are merged after decoding only",
     ),
+    "fa_serve.engine.grammar_process": (
+        "tests/engine/test_grammar_trials.py",
+        "it is a script that only grammar_trials starts, and its limits end its process",
+    ),
     "fa_serve.backends.hopper.kernel_types": (
         "tests/backends/hopper/test_forward.py",
         "the types of arguments exist inside of a kernel only",
