@@ -28,6 +28,10 @@ from security.probe import (
     memory_of,
 )
 
+# fixtures of all modules here
+served = server_process.served
+start_server = server_process.start_server
+
 FULL = os.environ.get("FA_SERVE_LOAD") == "full"
 ATTACKER = "attackers-key"
 HONEST = "honest-key"

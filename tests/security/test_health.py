@@ -18,7 +18,6 @@ from tiny_models import make_model
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
 
-pytest_plugins = ("server_process",)
 MODEL = "fa-serve-demo"
 TEXT = {"model": MODEL, "prompt": "Hello", "max_tokens": 4}
 LONG = {"model": MODEL, "prompt": "x", "max_tokens": 1900, "ignore_eos": True}

@@ -13,8 +13,6 @@ from fa_serve.server.settings import load
 
 from fa_serve.demo import model_path
 
-pytest_plugins = ("server_process",)
-
 
 def serve_fails(*arguments, **environment) -> subprocess.CompletedProcess:
     """A server that is expected to end by itself."""
