@@ -11,6 +11,7 @@ FUZZ_SEED    ?= $(shell date +%s)
 ARGS   ?=
 JOBS   ?= 2
 EVERY  ?= 17
+LOAD   ?= full
 BENCH  ?= prefill varlen window decode mixed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -44,11 +45,11 @@ endif
 test-load: $(VENV)/.test ## the load tests of the service in full: minutes; they print what they measure
 	FA_SERVE_LOAD=full $(BIN)/pytest -q -s --timeout 900 tests/server/test_load.py
 
-test-security: $(VENV)/.test ## the attacks of tests/security in full, with what an honest client gets meanwhile
-	FA_SERVE_LOAD=full $(BIN)/pytest -q -s --timeout 900 tests/security
+test-security: $(VENV)/.test ## the attacks of tests/security, and what another client gets meanwhile (LOAD=short or full)
+	FA_SERVE_LOAD=$(LOAD) $(BIN)/pytest -q -s --timeout 900 tests/security
 
 fuzz: $(VENV)/.test ## the fuzzer over all routes for FUZZ_SECONDS (600); a failure prints the steps to keep
-	FA_SERVE_FUZZ_SECONDS=$(FUZZ_SECONDS) FA_SERVE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest -q -s tests/security/test_fuzz.py
+	FA_SERVE_LOAD=short FA_SERVE_FUZZ_SECONDS=$(FUZZ_SECONDS) FA_SERVE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest -q -s tests/security/test_fuzz.py
 
 abuse: $(VENV)/.test ## honest streams beside random abuse for an hour (ARGS="--seconds 120")
 	$(BIN)/python benchmarks/abuse.py $(ARGS)
