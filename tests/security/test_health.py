@@ -203,7 +203,8 @@ def half_closed(served, body: dict) -> bytes:
     host, _, port = served.url.removeprefix("http://").partition(":")
     content = json.dumps(body).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
     )
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(head.encode() + content)
@@ -233,7 +234,8 @@ def test_a_client_that_is_gone_is_still_noticed(served, stream):
     host, _, port = served.url.removeprefix("http://").partition(":")
     content = json.dumps(LONG | {"n": 4, "stream": stream}).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
     )
     aborted = served.aborted()
     with socket.create_connection((host, int(port)), timeout=30) as connection:
