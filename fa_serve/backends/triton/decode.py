@@ -6,9 +6,8 @@ length:
 
 - balanced (`num_splits == 0`): the key blocks of all sequences lie on one line, which is cut into equal shares, as many as
   programs run at once. A share may hold the end of one sequence, several whole sequences and the beginning of another.
-- fixed (`num_splits > 0`, or a batch of one): each sequence is cut into `splits` splits by its own length. With `num_splits`
-given, the
-  tile depends on heads and dtypes alone, so the bits of a row do not depend on the rest of the batch.
+- fixed (`num_splits > 0`, or a batch of one): each sequence is cut into `splits` splits by its own length. If the caller gave
+  `num_splits`, the tile depends on heads and dtypes alone, so the bits of a row do not depend on the rest of the batch.
 
 A sequence that has one split is written at once. The others leave (out, lse) for each split, which `splits._combine` merges. On
 Hopper and later both kernels are launched programmatically: the next kernel starts while this one drains and waits for its
