@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import gcd
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -107,6 +107,21 @@ class _Driver:
         self.device = device
 
 
+class Claims(Protocol):
+    """Divides kernels among processes that compile for the same model; see `fa_serve.ops.compilations`.
+
+    launches: kernels are launched as well, and not only compiled
+    """
+
+    launches: bool
+
+    def begin(self, description: str) -> bool: ...
+    def end(self, description: str) -> None: ...
+
+
+CLAIMS: Claims | None = None
+"""Set only in processes whose purpose is to compile kernels."""
+
 _COMPILED: dict[tuple[Any, ...], tuple[Any, _Driver | None]] = {}
 """Compiled kernels by everything that their machine code depends on. Launches of different plans share them, so a new plan for
 other lengths does not go through the JIT."""
@@ -181,6 +196,10 @@ class Launch:
             return
         key = self._compiled_key(device, tensors, late)
         compiled, known = _COMPILED.get(key, (None, None))
+        if CLAIMS is not None:
+            self._compile_claimed(CLAIMS, key, tensors, late)
+            if not CLAIMS.launches:
+                return
         if compiled is None:
             compiled = self._jit(tensors, late)
             if len(_COMPILED) >= _MAX_COMPILED:
@@ -193,6 +212,15 @@ class Launch:
                 view.metadata = metadata
             self._driver = known  # another thread may use it from here on, so the views are complete
             self._send(known, addresses, late)
+
+    def _compile_claimed(
+        self, claims: Claims, key: tuple[Any, ...], tensors: Sequence[Tensor | None], late: tuple[int, ...]
+    ) -> None:
+        """Compile the kernel without launching it, unless another process does so."""
+        description = repr((self._kernel.__name__, *key[2:]))
+        if claims.begin(description):
+            self._kernel.warmup(*self._arguments(tensors, late), grid=self._grid, **self._options)
+            claims.end(description)
 
     def _compiled_key(self, device: int, tensors: Sequence[Tensor | None], late: tuple[int, ...]) -> tuple[Any, ...]:
         """Everything that the machine code depends on."""

@@ -20,7 +20,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -35,11 +34,10 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.deadlines import Deadlines
 from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.errors import QueueFullError, RequestError
-from fa_serve.engine.events import OnPhase, PhaseClock
+from fa_serve.engine.events import OnPhase
 from fa_serve.engine.groups import Groups
 from fa_serve.engine.input_processor import InputProcessor
-from fa_serve.engine.loading import end_ids, load_model, load_tokenizer, sizes
-from fa_serve.engine.model_runner import ModelRunner
+from fa_serve.engine.loading import end_ids
 from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
 from fa_serve.engine.pages import PageTable
@@ -48,10 +46,11 @@ from fa_serve.engine.results import PendingResult
 from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.scheduler import ScheduledBatch, Scheduler
 from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.start_up import start_up
 from fa_serve.engine.stats import EngineStats
 from fa_serve.engine.stop_strings import StopStrings
 from fa_serve.engine.structured import Grammars
-from fa_serve.hf import patch
+from fa_serve.ops.compilations import num_compilations
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -63,6 +62,7 @@ class Engine:
     config:    settings; `engine.config` holds no "auto" and no None that the engine decides any more
     model, tokenizer: may be given instead of being loaded. Without a tokenizer prompts are token ids and outputs have no text
     on_phase:  called with each `Phase` of the start-up when it has ended
+    ahead:     compile and capture, on a GPU, before requests come; otherwise steps compile and capture what they need
 
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
     cannot serve.
@@ -75,37 +75,23 @@ class Engine:
         model: PreTrainedModel | None = None,
         tokenizer: Any = None,
         on_phase: OnPhase | None = None,
+        ahead: bool = False,
     ) -> None:
-        config = config or EngineConfig()
-        clock = PhaseClock(on_phase)
-        if model is None:
-            tokenizer = load_tokenizer(config)
-            model = load_model(config)
-            clock.end("weights", f"{config.model_name} on {model.device}")
-        else:
-            patch(model)
-        self.tokenizer = tokenizer
-        self._runner = ModelRunner(model, config)
-        if self._runner.fuses:
-            clock.end("fusion", f"{self._runner.fuse()} of {len(self._runner.layers)} layers are fused")
-        num_pages, self.max_model_len = sizes(config, self._runner)
-        self._runner.allocate(num_pages, self.max_model_len)
-        clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens, max_model_len {self.max_model_len}")
-        if not self._runner.eager:
-            captured = self._runner.make_graphs()
-            clock.end("graphs", "the largest decoding step is captured" if captured else "this model cannot be captured")
-        self.config = replace(
-            config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=self.max_model_len
-        )
+        started = start_up(config or EngineConfig(), model, tokenizer, on_phase, ahead=ahead)
+        self.config = config = started.config
+        self.tokenizer = tokenizer = started.tokenizer
+        self._runner = started.runner
+        assert config.max_model_len is not None
+        self.max_model_len = config.max_model_len
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
-        eos_ids = end_ids(model)
+        eos_ids = end_ids(self._runner.model)
         self._processor = InputProcessor(tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=eos_ids)
         self.grammars = Grammars(tokenizer, self.vocab_size, eos_ids, config)
         self._output_states: dict[str, OutputState] = {}  # the unfinished ones, by the id of their request
         self._groups = Groups()
         self._deadlines = Deadlines()
-        self._depth = 1 if model.device.type == "cuda" else 0  # steps that the host works ahead
+        self._depth = 1 if self._runner.device.type == "cuda" else 0  # steps that the host works ahead
         self._inflight: deque[tuple[ScheduledBatch, PendingResult]] = deque()
         self._serial = count()
         self._num_steps = 0
@@ -211,11 +197,15 @@ class Engine:
         return [answers.completion(x, index) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
 
     def prepare_one(self) -> bool:
-        """Compile or capture one more step that requests may need. To be called when there is no request.
+        """Capture one more step that requests may need, which takes some 20 ms on a GPU. To be called when there is no request.
 
-        On a GPU this takes tenths of a second, or seconds for kernels that are in no cache. Returns False if nothing is left.
+        Returns False if nothing is left.
         """
         return not self.has_unfinished() and self._runner.prepare_one()
+
+    def preparations(self) -> tuple[int, int]:
+        """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
+        return sum(num_compilations()), self._runner.num_captures
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""

@@ -68,6 +68,10 @@ class StepOutputs:
     rejected: list[tuple[str, Exception]] = field(default_factory=list)
 
 
+QUIET_SECONDS = 1.0
+"""Time without a command after which graphs are captured. Under any load a command is unlikely to meet a capture."""
+
+
 class EngineLoop:
     """Owner of the requests whose grammars are being compiled. `deliver` is called after each step."""
 
@@ -81,6 +85,7 @@ class EngineLoop:
         self._outputs: list[RequestOutput] = []
         self._rejected: list[tuple[str, Exception]] = []
         self._busy_since: float | None = None
+        self._late = (0, 0)  # compilations and captures that requests have waited for
 
     @property
     def busy_seconds(self) -> float:
@@ -93,11 +98,15 @@ class EngineLoop:
         try:
             while self._take_commands():
                 self._busy_since = time.monotonic()
+                before = self._engine.preparations()
                 outputs = self._outputs + self._engine.step()
+                self._count_late(before)
                 rejected = self._rejected
                 self._outputs = []
                 self._rejected = []
-                self._deliver(StepOutputs(self._engine.stats(), outputs, rejected))
+                compilations, captures = self._late
+                stats = replace(self._engine.stats(), num_late_compilations=compilations, num_late_captures=captures)
+                self._deliver(StepOutputs(stats, outputs, rejected))
         finally:
             self._queue.close()
             self._engine.grammars.close()
@@ -108,11 +117,8 @@ class EngineLoop:
         Waits for a command only when there is nothing to compute and nothing to deliver.
         """
         while not self._commands.empty() or not (self._engine.has_unfinished() or self._has_news):
-            self._busy_since = time.monotonic()
-            while self._commands.empty() and not self._has_news and self._engine.prepare_one():
-                self._busy_since = time.monotonic()  # a command that comes now waits for one preparation at most
             self._busy_since = None
-            command = self._commands.get()
+            command = self._next_command()
             self._busy_since = time.monotonic()
             if command is None:
                 return False
@@ -121,6 +127,28 @@ class EngineLoop:
             else:
                 self._add(command)
         return True
+
+    def _next_command(self) -> Command:
+        """Wait for a command. If none has come for QUIET_SECONDS, graphs are captured until one comes."""
+        try:
+            return self._commands.get(timeout=QUIET_SECONDS)
+        except queue.Empty:
+            pass
+        more = True
+        while more and self._commands.empty():
+            self._busy_since = time.monotonic()  # a command that comes now waits for one capture at most
+            before = self._engine.preparations()
+            more = self._engine.prepare_one()
+            if not self._commands.empty():
+                self._count_late(before)
+        self._busy_since = None
+        return self._commands.get()
+
+    def _count_late(self, before: tuple[int, int]) -> None:
+        """Count what has been compiled and captured since `before` as what requests have waited for."""
+        self._late = tuple(
+            late + now - then for late, now, then in zip(self._late, self._engine.preparations(), before, strict=True)
+        )
 
     @property
     def _has_news(self) -> bool:

@@ -28,15 +28,16 @@ from fa_serve.engine import fusion, kv_cache
 from fa_serve.engine.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.cuda_graphs import Inputs, Shape, StepGraphs, pad
+from fa_serve.engine.cuda_graphs import Inputs, Shape, StepGraphs, pad, padding
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.request import Request
 from fa_serve.engine.results import PendingResult, PromptSpan
-from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample
+from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS, Chunk, ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.transfer import packed_size, send
+from fa_serve.engine.warm_up import EmptyStep, SamplingVariant
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward
 from fa_serve.spec import ParameterError
 
@@ -108,9 +109,9 @@ class ModelRunner:
         lefts = [layer.window_size[0] for layer in self.layers]
         return None if min(lefts, default=-1) < 0 else max(lefts)
 
-    def fuse(self) -> int:
-        """Fuse the layers of the model where that is possible. Returns how many are fused."""
-        return fusion.fuse(self.model)
+    def fuse(self, *, proven: bool = False) -> int:
+        """Fuse the layers of the model where that is possible. Returns how many are fused. proven: see `fusion.fuse`."""
+        return fusion.fuse(self.model, proven=proven)
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the KV cache. The content of an earlier one is lost."""
@@ -136,7 +137,6 @@ class ModelRunner:
             dtype=self.model.dtype,
             # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
             prompts=not self._options,
-            warm_up=not self._deterministic,
         )
         try:
             graphs.capture_largest()
@@ -148,8 +148,50 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare_one(self) -> bool:
-        """Capture one more graph, or compile kernels, ahead of time. Returns False if nothing is left to prepare."""
+        """Capture one more graph ahead of time. Returns False if nothing is left to prepare."""
         return self._graphs is not None and self._graphs.prepare_one()
+
+    @property
+    def num_captures(self) -> int:
+        """How many CUDA graphs have been captured."""
+        return 0 if self._graphs is None else self._graphs.num_captures
+
+    @torch.inference_mode()
+    def run_warm_up(self, work: EmptyStep | SamplingVariant) -> None:
+        """Compute one part of the warm-up plan. No sequence may run."""
+        if isinstance(work, EmptyStep):
+            self._run_empty(work)
+        else:
+            self._sample_empty(work)
+
+    def _run_empty(self, step: EmptyStep) -> None:
+        """Compute a step that writes no keys, and reads the pages that slot 0 had last, whatever they hold."""
+        lengths = [1] * (step.batch - 1) + [step.queries]
+        queries, fresh = step.queries, step.fresh
+        if self._deterministic:  # each token is a sequence, as in `batch_arrays`
+            lengths, queries, fresh = [1] * step.num_tokens, 1, False
+        arrays = padding(Shape(step.num_tokens, len(lengths), queries, step.keys))
+        arrays["seqused_k"] = np.array(lengths, dtype=np.int32)
+        arrays["cu_seqlens_q"] = np.cumsum([0, *lengths], dtype=np.int32)
+        self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
+
+    def _sample_empty(self, variant: SamplingVariant) -> None:
+        """Sample one row of equal logits with these parameters."""
+        params = variant.params
+        sequence = SequenceState(Request("warm-up", [0], params, max_tokens=1))
+        if params.penalised:
+            self._token_counts().start(0, [0], 1)
+        arrays = sampling_arrays([sequence.request], [1], self.vocab_size)
+        logprob_rows = [] if params.logprobs is None else [0]
+        rows: dict[str, NDArray[Any]] = {"sampled_slots": np.zeros(1, dtype=np.int64)}
+        if logprob_rows:
+            rows["logprob_rows"] = np.zeros(1, dtype=np.int64)
+        sent = send(arrays | rows, self.device)
+        logits = torch.zeros(1, self.vocab_size, dtype=self.model.dtype, device=self.device)
+        prepared = self._prepared(Shape(1, 1, 1, 1), arrays, sent)
+        words = -(-self.vocab_size // 32)
+        masks = {0: np.full(words, -1, dtype=np.int32)} if variant.masked else None
+        self.sample(Forward(prepared, logits, [sequence], logprob_rows, []), masks).read()
 
     def fit_num_pages(self, config: EngineConfig, max_model_len: int) -> int:
         """How many pages the device has room for beside the weights and the largest step.
@@ -267,14 +309,21 @@ class ModelRunner:
             shape = None
             sent = send(arrays.inputs | others, self.device)
         self._block_table.apply(sent)
-        top_k = arrays.sampling.get("top_k")
+        inputs = shape or self._inputs(sent, arrays.max_seqlen_q, arrays.max_seqlen_k, fresh=arrays.fresh)
+        return self._prepared(inputs, arrays.sampling, sent)
+
+    def _prepared(
+        self, inputs: Inputs | Shape, sampling: Mapping[str, NDArray[Any]], sent: Mapping[str, Tensor]
+    ) -> PreparedBatch:
+        """sampling: the arrays of `sampling_arrays`, which are in `sent` as well, with those of `BatchArrays.rows`."""
+        top_k = sampling.get("top_k")
         return PreparedBatch(
-            inputs=shape or self._inputs(sent, arrays.max_seqlen_q, arrays.max_seqlen_k, fresh=arrays.fresh),
+            inputs=inputs,
             sampled_slots=sent["sampled_slots"],
             logprob_rows=sent.get("logprob_rows"),
             prompt_targets=sent.get("prompt_targets"),
             sampling=SampleParams(
-                **{name: sent[name] for name in arrays.sampling},
+                **{name: sent[name] for name in sampling},
                 largest_top_k=None if top_k is None else int(top_k.max()),
             ),
         )

@@ -17,6 +17,8 @@ class EngineStats:
     num_cached_tokens: those of them whose keys and values came from the prefix cache
     num_output_tokens: sampled tokens
     num_preemptions:   how often a sequence lost its pages to another one
+    num_late_compilations: kernels that were compiled, or loaded from the cache on disk, while a request waited or ran
+    num_late_captures: CUDA graphs that were captured while a request waited or ran
     """
 
     num_running: int
@@ -28,3 +30,5 @@ class EngineStats:
     num_cached_tokens: int
     num_output_tokens: int
     num_preemptions: int
+    num_late_compilations: int = 0
+    num_late_captures: int = 0

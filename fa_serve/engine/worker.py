@@ -39,6 +39,7 @@ from fa_serve.engine.engine import Engine
 from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs
 from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.loading import load_tokenizer
+from fa_serve.engine.precompile import use_kernel_cache
 from fa_serve.engine.stats import EngineStats
 
 log = logging.getLogger("fa_serve.engine")
@@ -110,7 +111,8 @@ class ThreadWorker:
 
     def start(self) -> Ready:
         """Load the engine in this thread and start its loop in another one."""
-        engine = self._source if isinstance(self._source, Engine) else Engine(self._source, on_phase=self._on_phase)
+        given = self._source
+        engine = given if isinstance(given, Engine) else Engine(given, on_phase=self._on_phase, ahead=True)
         self._loop = EngineLoop(engine, self._commands, self._on_outputs)
         self._thread = threading.Thread(target=self._run, args=(self._loop,), name="fa_serve-engine", daemon=True)
         self._thread.start()
@@ -278,7 +280,8 @@ def _main(config: EngineConfig, connection: Connection) -> None:
     try:
         ready = threading.Event()
         threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
-        engine = Engine(config, on_phase=outgoing.put)
+        use_kernel_cache(config.resolve_device())
+        engine = Engine(config, on_phase=outgoing.put, ahead=True)
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second

@@ -17,6 +17,7 @@ as it is.
     attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
     traced.py          attention as one node of a compiled, exported or traced graph
     paged.py           the engine's forward over packed tokens and a paged cache
+    layer_kinds.py     few layers that stand for all layers of a model
     continuous.py      transformers' own continuous batching (`generate_batch`)
     info.py            what a model asks of attention, from its config alone
 
@@ -35,6 +36,7 @@ except ImportError as error:
     ) from error
 
 from fa_serve.hf.attention import attention_forward
+from fa_serve.hf.layer_kinds import few_layers, few_layers_config
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
 from fa_serve.hf.paged import PagedBatch, attention_layers, check_model, paged_forward
@@ -49,6 +51,8 @@ __all__ = [
     "attention_forward",
     "attention_layers",
     "check_model",
+    "few_layers",
+    "few_layers_config",
     "mask_forward",
     "paged_forward",
     "patch",

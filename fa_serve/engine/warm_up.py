@@ -1,0 +1,95 @@
+"""The warm-up plan: synthetic steps that launch every kernel which a later step may need.
+
+    for step in empty_steps(max_num_seqs=256, max_tokens=4096, max_keys=8192):
+        runner.run_warm_up(step)
+    for variant in sampling_variants():
+        runner.run_warm_up(variant)
+
+Kernels are compiled for tiles, and tiles are chosen by numbers that the host knows: sequences, queries of the longest sequence,
+keys of the longest sequence, and whether keys come from the cache. Each threshold of these choices is met by a power of two or
+by the largest number, so the plan walks over those. `tests/engine/test_warm_up.py` compares the tiles of the plan with the
+tiles of all numbers. An empty step computes few layers, has no keys but its own and writes none, so it takes milliseconds.
+
+Left out: CUDA graphs of steps (cuda_graphs.py), and compiling in several processes (precompile.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from fa_serve.engine.sampling_params import SamplingParams
+
+FEW_QUERIES = 16
+"""Up to so many queries of a sequence, attention chooses its tiles by the number of queries (fa_serve.spec.FEW_QUERIES)."""
+MIXED_QUERIES = 64
+"""Tokens of the prompt in the steps that stand for prompts beside decoding sequences."""
+KEYS_OF_BATCHES = (64, 1024)
+"""For several sequences, tiles depend on whether the keys fit one block and whether they are at most 1024."""
+
+
+class EmptyStep(NamedTuple):
+    """A synthetic step: `batch` - 1 sequences of one token, and a last one of `queries` tokens.
+
+    keys:  what the kernels are told of the longest sequence; the step itself has no keys but its own
+    fresh: no sequence has keys in the cache, so attention takes keys and values as they come
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    fresh: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch - 1 + self.queries
+
+
+class SamplingVariant(NamedTuple):
+    """Parameters of a row that is sampled. masked: a mask of allowed tokens comes with it, as for structured outputs."""
+
+    params: SamplingParams
+    masked: bool = False
+
+
+def powers_of_two(largest: int, least: int = 1) -> list[int]:
+    """The powers of two from `least`, a power of two, up to `largest`; and `largest` itself."""
+    powers = [1 << exponent for exponent in range(least.bit_length() - 1, largest.bit_length())]
+    return sorted({*powers, largest})
+
+
+def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int) -> list[EmptyStep]:
+    """The steps of the plan, each within these limits. The first ones are those that requests need first.
+
+    max_num_seqs: sequences in a step; max_tokens: tokens in a step; max_keys: keys of a sequence
+    """
+    queries = powers_of_two(min(max_tokens, max_keys))
+    steps = [EmptyStep(1, count, count, fresh=True) for count in queries]
+    steps += [EmptyStep(2, count, count, fresh=True) for count in queries]
+    for keys in powers_of_two(max_keys):
+        steps += [EmptyStep(batch, count, keys) for batch in (1, 2) for count in queries]
+    several = [size for size in powers_of_two(max_num_seqs) if size > 2]
+    few = [*powers_of_two(FEW_QUERIES), MIXED_QUERIES]
+    for keys in (*KEYS_OF_BATCHES, max_keys):
+        steps += [EmptyStep(batch, count, keys) for batch in several for count in few]
+    return list(
+        dict.fromkeys(
+            step
+            for step in steps
+            if step.batch <= max_num_seqs and step.num_tokens <= max_tokens and step.queries <= step.keys <= max_keys
+        )
+    )
+
+
+def sampling_variants() -> Iterator[SamplingVariant]:
+    """Parameters that lead to every kernel of sampling. Penalties are computed in float32, which is another variant of each."""
+    filters = list(product((0, 50), (1.0, 0.9), (0.0, 0.1)))
+    for penalty in (0.0, 0.5):
+        yield SamplingVariant(SamplingParams(temperature=0.0, frequency_penalty=penalty))
+        for top_k, top_p, min_p in filters:
+            yield SamplingVariant(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, frequency_penalty=penalty))
+    yield SamplingVariant(SamplingParams(temperature=0.0, logprobs=5))
+    yield SamplingVariant(SamplingParams(temperature=0.0, logit_bias={0: 1.0}))
+    yield SamplingVariant(SamplingParams(temperature=0.0, allowed_token_ids=(0, 1)))
+    yield SamplingVariant(SamplingParams(temperature=0.0), masked=True)
