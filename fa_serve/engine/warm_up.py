@@ -6,8 +6,8 @@
         runner.run_warm_up(variant)
 
 Kernels are compiled for tiles, and tiles are chosen by numbers that the host knows: sequences, queries of the longest sequence,
-keys of the longest sequence, and whether keys come from the cache. Each threshold of these choices is met by a power of two or
-by the largest number, so the plan walks over those. `tests/engine/test_warm_up.py` compares the tiles of the plan with the
+keys of the longest sequence, and whether keys come from the cache. Nearly all choices are met at a power of two or at the
+largest number, so the plan walks over those, and over the few others. `tests/engine/test_warm_up.py` compares the tiles of the plan with the
 tiles of all numbers. An empty step computes few layers, has no keys but its own and writes none, so it takes milliseconds.
 
 Left out: CUDA graphs of steps (cuda_graphs.py), and compiling in several processes (precompile.py).
@@ -27,6 +27,9 @@ MIXED_QUERIES = 64
 """Tokens of the prompt in the steps that stand for prompts beside decoding sequences."""
 KEYS_OF_BATCHES = (64, 1024)
 """For several sequences, tiles depend on whether the keys fit one block and whether they are at most 1024."""
+
+WIDTHS_OF_BATCHES = (32, 256, 2048)
+"""Batches are divided into classes at these sizes, and a class may split keys in a way that its larger batches do not."""
 
 
 class EmptyStep(NamedTuple):
@@ -73,6 +76,7 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int) -> list[Em
     few = [*powers_of_two(FEW_QUERIES), MIXED_QUERIES]
     for keys in (*KEYS_OF_BATCHES, max_keys):
         steps += [EmptyStep(batch, count, keys) for batch in several for count in few]
+        steps += [EmptyStep(size + 1, count, keys) for size in WIDTHS_OF_BATCHES for count in range(1, FEW_QUERIES + 1)]
     return list(
         dict.fromkeys(
             step
