@@ -54,7 +54,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def use_kernel_cache(device: str) -> None:
-    """Let Triton keep kernels in a folder for this release of fa_serve, of Triton and this kind of GPU, if it can be written."""
+    """Let Triton keep kernels in a folder for these releases of fa_serve and Triton and this GPU, if it can be written."""
     if "TRITON_CACHE_DIR" in os.environ or not device.startswith("cuda"):
         return
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

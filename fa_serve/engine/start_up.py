@@ -5,8 +5,8 @@
 
 With `ahead`, everything that a step may need exists when this returns: kernels are compiled in other processes while the
 weights load (precompile.py), then all steps of the warm-up plan run once (warm_up.py), and CUDA graphs are captured for a few
-seconds. The other graphs are captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use, steps
-compile and capture what they need. Left out: the scheduler and all that belongs to requests (engine.py).
+seconds. The other graphs are captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use,
+steps compile and capture what they need. Left out: the scheduler and all that belongs to requests (engine.py).
 """
 
 from __future__ import annotations

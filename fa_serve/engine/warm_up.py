@@ -7,8 +7,9 @@
 
 Kernels are compiled for tiles, and tiles are chosen by numbers that the host knows: sequences, queries of the longest sequence,
 keys of the longest sequence, and whether keys come from the cache. Nearly all choices are met at a power of two or at the
-largest number, so the plan walks over those, and over the few others. `tests/engine/test_warm_up.py` compares the tiles of the plan with the
-tiles of all numbers. An empty step computes few layers, has no keys but its own and writes none, so it takes milliseconds.
+largest number, so the plan walks over those, and over the few others. `tests/engine/test_warm_up.py` compares the tiles of the
+plan with the tiles of all numbers. An empty step computes few layers, has no keys but its own and writes none, so it takes
+milliseconds.
 
 Left out: CUDA graphs of steps (cuda_graphs.py), and compiling in several processes (precompile.py).
 """
