@@ -1,9 +1,14 @@
-"""python .gpu/latency.py [--seconds 14] [--folder /tmp/fa_8b] [--shape llama8b]: cold and warm start, then Poisson arrivals.
+"""python .gpu/latency.py [--seconds 10] [--folder /tmp/fa_8b] [--shape llama8b]: cold and warm start, then Poisson arrivals.
 
-Prints a correctness gate, the time of imports, the phases of a start with an empty kernel cache and of one with a full cache,
-and after each start first-token, per-token and between-token percentiles at 12 requests/s, and the late counters (wanted: 0).
+Stages, each in a process of its own and ended after a time limit; the first that fails ends the script:
+1. gate:  a tiny float32 model, tokens against model.generate, 75 s
+2. small: 2 layers of the 8B shape in bfloat16, CUDA_LAUNCH_BLOCKING=1, every step of the warm-up is named before it runs and
+          synchronised after it, then 64 mixed requests, 90 s
+3. cold, warm: phases of a start with an empty and with a full kernel cache, and first-token, per-token and between-token
+          percentiles at 12 requests/s and the late counters (wanted: 0), 120 s each
 """
-import argparse, asyncio, json, os, random, shutil, subprocess, sys, tempfile, time
+import argparse, asyncio, faulthandler, os, random, shutil, subprocess, sys, tempfile, time
+from functools import partial
 from pathlib import Path
 
 T0 = time.perf_counter()
@@ -19,9 +24,12 @@ def pct(values, *which):
     return " / ".join(f"{v[min(int(len(v) * p / 100), len(v) - 1)] * 1e3:.1f}" for p in which)
 
 
-def prepare(args):
+def phase(name, p): say(f"  {name} {p.name:<10}{p.seconds:7.2f} s  {p.detail}")
+
+
+def gate(args):
     import torch
-    from engine_workloads import make_folder, make_model
+    from engine_workloads import make_model
     from fa_serve.engine import Engine, EngineConfig, SamplingParams
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
@@ -35,16 +43,70 @@ def prepare(args):
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
         want.append(out[0, len(p):].tolist())
     config = EngineConfig(device=args.device, num_pages=256, max_num_seqs=8, max_num_batched_tokens=100, max_model_len=512)
-    t = time.perf_counter()
-    engine = Engine(config, model=model, ahead=True, on_phase=lambda x: say(f"    gate {x.name:<10}{x.seconds:7.2f} s  {x.detail}"))
-    got = [c.token_ids for c in engine.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))]
-    say("gate:", "ok" if got == want else f"WRONG {got} {want}", f"({time.perf_counter() - t:.1f} s)")
+    engine = Engine(config, model=model, ahead=True, on_phase=partial(phase, "gate"))
+    got = [c.token_ids for c in engine.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0))]
     if got != want:
-        sys.exit(1)
-    if not (Path(args.folder) / "tokenizer_config.json").exists():
-        t = time.perf_counter()
+        say("gate: WRONG tokens", got, want)
+        return 1
+    say(f"gate: ok, late {engine.preparations()}")
+    return 0
+
+
+def small(args):
+    faulthandler.dump_traceback_later(85, exit=False)
+    import torch
+    from engine_workloads import make_model
+    from fa_serve.engine import Engine, EngineConfig, SamplingParams, model_runner
+    from fa_serve.backends.launch import NotCompiledError
+    say(f"  small: blocking launches {os.environ.get('CUDA_LAUNCH_BLOCKING')}")
+    torch.manual_seed(0)
+    model = make_model(args.shape, args.device, dtype=torch.bfloat16, num_hidden_layers=2)
+    run, ended, tries = model_runner.ModelRunner.run_warm_up, [], [0]
+    trace = os.environ.get("FA_TRACE")
+
+    def named(self, work):
+        tries[0] += 1
+        if trace:
+            Path(trace).write_text(repr(work))  # what a process that dies was doing
+        try:
+            run(self, work)
+            torch.cuda.synchronize()
+        except NotCompiledError:
+            raise
+        except BaseException as error:
+            say(f"  small: FAILED in {work}: {type(error).__name__}: {str(error)[:300]}")
+            raise
+        ended.append(work)
+        if len(ended) % 50 == 1:
+            say(f"  small: {len(ended)} works done at {time.perf_counter() - T0:.1f} s, {tries[0]} tries, now {work}")
+
+    model_runner.ModelRunner.run_warm_up = named
+    config = EngineConfig(device=args.device, max_num_seqs=256, max_num_batched_tokens=4096, gpu_memory_utilization=0.5,
+                          max_model_len=args.max_model_len, seed=0)
+    engine = Engine(config, model=model, ahead=True, on_phase=partial(phase, "small"))
+    before = engine.preparations()
+    say(f"  small: {len(ended)} works, {tries[0]} tries, compiled or loaded, captured: {before}")
+    draw = random.Random(0)
+    prompts = [draw.choices(range(5, 500), k=int(2 ** draw.uniform(0, 11))) for _ in range(64)]
+    kinds = [{}, dict(top_p=0.9), dict(top_k=20), dict(top_k=20, top_p=0.9, min_p=0.05), dict(frequency_penalty=0.3),
+             dict(logprobs=5), dict(temperature=0.0), dict(logit_bias={7: 1.0})]
+    params = [SamplingParams(max_tokens=8, ignore_eos=True, **kinds[i % len(kinds)]) for i in range(64)]
+    got = [c.token_ids for c in engine.generate(prompts, params)]
+    late = [now - then for now, then in zip(engine.preparations(), before)]
+    torch.cuda.synchronize()
+    bad = sum(len(x) != 8 for x in got)
+    say(f"small: {'ok' if not bad else 'WRONG'}, {bad} of 64 answers are short, late compilations and captures {late}")
+    faulthandler.cancel_dump_traceback_later()
+    return int(bool(bad))
+
+
+def prepare(args):
+    from engine_workloads import make_folder
+    t = time.perf_counter()
+    if not Path(args.folder).exists():
         make_folder(args.shape, Path(args.folder), args.device)
-        say(f"model written in {time.perf_counter() - t:.1f} s")
+    say(f"model written in {time.perf_counter() - t:.1f} s")
+    return 0
 
 
 async def serve(args):
@@ -52,14 +114,14 @@ async def serve(args):
     say(f"  import    {time.perf_counter() - T0:7.2f} s")
     config = EngineConfig(model=args.folder, device=args.device, max_num_seqs=256, max_num_batched_tokens=4096,
                           max_model_len=args.max_model_len, process=True, seed=0)
-    engine = AsyncEngine(config, on_phase=lambda p: say(f"  {p.name:<10}{p.seconds:7.2f} s  {p.detail}"))
+    engine = AsyncEngine(config, on_phase=partial(phase, ""))
     await engine.start()
     ready = time.perf_counter() - T0
     say(f"  READY     {ready:7.2f} s  (process start to ready)")
     draw = random.Random(1)
     kinds = [{}, {}, {}, dict(top_p=0.9), dict(top_k=20), dict(top_k=20, top_p=0.9, min_p=0.05), dict(frequency_penalty=0.3),
              dict(logprobs=5), dict(temperature=0.0), dict(logit_bias={7: 1.0}), dict(temperature=0.0, presence_penalty=0.2, logprobs=0)]
-    firsts, per_token, gaps, tokens = [], [], [], [0]
+    firsts, per_token, gaps = [], [], []
 
     async def one(i):
         prompt = draw.choices(range(5, 500), k=draw.randint(140, 1260))
@@ -78,7 +140,6 @@ async def serve(args):
                 n += len(out.token_ids)
             if out.error:
                 say("  ERROR", out.error)
-        tokens[0] += n
         if n > 1:
             per_token.append((last - first) / (n - 1))
 
@@ -100,45 +161,55 @@ async def serve(args):
         late = {k: getattr(stats, k, None) for k in ("num_late_compilations", "num_late_captures", "num_steps", "num_preemptions")}
         say("  late:", late)
     await engine.shutdown()
+    return 0
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", nargs="?", default="all")
-    parser.add_argument("--seconds", type=float, default=14)
+    parser.add_argument("what", nargs="?", default="all", choices=["all", "gate", "small", "prepare", "serve"])
+    parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--second-rate", type=float, default=0)
     parser.add_argument("--folder", default="/tmp/fa_8b")
     parser.add_argument("--shape", default="llama8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--max-model-len", type=int, default=8192)
     args = parser.parse_args()
-    if args.what == "prepare":
-        return prepare(args)
     if args.what == "serve":
-        return asyncio.run(serve(args))
+        return sys.exit(asyncio.run(serve(args)))
+    if args.what != "all":
+        return sys.exit({"gate": gate, "small": small, "prepare": prepare}[args.what](args))
     options = [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items() if k != "what"]
-    cache = tempfile.mkdtemp(prefix="fa_kernels_")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "HF_HUB_OFFLINE": "1",
                         "PYTHONUNBUFFERED": "1"}
 
-    def child(what, **more):
+    def child(what, limit, **more):
         t = time.perf_counter()
-        done = subprocess.run([sys.executable, __file__, what, *options], env=env | more)
-        say(f"== {what} ended with {done.returncode} after {time.perf_counter() - t:.1f} s, {time.perf_counter() - T0:.0f} s in all")
-        return done.returncode
+        say(f"== {what}: at most {limit} s")
+        try:
+            code = subprocess.run([sys.executable, __file__, what, *options], env=env | more, timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            code = "the time limit"
+        say(f"== {what} ended with {code} after {time.perf_counter() - t:.1f} s, {time.perf_counter() - T0:.0f} s in all")
+        if code:
+            trace = more.get("FA_TRACE")
+            if trace and Path(trace).exists():
+                say("   the last work of the warm-up was", Path(trace).read_text())
+            sys.exit(1)
 
-    gate_cache = tempfile.mkdtemp(prefix="fa_kernels_")
-    if child("prepare", TRITON_CACHE_DIR=gate_cache):
-        sys.exit(1)
+    caches = [tempfile.mkdtemp(prefix="fa_kernels_") for _ in range(3)]
+    child("gate", 75, TRITON_CACHE_DIR=caches[0])
+    child("small", 90, TRITON_CACHE_DIR=caches[1], CUDA_LAUNCH_BLOCKING="1", FA_TRACE=caches[1] + "/work.txt")
+    child("prepare", 60)
+    say("== cold: empty kernel cache")
+    child("serve", 120, TRITON_CACHE_DIR=caches[2])
+    say(f"== warm: {len(list(Path(caches[2]).iterdir()))} entries in the cache")
+    child("serve", 120, TRITON_CACHE_DIR=caches[2])
+    for cache in caches:
+        shutil.rmtree(cache, ignore_errors=True)
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import fa_serve.engine.worker"], env=env, capture_output=True, text=True)
     lines = [x.split("|") for x in done.stderr.splitlines() if x.count("|") == 2 and "cumulative" not in x]
-    rows = sorted(((int(c), n.strip(), len(n) - len(n.lstrip())) for _, c, n in lines), reverse=True)
-    say("imports over 0.25 s, ms:", {n: round(c / 1000) for c, n, _ in rows if c > 250_000})
-    say("== cold: empty kernel cache")
-    child("serve", TRITON_CACHE_DIR=cache)
-    say(f"== warm: {len(list(Path(cache).iterdir()))} entries in the cache")
-    child("serve", TRITON_CACHE_DIR=cache)
-    shutil.rmtree(cache, ignore_errors=True)
+    rows = sorted(((int(c), n.strip()) for _, c, n in lines), reverse=True)
+    say("imports over 0.25 s, ms:", {n: round(c / 1000) for c, n in rows if c > 250_000})
 
 
 if __name__ == "__main__":

@@ -146,9 +146,9 @@ class EngineLoop:
 
     def _count_late(self, before: tuple[int, int]) -> None:
         """Count what has been compiled and captured since `before` as what requests have waited for."""
-        self._late = tuple(
-            late + now - then for late, now, then in zip(self._late, self._engine.preparations(), before, strict=True)
-        )
+        compilations, captures = self._late
+        now = self._engine.preparations()
+        self._late = (compilations + now[0] - before[0], captures + now[1] - before[1])
 
     @property
     def _has_news(self) -> bool:

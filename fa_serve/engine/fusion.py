@@ -77,10 +77,8 @@ def _repeat_heads(v: Tensor, num_heads: int) -> Tensor:
 
 
 @torch.no_grad()
-def fuse(model: PreTrainedModel, *, proven: bool = False) -> int:
+def fuse(model: PreTrainedModel) -> int:
     """Give decoder layers of a causal model, which `attention_layers` accepts, the forward of `FusedLayer`.
-
-    proven: assume that layers can be fused and are rotary. Only for a model whose results nobody uses
 
     Returns how many layers are fused. Each kind of layer is proven once. For a kind that cannot be fused the log says why.
     """
@@ -91,7 +89,7 @@ def fuse(model: PreTrainedModel, *, proven: bool = False) -> int:
         kind = _kind(layer, call)
         try:
             if kind not in proofs:
-                proofs[kind] = proven or _prove(layer, call)
+                proofs[kind] = _prove(layer, call)
             proof = proofs[kind]
             if isinstance(proof, NotFusedError):
                 continue

@@ -16,11 +16,11 @@ from zipfile import is_zipfile
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.model_runner import ModelRunner
-from fa_serve.hf import NAME, few_layers_config
+from fa_serve.hf import NAME
 from fa_serve.spec import ParameterError
 
 
@@ -50,23 +50,6 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         raise
     cast(torch.nn.Module, model).to(config.resolve_device())
     return cast(PreTrainedModel, model)
-
-
-def model_config(config: EngineConfig) -> PreTrainedConfig:
-    """The model's config, with the code that comes with it if that is allowed."""
-    return cast(PreTrainedConfig, AutoConfig.from_pretrained(config.model_path(), trust_remote_code=config.trust_remote_code))
-
-
-def make_small_model(config: EngineConfig) -> tuple[PreTrainedModel, int]:
-    """A model with few layers, few tokens and random weights on the engine's device; and the size of the whole vocabulary."""
-    whole = model_config(config)
-    small = few_layers_config(whole)
-    dtype = whole.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    with torch.device(config.resolve_device()):
-        model = AutoModelForCausalLM.from_config(
-            small, dtype=dtype, attn_implementation=NAME, trust_remote_code=config.trust_remote_code
-        )
-    return cast(PreTrainedModel, model), int(cast(Any, whole.get_text_config()).vocab_size)
 
 
 def _name_bad_file(path: str, error: Exception) -> None:

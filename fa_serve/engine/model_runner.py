@@ -109,9 +109,9 @@ class ModelRunner:
         lefts = [layer.window_size[0] for layer in self.layers]
         return None if min(lefts, default=-1) < 0 else max(lefts)
 
-    def fuse(self, *, proven: bool = False) -> int:
-        """Fuse the layers of the model where that is possible. Returns how many are fused. proven: see `fusion.fuse`."""
-        return fusion.fuse(self.model, proven=proven)
+    def fuse(self) -> int:
+        """Fuse the layers of the model where that is possible. Returns how many are fused."""
+        return fusion.fuse(self.model)
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the KV cache. The content of an earlier one is lost."""

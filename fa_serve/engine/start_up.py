@@ -3,33 +3,36 @@
     started = start_up(config, on_phase=print, ahead=True)
     started.runner.launch(batch)
 
-With `ahead`, everything that a step may need exists when this returns: kernels are compiled in other processes while the
-weights load (precompile.py), then all steps of the warm-up plan run once (warm_up.py), and CUDA graphs are captured for a few
-seconds. The other graphs are captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use,
-steps compile and capture what they need. Left out: the scheduler and all that belongs to requests (engine.py).
+With `ahead`, everything that a step may need exists when this returns: all steps of the warm-up plan run once (warm_up.py),
+while threads compile the kernels that they launch, and CUDA graphs are captured for a few seconds. The other graphs are
+captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use, steps compile and capture
+what they need. Left out: the scheduler and all that belongs to requests (engine.py).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from fa_serve.engine import precompile
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.loading import load_model, load_tokenizer, sizes
 from fa_serve.engine.model_runner import ModelRunner
-from fa_serve.engine.warm_up import empty_steps, sampling_variants
+from fa_serve.engine.warm_up import EmptyStep, SamplingVariant, empty_steps, sampling_variants
 from fa_serve.hf import few_layers, patch
-from fa_serve.ops.compilations import num_compilations, watch
+from fa_serve.ops.compilations import num_compilations, run_compiled, watch
 
 log = logging.getLogger("fa_serve.engine")
 
+MAX_THREADS = 8
+"""Threads that compile kernels. With more of them, Python's lock is what they wait for."""
 CAPTURE_SECONDS = 5.0
 """How long graphs are captured before the engine is ready. The most useful ones come first."""
 
@@ -56,26 +59,17 @@ def start_up(
     ahead: compile and capture ahead of requests, so that none of them waits for it
     """
     clock = PhaseClock(on_phase)
-    compiling = None
     if ahead:
         watch()
     if model is None:
         tokenizer = load_tokenizer(config)
-        compiling = precompile.begin(config) if ahead else None
-        try:
-            model = load_model(config)
-        except BaseException:
-            if compiling is not None:
-                compiling.cancel()
-            raise
+        model = load_model(config)
         clock.end("weights", f"{config.model_name} on {model.device}")
     else:
         patch(model)
     runner = ModelRunner(model, config)
     if runner.fuses:
         clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
-    if compiling is not None:
-        clock.end("compile", compiling.wait())
     num_pages, max_model_len = sizes(config, runner)
     runner.allocate(num_pages, max_model_len)
     clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens, max_model_len {max_model_len}")
@@ -96,13 +90,18 @@ def start_up(
 
 def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
     """Run the warm-up plan. A failure is logged and ends it: requests then compile what they need."""
-    steps = empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_keys=max_model_len)
+    plan: list[EmptyStep | SamplingVariant] = [
+        *empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_keys=max_model_len),
+        *sampling_variants(),
+    ]
+    num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
     try:
         with few_layers(runner.model):
-            for work in (*sampling_variants(), *steps):
-                runner.run_warm_up(work)
+            run_compiled([partial(runner.run_warm_up, work) for work in plan], num_threads)
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
+    except torch.AcceleratorError:
+        raise  # the device is lost: nothing more can be computed in this process
     except Exception as error:
         log.warning("requests may wait for compilations, because a step of the warm-up failed: %s", error)
 

@@ -11,7 +11,7 @@ largest number, so the plan walks over those, and over the few others. `tests/en
 plan with the tiles of all numbers. An empty step computes few layers, has no keys but its own and writes none, so it takes
 milliseconds.
 
-Left out: CUDA graphs of steps (cuda_graphs.py), and compiling in several processes (precompile.py).
+Left out: CUDA graphs of steps (cuda_graphs.py), and how kernels are compiled (ops/compilations.py).
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ from fa_serve.engine.engine import Engine
 from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs
 from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.loading import load_tokenizer
-from fa_serve.engine.precompile import use_kernel_cache
 from fa_serve.engine.stats import EngineStats
+from fa_serve.ops.compilations import use_kernel_cache
 
 log = logging.getLogger("fa_serve.engine")
 

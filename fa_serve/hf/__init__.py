@@ -36,7 +36,7 @@ except ImportError as error:
     ) from error
 
 from fa_serve.hf.attention import attention_forward
-from fa_serve.hf.layer_kinds import few_layers, few_layers_config
+from fa_serve.hf.layer_kinds import few_layers
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
 from fa_serve.hf.paged import PagedBatch, attention_layers, check_model, paged_forward
@@ -52,7 +52,6 @@ __all__ = [
     "attention_layers",
     "check_model",
     "few_layers",
-    "few_layers_config",
     "mask_forward",
     "paged_forward",
     "patch",

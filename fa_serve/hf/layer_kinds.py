@@ -2,7 +2,6 @@
 
     with few_layers(model):
         paged_forward(model, ...)            # launches the kernels of every kind of layer, in a fraction of the time
-    small = few_layers_config(model.config)  # of a model with these layers only and a small vocabulary
 
 transformers describes layers that differ by lists in the config with one entry for each layer, such as `layer_types`. Left out:
 layers that differ without such a list. Running few of them misses some, which costs time later and no correctness.
@@ -10,15 +9,12 @@ layers that differ without such a list. Running few of them misses some, which c
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
-
-SMALL_VOCAB = 64
 
 
 def num_distinct_layers(config: PreTrainedConfig) -> int:
@@ -51,17 +47,3 @@ def few_layers(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         text.num_hidden_layers = total
-
-
-def few_layers_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a model of the same widths that has the first layers and SMALL_VOCAB tokens."""
-    count = num_distinct_layers(config)
-    small = copy.deepcopy(config)
-    text: Any = small.get_text_config()
-    for name, value in _by_layer(text).items():
-        setattr(text, name, value[:count])
-    text.num_hidden_layers = count
-    text.vocab_size = SMALL_VOCAB
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(text, name, None)
-    return small

@@ -1,26 +1,29 @@
-"""Which kernels Triton compiles in this process, and which process compiles a kernel when several do so at once.
+"""Kernels are compiled ahead of the requests that need them, in threads; kept in a folder; and counted.
 
+    use_kernel_cache("cuda")
     watch()
-    ...
+    run_compiled([lambda: step(1), lambda: step(64)], num_threads=8)
     num_compilations()                       # Compilations(loaded=112, compiled=3): since `watch`
 
-    claim_kernels(folder)                    # of the processes that share this folder, one compiles each kernel
-
 A kernel that a launch needs for the first time is compiled, which takes a second, or loaded from Triton's cache on disk, which
-takes milliseconds. Either way the launch waits. Left out: which kernels a model needs, which the engine finds out by running
-steps (engine/warm_up.py).
+takes milliseconds. Either way the launch waits. The greater part of a compilation runs outside of Python's lock, so threads
+compile side by side. Left out: which kernels a model needs, which the engine finds out by running steps (engine/warm_up.py).
 """
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Callable
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WAIT_SECONDS = 60.0
-"""How long a process waits at most for a kernel that another process compiles."""
+import torch
+
+log = logging.getLogger(__name__)
 
 
 class Compilations(NamedTuple):
@@ -31,15 +34,17 @@ class Compilations(NamedTuple):
 
 
 class _Counter:
-    """Triton's listener: it is called when a kernel has been compiled or loaded. An earlier listener is called as well."""
+    """Triton's listener: threads call it when a kernel has been compiled or loaded. An earlier listener is called as well."""
 
     def __init__(self, earlier: Callable[..., Any] | None) -> None:
         self._earlier = earlier
+        self._lock = threading.Lock()
         self.counted = Compilations()
 
     def __call__(self, *, cache_hit: bool, **described: Any) -> None:
-        loaded, compiled = self.counted
-        self.counted = Compilations(loaded + cache_hit, compiled + (not cache_hit))
+        with self._lock:
+            loaded, compiled = self.counted
+            self.counted = Compilations(loaded + cache_hit, compiled + (not cache_hit))
         if self._earlier is not None:
             self._earlier(cache_hit=cache_hit, **described)
 
@@ -64,45 +69,49 @@ def num_compilations() -> Compilations:
     return listener.counted if isinstance(listener, _Counter) else Compilations()
 
 
-class KernelClaims:
-    """Decides which of several processes compiles a kernel: the first that asks for it.
+def run_compiled(calls: Iterable[Callable[[], None]], num_threads: int) -> None:
+    """Call each function until it comes to its end, while threads compile the kernels that the functions launch.
 
-    folder:   has a file for each kernel that is being compiled, and another one when it is in the cache on disk
-    launches: kernels are launched as well. A launch then waits until another process has compiled its kernel. Without launches
-              the results of all kernels are undefined
+    A function ends early at a kernel that is not compiled yet. It is called again, from its beginning, when that kernel exists;
+    meanwhile the others run. So every kernel that is launched reads what earlier kernels have written. Raises what a function
+    or a compilation raises; the remaining functions are then not called.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._known: set[str] = set()  # what this process need not ask for again; as many as there are kernels
-        self.launches = True
-
-    def begin(self, description: str) -> bool:
-        """Whether this process is to compile the kernel."""
-        if description in self._known:
-            return False
-        self._known.add(description)
-        claim = self._claim(description)
-        try:
-            claim.touch(exist_ok=False)
-        except FileExistsError:
-            limit = time.monotonic() + WAIT_SECONDS
-            while self.launches and not claim.with_suffix(".done").exists() and time.monotonic() < limit:
-                time.sleep(0.005)
-            return False
-        return True
-
-    def end(self, description: str) -> None:
-        """The kernel is in the cache on disk."""
-        self._claim(description).with_suffix(".done").touch()
-
-    def _claim(self, description: str) -> Path:
-        return self._folder / hashlib.sha256(description.encode()).hexdigest()
+    try:
+        from fa_serve.backends.launch import NotCompiledError, compiling_in_threads
+    except ImportError:  # without Triton there is nothing to compile
+        for call in calls:
+            call()
+        return
+    ready = list(calls)
+    blocked: dict[Future[Any], list[Callable[[], None]]] = {}
+    with compiling_in_threads(num_threads):
+        while ready or blocked:
+            if not ready:
+                wait(blocked, return_when=FIRST_COMPLETED)
+            for compiled in [x for x in blocked if x.done()]:
+                ready += blocked.pop(compiled)
+            for call in ready:
+                try:
+                    call()
+                except NotCompiledError as error:
+                    blocked.setdefault(error.compiled, []).append(call)
+            ready = []
 
 
-def claim_kernels(folder: Path) -> KernelClaims:
-    """Compile only kernels that no other process with the same folder compiles, from now on and until this process ends."""
-    from fa_serve.backends import launch
+def use_kernel_cache(device: str) -> None:
+    """Let Triton keep kernels in a folder for these releases of fa_serve and Triton and this GPU, if it can be written.
 
-    launch.CLAIMS = claims = KernelClaims(folder)
-    return claims
+    The folder can be copied into an image, and old ones can be deleted. The variable TRITON_CACHE_DIR overrides it.
+    """
+    if "TRITON_CACHE_DIR" in os.environ or not device.startswith("cuda"):
+        return
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    card = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
+    folder = root / "fa_serve" / f"{version('fa_serve')}-triton-{version('triton')}-{card}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("kernels are kept in Triton's own folder, because %s cannot be made: %s", folder, error)
+        return
+    if os.access(folder, os.W_OK):
+        os.environ["TRITON_CACHE_DIR"] = str(folder)

@@ -1,20 +1,27 @@
-"""Compilations are counted by Triton's listener, and processes divide kernels by files."""
+"""Compilations are counted by Triton's listener, and threads compile what calls need."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from concurrent.futures import Future
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
 from fa_serve.backends import launch
-from fa_serve.ops import compilations
-from fa_serve.ops.compilations import Compilations, KernelClaims, claim_kernels, num_compilations, watch
+from fa_serve.backends.launch import NotCompiledError
+from fa_serve.ops.compilations import Compilations, num_compilations, run_compiled, use_kernel_cache, watch
 
 
 @triton.jit
@@ -42,45 +49,106 @@ def test_kernels_are_counted_when_they_are_compiled_and_when_they_are_loaded(lis
     assert heard == [False, True], "an earlier listener hears of it too"
 
 
-def test_the_first_of_several_processes_compiles_a_kernel(tmp_path) -> None:
-    first, second = KernelClaims(tmp_path), KernelClaims(tmp_path)
-    second.launches = False
-    assert first.begin("a kernel")
-    assert not first.begin("a kernel"), "once is enough"
-    assert not second.begin("a kernel"), "a process that launches nothing does not wait"
-    assert second.begin("another kernel")
-    assert len(list(tmp_path.iterdir())) == 2
+class _Driver:
+    """As much of a Triton driver as compiling needs."""
+
+    def __init__(self) -> None:
+        self.launchers: list[object] = []
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> str:
+        return "for tests of threads"
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+    def launcher_cls(self, source: object, metadata: object) -> None:
+        self.launchers.append(source)
 
 
-def test_a_launch_waits_for_the_process_that_compiles_its_kernel(tmp_path, monkeypatch) -> None:
-    first, second = KernelClaims(tmp_path), KernelClaims(tmp_path)
-    assert first.begin("a kernel")
-    compiled = []
-    threading.Timer(0.2, lambda: (compiled.append(1), first.end("a kernel"))).start()
-    assert not second.begin("a kernel")
-    assert compiled, "it has waited"
-    monkeypatch.setattr(compilations, "WAIT_SECONDS", 0.01)
-    assert first.begin("lost")
-    begin = time.monotonic()
-    assert not second.begin("lost"), "a process that died does not hold up others for long"
-    assert time.monotonic() - begin < 5
+def compile_or_raise(size: int) -> object:
+    """What a launch does in its first call."""
+    kernel = _fill.warmup(torch.float32, size, grid=(1,))
+    if isinstance(kernel, triton.FutureKernel):
+        if not kernel.future.done():
+            raise NotCompiledError(kernel.future)
+        kernel = kernel.result()
+    return kernel
 
 
-def test_with_claims_kernels_are_compiled_and_not_launched(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(launch, "CLAIMS", None)
-    claims = claim_kernels(tmp_path)
-    assert launch.CLAIMS is claims
+def test_threads_compile_what_several_calls_need(listener, tmp_path, monkeypatch) -> None:
+    """Each kernel is compiled once, with its launcher, and a call runs to its end when all its kernels exist."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    fake = _Driver()
+    monkeypatch.setattr(driver, "_active", fake)
+    watch()
+    ended = []
 
-    class Kernel:
-        __name__ = "kernel"
-        warmed: list[tuple[tuple[object, ...], dict[str, object]]] = []  # noqa: RUF012
+    def call(name: str, *sizes: int) -> None:
+        found = [compile_or_raise(size) for size in sizes]
+        ended.append((name, [kernel.metadata.name for kernel in found]))
 
-        def warmup(self, *arguments, **options):
-            self.warmed.append((arguments, options))
+    calls = [partial(call, "a", 32, 64), partial(call, "b", 64, 128), partial(call, "c", 32)]
+    run_compiled(calls, num_threads=2)
+    assert sorted(ended) == [("a", ["_fill"] * 2), ("b", ["_fill"] * 2), ("c", ["_fill"])]
+    assert num_compilations() == Compilations(loaded=0, compiled=3)
+    assert len(fake.launchers) == 3
+    assert launch._COMPILING is None
+    run_compiled(calls, num_threads=2)
+    assert len(ended) == 6
+    assert num_compilations() == Compilations(loaded=0, compiled=3)
 
-    kernel = Kernel()
-    each = launch.Launch(kernel, 3, varying=(0.5,), fixed=(64,), options={"num_warps": 4})
-    for _ in range(2):
-        each._compile_claimed(claims, (id(kernel), 0, (), (), (64,), (4,)), (), ())
-    assert kernel.warmed == [((0.5, 64), {"grid": (3, 1, 1), "num_warps": 4})]
-    assert len(list(tmp_path.glob("*.done"))) == 1
+
+def test_a_call_is_repeated_only_when_its_kernel_exists() -> None:
+    kernels = {name: Future() for name in "xy"}
+    tries = []
+
+    def call(name: str, *needed: str) -> None:
+        tries.append(name)
+        for each in needed:
+            if not kernels[each].done():
+                raise NotCompiledError(kernels[each])
+
+    def compile_both() -> None:
+        for name in "xy":
+            time.sleep(0.2)
+            kernels[name].set_result(name)
+
+    thread = threading.Thread(target=compile_both)
+    thread.start()
+    run_compiled([partial(call, "1", "x"), partial(call, "2", "x", "y"), partial(call, "3"), partial(call, "4", "y")], 1)
+    thread.join()
+    assert tries == ["1", "2", "3", "4", "1", "2", *tries[6:]]
+    assert sorted(tries[6:]) == ["2", "4"]
+
+
+def test_what_a_call_or_a_compilation_raises_ends_all() -> None:
+    broken: Future[object] = Future()
+
+    def fail() -> None:
+        if not broken.done():
+            raise NotCompiledError(broken)
+        broken.result()
+
+    threading.Timer(0.1, broken.set_exception, [ValueError("no such instruction")]).start()
+    with pytest.raises(ValueError, match="no such instruction"):
+        run_compiled([fail], 1)
+    assert launch._COMPILING is None
+    run_compiled([], 1)
+
+
+def test_kernels_are_kept_by_release_and_card(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL/8")
+    use_kernel_cache("cpu")
+    assert "TRITON_CACHE_DIR" not in os.environ
+    use_kernel_cache("cuda:0")
+    folder = Path(os.environ["TRITON_CACHE_DIR"])
+    assert folder == tmp_path / "fa_serve" / f"{version('fa_serve')}-triton-{triton.__version__}-NVIDIA-H200-NVL-8"
+    assert folder.is_dir()
+    monkeypatch.setenv("TRITON_CACHE_DIR", "own")
+    use_kernel_cache("cuda:0")
+    assert os.environ["TRITON_CACHE_DIR"] == "own"
