@@ -100,6 +100,8 @@ class Metrics(Collector):
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.num_prompt_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
             "engine_steps": ("Steps of the engine.", stats.num_steps),
+            "late_compilations": ("Kernels that requests have waited for.", stats.num_late_compilations),
+            "late_captures": ("CUDA graphs whose capture requests have waited for.", stats.num_late_captures),
         }
         for name, (help, value) in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])

@@ -83,6 +83,8 @@ class FakeEngine:
             num_cached_tokens=7,
             num_output_tokens=8,
             num_preemptions=9,
+            num_late_compilations=10,
+            num_late_captures=11,
         )
 
     def _logprobs(self, token: int, count: int | None) -> list[TokenLogprob] | None:
