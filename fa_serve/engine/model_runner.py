@@ -167,9 +167,12 @@ class ModelRunner:
     def _run_empty(self, step: EmptyStep) -> None:
         """Compute a step that writes no keys, and reads the pages that slot 0 had last, whatever they hold."""
         lengths = [1] * (step.batch - 1) + [step.queries]
-        queries, fresh = step.queries, step.fresh
+        queries = step.queries
+        fresh = step.fresh
         if self._deterministic:  # each token is a sequence, as in `batch_arrays`
-            lengths, queries, fresh = [1] * step.num_tokens, 1, False
+            lengths = [1] * step.num_tokens
+            queries = 1
+            fresh = False
         arrays = padding(Shape(step.num_tokens, len(lengths), queries, step.keys))
         arrays["seqused_k"] = np.array(lengths, dtype=np.int32)
         arrays["cu_seqlens_q"] = np.cumsum([0, *lengths], dtype=np.int32)

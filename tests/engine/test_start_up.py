@@ -81,7 +81,8 @@ def test_each_step_of_the_warm_up_is_valid(make_engine, monkeypatch, family, set
 
 def test_a_step_that_ends_at_a_kernel_is_repeated_when_the_kernel_exists(make_engine, monkeypatch) -> None:
     engine = make_engine()
-    ended, missing = [], Future()
+    ended = []
+    missing = Future()
     run = engine._runner.run_warm_up
 
     def run_with_kernels(work: Any) -> None:
