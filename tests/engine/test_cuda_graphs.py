@@ -198,7 +198,7 @@ def test_a_step_that_nobody_prepared_takes_a_graph_with_a_little_padding_or_none
 
 
 def test_prompts_that_come_again_are_captured_in_the_next_idle_moment(make_engine, replays) -> None:
-    engine = make_engine(max_num_batched_tokens=1200, prefix_caching=False, max_model_len=2000, num_pages=1000)
+    engine = make_engine(max_num_batched_tokens=1200, prefix_caching=False, num_pages=1000)
     engine._runner.make_graphs()
     while engine.prepare_one():
         pass
