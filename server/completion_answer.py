@@ -20,7 +20,7 @@ DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
 class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
+    prefix = "cmpl-"
     _prompt_field = "prompt"
     _body: CompletionRequest
 

@@ -43,6 +43,7 @@ JsonSchema = Annotated[dict[str, Any] | str, one_error("a JSON schema, as an obj
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: each chunk has the usage so far.")
 
     UNSUPPORTED: ClassVar[Unsupported] = {"include_obfuscation": (False,)}
 

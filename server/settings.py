@@ -56,6 +56,7 @@ class Settings(BaseSettings):
     reasoning_parser: Literal["auto", "none", "think"] = _option(
         "auto", "Whether <think> is separated from answers; auto does so if the chat template has it.", "Model"
     )
+    lenient: bool = _option(False, "Ignore unknown fields inside messages instead of refusing them.", "Model")
     trust_remote_code: bool = _option(False, "Run code that comes with the model.", "Model")
 
     max_num_seqs: int = _option(256, "Maximum number of sequences that run at once.", "Engine", ge=1)
