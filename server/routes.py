@@ -26,6 +26,9 @@ from .completion_answer import CompletionAnswer
 from .dialects.anthropic_answer import MessagesAnswer
 from .dialects.anthropic_replies import AnthropicErrorReply, MessageReply, TokenCount
 from .dialects.anthropic_request import CountTokensRequest, MessagesRequest
+from .dialects.responses_answer import ResponsesAnswer
+from .dialects.responses_replies import ResponseObject
+from .dialects.responses_request import ResponsesRequest
 from .errors import BadRequest, Unavailable
 from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply
 from .schemas import CompletionRequest, DetokenizeRequest
@@ -132,6 +135,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     return await _respond(ChatAnswer, body, request)
+
+
+@posts.post("/v1/responses", response_model=ResponseObject, responses=STREAM, tags=["OpenAI"])
+async def responses(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a conversation in the form of OpenAI's Responses API. Nothing is stored."""
+    return await _respond(ResponsesAnswer, body, request)
 
 
 @posts.post("/v1/messages", response_model=MessageReply, responses=STREAM | ANTHROPIC_ERRORS, tags=["Anthropic"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from ..schemas import NonEmpty, SamplingRequest
@@ -18,26 +18,34 @@ class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+def _json_object(text: str) -> str:
+    try:
+        if isinstance(from_json(text or "{}"), dict):
+            return text
+    except ValueError:
+        pass
+    raise PydanticCustomError("arguments", "must be a JSON object")
+
+
+Arguments = Annotated[str, AfterValidator(_json_object)]
+
 
 class CalledFunction(StrictModel):
     name: NonEmpty
-    arguments: str
+    arguments: Arguments
 
-    @field_validator("arguments")
-    @classmethod
-    def _check_arguments(cls, text: str) -> str:
-        try:
-            if isinstance(from_json(text or "{}"), dict):
-                return text
-        except ValueError:
-            pass
-        raise PydanticCustomError("arguments", "must be a JSON object")
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
 
 class ToolCall(StrictModel):
     id: NonEmpty
     type: Literal["function"]
     function: CalledFunction
+
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
     def rendered(self) -> dict[str, Any]:
         """Templates expect the arguments as an object, not as text."""
@@ -53,6 +61,7 @@ class Message(StrictModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="For the chat template, which may leave old thoughts out.")
 
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
     UNSUPPORTED: ClassVar[Unsupported] = {"annotations": ([],), "audio": NOTHING, "function_call": NOTHING, "refusal": NOTHING}
 
     @model_validator(mode="after")

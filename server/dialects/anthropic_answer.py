@@ -54,9 +54,9 @@ class MessagesAnswer(DialectAnswer):
             async for _, output in outputs:
                 if not begun:
                     begun = True
-                    start = self._message([], None, None, self._usage_of(output) | {"output_tokens": 0})
+                    start = self._message([], None, None, {**self._usage_of(output), "output_tokens": 0})
                     yield event("message_start", {"message": start})
-                for change in self._read(output, output.finished):
+                for change in self._changes:
                     for each in self._events(*change):
                         yield each
                 if output.finished:
@@ -76,15 +76,11 @@ class MessagesAnswer(DialectAnswer):
 
     def _reply(self, sums: dict[int, RequestOutput]) -> dict[str, Any]:
         [output] = sums.values()
-        for _ in self._read(output, last=True):
-            pass
         reason, string = self._stop(output)
         content = [self._block(part) for part in self._parts.all]
         return dict(self._message(content, reason, string, self._usage_of(output)))
 
-    def _message(
-        self, content: list[Any], reason: StopReason | None, string: str | None, usage: MessageUsage | dict[str, Any]
-    ) -> MessageReply:
+    def _message(self, content: list[Any], reason: StopReason | None, string: str | None, usage: MessageUsage) -> MessageReply:
         return {
             "id": self._head["id"],
             "type": "message",
@@ -93,16 +89,17 @@ class MessagesAnswer(DialectAnswer):
             "content": content,
             "stop_reason": reason,
             "stop_sequence": string,
-            "usage": usage,  # type: ignore[typeddict-item]
+            "usage": usage,
         }
 
-    def _usage_of(self, output: RequestOutput) -> dict[str, int]:
+    def _usage_of(self, output: RequestOutput) -> MessageUsage:
         cached = output.num_cached_tokens
         return {
             "input_tokens": len(self._prompts[0]) - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": output.num_output_tokens,
+            "output_tokens_details": {"thinking_tokens": self._num_thought_tokens},
         }
 
     def _stop(self, output: RequestOutput) -> tuple[StopReason, str | None]:

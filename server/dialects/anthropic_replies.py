@@ -26,6 +26,10 @@ class ToolUseContent(TypedDict):
     input: dict[str, Any]
 
 
+class MessageTokensDetails(TypedDict):
+    thinking_tokens: int
+
+
 class MessageUsage(TypedDict):
     """`input_tokens` leaves out the tokens that came from the prefix cache, as with Anthropic."""
 
@@ -33,6 +37,7 @@ class MessageUsage(TypedDict):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: MessageTokensDetails
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]

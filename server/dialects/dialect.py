@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Discriminator, PrivateAttr, ValidationError, model_validator
@@ -119,7 +119,7 @@ class Parts:
         yield from self.end()
         self.all.append(part)
         self._open = True
-        yield "begin", part, ""
+        yield "begin", replace(part), ""  # as it is now, without the text that follows
 
     def _more(self, text: str) -> Iterator[Change]:
         if text:
@@ -132,6 +132,8 @@ class DialectAnswer(ChatAnswer):
 
     FIELDS: the dialect's names of the fields of a ChatRequest that have another name there, for errors
     _parts: of the answer, which is one choice
+    _changes: what the newest output has changed in the parts
+    _num_thought_tokens: generated before any part that is no thoughts
     """
 
     FIELDS: ClassVar[dict[str, str]]
@@ -140,6 +142,8 @@ class DialectAnswer(ChatAnswer):
 
     def __init__(self, request: Translated, service: Service, key: str | None):
         self._parts = Parts()
+        self._changes: list[Change] = []
+        self._num_thought_tokens = 0
         with self._renamed():
             super().__init__(request.chat, service, key)
 
@@ -156,6 +160,7 @@ class DialectAnswer(ChatAnswer):
         with self._renamed():
             async with aclosing(super()._outputs()) as outputs:
                 async for index, output in outputs:
+                    self._read(output)
                     yield index, output
 
     def _constraints(self) -> dict[str, dict[str, Any]]:
@@ -173,11 +178,12 @@ class DialectAnswer(ChatAnswer):
     @abstractmethod
     def _wanted_effort(self) -> str | None: ...
 
-    def _read(self, output: RequestOutput, last: bool) -> Iterator[Change]:
-        """The changes of the parts that an output makes."""
-        yield from self._parts.read(self._reader(0).read(output.text, last))
-        if last:
-            yield from self._parts.end()
+    def _read(self, output: RequestOutput) -> None:
+        self._changes = list(self._parts.read(self._reader(0).read(output.text, output.finished)))
+        if self._parts.all and all(part.kind == "thoughts" for part in self._parts.all):
+            self._num_thought_tokens = output.num_output_tokens
+        if output.finished:
+            self._changes += self._parts.end()
 
 
 def event(name: str, fields: Mapping[str, Any]) -> bytes:
