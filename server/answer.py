@@ -151,7 +151,7 @@ class Answer(ABC):
         count = num_prompts * max(self._n, best_of)
         asks_for_count = "n" if num_prompts == 1 else self._prompt_field
         with self._service.reserve(count, self._key, asks_for_count):
-            self._prompts = await self._encode()
+            self._prompts = [self._truncated(prompt) for prompt in await self._encode()]
             all_params = [self._params(prompt) for prompt in self._prompts]
             all_params = self._within_size(all_params, count // num_prompts)
             await self._prepare()
@@ -168,6 +168,15 @@ class Answer(ABC):
                         if output.finished:
                             self._count(index, output)
                         yield index, output
+
+    def _truncated(self, prompt: list[int]) -> list[int]:
+        """The part of a prompt that `truncate_prompt_tokens` keeps."""
+        kept = self._body.truncate_prompt_tokens
+        if kept is None:
+            return prompt
+        if kept < 0:
+            kept = max(self._service.engine.max_model_len - (self._max_tokens() or 1), 1)
+        return prompt[:kept] if self._body.truncation_side == "right" else prompt[-kept:]
 
     def _within_size(self, all_params: list[SamplingParams], sequences_per_prompt: int) -> list[SamplingParams]:
         """Estimate the answer's size. Raises BadRequest above the limit. A `max_tokens` that is not given keeps below it.

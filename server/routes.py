@@ -30,7 +30,7 @@ from .dialects.responses_answer import ResponsesAnswer
 from .dialects.responses_replies import ResponseObject
 from .dialects.responses_request import ResponsesRequest
 from .errors import BadRequest, Unavailable
-from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply
+from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply, TokenizerInfo
 from .schemas import CompletionRequest, DetokenizeRequest
 from .service import Service
 from .streaming import EventStream, attend
@@ -114,6 +114,7 @@ class BodyRoute(APIRoute):
 
 
 router = APIRouter(responses=ERRORS)
+tokenizer_router = APIRouter(responses=ERRORS)  # served with --tokenizer-info
 posts = APIRouter(responses=ERRORS, route_class=BodyRoute)
 
 
@@ -207,7 +208,17 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             tools = body.tools or []
             template = tokenization.template(body, tools)
             tokens, _ = await tokenization.encode_chat(template, body, tools, body.chat_template_kwargs or {})
-    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len})
+    reply: TokenizeReply = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len}
+    if body.return_token_strs:
+        reply["token_strs"] = await tokenization.token_strs(tokens)
+    return JSONResponse(reply)
+
+
+@tokenizer_router.get("/tokenizer_info", response_model=TokenizerInfo, tags=["Tokens"])
+async def tokenizer_info(service: Shared) -> Response:
+    """The tokenizer's configuration and chat template."""
+    service.require_ready()
+    return JSONResponse(service.tokenization.info())
 
 
 @posts.post("/detokenize", response_model=DetokenizeReply, tags=["Tokens"])

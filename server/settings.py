@@ -107,6 +107,7 @@ class Settings(BaseSettings):
         "key may delay the others.",
         "Access",
     )
+    tokenizer_info: bool = _option(False, "Serve the tokenizer's configuration at /tokenizer_info.", "Access")
     public_metrics: bool = _option(False, "Serve /metrics without an API key.", "Access")
 
     log_level: Literal["debug", "info", "warning", "error"] = _option(

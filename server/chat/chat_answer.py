@@ -185,5 +185,6 @@ class ChatAnswer(Answer):
         if output is not None:
             common["finish_reason"] = self._reader(index).finish_reason(output.finish_reason)
         if output is not None and output.logprobs:
-            common["logprobs"] = {"content": for_chat(self._tokenization.token_texts, output.logprobs), "refusal": None}
+            scores = for_chat(self._tokenization.token_texts, output.logprobs, bool(self._body.return_tokens_as_token_ids))
+            common["logprobs"] = {"content": scores, "refusal": None}
         return common

@@ -54,7 +54,10 @@ class ToolCall(StrictModel):
 
 
 class Message(StrictModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str = Field(
+        pattern=r"^[a-zA-Z0-9_.-]{1,64}$",
+        description="system, developer, user, assistant, tool, or another one that the chat template writes.",
+    )
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
@@ -170,6 +173,7 @@ class ChatRequest(TemplateFields, SamplingRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     UNSUPPORTED: ClassVar[Unsupported] = {
+        **SamplingRequest.UNSUPPORTED,
         "audio": NOTHING,
         "function_call": ("none",),
         "functions": ([],),
@@ -216,6 +220,7 @@ class TokenizeRequest(TemplateFields):
     add_special_tokens: bool | None = Field(
         None, description="Whether the prompt gets the special tokens that the tokenizer adds to plain text."
     )
+    return_token_strs: bool | None = Field(None, description="Adds token_strs, the tokens as the vocabulary writes them.")
 
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeRequest:
