@@ -1,4 +1,4 @@
-"""The benchmark of the service, tried out with a tiny model on the CPU: closed and open loops, and the cases that they write."""
+"""The benchmark of the service, tried out with a tiny model on the CPU: open loops and the cases that they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""docs/api.md has a table with every field of every request, generated from the schemas. None of OpenAI's or Anthropic's is missing.
+"""docs/api.md has a table with every field of every request, generated from the schemas.
+
+No field of OpenAI's or Anthropic's is missing.
 
 To generate the tables again: FA_SERVE_WRITE_DOCS=1 pytest tests/server/test_fields.py
 """
