@@ -36,7 +36,8 @@ def by_type(rule: str, default: str | None = None) -> Discriminator:
 
     def tag(value: Any) -> str:
         kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return f"<{kind}>"  # no identifier, so that the location of an error leaves it out
+        # angle brackets make it no identifier, so that the location of an error leaves it out
+        return f"<{kind}>" if isinstance(kind, str) else "<>"
 
     return Discriminator(tag, custom_error_type="unknown_type", custom_error_message=rule)
 

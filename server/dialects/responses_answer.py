@@ -100,7 +100,7 @@ class ResponsesAnswer(DialectAnswer):
     def _response(self, status: Any) -> ResponseObject:
         """The response without its output, with the fields of the request."""
         request = self._request
-        given = request.model_dump(mode="json", by_alias=True, include={"reasoning", "text", "tool_choice", "tools"})
+        given = request.returned
         return {
             "id": self._head["id"],
             "object": "response",

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, PrivateAttr, Tag, model_validator
+from pydantic_core import to_json
 
 from ..chat.conversation import (
     Arguments,
@@ -30,6 +31,7 @@ from ..schemas import NonEmpty
 from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error
 from .dialect import Translated, by_type, message
 
+MAX_RETURNED = 1 << 18  # bytes of the request's tools and schema that each of a response's objects repeats
 Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Field(description="Without an effect.")]
 Identity = Annotated[str | None, Field(description="Without an effect.")]
 
@@ -195,6 +197,8 @@ class ResponsesStreamOptions(StrictModel):
 
 
 class ResponsesRequest(Translated):
+    _returned: dict[str, Any] = PrivateAttr()
+
     model: str
     input: Input
     instructions: str | None = None
@@ -242,7 +246,15 @@ class ResponsesRequest(Translated):
             raise field_error("stream_options", "is only allowed when stream is true")
         return self
 
+    @property
+    def returned(self) -> dict[str, Any]:
+        """The fields that come back with the response, as JSON."""
+        return self._returned
+
     def translated(self) -> ChatRequest:
+        self._returned = self.model_dump(mode="json", by_alias=True, include={"reasoning", "text", "tool_choice", "tools"})
+        if len(to_json(self._returned)) > MAX_RETURNED:
+            self._returned |= {"text": None, "tools": None}
         chosen = self.tool_choice
         choice: ToolChoice | None
         if isinstance(chosen, ChosenFunction):

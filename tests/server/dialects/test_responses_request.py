@@ -88,6 +88,15 @@ def test_the_format_of_the_text() -> None:
         assert ResponsesRequest.model_validate({**ASK, "text": {"format": {"type": kind}}}).chat.response_format.type == kind
 
 
+def test_large_tools_do_not_come_back() -> None:
+    """A response has them in three of its events, and nothing else bounds a schema that is not in the prompt."""
+    for size, expected in ((1000, 1), (300_000, None)):
+        tool = {**ADD, "parameters": {"type": "object", "description": "x" * size}}
+        request = ResponsesRequest.model_validate({**ASK, "tools": [tool], "tool_choice": "none"})
+        assert (request.returned["tools"] and len(request.returned["tools"])) == expected
+        assert request.returned["tool_choice"] == "none"
+
+
 def test_values_that_ask_for_nothing_pass() -> None:
     nothing = {"store": False, "previous_response_id": None, "background": False, "metadata": {}, "truncation": "disabled"}
     ResponsesRequest.model_validate({**ASK, **nothing, "service_tier": "auto", "include": ["reasoning.encrypted_content"]})
