@@ -15,6 +15,9 @@ from torch import Tensor
 from fa_serve import api
 from fa_serve.spec import ParameterError
 
+UNLIMITED = (-1, -1)
+"""The default of `window_size`."""
+
 TAKES_ALIBI = {
     function: "alibi_slopes" in inspect.signature(function).parameters
     for function in (api.attention, api.attention_varlen, api.attention_paged)
@@ -35,12 +38,14 @@ def softmax_arguments(
     window_size:  (left, right), negative numbers are unlimited; softcap: off unless it is positive
     alibi_slopes: (num_heads,) or (batch, num_heads), float32
     """
-    left, right = window_size
+    if window_size is not UNLIMITED:
+        left, right = window_size
+        window_size = (max(int(left), -1), max(int(right), -1))
     arguments: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "causal": causal,
-        "window_size": (max(int(left), -1), max(int(right), -1)),
-        "softcap": max(softcap, 0.0),
+        "window_size": window_size,
+        "softcap": softcap if softcap > 0.0 else 0.0,
     }
     if alibi_slopes is not None:
         if not TAKES_ALIBI[function]:
@@ -54,14 +59,10 @@ def refuse(field: str, rule: str, value: object) -> NoReturn:
     raise ParameterError(field, rule, value, code="unsupported")
 
 
-def refuse_dropout(dropout_p: float) -> None:
-    """Dropout must be off."""
-    if dropout_p:
-        refuse(
-            "dropout_p",
-            "be 0, because the kernels have no dropout; call model.eval() or set the model's dropout to 0",
-            dropout_p,
-        )
+def refuse_dropout(dropout_p: float) -> NoReturn:
+    """Raise the error for a probability of dropout that is not 0."""
+    rule = "be 0, because the kernels have no dropout; call model.eval() or set the model's dropout to 0"
+    refuse("dropout_p", rule, dropout_p)
 
 
 def refuse_tensor(field: str, why: str, given: Tensor | None) -> None:

@@ -11,6 +11,7 @@ Left out: float8 queries, and arguments of a softmax, which the callers translat
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -55,12 +56,13 @@ def attend_cache(
     Returns out like q, and lse (batch, heads, seqlen_q), or (heads, total_q) for a packed q, or None.
     """
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    given = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "max_seqlen_q": max_seqlen_q}
-    given |= {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "block_table": block_table}
-    _check(given, rotary)
-    with torch.no_grad():
+    is_plain = k is None and v is None and rotary is None and cu_seqlens_q is None
+    if not is_plain:
+        given = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
+        _check(given | {"max_seqlen_q": max_seqlen_q, "cache_seqlens": cache_seqlens}, rotary)
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         table = _table(batch, k_cache, cache_batch_idx, block_table)
-        lengths = _lengths(cache_seqlens, batch, table.shape[1] * k_cache.shape[1], q.device)
+        lengths = cache_seqlens if isinstance(cache_seqlens, Tensor) else _lengths(cache_seqlens, batch, table, k_cache)
         if rotary is not None:
             at = lengths if rotary_seqlens is None else rotary_seqlens
             moves = options["causal"] or options["window_size"] != (-1, -1)
@@ -112,24 +114,21 @@ def _check(given: dict[str, Any], rotary: Rotary | None) -> None:
         raise ParameterError("cache_seqlens", "be given with k and v, which are written behind it", None)
     if rotary is not None and given["k"] is None:
         raise ParameterError("rotary_cos", "be None without k and v", tuple(rotary[0].shape))
-    if given["cache_batch_idx"] is not None and given["block_table"] is not None:
-        raise ParameterError("cache_batch_idx", "be None with a table of pages", tuple(given["cache_batch_idx"].shape))
 
 
 def _table(batch: int, k_cache: Tensor, cache_batch_idx: Tensor | None, block_table: Tensor | None) -> Tensor:
     """(batch, max_pages), int32: the pages of each sequence; the rows of a contiguous cache are its pages."""
     if block_table is not None:
-        return block_table
+        return block_table if cache_batch_idx is None else block_table[cache_batch_idx]
     if cache_batch_idx is None:
         return _even_starts(batch, 1, k_cache.device)[:-1, None]
     return cache_batch_idx.to(torch.int32)[:, None]
 
 
-def _lengths(cache_seqlens: int | Tensor | None, batch: int, capacity: int, device: torch.device) -> Tensor:
-    """(batch,), int32: the keys in the cache before the call."""
-    if isinstance(cache_seqlens, Tensor):
-        return cache_seqlens
-    return torch.full((batch,), capacity if cache_seqlens is None else cache_seqlens, dtype=torch.int32, device=device)
+def _lengths(cache_seqlens: int | None, batch: int, table: Tensor, k_cache: Tensor) -> Tensor:
+    """(batch,), int32: the keys in the cache before the call, as many for each sequence; None for a full cache."""
+    length = table.shape[1] * k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+    return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
 
 
 def _query_positions(q: Tensor, offsets: Tensor, cu_seqlens: Tensor | None, moves: bool) -> Tensor:

@@ -29,12 +29,11 @@ import torch
 from torch import Tensor
 
 from fa_serve import api
-from fa_serve.flash_attn.arguments import host_integer, refuse_dropout, softmax_arguments
+from fa_serve.flash_attn.arguments import UNLIMITED, host_integer, refuse_dropout, softmax_arguments
 from fa_serve.flash_attn.cached_attention import attend_cache, packed_lengths
 
 Window = Sequence[int] | Tensor
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
-UNLIMITED = (-1, -1)
 
 
 def flash_attn_func(
@@ -56,7 +55,8 @@ def flash_attn_func(
     k, v: (batch, seqlen_k, num_kv_heads, head_dim); num_heads is a multiple of num_kv_heads
     Returns out like q, or (out, softmax_lse (batch, num_heads, seqlen_q), empty tensor).
     """
-    refuse_dropout(dropout_p)
+    if dropout_p:
+        refuse_dropout(dropout_p)
     options = softmax_arguments(api.attention, softmax_scale, causal, window_size, softcap, alibi_slopes)
     found: Any = api.attention(q, k, v, return_lse=return_attn_probs, **options)  # type: ignore[call-overload]
     return (*found, q.new_empty(0)) if return_attn_probs else found
@@ -141,7 +141,8 @@ def flash_attn_varlen_func(
     block_table:  (batch, max_pages), int32: the pages of each sequence. Such a call has no gradients
     Returns out like q, or (out, softmax_lse (num_heads, total_q), empty tensor).
     """
-    refuse_dropout(dropout_p)
+    if dropout_p:
+        refuse_dropout(dropout_p)
     lengths: dict[str, Any] = {"max_seqlen_q": host_integer(max_seqlen_q), "max_seqlen_k": host_integer(max_seqlen_k)}
     if block_table is None:
         options = softmax_arguments(api.attention_varlen, softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -256,7 +257,7 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), with k and v only. Row i of k is rotated at cache_seqlens + i. So is
                      row i of q if the call is causal or has a window; else all rows of q are rotated at cache_seqlens
     cache_seqlens:   keys in the cache before the call: an int, (batch,) int32, or None for a full cache
-    cache_batch_idx: (batch,), int32: the row of the cache of each sequence; not with `block_table`
+    cache_batch_idx: (batch,), int32: the row of the cache, or of `block_table`, of each sequence
     cache_leftpad:   (batch,), int32: the position of each sequence's first key
     block_table:     (batch, max_pages), int32: the pages of each sequence
     num_splits:      parts of each sequence's keys; 0 lets a heuristic choose

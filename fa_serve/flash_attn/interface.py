@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from fa_serve import api
-from fa_serve.flash_attn.arguments import host_integer, refuse, refuse_tensor, softmax_arguments
+from fa_serve.flash_attn.arguments import UNLIMITED, host_integer, refuse, refuse_tensor, softmax_arguments
 from fa_serve.flash_attn.cached_attention import attend_cache
 from fa_serve.flash_attn.used_rows import UsedRows
 
 Window = Sequence[int] | Tensor
 Result = Tensor | tuple[Tensor, Tensor]
-UNLIMITED = (-1, -1)
 NO_QV = "the kernels have no second product for scores"
 NO_FLOAT8 = "the kernels take float8 in a KV cache only"
 

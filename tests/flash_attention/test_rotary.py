@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_oracle import rotated
+from cache_checks import rotated
 
 from fa_serve.flash_attn.rotary import apply_rotary_emb
 from fa_serve.testing import cu_seqlens
