@@ -23,7 +23,7 @@ sees no key is -inf. Raises ParameterError for an argument that is refused, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from torch import Tensor
 from fa_serve import api
 from fa_serve.flash_attn.arguments import UNLIMITED, host_integer, refuse_dropout, softmax_arguments
 from fa_serve.flash_attn.cached_attention import attend_cache, packed_lengths
+from fa_serve.spec import UnsupportedError
 
 Window = Sequence[int] | Tensor
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -280,3 +281,34 @@ def flash_attn_with_kvcache(
         return_lse=return_softmax_lse,
     )
     return out if lse is None else (out, lse)
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, softmax_lse, empty tensor, empty state of random numbers): the operator below `flash_attn_func`.
+
+    It is private in flash-attn, but packages such as diffusers import it to attend to parts of the keys in turn.
+    """
+    window = (window_size_left, window_size_right)
+    found: Any = flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, False, True)
+    return (*found, torch.empty(2, dtype=torch.int64, device=q.device))
+
+
+def _flash_attn_backward(*args: Any, **kwargs: Any) -> NoReturn:
+    """Gradients come from autograd; there is no operator that others could call."""
+    raise UnsupportedError("fa_serve.flash_attn has no backward operator: call flash_attn_func, which autograd differentiates")
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
