@@ -17,8 +17,8 @@ Pages are offered to other sequences when the step that fills them is scheduled.
 within a step every layer writes all keys and values before it reads any. So sequences that come in one step share their prefix.
 
 `schedule` may run ahead of `commit`, because the device computes step n while the host prepares step n + 1. A sequence whose
-sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. A token that a step
-samples for a sequence that has ended meanwhile is dropped.
+sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence has
+ended meanwhile, the token that a step samples for it is dropped.
 
 Left out: tensors, text and time. The ideas come from Orca (Yu et al. 2022), vLLM (Kwon et al. 2023) and Sarathi (Agrawal et al.
 2023).

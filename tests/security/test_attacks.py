@@ -11,10 +11,9 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 from security import attacks
-from security.conftest import ATTACKER, FULL, HONEST, MODEL, Fortress
+from security.conftest import ATTACKER, FULL, HONEST, Fortress
 
 REFUSED = range(400, 500)
 # bodies that a server may answer with 200, because the work is bounded and honest clients ask for as much
