@@ -117,8 +117,10 @@ def serve(
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
     log_to_stderr(settings.log_level, settings.log_format)
+    from fa_serve.engine.host_memory import limit_host_memory
     from fa_serve.server.process import build_server
 
+    limit_host_memory()
     try:
         server = build_server(settings, report)
     except (ValueError, OSError) as error:
