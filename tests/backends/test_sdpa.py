@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DENSE, PAGED, VARLEN, Case, check, params
+from cases import DENSE, DENSE_POSITIONS, PAGED, PAGED_POSITIONS, VARLEN, VARLEN_POSITIONS, Case, check, params
 
 import fa_serve
 from fa_serve.backends import sdpa
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 
-@pytest.mark.parametrize("case", params(DENSE))
+@pytest.mark.parametrize("case", params(DENSE + DENSE_POSITIONS))
 def test_dense(case: Case) -> None:
     check(case, "sdpa", torch.float32)
 
@@ -22,12 +22,12 @@ def test_dense_dtypes(case: Case, dtype: torch.dtype) -> None:
     check(case, "sdpa", dtype)
 
 
-@pytest.mark.parametrize("case", params(VARLEN))
+@pytest.mark.parametrize("case", params(VARLEN + VARLEN_POSITIONS))
 def test_varlen(case: Case) -> None:
     check(case, "sdpa", torch.float32, layout="varlen")
 
 
-@pytest.mark.parametrize("case", params(PAGED))
+@pytest.mark.parametrize("case", params(PAGED + PAGED_POSITIONS))
 def test_paged(case: Case) -> None:
     check(case, "sdpa", torch.float32, layout="paged")
 
@@ -36,6 +36,18 @@ def test_many_queries_are_cut_in_chunks() -> None:
     """Longer than a chunk: the masks of later chunks start where the window does."""
     check(Case((1100,), (1300,), heads=2, kv_heads=1, causal=True, window=(300, -1)), "sdpa", torch.float32)
     check(Case((1100,), (1100,), heads=2, kv_heads=1, causal=True, softcap=20.0), "sdpa", torch.float32)
+
+
+def test_gradients_of_alibi_slopes_match_the_reference() -> None:
+    q, k, v = make_qkv(2, 20, 33, 4, 2, 16, dtype=torch.float64)
+    grads = []
+    for backend in ("sdpa", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, torch.linspace(0.1, 0.8, 8).view(2, 4))]
+        out = fa_serve.attention(*leaves[:3], alibi_slopes=leaves[3], causal=True, attention_chunk=12, backend=backend)
+        out.square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for ours, exact in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)
 
 
 def test_gradients_match_the_reference() -> None:

@@ -55,6 +55,10 @@ class HopperBackend:
             return f"supports head_dim {known}, got {got}"
         if spec.mask is not None:
             return f"supports causality and windows but no explicit mask, got a {spec.mask} mask"
+        if spec.alibi:
+            return "supports no ALiBi, and alibi_slopes were given"
+        if spec.attention_chunk:
+            return "supports windows but no attention_chunk, and one was given"
         return "has no backward pass, and an input requires gradients" if spec.needs_grad else None
 
     def plan(self, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions) -> Run:
