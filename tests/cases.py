@@ -117,13 +117,12 @@ def _positions() -> list[Case]:
     ]
 
 
-DENSE_POSITIONS = _positions()
-VARLEN_POSITIONS = [
+_VARLEN_POSITIONS = [
     Case((17, 0, 128, 1, 63), (17, 0, 128, 1, 63), heads=4, kv_heads=1, causal=True, alibi="batch"),
     Case((17, 5, 128, 1, 0), (33, 0, 100, 77, 63), heads=8, kv_heads=2, causal=True, chunk=30),
     Case((17, 5, 128, 1), (33, 9, 300, 77), heads=4, kv_heads=2, causal=True, chunk=64, alibi="heads", sinks=True),
 ]
-PAGED_POSITIONS = [
+_PAGED_POSITIONS = [
     Case((17, 1, 128, 1, 0), (33, 300, 128, 16, 63), heads=4, kv_heads=1, causal=True, alibi="batch"),
     Case((1, 1, 1), (33, 300, 0), heads=8, kv_heads=2, causal=True, alibi="heads", chunk=128),
     Case((1, 2, 5, 16), (33, 300, 5, 26), heads=8, kv_heads=1, causal=True, page_size=32, chunk=17),
@@ -132,7 +131,7 @@ PAGED_POSITIONS = [
     ),
     Case((40, 33), (164, 170), heads=4, kv_heads=4, head_dim=80, causal=True, chunk=64),
 ]
-DENSE = _lengths() + _shapes() + _options() + _masks()
+DENSE = _lengths() + _shapes() + _options() + _masks() + _positions()
 VARLEN = [
     Case((17, 0, 128, 1, 63), (17, 0, 128, 1, 63), heads=4, kv_heads=1, causal=True),
     Case((17, 5, 128, 1, 0), (33, 0, 100, 77, 63), heads=8, kv_heads=2, causal=True),
@@ -140,6 +139,7 @@ VARLEN = [
     Case((17, 5, 128, 1), (33, 9, 100, 77), heads=4, kv_heads=2, causal=True, window=(13, -1), softcap=20.0, sinks=True),
     Case((17, 5, 128, 1), (33, 9, 100, 77), heads=4, kv_heads=2, head_dim=192, head_dim_v=128, window=(13, 4)),
     Case((), (), causal=True),
+    *_VARLEN_POSITIONS,
 ]
 PAGED = [
     Case((17, 1, 128, 1, 0), (33, 300, 128, 16, 63), heads=4, kv_heads=1, causal=True),
@@ -151,6 +151,7 @@ PAGED = [
     Case((1, 1), (64, 70), heads=4, kv_heads=4, head_dim=192, head_dim_v=128, causal=True),
     Case((40, 9), (64, 9), heads=4, kv_heads=1, head_dim=256, causal=True, page_size=7),
     Case((1, 1), (64, 9), heads=16, kv_heads=1, head_dim=256, causal=True),
+    *_PAGED_POSITIONS,
 ]
 
 

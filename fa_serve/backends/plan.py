@@ -154,3 +154,8 @@ class AttentionOptions:
     num_splits: int = 0
     skip_q: int = 0
     attention_chunk: int = 0
+
+    @property
+    def left(self) -> int:
+        """What kernels take for the left limit, which is either a window or a chunk: its length, -1 without a limit."""
+        return self.attention_chunk or self.window_size[0]

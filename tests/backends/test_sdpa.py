@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DENSE, DENSE_POSITIONS, PAGED, PAGED_POSITIONS, VARLEN, VARLEN_POSITIONS, Case, check, params
+from cases import DENSE, PAGED, VARLEN, Case, check, params
 
 import fa_serve
 from fa_serve.backends import sdpa
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 
-@pytest.mark.parametrize("case", params(DENSE + DENSE_POSITIONS))
+@pytest.mark.parametrize("case", params(DENSE))
 def test_dense(case: Case) -> None:
     check(case, "sdpa", torch.float32)
 
@@ -22,12 +22,12 @@ def test_dense_dtypes(case: Case, dtype: torch.dtype) -> None:
     check(case, "sdpa", dtype)
 
 
-@pytest.mark.parametrize("case", params(VARLEN + VARLEN_POSITIONS))
+@pytest.mark.parametrize("case", params(VARLEN))
 def test_varlen(case: Case) -> None:
     check(case, "sdpa", torch.float32, layout="varlen")
 
 
-@pytest.mark.parametrize("case", params(PAGED + PAGED_POSITIONS))
+@pytest.mark.parametrize("case", params(PAGED))
 def test_paged(case: Case) -> None:
     check(case, "sdpa", torch.float32, layout="paged")
 

@@ -47,8 +47,6 @@ class TritonBackend:
             return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
         if max(spec.head_dim, spec.head_dim_v) > _MAX_HEAD_DIM:
             return f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {max(spec.head_dim, spec.head_dim_v)}"
-        if spec.alibi or spec.attention_chunk:
-            return "has no ALiBi and no attention chunks"
         return "has no backward pass, and an input requires gradients" if spec.needs_grad else None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:
