@@ -43,13 +43,39 @@ def softcap_scores(s, scale, softcap, EXACT: tl.constexpr):
 
 
 @triton.jit
-def window_keep(rows, cols, kv_len, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def first_visible(position, left, CHUNKED: tl.constexpr):
+    """The first key that the query at this position may see: of its window, or of its chunk of `left` keys.
+
+    It is negative or meaningless for a window that begins before the first key, and for a negative position.
+    """
+    if CHUNKED:
+        return position // left * left
+    return position - left
+
+
+@triton.jit
+def add_alibi(s, factor, slopes, distance):
+    """Scores in base 2 with ALiBi's bias. `factor` turns s into base 2, `slopes` are in base 2, `distance` is signed."""
+    return s * factor - slopes * tl.abs(distance).to(tl.float32)
+
+
+@triton.jit
+def window_keep(
+    rows,
+    cols,
+    kv_len,
+    window_left,
+    window_right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    CHUNKED: tl.constexpr = False,
+):
     """[BLOCK_M, BLOCK_N]: which keys each query sees. `rows` includes the bottom-right offset: query index + kv_len - q_len."""
     keep = (cols < kv_len)[None, :]
     if HAS_RIGHT:
         keep = keep & (cols[None, :] <= rows[:, None] + window_right)
     if HAS_LEFT:
-        keep = keep & (cols[None, :] >= rows[:, None] - window_left)
+        keep = keep & (cols[None, :] >= first_visible(rows, window_left, CHUNKED)[:, None])
     return keep
 
 

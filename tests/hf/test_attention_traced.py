@@ -13,7 +13,8 @@ from transformers import CompileConfig, StaticCache
 from transformers.integrations.executorch import convert_and_export_with_cache
 
 import fa_serve
-from fa_serve.hf import attention, traced
+from fa_serve import api
+from fa_serve.hf import attention
 from fa_serve.testing import make_qkv
 
 
@@ -158,7 +159,7 @@ def test_a_trace_holds_the_attention(packed: bool, gpu: bool, monkeypatch: pytes
     for needs_grad in (False, True):
         with monkeypatch.context() as patch:
             if gpu:
-                patch.setattr(traced, "is_traced", lambda *qkv, is_traced=traced.is_traced: is_traced(*map(_on_a_gpu, qkv)))
+                patch.setattr(api, "is_traced", lambda *qkv, is_traced=api.is_traced: is_traced(*map(_on_a_gpu, qkv)))
             trace: Any = torch.jit.trace(Layer(), (q.clone().requires_grad_(needs_grad), k), check_trace=False)
         held = str(trace.inlined_graph).count("fa_serve::attention")
         assert held == (1 if gpu and not needs_grad else 0)
