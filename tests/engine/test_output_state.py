@@ -32,6 +32,9 @@ def test_a_stop_string_completes_an_answer_after_min_tokens(tokenizer) -> None:
     state.sequence.append(letter)
     assert state.push(letter) == ("", True)
     assert state.flush() == ""
+    assert state.output("", letter, None).stop_string is None, "the sequence has not ended yet"
+    state.sequence.finish("stop")
+    assert state.output("", letter, None).stop_string == "q"
 
 
 def test_prompt_logprobs_that_come_twice_are_taken_once(tokenizer) -> None:
