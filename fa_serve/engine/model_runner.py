@@ -34,7 +34,8 @@ from fa_serve.engine.request import Request
 from fa_serve.engine.results import PendingResult, PromptSpan
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample
 from fa_serve.engine.sampling_params import SamplingParams
-from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS, Chunk, ScheduledBatch
+from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
+from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.transfer import packed_size, send
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward
@@ -65,7 +66,7 @@ class Forward:
     """A launched forward whose tokens have not been sampled yet.
 
     logits:       (rows, vocab), a row for each of `sequences`, then those of `prompt_spans`; valid until the next launch
-    sequences:    those that sample
+    sequences:    those that sample, by row
     logprob_rows: rows of `sequences` that want log-probabilities
     prompt_spans: the prompt tokens whose log-probabilities are wanted
     """
@@ -242,7 +243,7 @@ class ModelRunner:
         # An INVALID_TOKEN ends its sequence. A step that is launched before the host knows embeds token 0 for it.
         tokens = sample(logits, sampling, self._counts, slots, self._last_tokens)
         if sampling.repetition is not None:
-            self._token_counts().record(slots, tokens)
+            self._token_counts().record(slots, tokens, sampling)
         logprobs: tuple[Tensor, ...] = ()
         wanted = [(row, sequences[row]) for row in forward.logprob_rows]
         if prepared.logprob_rows is not None:
@@ -256,9 +257,12 @@ class ModelRunner:
         others = arrays.sampling | self._block_table.changes() | arrays.rows
         shape = None
         padded: dict[str, NDArray[Any]] = {}
-        if self._graphs is not None and not arrays.prompt_spans:
+        if self._graphs is not None and not arrays.prompt_spans and len(arrays.sequences) <= arrays.num_sequences:
             shape = self._graphs.shape_for(
-                arrays.num_tokens, arrays.num_sequences, arrays.max_seqlen_k, decoding=arrays.decoding
+                arrays.num_tokens,
+                arrays.num_sequences,
+                arrays.max_seqlen_k,
+                decoding=arrays.decoding and arrays.max_seqlen_q == 1,
             )
             padded = {} if shape is None else pad(arrays.inputs, shape) | others
         if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):

@@ -10,7 +10,7 @@ from fa_serve.engine.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.block_table import BlockTable
 from fa_serve.engine.cuda_graphs import Shape, padding
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduler import Chunk, ScheduledBatch
+from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 
 

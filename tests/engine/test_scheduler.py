@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from fa_serve.engine import RequestError, SamplingParams
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduler import EXPECTED_TOKENS, INVALID_TOKEN, NO_TOKEN, ScheduledBatch, Scheduler
+from fa_serve.engine.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler import EXPECTED_TOKENS, INVALID_TOKEN, NO_TOKEN, Scheduler
 from fa_serve.engine.sequence import SequenceState
 
 FAILURE = RequestError("step_failed", "the step failed")
