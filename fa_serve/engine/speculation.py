@@ -127,7 +127,7 @@ class Speculation:
 
     def limit(self, num_running: int) -> int:
         """How many tokens each of so many sequences may draft in a step."""
-        return min(self.num_tokens, MAX_ROWS // max(num_running, 1) - 1)
+        return min(self.num_tokens, max(MAX_ROWS // max(num_running, 1) - 1, 0))
 
     def waits(self, sequence: SequenceState, num_running: int) -> bool:
         """Whether a sequence whose newest token is not known yet should wait for it, because a match promises drafts."""

@@ -32,6 +32,7 @@ PARTS = {
     "StructuredOutputs": schemas.StructuredOutputs,
     "StreamOptions": schemas.StreamOptions,
 }
+OURS = {"speculative"}
 OPENAIS = {
     "/v1/chat/completions": {*chat_params.CompletionCreateParamsBase.__annotations__, "stream"},
     "/v1/completions": {*completion_create_params.CompletionCreateParamsBase.__annotations__, "stream"},
@@ -75,7 +76,7 @@ def table(name: str, model: type[StrictModel]) -> str:
     rows = [f"### `{name}`", "", "| field | values | |", "|---|---|---|"]
     for field, schema in shown["properties"].items():
         notes = ["required"] if field in shown.get("required", ()) else []
-        notes += ["vLLM's"] if openais and field not in openais else []
+        notes += ["fa_serve's" if field in OURS else "vLLM's"] if openais and field not in openais else []
         text = "; ".join([*notes, *([schema["description"].rstrip(".")] if "description" in schema else [])])
         rows.append(f"| `{field}` | {kind(schema).replace('|', '&#124;')} | {text} |")
     for field, values in sorted(model.UNSUPPORTED.items()):
