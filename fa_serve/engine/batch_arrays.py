@@ -35,7 +35,7 @@ class BatchArrays:
     sequences: those that sample, by row of the logits; a sequence with k drafts has 1 + k rows
     logprob_rows: rows of `sequences` that want log-probabilities
     prompt_spans: the prompt tokens of "prompt_targets"; their logits come after those of `sequences`
-    num_tokens, num_sequences: of the step
+    num_tokens, num_sequences: of the step, as attention sees it
     max_seqlen_q, max_seqlen_k: largest number of queries and of keys of one sequence
     decoding:  whether every sequence computes its last token, possibly with drafts after it, and samples
     fresh:     whether no sequence has keys in the cache from before this step
@@ -126,7 +126,7 @@ def batch_arrays(
         logprob_rows=logprob_rows,
         prompt_spans=prompt_spans,
         num_tokens=len(input_ids),
-        num_sequences=len(chunks),
+        num_sequences=len(inputs["slots"]),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=int(seqused.max()),
         decoding=decoding,

@@ -127,6 +127,11 @@ class EngineConfig:
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
     @property
+    def max_drafts(self) -> int:
+        """Drafts of a sequence in one step; 0 without speculation."""
+        return self.num_speculative_tokens if self.speculative else 0
+
+    @property
     def uses_process(self) -> bool:
         """Whether the async engine runs its engine in a separate process."""
         return self.resolve_device().startswith("cuda") if self.process is None else self.process

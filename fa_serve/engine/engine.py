@@ -99,7 +99,7 @@ class Engine:
         self.config = replace(
             config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=self.max_model_len
         )
-        self._speculation = Speculation(config.num_speculative_tokens if config.speculative else 0)
+        self._speculation = Speculation(config.max_drafts)
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
         eos_ids = end_ids(model)

@@ -44,6 +44,11 @@ MAX_NGRAMS = 1 << 16
 """Different n-grams in an index. When there are more, the index starts anew, so that older tokens are not found any more."""
 
 
+def draft_limit(num_tokens: int, num_running: int) -> int:
+    """How many tokens each of so many sequences may draft in a step. num_tokens: the most that a sequence may draft"""
+    return min(num_tokens, max(MAX_ROWS // max(num_running, 1) - 1, 0))
+
+
 class NgramIndex:
     """Where the n-grams of MIN_MATCH tokens occur in one sequence of tokens. Appending and looking up are O(1) per token."""
 
@@ -125,13 +130,9 @@ class Speculation:
         self._accepted_at = [0] * num_tokens
         self._drafters: dict[SequenceState, Drafter] = {}
 
-    def limit(self, num_running: int) -> int:
-        """How many tokens each of so many sequences may draft in a step."""
-        return min(self.num_tokens, max(MAX_ROWS // max(num_running, 1) - 1, 0))
-
     def waits(self, sequence: SequenceState, num_running: int) -> bool:
         """Whether a sequence whose newest token is not known yet should wait for it, because a match promises drafts."""
-        if not self.num_tokens or not sequence.num_pending or self.limit(num_running) < 1 or not self._may_draft(sequence):
+        if not sequence.num_pending or draft_limit(self.num_tokens, num_running) < 1 or not self._may_draft(sequence):
             return False
         if sequence.num_output_tokens + 2 >= sequence.request.max_tokens:
             return False
@@ -144,7 +145,7 @@ class Speculation:
         if not self.num_tokens or not sequence.num_output_tokens or sequence.num_pending:
             return []
         left = sequence.request.max_tokens - sequence.num_output_tokens
-        count = min(self.limit(num_running), most, left - 1)
+        count = min(draft_limit(self.num_tokens, num_running), most, left - 1)
         if sequence.num_computed + 1 != len(sequence.tokens) or count < 1 or not self._may_draft(sequence):
             return []
         drafter = self._drafter(sequence)

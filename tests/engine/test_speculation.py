@@ -1,4 +1,4 @@
-"""Speculation changes no answer: neither its tokens nor its text, log-probabilities or end. And it stops where it is no help."""
+"""Speculation changes no answer: not its tokens, text, log-probabilities or end. And it stops where it is of no help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiny_models import VOCAB, make_model, random_prompts
 from fa_serve.engine import Completion, Engine, RequestOutput, SamplingParams, StructuredOutput, speculation
 from fa_serve.engine.request import Request
 from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.speculation import MAX_PAUSE, MIN_MATCH, NgramIndex, Speculation, num_accepted
+from fa_serve.engine.speculation import MAX_PAUSE, MIN_MATCH, NgramIndex, Speculation, draft_limit, num_accepted
 
 SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, seed=5)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -230,7 +230,7 @@ def make_sequence(tokens: list[int], max_tokens: int = 100, **params: object) ->
 
 def test_drafts_are_fewer_the_more_sequences_run() -> None:
     guesses = Speculation(7)
-    assert [guesses.limit(running) for running in (1, 16, 17, 32, 64, 65, 256)] == [7, 7, 6, 3, 1, 0, 0]
+    assert [draft_limit(7, running) for running in (0, 1, 16, 17, 32, 64, 65, 256)] == [7, 7, 7, 6, 3, 1, 0, 0]
     sequence = make_sequence([1, 2, 3, 4, 9, 1, 2, 3])
     assert guesses.draft(sequence, 1, 9) == [4, 9, 1, 2, 3, 4, 9]
     assert guesses.draft(sequence, 32, 9) == [4, 9, 1]
