@@ -80,6 +80,9 @@ class SamplingRequest(StrictModel):
     stop_token_ids: FewIds | None = None
     allowed_token_ids: Annotated[FewIds, Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
+    speculative: bool | None = Field(
+        None, description="Whether the server may guess tokens ahead where it is set up to; the answer is the same."
+    )
     priority: int | None = Field(
         None, ge=-1000, le=1000, description="Of one API key's requests, those with a lower value are served sooner."
     )

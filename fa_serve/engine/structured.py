@@ -29,6 +29,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -159,12 +160,21 @@ class Grammars:
         _, dropped = self._compiled.popitem(last=False)
         self.num_bytes -= dropped.num_bytes
 
-    def masks(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
-        """(n, ceil(vocab_size / 32)): bit t % 32 of word t // 32 is 1 if token t may come next in the n-th answer."""
-        words = np.zeros((len(matchers), -(-self._vocab_size // 32)), dtype=np.int32)
-        self._executor.unsafe_compute_mask_ptr(
-            [(matcher, row) for row, matcher in enumerate(matchers)], words.ctypes.data, words.shape[1] * 4, len(matchers)
-        )
+    def masks(self, matchers: Sequence[Any], drafts: Sequence[list[int]] | None = None) -> NDArray[np.int32]:
+        """(n, ceil(vocab_size / 32)): bit t % 32 of word t // 32 is 1 if token t may come next in the answer of a row.
+
+        drafts: guesses of each answer's next tokens; an answer with k of them has 1 + k rows, the last k of them for the
+                tokens after each draft. Rows after a draft that may not come allow every token. The matchers do not advance
+        """
+        drafts = drafts or [[]] * len(matchers)
+        ends = list(accumulate(1 + len(own) for own in drafts))
+        words = np.full((ends[-1], -(-self._vocab_size // 32)), -1, dtype=np.int32)
+        answers = [(matcher, end - 1 - len(own), own) for matcher, own, end in zip(matchers, drafts, ends, strict=True)]
+        target = words.ctypes.data, words.shape[1] * 4, len(words)
+        if plain := [(matcher, row) for matcher, row, own in answers if not own]:
+            self._executor.unsafe_compute_mask_ptr(plain, *target)
+        if guessed := [each for each in answers if each[2]]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(guessed, *target)
         return words
 
     def _load(self, structured: StructuredOutput) -> Any:

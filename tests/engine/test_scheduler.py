@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from fa_serve.engine import RequestError, SamplingParams
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduler import EXPECTED_TOKENS, INVALID_TOKEN, NO_TOKEN, ScheduledBatch, Scheduler
-from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler import INVALID_TOKEN, NO_TOKEN, Scheduler
+from fa_serve.engine.sequence import EXPECTED_TOKENS, SequenceState
+from fa_serve.engine.speculation import Drafter, Speculation
 
 FAILURE = RequestError("step_failed", "the step failed")
 
@@ -33,6 +35,7 @@ def make_scheduler(
     caching: bool = True,
     window: int | None = None,
     keys_per_tile: int = 8,
+    speculation: Speculation | None = None,
 ) -> Scheduler:
     return Scheduler(
         PageTable(num_pages, page_size, prefix_caching=caching),
@@ -40,6 +43,7 @@ def make_scheduler(
         max_num_batched_tokens=tokens,
         keys_per_tile=keys_per_tile,
         window=window,
+        speculation=speculation,
     )
 
 
@@ -57,6 +61,7 @@ class Device:
         self.last_token: dict[int, int] = {}
 
     def launch(self, batch: ScheduledBatch) -> list[int]:
+        """The sampled tokens, `num_samples` for each chunk."""
         size = self.scheduler.pages.page_size
         assert 0 < batch.num_tokens <= self.scheduler.max_num_batched_tokens
         assert len({chunk.slot for chunk in batch.chunks}) == len(batch.chunks)
@@ -67,18 +72,35 @@ class Device:
             most = sequence.num_prompt_tokens + sequence.request.max_tokens
             assert chunk.start + chunk.length < most, "more than was asked for"
             for position in range(chunk.start, chunk.start + chunk.length):
-                known = position < len(sequence.tokens)
-                token = sequence.tokens[position] if known else self.last_token[chunk.slot]
+                known = [*sequence.tokens, *chunk.drafts]
+                token = known[position] if position < len(known) else self.last_token[chunk.slot]
                 self.memory[pages[position // size], position % size] = token
         for chunk in batch.chunks:
             sequence = chunk.sequence
             pages = sequence.pages
             tokens = [self.memory[pages[i // size], i % size] for i in range(chunk.start + chunk.length)]
             assert tokens[: len(sequence.tokens)] == sequence.tokens[: len(tokens)], "a sequence does not find its own tokens"
-            if chunk.samples:
-                self.last_token[chunk.slot] = next_token(tokens)
+            for length in range(len(tokens) - chunk.num_samples + 1, len(tokens) + 1):
+                self.last_token[chunk.slot] = next_token(tokens[:length])
                 sampled.append(self.last_token[chunk.slot])
         return sampled
+
+
+class Guesses(Speculation):
+    """Proposes what the model will draw, except at some positions."""
+
+    def __init__(self, num_tokens: int, wrong: set[int]) -> None:
+        super().__init__(num_tokens)
+        self.wrong = wrong
+
+    def _propose(self, drafter: Drafter, sequence: SequenceState, count: int) -> list[int]:
+        tokens = list(sequence.tokens)
+        if len(tokens) % 7 in self.wrong:
+            return []
+        while len(tokens) < len(sequence.tokens) + count:
+            tokens.append(next_token(tokens))
+        drafts = tokens[len(sequence.tokens) :]
+        return [(token + 1) % 3 if (len(sequence.tokens) + i) % 5 in self.wrong else token for i, token in enumerate(drafts)]
 
 
 def expected_output(prompt: list[int], max_tokens: int, end_ids: frozenset[int]) -> list[int]:
@@ -119,6 +141,7 @@ ONE = (0, [0], 1, frozenset(), 0, None, 0)
     caching=False,
     failing=set(),
     rolled_back={10},
+    guesses=None,
 )
 @given(
     arrivals=arrivals,
@@ -129,9 +152,11 @@ ONE = (0, [0], 1, frozenset(), 0, None, 0)
     caching=st.booleans(),
     failing=st.sets(st.integers(0, 30), max_size=2),
     rolled_back=st.sets(st.integers(0, 30), max_size=2),
+    guesses=st.none() | st.tuples(st.integers(1, 7), st.sets(st.integers(0, 6), max_size=3)),
 )
-def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, caching, failing, rolled_back) -> None:
-    scheduler = make_scheduler(num_pages, 4, max_num_seqs, budget, caching)
+def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, caching, failing, rolled_back, guesses) -> None:
+    speculation = None if guesses is None else Guesses(*guesses)
+    scheduler = make_scheduler(num_pages, 4, max_num_seqs, budget, caching, speculation=speculation)
     device = Device(scheduler)
     inflight: deque[tuple[ScheduledBatch, list[int]]] = deque()
     sequences: dict[str, SequenceState] = {}
@@ -140,6 +165,13 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
 
     def finish(sequence: SequenceState) -> None:
         ended.append(sequence.request.request_id)
+
+    def take_in() -> None:
+        changed = scheduler.commit(*inflight.popleft())
+        for sequence, token in changed:
+            output[sequence.request.request_id].append(token)
+        for sequence in {sequence for sequence, _ in changed if sequence.finished}:
+            finish(sequence)
 
     step = 0
     while step <= 20 or scheduler.sequences or inflight:
@@ -155,6 +187,8 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
                 finish(aborted)
                 assert aborted.pages == []
                 scheduler.check_integrity()
+        if inflight and scheduler.needs_results():
+            take_in()
         batch = scheduler.schedule()
         scheduler.check_integrity()
         if batch and step in failing:
@@ -165,15 +199,13 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
         elif batch:
             inflight.append((batch, device.launch(batch)))
         if inflight and (len(inflight) > depth or not batch):
-            for sequence, token in scheduler.commit(*inflight.popleft()):
-                output[sequence.request.request_id].append(token)
-                if sequence.finished:
-                    finish(sequence)
+            take_in()
         scheduler.check_integrity()
         step += 1
 
     assert sorted(ended) == sorted(sequences), "a request did not end exactly once"
     assert scheduler.pages.num_held == 0
+    assert speculation is None or not speculation._drafters
     for index, (_, prompt, max_tokens, end_ids, *_) in enumerate(arrivals):
         expected = expected_output(prompt, max_tokens, end_ids)
         got = output[str(index)]
@@ -535,3 +567,104 @@ def test_an_id_may_be_used_again() -> None:
     scheduler.abort("a")
     scheduler.add(make_request("a", [1]))
     assert scheduler.abort("b") is None
+
+
+class Repeating(Speculation):
+    """Proposes the token 1 and then 2."""
+
+    def _propose(self, drafter: Drafter, sequence: SequenceState, count: int) -> list[int]:
+        return [1, 2, 2, 2, 2][:count]
+
+
+def decoding(scheduler: Scheduler, *requests: Request) -> list[SequenceState]:
+    """Sequences whose prompts have been computed and whose first tokens are known."""
+    sequences = [scheduler.add(request) for request in requests]
+    scheduler.commit(scheduler.schedule(), [1] * len(sequences))
+    return sequences
+
+
+def test_a_step_verifies_the_drafts_of_a_sequence() -> None:
+    scheduler = make_scheduler(speculation=Repeating(4))
+    (sequence,) = decoding(scheduler, make_request("a", [0, 0, 0, 0, 0], 8))
+    batch = scheduler.schedule()
+    (chunk,) = batch.chunks
+    assert (chunk.start, chunk.length, chunk.samples, chunk.num_samples, chunk.drafts) == (5, 5, True, 5, [1, 2, 2, 2])
+    assert (batch.num_tokens, batch.num_drafts, len(sequence.pages)) == (5, 4, 3)
+    assert not scheduler.schedule(), "how many drafts are right is not known yet"
+    assert scheduler.needs_results()
+    assert scheduler.commit(batch, [1, 2, 0, 2, 2]) == [(sequence, 1), (sequence, 2), (sequence, 0)]
+    assert (sequence.tokens[5:], sequence.num_computed, sequence.num_pending) == ([1, 1, 2, 0], 8, 0)
+    chunk = scheduler.schedule().chunks[0]
+    assert (chunk.start, chunk.length) == (8, 4), "3 tokens may follow the 4 that have been drawn"
+    assert scheduler.speculation.snapshot().accepted_at == (1, 1, 0, 0)
+
+
+def test_a_draft_ends_a_sequence_where_the_answer_ends() -> None:
+    scheduler = make_scheduler(speculation=Repeating(4))
+    (sequence,) = decoding(scheduler, make_request("a", [0], 8, end_ids=frozenset({2})))
+    assert scheduler.commit(scheduler.schedule(), [1, 2, 2, 2, 2]) == [(sequence, 1), (sequence, 2)]
+    assert (sequence.finish_reason, sequence.tokens) == ("stop", [0, 1, 1, 2])
+    (broken,) = decoding(scheduler, make_request("b", [0], 8))
+    assert scheduler.commit(scheduler.schedule(), [1, INVALID_TOKEN, 2, 2, 2]) == [(broken, 1), (broken, None)]
+    assert broken.error.code == "not_finite"
+    (wrong,) = decoding(scheduler, make_request("c", [0], 8))
+    assert scheduler.commit(scheduler.schedule(), [0, INVALID_TOKEN, 2, 2, 2]) == [(wrong, 0)], (
+        "draws after a wrong draft do not count"
+    )
+    scheduler.check_integrity()
+
+
+def test_an_answer_that_is_complete_drops_the_tokens_after_it() -> None:
+    scheduler = make_scheduler(speculation=Repeating(4))
+    (sequence,) = decoding(scheduler, make_request("a", [0] * 5, 5))
+    scheduler.commit(scheduler.schedule(), [1, 2, 2, 2])
+    assert (sequence.finish_reason, sequence.num_output_tokens) == ("length", 5)
+    scheduler.stop(sequence, 2)
+    assert (sequence.finish_reason, sequence.tokens[5:]) == ("stop", [1, 1, 2])
+    scheduler.check_integrity()
+
+
+def test_drafts_take_no_pages_that_others_need() -> None:
+    scheduler = make_scheduler(num_pages=6, speculation=Repeating(4))
+    first, second = decoding(scheduler, make_request("a", [0] * 7, 8), make_request("b", [1] * 7, 8, 1))
+    batch = scheduler.schedule()
+    assert [(len(chunk.drafts), len(chunk.sequence.pages)) for chunk in batch.chunks] == [(0, 2), (0, 2)]
+    assert scheduler.num_preemptions == 0
+    assert (first.num_drafts, second.num_drafts) == (0, 0)
+
+
+def test_drafts_stay_within_the_tokens_of_a_step() -> None:
+    scheduler = make_scheduler(tokens=7, speculation=Repeating(4))
+    decoding(scheduler, make_request("a", [0], 8), make_request("b", [1], 8, 1))
+    assert [chunk.length for chunk in scheduler.schedule().chunks] == [5, 2]
+
+
+def test_a_sequence_with_drafts_in_flight_can_be_preempted() -> None:
+    scheduler = make_scheduler(num_pages=32, caching=False, speculation=Repeating(4))
+    (sequence,) = decoding(scheduler, make_request("a", [0] * 5, 8))
+    batch = scheduler.schedule()
+    scheduler._requeue(sequence)
+    assert not scheduler.schedule(), "it waits for its tokens"
+    scheduler.commit(batch, [1, 2, 0, 2, 2])
+    assert (sequence.num_computed, sequence.tokens[5:]) == (0, [1, 1, 2, 0])
+    assert scheduler.schedule().chunks[0].length == 9
+    scheduler.check_integrity()
+
+
+def test_few_sequences_that_wait_do_not_stop_the_others() -> None:
+    class Own(Repeating):
+        def _propose(self, drafter: Drafter, sequence: SequenceState, count: int) -> list[int]:
+            return [1] * count if sequence.request.request_id == "0" else []
+
+    scheduler = make_scheduler(num_pages=64, seqs=6, tokens=64, speculation=Own(4))
+    requests = [make_request(str(number), [number], 8, number) for number in range(6)]
+    for request in requests[:5]:
+        scheduler.add(request)
+    first = scheduler.schedule()
+    assert not scheduler.needs_results(), "one of five"
+    second = scheduler.schedule()
+    assert [chunk.sequence.request.request_id for chunk in second.chunks] == ["1", "2", "3", "4"]
+    scheduler.abort("4")
+    assert scheduler.needs_results(), "one of four"
+    scheduler.commit(first, [1] * 5)
+    assert [len(chunk.drafts) for chunk in scheduler.schedule().chunks] == [4, 0, 0, 0]
