@@ -19,9 +19,13 @@ class TextPart(StrictModel):
     text: str
 
 
+MAX_ARGUMENTS = 1 << 17  # characters of the arguments of one call: JSON inside of a text, whose values nothing has counted
+MAX_CALLS = 1024
+
+
 class CalledFunction(StrictModel):
     name: NonEmpty
-    arguments: str
+    arguments: str = Field(max_length=MAX_ARGUMENTS)
 
     @field_validator("arguments")
     @classmethod
@@ -49,7 +53,7 @@ class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="For the chat template, which may leave old thoughts out.")
 
