@@ -10,11 +10,11 @@ The scheduler's half, tokens and pages, is `SequenceState`, which this class onl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.outputs import RequestOutput, TokenLogprob
 from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.structured import Matcher
 
 
 @dataclass(slots=True, eq=False)
@@ -22,14 +22,14 @@ class OutputState:
     """What one sequence has given so far, as the client sees it.
 
     stream:  its text; None without a tokenizer
-    matcher: the state of its structured output, an LLMatcher of llguidance; None without one
+    matcher: the state of its structured output; None without one
     queue_time: seconds from arrival to the first step; None before that
     prompt_logprobs: those that are known, if they were asked for
     """
 
     sequence: SequenceState
     stream: TextStream | None = None
-    matcher: Any = None
+    matcher: Matcher | None = None
     queue_time: float | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
