@@ -1,4 +1,4 @@
-"""flash-attn's names on a GPU: the cache's grid in 16 bits, CUDA graphs, no host synchronisation, and FlashAttention-2's calls."""
+"""flash-attn's names on a GPU: the grid of the cache in 16 bits, CUDA graphs, no host synchronisation, and dense calls."""
 
 from __future__ import annotations
 
