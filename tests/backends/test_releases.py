@@ -62,4 +62,4 @@ def test_the_portable_kernels(target: str) -> None:
         run_plan(plan_portable, q, k, v, **OPTIONS)
         run_plan(plan_decode, q[:, :1].contiguous(), k, v, **OPTIONS)
     assert [kernel.name for kernel in kernels][:2] == ["_attn_fwd", "_decode"]
-    assert all(kernel.spill_bytes == 0 for kernel in kernels)
+    assert all(kernel.spill_bytes <= 32 for kernel in kernels)
