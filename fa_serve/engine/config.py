@@ -96,7 +96,7 @@ class EngineConfig:
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise ParameterError("kv_cache_dtype", "be auto or fp8", self.kv_cache_dtype)
         if self.speculative not in (None, "ngram"):
-            raise ParameterError("speculative", "be ngram or None", self.speculative)
+            raise ParameterError("speculative", "be None or ngram", self.speculative)
         num_drafts = self.num_speculative_tokens
         if not _is_integer(num_drafts) or not 1 <= num_drafts <= MAX_DRAFTS:
             raise ParameterError("num_speculative_tokens", f"be an integer from 1 to {MAX_DRAFTS}", num_drafts)

@@ -78,7 +78,8 @@ class Shape(NamedTuple):
         """What the step computes beside last tokens: "nothing", "drafts" or "prompts"."""
         if self.queries == 1:
             return "nothing"
-        return "prompts" if self.queries > MAX_DRAFTS + 1 else "drafts"
+        few = self.queries <= MAX_DRAFTS + 1 and self.tokens == self.batch * self.queries
+        return "drafts" if few else "prompts"
 
     @property
     def rows(self) -> int:

@@ -165,6 +165,8 @@ class Engine:
             if self._inflight and self._scheduler.needs_results():
                 outputs += self._commit(*self._inflight.popleft())
             batch = self._scheduler.schedule()
+        except torch.AcceleratorError:
+            raise  # the device is lost
         except Exception as error:
             return self._groups.merge(outputs + self._reset(error))
         if batch.admitted:

@@ -105,7 +105,7 @@ class Scheduler:
 
         It should if a share of the running sequences cannot be part of it before. Otherwise they are left out of it.
         """
-        held = sum(map(self._is_held_back, self.running))
+        held = self.speculation.is_on(len(self.running)) and sum(map(self._is_held_back, self.running))
         return held > 0 and held * HELD_SHARE >= len(self.running)
 
     def commit(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[tuple[SequenceState, int | None]]:
@@ -234,6 +234,8 @@ class Scheduler:
 
         Drafts preempt no sequence, and leave one page for each running sequence.
         """
+        if sequence.num_pending or not self.speculation.is_on(len(self.running)):
+            return []
         spare = max(self.pages.num_available - len(self.running), 0)
         room = (len(sequence.pages) + spare) * self.pages.page_size - len(sequence.tokens)
         drafts = self.speculation.draft(sequence, len(self.running), min(room, budget - 1))

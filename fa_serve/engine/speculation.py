@@ -108,12 +108,14 @@ class Drafter:
 
     failures:  how many times in a row all drafts were wrong
     resume_at: number of tokens from which on it drafts again
+    checked_at: number of tokens for which `waiting` was decided
     waiting:   whether it was held back for its newest token
     """
 
     index: NgramIndex = field(default_factory=NgramIndex)
     failures: int = 0
     resume_at: int = 0
+    checked_at: int = 0
     waiting: bool = False
 
 
@@ -130,19 +132,25 @@ class Speculation:
         self._accepted_at = [0] * num_tokens
         self._drafters: dict[SequenceState, Drafter] = {}
 
+    def is_on(self, num_running: int) -> bool:
+        """Whether each of so many sequences may draft a token."""
+        return self.num_tokens > 0 and num_running <= MAX_ROWS // 2
+
     def waits(self, sequence: SequenceState, num_running: int) -> bool:
         """Whether a sequence whose newest token is not known yet should wait for it, because a match promises drafts."""
-        if not sequence.num_pending or draft_limit(self.num_tokens, num_running) < 1 or not self._may_draft(sequence):
-            return False
-        if sequence.num_output_tokens + 2 >= sequence.request.max_tokens:
+        if not self.is_on(num_running) or not sequence.num_pending or not self._may_draft(sequence):
             return False
         drafter = self._drafter(sequence)
-        drafter.waiting = bool(self._propose(drafter, sequence, 2))
+        length = len(sequence.tokens)
+        if drafter.checked_at != length:
+            drafter.checked_at = length
+            enough = sequence.num_output_tokens + 2 < sequence.request.max_tokens
+            drafter.waiting = enough and bool(self._propose(drafter, sequence, 2))
         return drafter.waiting
 
     def draft(self, sequence: SequenceState, num_running: int, most: int) -> list[int]:
         """At most `most` guesses of the tokens after the last one; [] unless the next step computes only that one."""
-        if not self.num_tokens or not sequence.num_output_tokens or sequence.num_pending:
+        if not sequence.num_output_tokens or sequence.num_pending:
             return []
         left = sequence.request.max_tokens - sequence.num_output_tokens
         count = min(draft_limit(self.num_tokens, num_running), most, left - 1)

@@ -211,7 +211,8 @@ def test_repetitions_are_found_in_prompt_and_answer(make_engine) -> None:
 def test_steps_are_those_without_speculation_when_nothing_matches(make_engine, depth) -> None:
     prompts = [list(range(start, start + 9)) for start in (10, 40, 70)]
     params = replace(SAMPLED, max_tokens=10, temperature=2.0)
-    plain, engine = make_engine(), make_engine(speculative="ngram")
+    plain = make_engine()
+    engine = make_engine(speculative="ngram")
     plain._depth = engine._depth = depth
     assert [x.token_ids for x in engine.generate(prompts, params)] == [x.token_ids for x in plain.generate(prompts, params)]
     assert engine.stats().num_steps == plain.stats().num_steps

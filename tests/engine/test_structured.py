@@ -145,6 +145,29 @@ def test_exactly_one_field_says_what_is_wanted(values) -> None:
         StructuredOutput(**values)
 
 
+def test_masks_follow_drafts_and_leave_the_matcher_where_it_is(make_engine, tokenizer) -> None:
+    grammars = make_engine().grammars
+    digits = grammars.matcher(StructuredOutput(regex="[0-9]{3}"))
+    letters = grammars.matcher(StructuredOutput(regex="a[bc]"))
+    others = letters.deep_copy()
+    one, a, b, x = (tokenizer.convert_tokens_to_ids(letter) for letter in "1abx")
+
+    def allows(row: int, token: int) -> bool:
+        return bool(words[row][token // 32] >> (token % 32) & 1)
+
+    for _ in range(2):
+        words = grammars.masks([letters, digits, others], [[a, b], [], [x, b]])
+        assert words.shape[0] == 3 + 1 + 3
+        assert [allows(row, a) for row in range(4)] == [True, False, False, False]
+        assert [allows(row, b) for row in range(4)] == [False, True, False, False]
+        assert allows(3, one)
+        assert not allows(4, x)
+        assert allows(5, x), "after a draft that may not come, the row does not matter"
+    assert not letters.is_error()
+    assert not others.is_error()
+    assert grammars.masks([digits, letters]).shape[0] == 2
+
+
 def test_a_mask_that_leaves_nothing_fails_its_request_alone(with_end) -> None:
     digits = tuple(range(2, VOCAB))
     bad = params("regex", bad_token_ids=digits)
