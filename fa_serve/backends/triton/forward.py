@@ -126,7 +126,8 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
                 s = s * factor + given.to(tl.float32) * LOG2E
                 factor = 1.0
         if edge:
-            keep = window_keep(q_rows + offset, cols, kv_len, window_left, window_right, var.has_left, var.has_right)
+            rows_at = (q_rows + offset)[:, None]
+            keep = window_keep(rows_at, cols[None, :], kv_len, window_left, window_right, var.has_left, var.has_right)
             s = tl.where(keep, s, float("-inf"))
         p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
         v = _load_tile(v_tensor, n, cols, kv_len, where, edge, var.dim_v, var.block_dv, var)

@@ -44,12 +44,15 @@ def softcap_scores(s, scale, softcap, EXACT: tl.constexpr):
 
 @triton.jit
 def window_keep(rows, cols, kv_len, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """[BLOCK_M, BLOCK_N]: which keys each query sees. `rows` includes the bottom-right offset: query index + kv_len - q_len."""
-    keep = (cols < kv_len)[None, :]
+    """Which keys each query sees. `rows` and `cols` broadcast to the shape of the scores, [BLOCK_M, BLOCK_N] or transposed.
+
+    `rows` includes the bottom-right offset: query index + kv_len - q_len.
+    """
+    keep = cols < kv_len
     if HAS_RIGHT:
-        keep = keep & (cols[None, :] <= rows[:, None] + window_right)
+        keep = keep & (cols <= rows + window_right)
     if HAS_LEFT:
-        keep = keep & (cols[None, :] >= rows[:, None] - window_left)
+        keep = keep & (cols >= rows - window_left)
     return keep
 
 

@@ -36,6 +36,20 @@ class TileConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardTiles:
+    """Tiles of the backward kernels.
+
+    keys:      the kernel over key blocks, whose programs own block_n keys
+    queries:   the kernel over query blocks, whose programs own block_m rows
+    atomic_dq: the first kernel adds dQ atomically, unless results have to repeat; else the second kernel computes it
+    """
+
+    keys: TileConfig
+    queries: TileConfig
+    atomic_dq: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeTiles:
     """Tiles of the decoding kernel: block_m packed query rows by block_n keys.
 
@@ -116,6 +130,25 @@ def forward_tiles(
     if width <= 64:
         return TileConfig(64 if paged or masked or max_seqlen_q <= 64 else 128, 64, 4, 2 if paged else 3)
     return TileConfig(64, 64, 4, 2) if width <= 128 else TileConfig(64, 32, 8 if paged else 4, 2)
+
+
+def backward_tiles(arch: int, itemsize: int, head_dim: int, head_dim_v: int, *, masked: bool) -> BackwardTiles:
+    """The tiles of one backward pass, with `arch` as in `forward_tiles`."""
+    width = max(padded_dim(head_dim), padded_dim(head_dim_v))
+    if itemsize == 4:
+        tile = TileConfig(32, 32, 4, 1) if width <= 64 else TileConfig(16, 32, 4, 1) if width <= 128 else TileConfig(16, 16, 4, 1)
+        return BackwardTiles(tile, tile)
+    if arch in (90, 100, 103):
+        if width <= 64:
+            return BackwardTiles(TileConfig(64, 128, 4, 2), TileConfig(128, 64, 4, 2))
+        if width <= 128:
+            return BackwardTiles(TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2))
+        return BackwardTiles(TileConfig(64, 64, 8, 1), TileConfig(64, 64, 8, 1))
+    if width <= 64:
+        return BackwardTiles(TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2))
+    if width <= 128:
+        return BackwardTiles(TileConfig(32, 64, 4, 1), TileConfig(64, 32, 4, 1))
+    return BackwardTiles(TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1))
 
 
 @dataclass(frozen=True, slots=True)
