@@ -18,6 +18,7 @@ whose lse is below -1e30, because a mask hides all of its keys with a large nega
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,14 +26,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch
+from fa_serve.backends.launch import Launch, on_device_of
 from fa_serve.backends.plan import AttentionOptions, BackwardTensors, Gradients, Run
 from fa_serve.backends.triton.primitives import LOG2E, softcap_scores, window_keep
 from fa_serve.backends.triton.triton_tiles import BackwardTiles, TileConfig, backward_tiles, padded_dim
 
-_DELTA_ROWS = 64  # query rows of one program of `_attn_bwd_delta`
+_DELTA_ROWS = 32  # query rows of one program of `_attn_bwd_delta`
+_STATS_ROWS = tl.constexpr(128)  # row statistics of a sequence start at a multiple of this and are padded to one
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class BackwardVariant:
     mask:       "none", "bool" or "float"
     mask_grad:  the gradient of the mask is computed
     adds_dq:    the kernel over key blocks adds its part of dQ
+    tma:        q, dO and the row statistics are read through tensor descriptors; tma_dq: dQ is added through one
     precision:  input precision of the products
     """
 
@@ -62,6 +66,8 @@ class BackwardVariant:
     mask: str
     mask_grad: bool
     adds_dq: bool
+    tma: bool
+    tma_dq: bool
     precision: str
 
 
@@ -94,10 +100,11 @@ def _store_rows(ptr, x, rows, length, stride, DIM: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
-def _load_lse(lse_ptr, rows, q_len):
-    """lse in base 2, and +inf for rows that see no key or do not exist: their P is then 0."""
-    lse = tl.load(lse_ptr + rows, mask=rows < q_len, other=float("inf"))
-    return tl.where(lse < -1e30, float("inf"), lse * LOG2E)
+def _stats_at(batch, head, q_row0, stride_lb, stride_lh, VARLEN: tl.constexpr):
+    """Where the row statistics of a head of a sequence begin. They are padded, so that whole tiles are read."""
+    if VARLEN:
+        return head.to(tl.int64) * stride_lh + (q_row0 + batch * _STATS_ROWS) // _STATS_ROWS * _STATS_ROWS
+    return batch.to(tl.int64) * stride_lb + head.to(tl.int64) * stride_lh
 
 
 @triton.jit
@@ -141,6 +148,7 @@ def _attn_bwd_delta(
     lse_ptr,
     dlse_ptr,
     sinks_ptr,
+    lse2_ptr,
     delta_ptr,
     dsinks_ptr,
     cu_q_ptr,
@@ -154,11 +162,14 @@ def _attn_bwd_delta(
     stride_gh,
     stride_lb,
     stride_lh,
+    stride_sb,
+    stride_sh,
     BLOCK_M: tl.constexpr,
     var: tl.constexpr,
 ):
-    """delta of BLOCK_M rows of one head of one sequence, and their part of the sink's gradient.
+    """The row statistics of BLOCK_M rows of one head of one sequence, and their part of the sink's gradient.
 
+    lse2_ptr:   lse in base 2. Rows that see no key and rows of the padding have +inf, so that their P is 0
     dsinks_ptr: (num_heads, batch * num_m), one sum for each program, so that adding them up has a fixed order
     """
     pid = tl.program_id(0)
@@ -166,23 +177,28 @@ def _attn_bwd_delta(
     block = pid // var.num_heads
     batch = block // num_m
     q_row0, q_len = _row_range(cu_q_ptr, batch, seqlen_q, var.varlen)
-    rows = block % num_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    m0 = block % num_m * BLOCK_M
+    if m0 >= (q_len + _STATS_ROWS - 1) // _STATS_ROWS * _STATS_ROWS:
+        return
+    rows = m0 + tl.arange(0, BLOCK_M)
     head64 = head.to(tl.int64)
     batch64 = 0 if var.varlen else batch.to(tl.int64)
     row64 = q_row0.to(tl.int64) if var.varlen else 0
     out_ptr += batch64 * stride_ob + row64 * stride_ot + head64 * stride_oh
     dout_ptr += batch64 * stride_gb + row64 * stride_gt + head64 * stride_gh
-    stats = batch64 * stride_lb + head64 * stride_lh + row64
-
+    given = batch64 * stride_lb + head64 * stride_lh + row64
     out = _load_rows(out_ptr, rows, q_len, stride_ot, var.dim_v, var.block_dv).to(tl.float32)
     dout = _load_rows(dout_ptr, rows, q_len, stride_gt, var.dim_v, var.block_dv).to(tl.float32)
     delta = tl.sum(out * dout, 1)
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + stats + rows, mask=rows < q_len, other=0.0)
-    tl.store(delta_ptr + stats + rows, delta, mask=rows < q_len)
+        delta -= tl.load(dlse_ptr + given + rows, mask=rows < q_len, other=0.0)
+    lse = tl.load(lse_ptr + given + rows, mask=rows < q_len, other=float("-inf"))
+    lse2 = tl.where(lse < -1e30, float("inf"), lse * LOG2E)
+    stats = _stats_at(batch, head, q_row0, stride_sb, stride_sh, var.varlen)
+    tl.store(lse2_ptr + stats + rows, lse2)
+    tl.store(delta_ptr + stats + rows, delta)
     if dsinks_ptr is not None:
-        lse = _load_lse(lse_ptr + stats, rows, q_len)
-        weight = tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * LOG2E - lse)
+        weight = tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * LOG2E - lse2)
         tl.store(dsinks_ptr + head64 * (tl.num_programs(0) // var.num_heads) + block, -tl.sum(weight * delta, 0))
 
 
@@ -199,6 +215,11 @@ def _attn_bwd_kv(
     dk_ptr,
     dv_ptr,
     dmask_ptr,
+    q_desc,
+    dout_desc,
+    lse_desc,
+    delta_desc,
+    dq_desc,
     cu_q_ptr,
     cu_k_ptr,
     scale,
@@ -239,6 +260,8 @@ def _attn_bwd_kv(
     """
     BLOCK_M: tl.constexpr = var.block_m
     BLOCK_N: tl.constexpr = var.block_n
+    BLOCK_D: tl.constexpr = var.block_d
+    BLOCK_DV: tl.constexpr = var.block_dv
     KV_HEADS: tl.constexpr = var.num_heads // var.groups
     pid = tl.program_id(0)
     head_kv = pid // num_n % KV_HEADS
@@ -256,11 +279,13 @@ def _attn_bwd_kv(
     kv64 = head_kv.to(tl.int64)
     q_ptr += batch64 * stride_qb + q_row64 * stride_qt
     dout_ptr += batch64 * stride_gb + q_row64 * stride_gt
-    lse_ptr += batch64 * stride_lb + q_row64
-    delta_ptr += batch64 * stride_lb + q_row64
-    mask_ptr, dmask_ptr = _at_sequence(mask_ptr, dmask_ptr, batch, stride_mb, stride_db, var)
+    if var.mask != "none":
+        mask_ptr += batch.to(tl.int64) * stride_mb
+    if var.mask_grad:
+        dmask_ptr += batch.to(tl.int64) * stride_db
     q_heads: tl.constexpr = var.num_heads * var.dim
-    dq_ptr = _at_row(dq_ptr, batch64 * seqlen_q + q_row64, q_heads, var.adds_dq)
+    if var.adds_dq:
+        dq_ptr += (batch64 * seqlen_q + q_row64) * q_heads
     k_ptr += batch64 * stride_kb + k_row64 * stride_kt + kv64 * stride_kh
     v_ptr += batch64 * stride_vb + k_row64 * stride_vt + kv64 * stride_vh
     cols = n0 + tl.arange(0, BLOCK_N)
@@ -284,8 +309,8 @@ def _attn_bwd_kv(
         inner_hi = 0
     span = tl.maximum((hi - lo + BLOCK_M - 1) // BLOCK_M, 0) * BLOCK_M
 
-    dk = tl.zeros([BLOCK_N, var.block_d], tl.float32)
-    dv = tl.zeros([BLOCK_N, var.block_dv], tl.float32)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for i in tl.range(0, span * var.groups, BLOCK_M):
         head = head_kv * var.groups
         m = lo + i
@@ -295,8 +320,15 @@ def _attn_bwd_kv(
         m = tl.multiple_of(m, BLOCK_M)
         head64 = head.to(tl.int64)
         rows = m + tl.arange(0, BLOCK_M)
-        q = _load_rows(q_ptr + head64 * stride_qh, rows, q_len, stride_qt, var.dim, var.block_d)
-        lse = _load_lse(lse_ptr + head64 * stride_lh, rows, q_len)
+        if var.tma:
+            q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
+        else:
+            q = _load_rows(q_ptr + head64 * stride_qh, rows, q_len, stride_qt, var.dim, BLOCK_D)
+            stats = _stats_at(batch, head, q_row0, stride_lb, stride_lh, var.varlen)
+        if var.tma:
+            lse = lse_desc.load([batch * var.num_heads + head, m]).reshape(BLOCK_M)
+        else:
+            lse = tl.load(lse_ptr + stats + rows)
         s = tl.dot(k, q.T, input_precision=var.precision)  # [BLOCK_N, BLOCK_M]
         p, slope = _probabilities(
             s,
@@ -310,9 +342,15 @@ def _attn_bwd_kv(
             (mask_ptr + head64 * stride_mh if var.mask != "none" else mask_ptr, stride_mq, stride_mk),
             var,
         )
-        dout = _load_rows(dout_ptr + head64 * stride_gh, rows, q_len, stride_gt, var.dim_v, var.block_dv)
+        if var.tma:
+            dout = dout_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_DV)
+        else:
+            dout = _load_rows(dout_ptr + head64 * stride_gh, rows, q_len, stride_gt, var.dim_v, BLOCK_DV)
         dp = tl.dot(v, dout.T, input_precision=var.precision)
-        delta = tl.load(delta_ptr + head64 * stride_lh + rows, mask=rows < q_len, other=0.0)
+        if var.tma:
+            delta = delta_desc.load([batch * var.num_heads + head, m]).reshape(BLOCK_M)
+        else:
+            delta = tl.load(delta_ptr + stats + rows)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=var.precision)
         ds = p * (dp - delta[None, :])
         if var.mask_grad:
@@ -326,9 +364,12 @@ def _attn_bwd_kv(
         dk = tl.dot(ds, q, dk, input_precision=var.precision)
         if var.adds_dq:
             dq = tl.dot(ds.T, k, input_precision=var.precision) * scale
-            offs_d = tl.arange(0, var.block_d)
+        if var.adds_dq and var.tma_dq:
+            dq_desc.atomic_add([batch, head, m, 0], dq.reshape(1, 1, BLOCK_M, BLOCK_D))
+        elif var.adds_dq:
+            offs_d = tl.arange(0, BLOCK_D)
             keep = (rows < q_len)[:, None]
-            if var.dim < var.block_d:
+            if var.dim < BLOCK_D:
                 keep = keep & (offs_d < var.dim)[None, :]
             dq_ptrs = dq_ptr + rows[:, None].to(tl.int64) * q_heads + (head * var.dim + offs_d)[None, :]
             tl.atomic_add(dq_ptrs, dq, mask=keep, sem="relaxed")
@@ -336,23 +377,6 @@ def _attn_bwd_kv(
     k_row = (batch64 * seqlen_k + k_row64) * KV_HEADS + kv64
     _store_rows(dk_ptr + k_row * var.dim, dk * scale, cols, kv_len, KV_HEADS * var.dim, var.dim, var.block_d)
     _store_rows(dv_ptr + k_row * var.dim_v, dv, cols, kv_len, KV_HEADS * var.dim_v, var.dim_v, var.block_dv)
-
-
-@triton.jit
-def _at_row(ptr, row, WIDTH: tl.constexpr, IS_THERE: tl.constexpr):
-    if IS_THERE:
-        ptr += row * WIDTH
-    return ptr
-
-
-@triton.jit
-def _at_sequence(mask_ptr, dmask_ptr, batch, stride_mb, stride_db, var: tl.constexpr):
-    """The mask and its gradient at a sequence, where they exist."""
-    if var.mask != "none":
-        mask_ptr += batch.to(tl.int64) * stride_mb
-    if var.mask_grad:
-        dmask_ptr += batch.to(tl.int64) * stride_db
-    return mask_ptr, dmask_ptr
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "seqlen_q", "seqlen_k", "num_m"])
@@ -397,6 +421,7 @@ def _attn_bwd_q(
     """One program: dQ of block_m rows of one head of one sequence. dq is contiguous."""
     BLOCK_M: tl.constexpr = var.block_m
     BLOCK_N: tl.constexpr = var.block_n
+    BLOCK_D: tl.constexpr = var.block_d
     pid = tl.program_id(0)
     head = pid // num_m % var.num_heads
     batch = pid // num_m // var.num_heads
@@ -412,7 +437,7 @@ def _attn_bwd_q(
     k_row64 = k_row0.to(tl.int64) if var.varlen else 0
     head64 = head.to(tl.int64)
     kv64 = (head // var.groups).to(tl.int64)
-    stats = batch64 * stride_lb + head64 * stride_lh + q_row64
+    stats = _stats_at(batch, head, q_row0, stride_lb, stride_lh, var.varlen)
     q_ptr += batch64 * stride_qb + q_row64 * stride_qt + head64 * stride_qh
     dout_ptr += batch64 * stride_gb + q_row64 * stride_gt + head64 * stride_gh
     k_ptr += batch64 * stride_kb + k_row64 * stride_kt + kv64 * stride_kh
@@ -422,8 +447,8 @@ def _attn_bwd_q(
     rows = m0 + tl.arange(0, BLOCK_M)
     q = _load_rows(q_ptr, rows, q_len, stride_qt, var.dim, var.block_d)
     dout = _load_rows(dout_ptr, rows, q_len, stride_gt, var.dim_v, var.block_dv)
-    lse = _load_lse(lse_ptr + stats, rows, q_len)
-    delta = tl.load(delta_ptr + stats + rows, mask=rows < q_len, other=0.0)
+    lse = tl.load(lse_ptr + stats + rows)
+    delta = tl.load(delta_ptr + stats + rows)
 
     offset = kv_len - q_len
     last_row = tl.minimum(m0 + BLOCK_M, q_len) - 1
@@ -438,7 +463,7 @@ def _attn_bwd_q(
         hi = tl.maximum(tl.minimum(kv_len, last_row + offset + window_right + 1), 0)
         inner_hi = tl.maximum(tl.minimum(kv_len, m0 + offset + window_right + 1), 0)
 
-    dq = tl.zeros([BLOCK_M, var.block_d], tl.float32)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n in tl.range(lo, hi, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
         cols = n + tl.arange(0, BLOCK_N)
@@ -475,7 +500,20 @@ def plan_backward(tensors: BackwardTensors, options: AttentionOptions, tiles: Ba
 class _BackwardPlan:
     """The launches of one kind of call."""
 
-    __slots__ = ("_adds_dq", "_blocks", "_delta", "_expand_mask", "_kv", "_layout", "_q")
+    __slots__ = (
+        "_options",
+        "_tiles",
+        "_variant",
+        "_uses_tma",
+        "_adds_dq",
+        "_blocks",
+        "_delta",
+        "_expand_mask",
+        "_kv",
+        "_layout",
+        "_q",
+        "_stats_shape",
+    )
 
     def __init__(self, tensors: BackwardTensors, options: AttentionOptions, tiles: BackwardTiles | None) -> None:
         tensors = _laid_out(tensors)
@@ -485,6 +523,9 @@ class _BackwardPlan:
         if tiles is None:
             arch = spec.arch_of(q.device)
             tiles = backward_tiles(arch, q.element_size(), q.shape[-1], v.shape[-1], masked=mask is not None)
+        self._options = options
+        self._tiles = tiles
+        self._uses_tma = tiles.keys.tma and not varlen and _tma_strides(q) and _tma_strides(tensors.dout)
         self._adds_dq = tiles.atomic_dq and not options.deterministic
         self._expand_mask = options.deterministic
         variant = BackwardVariant(
@@ -503,10 +544,16 @@ class _BackwardPlan:
             mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
             mask_grad=tensors.needs_dmask,
             adds_dq=self._adds_dq,
+            tma=self._uses_tma,
+            tma_dq=self._uses_tma and tiles.tma_dq and not triton.knobs.runtime.interpret,
             precision="ieee" if q.dtype == torch.float32 else "tf32",
         )
+        self._variant = variant
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
-        self._blocks = batch * -(-options.max_seqlen_q // _DELTA_ROWS)
+        padded = _padded_rows(options.max_seqlen_q)
+        self._blocks = batch * (padded // _DELTA_ROWS)
+        heads = q.shape[-2]
+        self._stats_shape = (heads, _padded_rows(q.shape[0]) + _STATS_ROWS.value * batch) if varlen else (batch, heads, padded)
         self._delta = self._plan_delta(tensors, options, variant)
         self._kv = self._plan_kv(tensors, options, variant, tiles.keys, batch)
         self._q = None if self._adds_dq else self._plan_q(tensors, options, variant, tiles.queries, batch)
@@ -514,6 +561,9 @@ class _BackwardPlan:
     def __call__(self, tensors: BackwardTensors) -> Gradients:
         tensors = _laid_out(tensors)
         q, k, v, sinks, mask = tensors[:5]
+        if self._uses_tma and (q.data_ptr() | tensors.dout.data_ptr()) & 15:
+            keys = replace(self._tiles.keys, tma=False)
+            return _BackwardPlan(tensors, self._options, replace(self._tiles, keys=keys))(tensors)
         # Rows of a packed tensor that belong to no sequence have no gradient, and no program writes them.
         allocate = torch.zeros_like if tensors.cu_seqlens_q is not None else torch.empty_like
         layout = torch.contiguous_format
@@ -524,7 +574,8 @@ class _BackwardPlan:
         else:
             dq = allocate(q, memory_format=layout)
         dmask = self._allocate_dmask(tensors)
-        delta = torch.empty_like(tensors.lse)
+        lse2 = q.new_empty(self._stats_shape, dtype=torch.float32)
+        delta = torch.empty_like(lse2)
         dsinks = None
         if sinks is not None and tensors.needs_dsinks:
             dsinks = delta.new_zeros(q.shape[-2], self._blocks)
@@ -532,10 +583,20 @@ class _BackwardPlan:
             mask = mask.view(torch.uint8)
         ends = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
         if self._delta is not None:
-            self._delta((tensors.out, tensors.dout, tensors.lse, tensors.dlse, sinks, delta, dsinks, ends[0]))
-        given = (q, k, v, tensors.dout, tensors.lse, delta, mask)
+            self._delta((tensors.out, tensors.dout, tensors.lse, tensors.dlse, sinks, lse2, delta, dsinks, ends[0]))
+        given = (q, k, v, tensors.dout, lse2, delta, mask)
         if self._kv is not None:
-            self._kv((*given, dq if self._adds_dq else None, dk, dv, dmask, *ends))
+            descriptors: tuple[Any, ...] = (None,) * 5
+            if self._uses_tma:
+                rows = self._variant.block_m
+                descriptors = (
+                    _descriptor(q, rows, self._variant.block_d),
+                    _descriptor(tensors.dout, rows, self._variant.block_dv),
+                    TensorDescriptor.from_tensor(lse2.flatten(0, 1), [1, rows]),
+                    TensorDescriptor.from_tensor(delta.flatten(0, 1), [1, rows]),
+                    _descriptor(dq, rows, self._variant.block_d) if self._variant.tma_dq else None,
+                )
+            self._kv((*given, dq if self._adds_dq else None, dk, dv, dmask, *descriptors, *ends))
         if self._q is not None:
             self._q((*given, dq, *ends))
         return Gradients(
@@ -561,14 +622,14 @@ class _BackwardPlan:
         grid = self._blocks * variant.num_heads
         if grid == 0:
             return None
-        varying = (options.max_seqlen_q, -(-options.max_seqlen_q // _DELTA_ROWS))
-        strides = (*_row_strides(tensors.out), *_row_strides(tensors.dout), *_stats_strides(tensors.lse))
+        varying = (options.max_seqlen_q, _padded_rows(options.max_seqlen_q) // _DELTA_ROWS)
+        rows = (*_row_strides(tensors.out), *_row_strides(tensors.dout))
+        strides = (*rows, *_head_strides(tensors.lse.shape), *_head_strides(self._stats_shape))
         # Only what the kernel reads may tell variants apart, so that few of them are compiled.
         plain = replace(variant, groups=1, dim=0, block_d=0, block_m=0, block_n=0, has_left=False, has_right=False)
         plain = replace(plain, has_softcap=False, mask="none", mask_grad=False, adds_dq=False)
-        return Launch(
-            _attn_bwd_delta, grid, varying, (_DELTA_ROWS, plain), {"num_warps": 4, "num_stages": 1}, strides=strides
-        )
+        plain = replace(plain, tma=False, tma_dq=False)
+        return Launch(_attn_bwd_delta, grid, varying, (_DELTA_ROWS, plain), {"num_warps": 4, "num_stages": 1}, strides=strides)
 
     def _plan_kv(
         self, tensors: BackwardTensors, options: AttentionOptions, variant: BackwardVariant, tile: TileConfig, batch: int
@@ -582,7 +643,9 @@ class _BackwardPlan:
             shape = torch.Size((tensors.q.shape[0], tensors.q.shape[2], tensors.q.shape[1], tensors.k.shape[1]))
             dmask_strides = _contiguous_strides(shape if self._expand_mask else tensors.mask.shape)
         varying = _varying(options, num_n)
-        strides = (*_strides(tensors), *dmask_strides)
+        strides = (*_strides(tensors, self._stats_shape), *dmask_strides)
+        if self._uses_tma:
+            return _TmaLaunch(grid, (*varying, *strides, variant), _launch_options(tile))
         return Launch(_attn_bwd_kv, grid, varying, (variant,), _launch_options(tile), strides=strides)
 
     def _plan_q(
@@ -593,8 +656,26 @@ class _BackwardPlan:
         if grid == 0:
             return None
         variant = replace(variant, block_m=tile.block_m, block_n=tile.block_n, mask_grad=False, adds_dq=False)
+        variant = replace(variant, tma=False, tma_dq=False)
         varying = _varying(options, num_m)
-        return Launch(_attn_bwd_q, grid, varying, (variant,), _launch_options(tile), strides=_strides(tensors))
+        return Launch(
+            _attn_bwd_q, grid, varying, (variant,), _launch_options(tile), strides=_strides(tensors, self._stats_shape)
+        )
+
+
+class _TmaLaunch:
+    """A launch with tensor descriptors, through the JIT at each call: the descriptors hold addresses."""
+
+    __slots__ = ("_grid", "_numbers", "_options")
+
+    def __init__(self, grid: int, numbers: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._grid = grid
+        self._numbers = numbers
+        self._options = options
+
+    def __call__(self, pointers: tuple[Any, ...]) -> None:
+        with on_device_of(pointers[0]):
+            _attn_bwd_kv[self._grid,](*pointers, *self._numbers, **self._options)
 
 
 def _laid_out(tensors: BackwardTensors) -> BackwardTensors:
@@ -619,9 +700,24 @@ def _row_strides(x: Tensor) -> tuple[int, ...]:
     return (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]
 
 
-def _stats_strides(lse: Tensor) -> tuple[int, int]:
-    """Strides of (batch, head) of row statistics, which are contiguous."""
-    return (0 if lse.dim() == 2 else lse.shape[1] * lse.shape[2], lse.shape[-1])
+def _padded_rows(rows: int) -> int:
+    return -(-rows // _STATS_ROWS.value) * _STATS_ROWS.value
+
+
+def _head_strides(shape: Sequence[int]) -> tuple[int, int]:
+    """Strides of (batch, head) of contiguous row statistics; 0 for the first if they are packed."""
+    return (0 if len(shape) == 2 else shape[1] * shape[2], shape[-1])
+
+
+def _tma_strides(x: Tensor) -> bool:
+    """Whether TMA can read a tensor with these strides, which must be multiples of 16 bytes. The address must be one, too."""
+    return all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+
+
+def _descriptor(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    """(batch, heads, seqlen, dim). Rows and columns out of bounds read as zero and are not written."""
+    x = x.transpose(1, 2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_d])
 
 
 def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
@@ -639,14 +735,14 @@ def _varying(options: AttentionOptions, blocks: int) -> tuple[float, ...]:
     return (float(options.softmax_scale), float(options.softcap), *options.window_size, *lengths, blocks)
 
 
-def _strides(tensors: BackwardTensors) -> tuple[int, ...]:
+def _strides(tensors: BackwardTensors, stats_shape: Sequence[int]) -> tuple[int, ...]:
     """In the order of the kernels' parameters."""
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if tensors.mask is not None:
         sizes = zip(tensors.mask.shape, tensors.mask.stride(), strict=True)
         mask_strides = tuple([0 if size == 1 else stride for size, stride in sizes])
     rows = (tensors.q, tensors.k, tensors.v, tensors.dout)
-    return (*[stride for x in rows for stride in _row_strides(x)], *_stats_strides(tensors.lse), *mask_strides)
+    return (*[stride for x in rows for stride in _row_strides(x)], *_head_strides(stats_shape), *mask_strides)
 
 
 def _launch_options(tile: TileConfig) -> dict[str, Any]:

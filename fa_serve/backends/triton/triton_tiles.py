@@ -42,11 +42,13 @@ class BackwardTiles:
     keys:      the kernel over key blocks, whose programs own block_n keys
     queries:   the kernel over query blocks, whose programs own block_m rows
     atomic_dq: the first kernel adds dQ atomically, unless results have to repeat; else the second kernel computes it
+    tma_dq:    it adds dQ through a tensor descriptor, if it reads through descriptors
     """
 
     keys: TileConfig
     queries: TileConfig
     atomic_dq: bool = True
+    tma_dq: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +138,16 @@ def backward_tiles(arch: int, itemsize: int, head_dim: int, head_dim_v: int, *, 
     """The tiles of one backward pass, with `arch` as in `forward_tiles`."""
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
     if itemsize == 4:
-        tile = TileConfig(32, 32, 4, 1) if width <= 64 else TileConfig(16, 32, 4, 1) if width <= 128 else TileConfig(16, 16, 4, 1)
+        tile = (
+            TileConfig(32, 32, 4, 1) if width <= 64 else TileConfig(16, 32, 4, 1) if width <= 128 else TileConfig(16, 16, 4, 1)
+        )
         return BackwardTiles(tile, tile)
     if arch in (90, 100, 103):
         if width <= 64:
-            return BackwardTiles(TileConfig(64, 128, 4, 2), TileConfig(128, 64, 4, 2))
+            return BackwardTiles(TileConfig(64, 128, 8, 2, tma=True), TileConfig(128, 64, 8, 2))
         if width <= 128:
-            return BackwardTiles(TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2))
-        return BackwardTiles(TileConfig(64, 64, 8, 1), TileConfig(64, 64, 8, 1))
+            return BackwardTiles(TileConfig(64, 128, 8, 2, tma=True), TileConfig(128, 64, 8, 2))
+        return BackwardTiles(TileConfig(32, 64, 8, 2, tma=True), TileConfig(128, 32, 8, 2), atomic_dq=False)
     if width <= 64:
         return BackwardTiles(TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2))
     if width <= 128:
