@@ -43,8 +43,9 @@ from fa_serve.argument_checks import (
     check_store,
     softmax_options,
 )
+from fa_serve.autograd import needs_grad, plan_differentiable
 from fa_serve.backends import MAX_KEYS_PER_TILE as MAX_KEYS_PER_TILE
-from fa_serve.backends import select_backend
+from fa_serve.backends import Backend, select_backend
 from fa_serve.backends.mixed import plan_mixed
 from fa_serve.backends.plan import PLANS, AttentionOptions, AttentionTensors, Run, StoreTensors, facts, growing_facts
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, arch_of
@@ -266,6 +267,12 @@ def _contiguous(x: Any) -> Any:
     return x if x is None else x.contiguous()
 
 
+def _plan(chosen: Backend, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions) -> Run:
+    if spec.needs_grad and not chosen.differentiable:
+        return plan_differentiable(chosen, spec, tensors, options)
+    return chosen.plan(spec, tensors, options)
+
+
 def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
     q, k, v, sinks, mask = tensors[:5]
     causal, scale, window_size, softcap, return_lse, backend = given
@@ -277,10 +284,11 @@ def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
         check_mask(mask, q, k)
     check_out(tensors.out, q, v)
     over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
-    op: Op = "decode" if 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and over_keys else "attention"
+    few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not needs_grad(tensors)
+    op: Op = "decode" if few and over_keys else "attention"
     spec = _spec("dense", op, tensors, options)
     complete = AttentionOptions(*options, q.shape[1], k.shape[1], return_lse)
-    return select_backend(spec, backend).plan(spec, tensors, complete)
+    return _plan(select_backend(spec, backend), spec, tensors, complete)
 
 
 def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Run:
@@ -296,7 +304,7 @@ def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int
     check_out(tensors.out, q, v)
     spec = _spec("varlen", "attention", tensors, options)
     complete = AttentionOptions(*options, max_seqlen_q, max_seqlen_k, return_lse)
-    return select_backend(spec, backend).plan(spec, tensors, complete)
+    return _plan(select_backend(spec, backend), spec, tensors, complete)
 
 
 def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: Options) -> Run:
@@ -373,7 +381,7 @@ def _spec(layout: Layout, op: Op, tensors: AttentionTensors, options: SoftmaxOpt
         sinks=sinks is not None,
         mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
         page_size=k.shape[1] if paged else 0,
-        needs_grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, mask)),
+        needs_grad=needs_grad(tensors),
         op=op,
         whole_rows=not paged or (_has_whole_rows(k) and _has_whole_rows(v)),
     )

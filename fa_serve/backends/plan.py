@@ -177,7 +177,7 @@ class AttentionOptions:
     num_splits:  as in `fa_serve.attention_paged`
     skip_q:      sequences with up to this many queries are left to another kernel, see `mixed`. For the op "decode" the bound
                  is `max_seqlen_q`: sequences with more queries are left to another kernel
-    deterministic: (op "backward") the gradients of equal calls are equal in every bit
+    deterministic: (op "backward") the gradient of a mask repeats in every bit, which needs memory for all scores
     """
 
     softmax_scale: float

@@ -12,6 +12,7 @@ FLOORS = {
     "fa_serve.backends": 1,
     "fa_serve.ops": 2,
     "fa_serve.argument_checks": 2,
+    "fa_serve.autograd": 2,
     "fa_serve.api": 2,
     "fa_serve.hf": 3,
     "fa_serve": 3,  # the package itself, not the modules in it

@@ -50,7 +50,8 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"head_dim": 80, "head_dim_v": 80}, "got 80"),
         ({"head_dim": 128, "head_dim_v": 64}, "got 128 with head_dim_v 64"),
         ({"mask": "bool"}, "explicit mask"),
-        ({"needs_grad": True}, "gradients"),
+        ({"op": "backward"}, "portable kernels compute the gradients"),
+        ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
     ],
 )
 def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -> None:
