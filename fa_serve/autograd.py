@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from fa_serve.backends import Backend, select_backend
 from fa_serve.backends.plan import PLANS, AttentionOptions, AttentionTensors, BackwardTensors, Gradients, Run, facts
@@ -61,7 +60,7 @@ def attention_gradients(spec: AttentionSpec, tensors: BackwardTensors, options: 
 def _run(
     forward: Run, backward: AttentionSpec, options: AttentionOptions, tensors: AttentionTensors
 ) -> tuple[Tensor, Tensor | None]:
-    out, lse = _Attention.apply(
+    out, lse = _Attention.apply(  # type: ignore[no-untyped-call]
         forward,
         backward,
         options,
@@ -83,7 +82,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, forward: Run, backward: AttentionSpec, options: AttentionOptions, *given: Tensor | None
+        ctx: Any, forward: Run, backward: AttentionSpec, options: AttentionOptions, *given: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         q, k, v, sinks, mask, cu_seqlens_q, cu_seqlens_k = given
         assert q is not None
@@ -94,17 +93,18 @@ class _Attention(torch.autograd.Function):
         out, lse = forward(AttentionTensors(q, k, v, sinks, mask, cu_seqlens_q, cu_seqlens_k))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, out, lse)
-        ctx.asked = (backward, options)  # type: ignore[attr-defined]
+        ctx.asked = (backward, options)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError(SECOND_DERIVATIVE)
-        *given, out, lse = ctx.saved_tensors
+        q, k, v, sinks, mask, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
         spec, options = ctx.asked
         needs_dsinks, needs_dmask = ctx.needs_input_grad[6:8]
         if dout is None:
             dout = torch.zeros_like(out)
+        given = (q, k, v, sinks, mask, cu_seqlens_q, cu_seqlens_k)
         tensors = BackwardTensors(*given, out, lse, dout, dlse, needs_dsinks, needs_dmask)
         return (None, None, None, *attention_gradients(spec, tensors, options), None, None)

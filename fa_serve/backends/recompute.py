@@ -33,5 +33,6 @@ def _differentiate(attend: Run, t: BackwardTensors) -> Gradients:
     if t.dlse is not None:
         results.append(lse)
         gradients.append(t.dlse)
-    found = iter(torch.autograd.grad(results, leaves, gradients, allow_unused=True, materialize_grads=True))
-    return Gradients(*[next(found) if need and x is not None else None for x, need in zip(given, needed, strict=True)])
+    dq, dk, dv, *rest = torch.autograd.grad(results, leaves, gradients, allow_unused=True, materialize_grads=True)
+    dsinks = rest.pop(0) if t.needs_dsinks else None
+    return Gradients(dq, dk, dv, dsinks, rest.pop() if t.needs_dmask else None)

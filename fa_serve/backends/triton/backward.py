@@ -237,7 +237,8 @@ def _row_strides(x: Tensor) -> tuple[int, ...]:
 
 
 def _padded_rows(rows: int) -> int:
-    return -(-rows // STATS_ROWS.value) * STATS_ROWS.value
+    step: int = STATS_ROWS.value
+    return -(-rows // step) * step
 
 
 def _head_strides(shape: Sequence[int]) -> tuple[int, int]:
