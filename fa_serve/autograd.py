@@ -3,9 +3,9 @@
     run = plan_differentiable(backend, spec, tensors, options)
     out, lse = run(tensors)           # out.backward() computes the gradients of q, k, v, and of sinks and a float mask
 
-`fa_serve.api` plans a call this way if it needs gradients and its backend is not differentiable by itself. The forward pass
+`dispatch` plans a call this way if it needs gradients and its backend is not differentiable by itself. The forward pass
 keeps out and lse; nothing as large as the scores is kept or formed. `attention_gradients` is the backward pass of tensors
-alone, which PyTorch's custom operators need (see `hf.traced`). Left out: the paged cache, whose backends refuse gradients, and
+alone, which PyTorch's custom operators need (see `operators`). Left out: the paged cache, whose backends refuse gradients, and
 second derivatives.
 """
 
@@ -28,11 +28,6 @@ SECOND_DERIVATIVE = (
 )
 
 
-def needs_grad(tensors: AttentionTensors) -> bool:
-    """Whether autograd will ask for gradients of this call."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:5])
-
-
 def plan_differentiable(backend: Backend, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions) -> Run:
     """Plan a call that needs gradients for a backend whose kernels autograd cannot follow.
 
@@ -49,7 +44,7 @@ def attention_gradients(spec: AttentionSpec, tensors: BackwardTensors, options: 
     """The gradients of one dense or packed call, by the fastest backend that supports the spec, whose op is "backward"."""
     if tensors.needs_dmask and torch.are_deterministic_algorithms_enabled():
         options = replace(options, deterministic=True)
-    key = ("backward", facts(*tensors[:11]), tensors.needs_dsinks, tensors.needs_dmask, options)
+    key = ("backward", facts(*tensors[:11], tensors.alibi_slopes), tensors.needs_dsinks, tensors.needs_dmask, options)
     run = PLANS.get(key)
     if run is None:
         run = PLANS.add(key, select_backend(spec).plan(spec, tensors, options))

@@ -95,6 +95,8 @@ class AttentionSpec:
                  "store_kv": write keys and values into a paged cache
                  "backward": the gradients of a dense or packed "attention"
     whole_rows:  (paged) tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens
+    alibi:       a bias that falls linearly with the distance of query and key
+    attention_chunk: queries attend within chunks of a fixed length only
     """
 
     layout: Layout
@@ -114,6 +116,8 @@ class AttentionSpec:
     needs_grad: bool = False
     op: Op = "attention"
     whole_rows: bool = True
+    alibi: bool = False
+    attention_chunk: bool = False
 
     def __str__(self) -> str:
         parts: list[str] = [] if self.op == "attention" else [self.op]
@@ -128,7 +132,7 @@ class AttentionSpec:
             parts.append("causal")
         elif self.window_size != (-1, -1):
             parts.append(f"window {self.window_size}")
-        parts += [name for name in ("softcap", "sinks", "needs_grad") if getattr(self, name)]
+        parts += [name for name in ("softcap", "sinks", "alibi", "attention_chunk", "needs_grad") if getattr(self, name)]
         if self.mask:
             parts.append(f"{self.mask} mask")
         if self.page_size:

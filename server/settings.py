@@ -56,6 +56,7 @@ class Settings(BaseSettings):
     reasoning_parser: Literal["auto", "none", "think"] = _option(
         "auto", "Whether <think> is separated from answers; auto does so if the chat template has it.", "Model"
     )
+    lenient: bool = _option(False, "Ignore unknown fields inside messages instead of refusing them.", "Model")
     trust_remote_code: bool = _option(False, "Run code that comes with the model.", "Model")
 
     max_num_seqs: int = _option(256, "Maximum number of sequences that run at once.", "Engine", ge=1)
@@ -106,6 +107,7 @@ class Settings(BaseSettings):
         "key may delay the others.",
         "Access",
     )
+    tokenizer_info: bool = _option(False, "Serve the tokenizer's configuration at /tokenizer_info.", "Access")
     public_metrics: bool = _option(False, "Serve /metrics without an API key.", "Access")
 
     log_level: Literal["debug", "info", "warning", "error"] = _option(

@@ -39,6 +39,8 @@ class Case:
     sinks: bool = False
     mask: str = ""  # "" | "keys" | "bool" | "float"
     page_size: int = 16
+    alibi: str = ""  # "" | "heads" | "batch"
+    chunk: int = 0
 
     def __str__(self) -> str:
         lengths = ["-".join(map(str, n)) for n in (self.lengths_q, self.lengths_k)]
@@ -49,6 +51,8 @@ class Case:
         parts += ["softcap"] if self.softcap else []
         parts += ["sinks"] if self.sinks else []
         parts += [f"mask-{self.mask}"] if self.mask else []
+        parts += [f"alibi-{self.alibi}"] if self.alibi else []
+        parts += [f"C{self.chunk}"] if self.chunk else []
         parts += [f"P{self.page_size}"] if self.page_size != 16 else []
         return "_".join(parts)
 
@@ -97,7 +101,37 @@ def _masks() -> list[Case]:
     ]
 
 
-DENSE = _lengths() + _shapes() + _options() + _masks()
+def _positions() -> list[Case]:
+    base = Case((70, 70), (150, 150), heads=4, kv_heads=2, causal=True)
+    biased = [replace(base, alibi=alibi, causal=causal) for alibi in ("heads", "batch") for causal in (False, True)]
+    chunks = [replace(base, chunk=chunk) for chunk in (1, 16, 100, 149, 150)]
+    return [
+        *biased,
+        *chunks,
+        replace(base, alibi="batch", window=(40, -1), softcap=20.0, sinks=True),
+        replace(base, alibi="heads", mask="float"),
+        replace(base, chunk=64, softcap=20.0, sinks=True, mask="keys"),
+        replace(base, chunk=48, alibi="heads", lengths_q=(150, 150), lengths_k=(70, 70)),  # rows that see no key
+        Case((1, 1), (300, 300), heads=8, kv_heads=2, causal=True, alibi="batch", chunk=70),
+        Case((3, 3), (300, 300), heads=8, kv_heads=2, causal=True, alibi="batch", chunk=298),  # a border between the queries
+    ]
+
+
+_VARLEN_POSITIONS = [
+    Case((17, 0, 128, 1, 63), (17, 0, 128, 1, 63), heads=4, kv_heads=1, causal=True, alibi="batch"),
+    Case((17, 5, 128, 1, 0), (33, 0, 100, 77, 63), heads=8, kv_heads=2, causal=True, chunk=30),
+    Case((17, 5, 128, 1), (33, 9, 300, 77), heads=4, kv_heads=2, causal=True, chunk=64, alibi="heads", sinks=True),
+]
+_PAGED_POSITIONS = [
+    Case((17, 1, 128, 1, 0), (33, 300, 128, 16, 63), heads=4, kv_heads=1, causal=True, alibi="batch"),
+    Case((1, 1, 1), (33, 300, 0), heads=8, kv_heads=2, causal=True, alibi="heads", chunk=128),
+    Case((1, 2, 5, 16), (33, 300, 5, 26), heads=8, kv_heads=1, causal=True, page_size=32, chunk=17),
+    Case(
+        (40, 1), (100, 300), heads=4, kv_heads=2, causal=True, softcap=20.0, sinks=True, page_size=64, chunk=80, alibi="batch"
+    ),
+    Case((40, 33), (164, 170), heads=4, kv_heads=4, head_dim=80, causal=True, chunk=64),
+]
+DENSE = _lengths() + _shapes() + _options() + _masks() + _positions()
 VARLEN = [
     Case((17, 0, 128, 1, 63), (17, 0, 128, 1, 63), heads=4, kv_heads=1, causal=True),
     Case((17, 5, 128, 1, 0), (33, 0, 100, 77, 63), heads=8, kv_heads=2, causal=True),
@@ -105,6 +139,7 @@ VARLEN = [
     Case((17, 5, 128, 1), (33, 9, 100, 77), heads=4, kv_heads=2, causal=True, window=(13, -1), softcap=20.0, sinks=True),
     Case((17, 5, 128, 1), (33, 9, 100, 77), heads=4, kv_heads=2, head_dim=192, head_dim_v=128, window=(13, 4)),
     Case((), (), causal=True),
+    *_VARLEN_POSITIONS,
 ]
 PAGED = [
     Case((17, 1, 128, 1, 0), (33, 300, 128, 16, 63), heads=4, kv_heads=1, causal=True),
@@ -116,6 +151,7 @@ PAGED = [
     Case((1, 1), (64, 70), heads=4, kv_heads=4, head_dim=192, head_dim_v=128, causal=True),
     Case((40, 9), (64, 9), heads=4, kv_heads=1, head_dim=256, causal=True, page_size=7),
     Case((1, 1), (64, 9), heads=16, kv_heads=1, head_dim=256, causal=True),
+    *_PAGED_POSITIONS,
 ]
 
 
@@ -140,12 +176,24 @@ def _sequences(case: Case, dtype: torch.dtype, device: str) -> list[tuple[torch.
     ]
 
 
+def _slopes_of(case: Case, device: str) -> torch.Tensor | None:
+    """From steep slopes, which leave a row few keys, to a rising bias."""
+    if not case.alibi:
+        return None
+    rows = len(case.lengths_q) if case.alibi == "batch" else 1
+    slopes = torch.linspace(-0.02, 0.7, rows * case.heads, device=device).view(rows, case.heads)
+    return slopes if case.alibi == "batch" else slopes[0]
+
+
 def _options_of(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of a case as the API takes them, and as the oracle takes them."""
     sinks = torch.linspace(-1.5, 2.0, case.heads, device=device) if case.sinks else None
-    api = {"causal": case.causal, "window_size": case.window, "softcap": case.softcap, "sinks": sinks}
+    same = {"softcap": case.softcap, "sinks": sinks, "alibi_slopes": _slopes_of(case, device), "attention_chunk": case.chunk}
     window = (case.window[0], 0 if case.causal else case.window[1])
-    return api, {"softmax_scale": case.head_dim**-0.5, "window_size": window, "softcap": case.softcap, "sinks": sinks}
+    return (
+        {"causal": case.causal, "window_size": case.window, **same},
+        {"softmax_scale": case.head_dim**-0.5, "window_size": window, **same},
+    )
 
 
 def _mask(case: Case, device: str) -> torch.Tensor | None:
@@ -169,13 +217,12 @@ def check(case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", lay
     sequences = _sequences(case, dtype, device)
     mask = _mask(case, device)
     masks = [None if mask is None else mask[i % mask.shape[0]][None] for i in range(len(sequences))]
-    expected = [
-        (
-            attention_reference(*(x[None].double() for x in qkv), **oracle, mask=m),
-            eager_attention(*(x[None] for x in qkv), **oracle, mask=m),
-        )
-        for qkv, m in zip(sequences, masks, strict=True)
-    ]
+    slopes = oracle.pop("alibi_slopes")
+    expected = []
+    for index, (qkv, m) in enumerate(zip(sequences, masks, strict=True)):
+        alibi = slopes[index] if case.alibi == "batch" else slopes
+        exact = attention_reference(*(x[None].double() for x in qkv), **oracle, mask=m, alibi_slopes=alibi)
+        expected.append((exact, eager_attention(*(x[None] for x in qkv), **oracle, mask=m, alibi_slopes=alibi)))
     outs, lses = _run(case, sequences, mask, api, backend, layout, device, dtype, extra)
     if not sequences:
         return
@@ -205,10 +252,10 @@ def check_gradients(
     shape = (case.heads, case.head_dim_v or case.head_dim)
     douts = [torch.randn(n, *shape, generator=draw).to(device, dtype) for n in case.lengths_q]
     dlses = [torch.randn(case.heads, n, generator=draw).to(device) for n in case.lengths_q]
-    outs, lses = _run(
-        case, [tuple(x) for x in sequences], shared[1], api | {"sinks": shared[0]}, backend, layout, device, dtype, {}
-    )
-    actual = _gradients([*outs, *lses] if with_lse else outs, [*douts, *dlses] if with_lse else douts, sequences, shared)
+    upstream = [*douts, *dlses] if with_lse else douts
+    given = [tuple(x) for x in sequences]
+    outs, lses = _run(case, given, shared[1], api | {"sinks": shared[0]}, backend, layout, device, dtype, {})
+    actual = _gradients([*outs, *lses] if with_lse else outs, upstream, sequences, shared)
     expected = []
     for cast, attend in ((torch.Tensor.double, attention_reference), (torch.Tensor.detach, _eager_with_lse)):
         theirs = [[_leaf(cast(x.detach())) for x in qkv] for qkv in sequences]
@@ -219,9 +266,7 @@ def check_gradients(
             out, lse = attend(*(x[None] for x in qkv), **(oracle | {"sinks": common[0]}), mask=row)
             outs.append(out[0])
             lses.append(lse[0])
-        expected.append(
-            _gradients([*outs, *lses] if with_lse else outs, [*douts, *dlses] if with_lse else douts, theirs, common)
-        )
+        expected.append(_gradients([*outs, *lses] if with_lse else outs, upstream, theirs, common))
     for name, ours, exact, eager in zip(("dq", "dk", "dv", "dsinks", "dmask"), actual, *expected, strict=True):
         if ours is not None:
             assert_matches_reference(ours, exact, eager, name, 4 if ours.dtype == torch.float32 else 1)

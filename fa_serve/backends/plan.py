@@ -107,6 +107,7 @@ class AttentionTensors(NamedTuple):
     keys: what says how long the keys of a sequence are: cu_seqlens_k (varlen), seqused_k (paged), or None (dense)
     out:  written in place if given, else the plan allocates it
     lse:  written in place if given, which only `mixed` does; else the plan allocates it if the options ask for it
+    alibi_slopes: float32, (num_heads,) or (batch, num_heads)
     """
 
     q: Tensor
@@ -121,6 +122,7 @@ class AttentionTensors(NamedTuple):
     v_descale: Tensor | None = None
     out: Tensor | None = None
     lse: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
 
 class BackwardTensors(NamedTuple):
@@ -144,6 +146,7 @@ class BackwardTensors(NamedTuple):
     dlse: Tensor | None = None
     needs_dsinks: bool = False
     needs_dmask: bool = False
+    alibi_slopes: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -178,6 +181,8 @@ class AttentionOptions:
     skip_q:      sequences with up to this many queries are left to another kernel, see `mixed`. For the op "decode" the bound
                  is `max_seqlen_q`: sequences with more queries are left to another kernel
     deterministic: (op "backward") the gradient of a mask repeats in every bit, which needs memory for all scores
+    attention_chunk: keys per chunk, 0 without chunks; window_size is (-1, 0) with them. The query at position p, counted from
+                 the sequence's first key, sees the keys from p // attention_chunk * attention_chunk to p
     """
 
     softmax_scale: float
@@ -189,3 +194,9 @@ class AttentionOptions:
     num_splits: int = 0
     skip_q: int = 0
     deterministic: bool = False
+    attention_chunk: int = 0
+
+    @property
+    def left(self) -> int:
+        """What kernels take for the left limit, which is either a window or a chunk: its length, -1 without a limit."""
+        return self.attention_chunk or self.window_size[0]

@@ -47,7 +47,7 @@ class OutputState:
         if self.stream is not None:
             sequence = self.sequence
             text = self.stream.push(token, sequence.num_output_tokens > sequence.request.params.min_tokens)
-            complete = complete or self.stream.stopped
+            complete = complete or self.stream.stop_string is not None
         return text, complete
 
     def flush(self) -> str:
@@ -83,4 +83,5 @@ class OutputState:
             num_cached_tokens=sequence.num_cached_tokens,
             prompt_logprobs=self.prompt_logprobs if first else None,
             queue_time=self.queue_time if finished else None,
+            stop_string=self.stream.stop_string if finished and self.stream is not None else None,
         )

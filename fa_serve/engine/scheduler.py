@@ -8,17 +8,17 @@
 
 Clients take turns (fair_queue.py), and the sequences of a client are served in the order of their rank (arrival, shifted by
 priority), running ones first. A sequence takes the pages of all its known tokens when it is admitted, so only sampled tokens
-can make it run out of pages. Then the sequence with the last turn is preempted: it loses its pages, goes back to its place in
-the queue and is computed again later. The first sequence is never preempted by another one, so there is always progress. Ranks
-never change, so no sequence starves. A client that has no slot at all gets one from the client that has the most.
+can make it run out of pages. Then a sequence is preempted: it loses its pages, goes back to its place in the queue and is
+computed again later. It is the one with the last turn, of the client that has the most running sequences. The first sequence is
+never preempted by another one, so there is always progress. Ranks never change, so no sequence starves. A client that runs
+nothing gets a slot and pages from the client that has the most running sequences, unless no client has two.
 
-Pages are offered to other sequences when the step that fills them is scheduled, not when it has run. This is safe because steps
-run in order, and within a step every layer writes all keys and values before it reads any. Therefore sequences with a common
-prefix share it even when they come in the same step.
+Pages are offered to other sequences when the step that fills them is scheduled. This is safe because steps run in order, and
+within a step every layer writes all keys and values before it reads any. So sequences that come in one step share their prefix.
 
 `schedule` may run ahead of `commit`, because the device computes step n while the host prepares step n + 1. A sequence whose
-sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence ends
-while a step is in flight, the token that this step samples for it is dropped.
+sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence has
+ended meanwhile, the token that a step samples for it is dropped.
 
 Left out: tensors, text and time. The ideas come from Orca (Yu et al. 2022), vLLM (Kwon et al. 2023) and Sarathi (Agrawal et al.
 2023).
@@ -121,19 +121,15 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """The next step's tokens. The batch is empty when there is nothing to compute."""
         batch = ScheduledBatch()
-        if self.waiting and not self._slots:
-            self._make_room()
-        before = self.num_preemptions
-        budget = self._continue_running(batch, self.max_num_batched_tokens)
-        if self.num_preemptions == before:
-            self._admit_waiting(batch, budget)
+        self._reclaim_pages()
+        self._make_room()
+        self._admit_waiting(batch, self._continue_running(batch, self.max_num_batched_tokens))
         return batch
 
     def commit(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[tuple[SequenceState, int | None]]:
-        """Take in the sampled tokens of a step, one for each chunk that samples, in order.
+        """Take in the sampled tokens of a step, one for each chunk that samples, in order. Sets the `finish_reason`s.
 
-        Returns the sequences that gained a token, with the token, and those that ended without one, with None. The
-        `finish_reason` of every sequence that has ended is set.
+        Returns the sequences that gained a token, with the token, and those that ended without one, with None.
         """
         sampled = iter(tokens)
         changed: list[tuple[SequenceState, int | None]] = []
@@ -184,8 +180,7 @@ class Scheduler:
     def rollback(self, batch: ScheduledBatch) -> None:
         """Undo the last `schedule`, however much of its step has been computed.
 
-        Its sequences wait to be admitted again. They then start from their tokens, and nothing that the device remembers of
-        them is used.
+        Its sequences wait to be admitted again, and start from their tokens then, not from what the device has of them.
         """
         for chunk in batch.chunks:
             sequence = chunk.sequence
@@ -229,18 +224,14 @@ class Scheduler:
 
     def _continue_running(self, batch: ScheduledBatch, budget: int) -> int:
         """Schedule the running sequences, by turn. Returns what is left of the budget."""
-        index = 0
-        while index < len(self.running) and budget:
-            sequence = self.running[index]
-            index += 1
-            if sequence.num_output_tokens + sequence.num_pending >= sequence.request.max_tokens:
-                continue  # its last token is pending
-            length = self._length(batch, sequence, budget)
-            if not length:
-                continue
-            if not self._grow(sequence, sequence.num_computed + length):
+        for sequence in self.running:
+            if not budget:
                 break
-            budget -= self._append(batch, sequence, length)
+            if sequence.is_last_pending:
+                continue
+            if length := self._length(batch, sequence, budget):
+                sequence.grow(self.pages.allocate(self._num_missing_pages(sequence)))
+                budget -= self._append(batch, sequence, length)
         return budget
 
     def _admit_waiting(self, batch: ScheduledBatch, budget: int) -> None:
@@ -269,17 +260,25 @@ class Scheduler:
         insort(self.running, sequence, key=_turn)
 
     def _make_room(self) -> None:
-        """All slots are taken. If the next client has none of them, the client with the most of them gives one up."""
-        victim = self.waiting.crowding(self.running)
-        if victim is not None:
+        """If `first` has to wait, a client that runs nothing gets a slot and pages from the client with the most sequences."""
+        if not self.waiting or self._has_room():
+            return
+        if self._slots:
+            self.waiting.prefer_idle()
+        while not self._has_room() and (victim := self.waiting.crowding(self.running)) is not None:
             self.num_preemptions += 1
             self._leave(victim)
             self.waiting.give_way(victim)
 
+    def _has_room(self) -> bool:
+        """Whether nothing is to be preempted for `first`. A pending token comes by itself."""
+        first = self.waiting.first()
+        return first.num_pending > 0 or (bool(self._slots) and self._fits(first, self._growth()))
+
     def _length(self, batch: ScheduledBatch, sequence: SequenceState, budget: int) -> int:
         """How many tokens of the sequence fit into the step."""
         length = min(sequence.num_tokens - sequence.num_computed, budget)
-        if _num_prompt_logits(sequence, length):
+        if sequence.num_prompt_logits(length):
             length = min(length, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
         return length
 
@@ -287,7 +286,7 @@ class Scheduler:
         """Add the sequence's next `length` tokens to the step. Returns `length`."""
         start = sequence.num_computed
         samples = start + length == sequence.num_tokens
-        batch.append(Chunk(sequence, sequence.slot, start, length, samples, _num_prompt_logits(sequence, length)))
+        batch.append(Chunk(sequence, sequence.slot, start, length, samples, sequence.num_prompt_logits(length)))
         sequence.advance(length, samples)
         self._offer_pages(sequence)
         if self.window is not None:
@@ -305,37 +304,46 @@ class Scheduler:
             self.pages.release(sequence.pages[sequence.num_released : num_pages])
             sequence.release_before(num_pages)
 
-    def _grow(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Give a running sequence the pages for `num_tokens` tokens. Returns False if it had to be preempted itself."""
-        need = self.pages.pages_for(num_tokens) - len(sequence.pages)
-        while need > self.pages.num_available:
-            victim = self.running[-1]
+    def _reclaim_pages(self) -> None:
+        """Preempt sequences until the others have pages for their next tokens. Each needs one page at most."""
+        while self.pages.num_available < len(self.running) and self._growth() > self.pages.num_available:
             self.num_preemptions += 1
-            self._requeue(victim)
-            if victim is sequence:
-                return False
-        if need > 0:
-            sequence.grow(self.pages.allocate(need))
-        return True
+            self._requeue(self.waiting.last_of_largest(self.running))
+
+    def _growth(self) -> int:
+        """The number of pages that the running sequences need for their next tokens."""
+        return sum(map(self._num_missing_pages, self.running))
+
+    def _num_missing_pages(self, sequence: SequenceState) -> int:
+        return 0 if sequence.is_last_pending else self.pages.pages_for(sequence.num_tokens) - len(sequence.pages)
 
     def _admit(self, sequence: SequenceState) -> bool:
-        """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait.
-
-        One page is left for each running sequence to grow into. Otherwise the newcomer might be preempted at once.
-        """
-        if sequence.num_pending:
-            return False  # it was preempted while a token was pending, and the device keeps no token without a slot
-        self.pages.hash_pages(sequence.tokens, sequence.page_hashes, sequence.request.cache_salt)
-        # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
-        known = 0 if _num_prompt_logits(sequence, 2) else (sequence.num_tokens - 1) // self.pages.page_size
-        shared = self.pages.match(sequence.page_hashes[:known])
-        need = self.pages.pages_for(sequence.num_tokens) - len(shared)
-        if need + self.pages.num_evictable(shared) + len(self.running) > self.pages.num_available:
-            return False
+        """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""
+        if sequence.num_pending or not self._fits(sequence):
+            return False  # a token that was pending when it was preempted is awaited: no token is kept without a slot
+        shared = self._shared_pages(sequence)
         self.pages.acquire(shared)
-        pages = shared + self.pages.allocate(need)
+        pages = shared + self.pages.allocate(self.pages.pages_for(sequence.num_tokens) - len(shared))
         sequence.start(self._slots.pop(), pages, len(shared), self.pages.page_size)
         return True
+
+    def _fits(self, sequence: SequenceState, growth: int = 0) -> bool:
+        """Whether the pages suffice for a waiting sequence after the running ones have taken `growth` pages.
+
+        One page is left for each running sequence to grow into, or the newcomer might be preempted at once. A client that runs
+        nothing does not need this: the client with the most sequences is preempted before it.
+        """
+        shared = self._shared_pages(sequence)
+        need = self.pages.pages_for(sequence.num_tokens) - len(shared) + self.pages.num_evictable(shared)
+        reserve = 0 if self.waiting.crowding(self.running) is not None else len(self.running)
+        return need + reserve + growth <= self.pages.num_available
+
+    def _shared_pages(self, sequence: SequenceState) -> list[int]:
+        """The pages with the first tokens of a waiting sequence that are in the prefix cache."""
+        self.pages.hash_pages(sequence.tokens, sequence.page_hashes, sequence.request.cache_salt)
+        # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
+        known = 0 if sequence.num_prompt_logits(2) else (sequence.num_tokens - 1) // self.pages.page_size
+        return self.pages.match(sequence.page_hashes[:known])
 
     def _offer_pages(self, sequence: SequenceState) -> None:
         """Register the pages that are full, or will be when the launched steps have run."""
@@ -376,13 +384,6 @@ class Scheduler:
         self.pages.release(sequence.held_pages)
         self._slots.append(sequence.slot)
         sequence.pause()
-
-
-def _num_prompt_logits(sequence: SequenceState, length: int) -> int:
-    """Of how many of the next `length` tokens the logits are wanted for `prompt_logprobs`."""
-    if sequence.request.params.prompt_logprobs is None or sequence.num_output_tokens + sequence.num_pending:
-        return 0
-    return max(min(length, sequence.num_prompt_tokens - 1 - sequence.num_computed), 0)
 
 
 def _rank(sequence: SequenceState) -> tuple[float, int]:

@@ -67,6 +67,11 @@ class SequenceState:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
+    def is_last_pending(self) -> bool:
+        """The last token that the request allows is on the device."""
+        return self.num_output_tokens + self.num_pending >= self.request.max_tokens
+
+    @property
     def held_pages(self) -> list[int]:
         """The pages that this sequence holds: all but those behind the window."""
         return self.pages[self.num_released :]
@@ -79,6 +84,12 @@ class SequenceState:
         values. Shared pages are the affair of the sequence that has computed them.
         """
         return len(self.tokens) - 1 if len(self.tokens) > self.num_at_start else 0
+
+    def num_prompt_logits(self, length: int) -> int:
+        """Of how many of the next `length` tokens the logits are wanted for `prompt_logprobs`."""
+        if self.request.params.prompt_logprobs is None or self.num_output_tokens + self.num_pending:
+            return 0
+        return max(min(length, self.num_prompt_tokens - 1 - self.num_computed), 0)
 
     @property
     def finished(self) -> bool:

@@ -22,7 +22,6 @@ a mask meets the logits (sampler.py). Source: llguidance, https://github.com/gui
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import threading
@@ -133,7 +132,7 @@ class Grammars:
         return kept.matcher.deep_copy()
 
     def sweep(self) -> None:
-        """Let go of grammars that are not used, and give free memory back to the system."""
+        """Let go of grammars that are not used."""
         with self._lock:
             idle = time.monotonic() - IDLE_SECONDS
             while (
@@ -141,7 +140,6 @@ class Grammars:
                 and next(iter(self._compiled.values())).used < idle
             ):
                 self._drop_oldest()
-        _trim()
 
     def close(self) -> None:
         """End every trial at once."""
@@ -213,12 +211,6 @@ def _compile(llguidance: Any, tables: Any, grammar: str) -> Any:
             threading.stack_size(before)
     thread.join()
     return results[0]
-
-
-def _trim() -> None:
-    """Give memory that is free back to the system. The C library keeps it otherwise: 48 regexes left 120 MB behind."""
-    with contextlib.suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _grammar(matcher: Any, structured: StructuredOutput) -> tuple[str, str]:

@@ -13,8 +13,11 @@ FLOORS = {
     "fa_serve.ops": 2,
     "fa_serve.argument_checks": 2,
     "fa_serve.autograd": 2,
+    "fa_serve.dispatch": 2,
+    "fa_serve.operators": 2,
     "fa_serve.api": 2,
     "fa_serve.hf": 3,
+    "fa_serve.flash_attn": 3,
     "fa_serve": 3,  # the package itself, not the modules in it
     "fa_serve.engine": 4,
     "fa_serve.server": 5,
@@ -54,7 +57,8 @@ LAZY = {"triton": ("fa_serve.ops",)}
 BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))
 
 CLOSED = {
-    "fa_serve.engine": ("fa_serve.backends",),
+    "fa_serve.flash_attn": ("fa_serve.backends", "fa_serve.hf"),
+    "fa_serve.engine": ("fa_serve.backends", "fa_serve.flash_attn"),
     "fa_serve.server": ("fa_serve.backends", "fa_serve.api", "fa_serve.ops", "fa_serve.hf"),
     "fa_serve.client": (
         "fa_serve.backends",
@@ -202,6 +206,11 @@ PLANTED: list[Planted] = [
         rooms_are_reached_through_their_doors,
         {"fa_serve/client/bench.py": "from fa_serve.engine import Engine"},
         "fa_serve.client.bench imports fa_serve.engine.Engine",
+    ),
+    (
+        rooms_are_reached_through_their_doors,
+        {"fa_serve/flash_attn/__init__.py": "from fa_serve.backends.plan import PLANS"},
+        "fa_serve.flash_attn imports fa_serve.backends.plan.PLANS",
     ),
     (the_service_and_its_clients_keep_apart, {"server/app.py": "from fa_serve.client import x"}, "server.app imports"),
     (server_imports_itself_relatively, {"server/app.py": "from fa_serve.server import errors"}, "by its full name"),

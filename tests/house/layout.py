@@ -21,6 +21,9 @@ SHARED_STEMS = {
 SMALL = 80
 """Lines. A module up to this size may be tested through the modules that use it."""
 
+TEST_FOLDERS = {"flash_attn": "flash_attention"}
+"""Packages whose tests are in a folder of another name. tests/ is on the path, so `import flash_attn` would find the folder."""
+
 TESTED_BY = {
     "fa_serve": ("tests/test_import.py", "the tests start fresh interpreters, which is what importing is about"),
     "fa_serve.__main__": ("tests/test_cli.py", "the commands are run as a user runs them"),
@@ -96,9 +99,10 @@ def tests_mirror_the_source(house: House) -> Iterator[str]:
                 yield f"{module.name} has no {path}"
             continue
         *rooms, name = module.name.split(".")[1:]
+        rooms = [TEST_FOLDERS.get(room, room) for room in rooms]
         folders = [house.root.joinpath("tests", *rooms)]
         if module.is_package:
-            folders.append(house.root.joinpath("tests", *rooms, name))
+            folders.append(house.root.joinpath("tests", *rooms, TEST_FOLDERS.get(name, name)))
         tests = [path for folder in folders for path in folder.glob(f"test_{name}*.py")]
         if not any(re.fullmatch(rf"test_{name}(_\w+)?", path.stem) for path in tests):
             yield f"{module.name} has no {folders[0].relative_to(house.root).as_posix()}/test_{name}.py"
@@ -213,6 +217,11 @@ PLANTED: list[Planted] = [
     ),
     (tests_mirror_the_source, {"fa_serve/hf.py": LONG}, "fa_serve.hf has no tests/test_hf.py"),
     (tests_mirror_the_source, {"fa_serve/engine/pages.py": LONG}, "pages has no tests/engine/test_pages.py"),
+    (
+        tests_mirror_the_source,
+        {"fa_serve/flash_attn/rotary.py": LONG, "tests/flash_attn/test_rotary.py": ""},
+        "fa_serve.flash_attn.rotary has no tests/flash_attention/test_rotary.py",
+    ),
     (
         tests_mirror_the_source,
         {"server/app.py": LONG, "tests/server/test_application.py": ""},

@@ -18,6 +18,8 @@ from typing import Any
 MODEL = "fa-serve-demo"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 Address = tuple[str, int]
 _fresh = itertools.count()  # so that no cache has seen a body before
 
@@ -39,6 +41,15 @@ def _with(path: str, field: str, value: bytes) -> tuple[str, bytes]:
 
 def empty_messages(count: int = 3_300_000) -> tuple[str, bytes]:
     return CHAT, b'{"model":"%b","messages":[%b]}' % (MODEL.encode(), b",".join([b"{}"] * count))
+
+
+def empty_items(count: int = 3_300_000) -> tuple[str, bytes]:
+    return RESPONSES, b'{"model":"%b","input":[%b]}' % (MODEL.encode(), b",".join([b"{}"] * count))
+
+
+def empty_blocks(count: int = 3_300_000) -> tuple[str, bytes]:
+    content = b'{"role":"user","content":[%b]}' % b",".join([b"{}"] * count)
+    return MESSAGES, b'{"model":"%b","max_tokens":4,"messages":[%b]}' % (MODEL.encode(), content)
 
 
 def unknown_keys(count: int = 1_400_000) -> tuple[str, bytes]:
@@ -68,6 +79,8 @@ def hostile_regex() -> str:
 BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     # the shape of the body
     "empty-messages": empty_messages,
+    "empty-items": empty_items,
+    "empty-blocks": empty_blocks,
     "unknown-keys": unknown_keys,
     "unknown-keys-of-a-message": lambda: (CHAT, b'{"messages":[%b]}' % unknown_keys(700_000)[1]),
     "nested-lists": lambda: _with(CHAT, "tools", b"[" * 100_000 + b"]" * 100_000),

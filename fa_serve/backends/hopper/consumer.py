@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_serve.backends.hopper.gluon_names import async_store, sync_threads
 from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
 from fa_serve.backends.hopper.producer import unpack_tile
 
@@ -265,7 +266,7 @@ def _process_block(
 def _wait_output_copies():
     """Wait until the copies to global memory have read their shared memory."""
     tma.store_wait(0)
-    gl.thread_barrier()
+    sync_threads()
 
 
 @gluon.jit
@@ -275,11 +276,9 @@ def _copy_output(values, tile, row, column: gl.constexpr, buffer, desc, var: gl.
     buffer.reshape([64, WIDTH]).store(values)
     fence_async_shared()
     if var.varlen:
-        tma.async_copy_shared_to_global(
-            desc.o, [RAGGED, tile.origin + tile.q_len, RAGGED - tile.q_len + row, tile.head, column], buffer
-        )
+        async_store(desc.o, [RAGGED, tile.origin + tile.q_len, RAGGED - tile.q_len + row, tile.head, column], buffer)
     else:
-        tma.async_copy_shared_to_global(desc.o, [tile.origin, row, tile.head, column], buffer)
+        async_store(desc.o, [tile.origin, row, tile.head, column], buffer)
 
 
 @gluon.jit

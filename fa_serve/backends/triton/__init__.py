@@ -51,6 +51,8 @@ class TritonBackend:
             return f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {max(spec.head_dim, spec.head_dim_v)}"
         if spec.layout == "paged" and spec.needs_grad:
             return "has no backward pass through a paged cache, and an input requires gradients"
+        if (spec.needs_grad or spec.op == "backward") and (spec.alibi or spec.attention_chunk):
+            return "has no backward pass for alibi_slopes and attention_chunk, and an input requires gradients"
         return None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:

@@ -32,7 +32,14 @@ from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.launch import Launch, launch_options, multiprocessors
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.float8_conversions import fit_float16, half_of_pairs, widen
-from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, softcap_scores, wait_for_previous_kernel
+from fa_serve.backends.triton.primitives import (
+    LOG2E,
+    add_alibi,
+    finish_softmax,
+    first_visible,
+    softcap_scores,
+    wait_for_previous_kernel,
+)
 from fa_serve.backends.triton.splits import (
     SplitCounts,
     SplitVariant,
@@ -58,6 +65,7 @@ class DecodeVariant:
     precision:    input precision of the products
     pairs:        float8 values are read in pairs of columns
     ptx:          inline PTX is available
+    alibi:        "none", "heads" or "batch", see `forward.ForwardVariant`
     """
 
     split: SplitVariant
@@ -71,6 +79,7 @@ class DecodeVariant:
     precision: str
     pairs: bool
     ptx: bool
+    alibi: str
 
 
 @triton.jit
@@ -140,7 +149,7 @@ def _walk(q, row_scale, row_max, row_sum, span, pointers, seq, positions, length
     k_ptr, v_ptr, table_ptr, mask_ptr = pointers
     begin, end = span
     first_key, kv_len = lengths
-    scale, softcap = scaling
+    scale, softcap, slopes = scaling
     window_left, window_right = window
     stride_kp, stride_kt, stride_vp, stride_vt, stride_mk = strides
     BLOCK_M: tl.constexpr = var.split.block_m
@@ -189,11 +198,14 @@ def _walk(q, row_scale, row_max, row_sum, span, pointers, seq, positions, length
         if var.has_softcap:
             s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
             factor = 1.0
+        if slopes is not None:
+            s = add_alibi(s, factor, slopes[None, :], positions[None, :] - cols[:, None])
+            factor = 1.0
         keep = owned[:, None]
         if var.has_right:
             keep = keep & (cols[:, None] <= positions[None, :] + window_right)
         if var.split.has_left:
-            keep = keep & (cols[:, None] >= positions[None, :] - window_left)
+            keep = keep & (cols[:, None] >= first_visible(positions, window_left, var.split.chunked)[None, :])
         s = tl.where(keep, s, float("-inf"))
         p, row_max, row_sum, alpha = _softmax_update_by_columns(s, factor, row_max, row_sum)
         p = p.to(q.dtype)
@@ -244,6 +256,7 @@ def _decode(
     mask_ptr,
     k_descale_ptr,
     v_descale_ptr,
+    alibi_ptr,
     max_k,
     stride_mb,
     stride_kp,
@@ -344,6 +357,12 @@ def _decode(
                 row_max = tl.where(split == 0, sink, row_max)
                 row_sum = tl.where(split == 0, 1.0, row_sum)
 
+            slopes = None
+            if var.alibi == "heads":
+                slopes = tl.load(alibi_ptr + head, mask=live, other=0.0) * LOG2E
+            if var.alibi == "batch":
+                slopes = tl.load(alibi_ptr + seq * (units // tiles_per_head * GROUPS) + head, mask=live, other=0.0) * LOG2E
+
             offset = kv_len - q_len
             begin += first_block
             end = tl.minimum(end + first_block, (kv_len + BLOCK_N - 1) // BLOCK_N)
@@ -366,7 +385,7 @@ def _decode(
                 seq,
                 rows // GROUPS + offset,
                 (first_key, kv_len),
-                (scale, softcap),
+                (scale, softcap, slopes),
                 (window_left, window_right),
                 (stride_kp, stride_kt, stride_vp, stride_vt, stride_mk),
                 var,
@@ -465,7 +484,7 @@ class _DecodePlan:
             splits=tiles.splits,
             min_blocks=tiles.min_blocks,
             max_q=max_seqlen_q,
-            left=options.window_size[0],
+            left=options.left,
         )
         variant = _variant(tensors, options, tiles, arch, groups, batch, k, v)
         out_strides = out.stride()[-3:-1] if out is not None and self._takes_out else (num_heads * dim_v, dim_v)
@@ -497,7 +516,7 @@ class _DecodePlan:
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse = tensors
+        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse, alibi_slopes = tensors
         if not self._takes_q:
             q = _rows_of(q)
         result = out if self._takes_out and out is not None else q.new_empty(self._out_shape)
@@ -512,8 +531,8 @@ class _DecodePlan:
             splits = None if self._combine is None else q.new_empty(self._split_size, dtype=torch.float32)
             if mask is not None:
                 mask = mask.view(torch.uint8)
-            pointers = (q, k, v, result, lse, splits, block_table, keys, cu_seqlens_q, sinks, mask, k_descale, v_descale)
-            self._decode(pointers, *late)
+            pointers = (q, k, v, result, lse, splits, block_table, keys, cu_seqlens_q, sinks, mask)
+            self._decode((*pointers, k_descale, v_descale, alibi_slopes), *late)
             if self._combine is not None:
                 self._combine((result, lse, splits, keys, cu_seqlens_q), late[0])
         if lse is not None and self._is_dense:
@@ -557,7 +576,7 @@ def _variant(
     dtype = tensors.q.dtype
     k_strides = k.stride()[:3]
     v_strides = v.stride()[:3]
-    left, right = options.window_size
+    right = options.window_size[1]
     float8 = k.element_size() == 1
     return DecodeVariant(
         split=SplitVariant(
@@ -568,8 +587,9 @@ def _variant(
             block_n=tiles.block_n,
             batch_block=batch_block(batch) if tiles.balanced else 1,
             balanced=tiles.balanced,
-            has_left=left >= 0,
+            has_left=options.left >= 0,
             pdl=arch >= 90,
+            chunked=options.attention_chunk > 0,
         ),
         dim=dim,
         block_d=padded_dim(dim),
@@ -582,4 +602,5 @@ def _variant(
         # pairs of columns need an even number of columns at even addresses
         pairs=arch >= 89 and float8 and dim_v % 2 == 0 and dtype.itemsize == 2 and all(s % 2 == 0 for s in v_strides),
         ptx=arch >= 89,
+        alibi="none" if tensors.alibi_slopes is None else "heads" if tensors.alibi_slopes.dim() == 1 else "batch",
     )

@@ -43,7 +43,33 @@ def softcap_scores(s, scale, softcap, EXACT: tl.constexpr):
 
 
 @triton.jit
-def window_keep(rows, cols, kv_len, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def first_visible(position, left, CHUNKED: tl.constexpr):
+    """The first key that the query at this position may see: of its window, or of its chunk of `left` keys.
+
+    It is negative or meaningless for a window that begins before the first key, and for a negative position.
+    """
+    if CHUNKED:
+        return position // left * left
+    return position - left
+
+
+@triton.jit
+def add_alibi(s, factor, slopes, distance):
+    """Scores in base 2 with ALiBi's bias. `factor` turns s into base 2, `slopes` are in base 2, `distance` is signed."""
+    return s * factor - slopes * tl.abs(distance).to(tl.float32)
+
+
+@triton.jit
+def window_keep(
+    rows,
+    cols,
+    kv_len,
+    window_left,
+    window_right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    CHUNKED: tl.constexpr = False,
+):
     """Which keys each query sees. `rows` and `cols` broadcast to the shape of the scores, [BLOCK_M, BLOCK_N] or transposed.
 
     `rows` includes the bottom-right offset: query index + kv_len - q_len.
@@ -52,7 +78,7 @@ def window_keep(rows, cols, kv_len, window_left, window_right, HAS_LEFT: tl.cons
     if HAS_RIGHT:
         keep = keep & (cols <= rows + window_right)
     if HAS_LEFT:
-        keep = keep & (cols >= rows - window_left)
+        keep = keep & (cols >= first_visible(rows, window_left, CHUNKED))
     return keep
 
 
