@@ -29,9 +29,20 @@ from fa_serve.argument_checks import (
     effective_chunk,
     softmax_options,
 )
-from fa_serve.backends import select_backend
+from fa_serve.autograd import attention_gradients, plan_differentiable
+from fa_serve.backends import Backend, select_backend
 from fa_serve.backends.mixed import plan_mixed
-from fa_serve.backends.plan import PLANS, AttentionOptions, AttentionTensors, Run, StoreTensors, facts, growing_facts
+from fa_serve.backends.plan import (
+    PLANS,
+    AttentionOptions,
+    AttentionTensors,
+    BackwardTensors,
+    Gradients,
+    Run,
+    StoreTensors,
+    facts,
+    growing_facts,
+)
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, arch_of
 
 Options = tuple[bool, float | None, tuple[int, ...], float, int, bool, str]
@@ -91,6 +102,23 @@ def run_store(tensors: StoreTensors, backend: str) -> None:
     run(tensors)
 
 
+def run_backward(tensors: BackwardTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Gradients:
+    """The gradients of a call of `fa_serve.attention` or, with cu_seqlens, `fa_serve.attention_varlen`, which was checked."""
+    causal, scale, window_size, softcap, chunk, _, _ = given
+    options = softmax_options(tensors.q, causal, scale, window_size, softcap, tensors.sinks)
+    chunk = effective_chunk(chunk, options.window_size, max_seqlen_k)
+    layout: Layout = "dense" if tensors.cu_seqlens_q is None else "varlen"
+    spec = _spec(layout, "backward", AttentionTensors(*tensors[:5], alibi_slopes=tensors.alibi_slopes), options, chunk)
+    complete = AttentionOptions(*options, max_seqlen_q, max_seqlen_k, True, attention_chunk=chunk)
+    return attention_gradients(spec, tensors, complete)
+
+
+def _plan(chosen: Backend, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions) -> Run:
+    if spec.needs_grad and not chosen.differentiable:
+        return plan_differentiable(chosen, spec, tensors, options)
+    return chosen.plan(spec, tensors, options)
+
+
 def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
     q, k, v, sinks, mask = tensors[:5]
     causal, scale, window_size, softcap, chunk, return_lse, backend = given
@@ -105,10 +133,11 @@ def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
     check_alibi(tensors.alibi_slopes, q, q.shape[0])
     check_out(tensors.out, q, v)
     over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
-    op: Op = "decode" if 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and over_keys else "attention"
+    few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not needs_grad(tensors)
+    op: Op = "decode" if few and over_keys else "attention"
     spec = _spec("dense", op, tensors, options, chunk)
     complete = AttentionOptions(*options, q.shape[1], k.shape[1], return_lse, attention_chunk=chunk)
-    return select_backend(spec, backend).plan(spec, tensors, complete)
+    return _plan(select_backend(spec, backend), spec, tensors, complete)
 
 
 def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Run:
@@ -126,7 +155,7 @@ def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int
     check_out(tensors.out, q, v)
     spec = _spec("varlen", "attention", tensors, options, chunk)
     complete = AttentionOptions(*options, max_seqlen_q, max_seqlen_k, return_lse, attention_chunk=chunk)
-    return select_backend(spec, backend).plan(spec, tensors, complete)
+    return _plan(select_backend(spec, backend), spec, tensors, complete)
 
 
 def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: Options) -> Run:
@@ -189,7 +218,6 @@ def _plan_store(tensors: StoreTensors, backend: str) -> Run:
 
 def _spec(layout: Layout, op: Op, tensors: AttentionTensors, options: SoftmaxOptions, chunk: int) -> AttentionSpec:
     q, k, v, sinks, mask = tensors[:5]
-    differentiable = (q, k, v, sinks, mask, tensors.alibi_slopes)
     paged = layout == "paged"
     return AttentionSpec(
         layout=layout,
@@ -208,10 +236,16 @@ def _spec(layout: Layout, op: Op, tensors: AttentionTensors, options: SoftmaxOpt
         attention_chunk=chunk > 0,
         mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
         page_size=k.shape[1] if paged else 0,
-        needs_grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable),
+        needs_grad=needs_grad(tensors),
         op=op,
         whole_rows=not paged or (_has_whole_rows(k) and _has_whole_rows(v)),
     )
+
+
+def needs_grad(tensors: AttentionTensors) -> bool:
+    """Whether autograd will ask for gradients of this call."""
+    differentiable = (*tensors[:5], tensors.alibi_slopes)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
 
 
 def _has_whole_rows(cache: Tensor) -> bool:

@@ -166,4 +166,5 @@ def common_cases(device: str, arch: int) -> list[tuple[str, AttentionSpec]]:
         ("dense, BERT", spec(**bert)),
         ("dense, explicit mask", spec(**dense, window_size=(-1, -1), mask="bool")),
         ("dense, training", spec(**dense, needs_grad=True)),
+        ("dense, gradients", spec(**dense, op="backward")),
     ]

@@ -13,10 +13,12 @@ go through an operator, which is one opaque node of the graph and runs what an e
 An operator takes the tensors of its call, then its numbers, then the options in the order of `_OPTIONS`; the schemas below are
 the reference. The fake kernels know shapes and dtypes only, so a bad argument is reported when the graph runs.
 
-With dynamic shapes, inductor (torch 2.13) loses the offset of a view that any operator writes to: give `store_kv` two caches that
-are separate tensors, or fix the shapes.
+With dynamic shapes, inductor (torch 2.13) loses the offset of a view that any operator writes to: give `store_kv` two caches
+that are separate tensors, or fix the shapes.
 
-Left out: gradients of a compiled call. The operators have no backward pass, and PyTorch refuses one with their names.
+`attention_gradients` is the backward pass of `attention` and `attention_varlen`, registered with autograd: calls that need
+gradients ask for lse, which it reads. Left out: gradients of `alibi_slopes`, of the operators that write `out`, and through the
+paged cache.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fa_serve.backends.plan import AttentionTensors, StoreTensors
-from fa_serve.dispatch import Options, Result, run_dense, run_paged, run_store, run_varlen
+from fa_serve.backends.plan import AttentionTensors, BackwardTensors, StoreTensors
+from fa_serve.dispatch import Options, Result, needs_grad, run_backward, run_dense, run_paged, run_store, run_varlen
+from fa_serve.spec import ParameterError, UnsupportedError
 
 _is_jit_tracing = torch._C._is_tracing
 _OPTIONS = (
@@ -46,6 +49,11 @@ _PAGED = (
     "Tensor block_table, Tensor? k_descale, Tensor? v_descale, SymInt max_seqlen_q, SymInt? max_seqlen_k, SymInt num_splits, "
     f"{_OPTIONS}"
 )
+_GRADIENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor out, "
+    "Tensor lse, Tensor dout, Tensor? dlse, bool needs_dsinks, bool needs_dmask, Tensor? alibi_slopes, SymInt max_seqlen_q, "
+    f"SymInt max_seqlen_k, {_OPTIONS}"
+)
 _STORE = (
     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? k_descale, Tensor? v_descale, "
     "str backend) -> ()"
@@ -55,28 +63,24 @@ _STORE = (
 def is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the caller's operations are recorded, so that a call has to be an operator that PyTorch knows.
 
-    torch.jit does not record kernels that are launched past PyTorch. On a CPU, and where gradients are needed, attention is
-    computed by PyTorch's own operators. torch.jit records those as they are, and its trace then runs without fa_serve.
+    torch.jit does not record kernels that are launched past PyTorch. On a CPU, PyTorch's own operators compute attention, and
+    torch.jit records those as they are: its trace then runs without fa_serve.
     """
     # `torch.compiler.is_compiling` costs four times as much. Dynamo knows the first function, and reads no further.
     if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         return True
-    if not _is_jit_tracing() or not q.is_cuda:
-        return False
-    return not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    return bool(_is_jit_tracing() and q.is_cuda)
 
 
 def attention(tensors: AttentionTensors, options: Options) -> Result:
     """`dispatch.run_dense` as one node of a graph."""
-    given = (*tensors[:4], tensors.alibi_slopes, tensors.mask, *_flat(options))
-    return _call(_dense_op, _dense_out_op, tensors.out, given, options)
+    return _call(_dense_op, _dense_out_op, tensors, (tensors.mask,), options)
 
 
 def attention_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -> Result:
     """`dispatch.run_varlen` as one node of a graph."""
     lengths = (tensors.cu_seqlens_q, tensors.keys, max_seqlen_q, max_seqlen_k)
-    given = (*tensors[:4], tensors.alibi_slopes, *lengths, *_flat(options))
-    return _call(_varlen_op, _varlen_out_op, tensors.out, given, options)
+    return _call(_varlen_op, _varlen_out_op, tensors, lengths, options)
 
 
 def attention_paged(
@@ -84,8 +88,7 @@ def attention_paged(
 ) -> Result:
     """`dispatch.run_paged` as one node of a graph."""
     numbers = (max_seqlen_q, max_seqlen_k, num_splits)
-    given = (*tensors[:4], tensors.alibi_slopes, *tensors[5:10], *numbers, *_flat(options))
-    return _call(_paged_op, _paged_out_op, tensors.out, given, options)
+    return _call(_paged_op, _paged_out_op, tensors, (*tensors[5:10], *numbers), options)
 
 
 def store_kv(tensors: StoreTensors, backend: str) -> None:
@@ -104,10 +107,17 @@ def _packed(flat: tuple[Any, ...]) -> Options:
     return (causal, softmax_scale, (left, right), *rest)
 
 
-def _call(functional: Any, writing: Any, out: Tensor | None, given: tuple[Any, ...], options: Options) -> Result:
-    return_lse = options[-2]
+def _call(functional: Any, writing: Any, tensors: AttentionTensors, middle: tuple[Any, ...], options: Options) -> Result:
+    """`middle`: what the operator takes between its common tensors and its options."""
+    *others, return_lse, backend = _flat(options)
+    with_gradients = needs_grad(tensors)
+    given = (*tensors[:4], tensors.alibi_slopes, *middle, *others, return_lse or with_gradients, backend)
+    out = tensors.out
     if out is None:
         result, lse = functional(*given)
+    elif with_gradients:
+        result, lse = functional(*given)
+        result = out.copy_(result)
     else:
         result = out
         lse = writing(out, *given)
@@ -179,8 +189,70 @@ def _operators(name: str, arguments: str, run: Callable[..., Result]) -> tuple[A
     return functional_op, writing_op
 
 
+def _compute_gradients(*given: Any) -> list[Tensor]:
+    tensors = BackwardTensors(*given[:14])
+    max_seqlen_q, max_seqlen_k, *options = given[14:]
+    found = run_backward(tensors, max_seqlen_q, max_seqlen_k, _packed(tuple(options)))
+    return [x.contiguous() for x in found if x is not None]
+
+
+def _fake_gradients(*given: Any) -> list[Tensor]:
+    tensors = BackwardTensors(*given[:14])
+    wanted = [tensors.q, tensors.k, tensors.v]
+    wanted += [tensors.sinks] if tensors.needs_dsinks and tensors.sinks is not None else []
+    wanted += [tensors.mask] if tensors.needs_dmask and tensors.mask is not None else []
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted]
+
+
+def _keep_for_dense(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, alibi_slopes, mask, *options = inputs
+    _keep(ctx, (q, k, v, sinks, mask, None, None, *output, alibi_slopes), (q.shape[1], k.shape[1], *options))
+
+
+def _keep_for_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, *rest = inputs
+    _keep(ctx, (q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, *output, alibi_slopes), tuple(rest))
+
+
+def _keep(ctx: Any, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+    ctx.numbers = numbers
+
+
+def _dense_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, dsinks, dmask = _differentiate(ctx, dout, dlse, ctx.needs_input_grad[5])
+    return (dq, dk, dv, dsinks, None, dmask, *[None] * len(_OPTIONS.split(",")))
+
+
+def _varlen_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, dsinks, _ = _differentiate(ctx, dout, dlse, False)
+    return (dq, dk, dv, dsinks, *[None] * (5 + len(_OPTIONS.split(","))))
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, needs_dmask: bool) -> list[Tensor | None]:
+    """The gradients of q, k, v, sinks and mask."""
+    *given, out, lse, alibi_slopes = ctx.saved_tensors
+    if ctx.needs_input_grad[4]:
+        raise UnsupportedError("alibi_slopes have no gradient in a graph: detach them, or call without torch.compile")
+    if not ctx.numbers[-2]:
+        raise ParameterError("return_lse", "be True where gradients are needed", False)
+    needs_dsinks = ctx.needs_input_grad[3]
+    dout = torch.zeros_like(out) if dout is None else dout
+    found = _gradients_op(*given, out, lse, dout, dlse, needs_dsinks, needs_dmask, alibi_slopes, *ctx.numbers)
+    dq, dk, dv, *rest = found
+    dsinks = rest.pop(0) if needs_dsinks else None
+    return [dq, dk, dv, dsinks, rest.pop() if needs_dmask else None]
+
+
 _dense_op, _dense_out_op = _operators("attention", _DENSE, _run_dense)
 _varlen_op, _varlen_out_op = _operators("attention_varlen", _VARLEN, _run_varlen)
+_gradients_op = torch.library.custom_op(
+    "fa_serve::attention_gradients", _compute_gradients, mutates_args=(), schema=f"({_GRADIENTS}) -> Tensor[]"
+)
+_gradients_op.register_fake(_fake_gradients)
+_dense_op.register_autograd(_dense_backward, setup_context=_keep_for_dense)
+_varlen_op.register_autograd(_varlen_backward, setup_context=_keep_for_varlen)
 _paged_op, _paged_out_op = _operators("attention_paged", _PAGED, _run_paged)
 _store_op = torch.library.custom_op("fa_serve::store_kv", _run_store, mutates_args=("k_cache", "v_cache"), schema=_STORE)
 _store_op.register_fake(lambda *given: None)

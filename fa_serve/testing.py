@@ -119,14 +119,18 @@ def eager_attention(
     return (p[..., : k.shape[2]] @ v).transpose(1, 2)
 
 
-def assert_matches_reference(actual: Tensor, exact: Tensor, eager: Tensor, what: str = "out") -> None:
-    """Assert max|actual - exact| <= 2 * (max|eager - exact| + eps * max|exact|), where eps is that of the dtype of `actual`."""
+def assert_matches_reference(actual: Tensor, exact: Tensor, eager: Tensor, what: str = "out", roundings: int = 1) -> None:
+    """Assert max|actual - exact| <= 2 * (max|eager - exact| + roundings * eps * max|exact|).
+
+    eps is that of the dtype of `actual`. Gradients in float32 have more roundings than 1: eager's dP - delta is exactly 0 in a
+    row that sees one key, while a kernel subtracts two sums of head_dim products.
+    """
     assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
     assert torch.isfinite(actual).all(), f"{what}: {int((~torch.isfinite(actual)).sum())} values are not finite"
     if actual.numel() == 0:
         return
     exact = exact.double()
-    band = torch.finfo(actual.dtype).eps * exact.abs().max().item()
+    band = roundings * torch.finfo(actual.dtype).eps * exact.abs().max().item()
     error = (actual.double() - exact).abs().max().item()
     allowed = 2 * ((eager.double() - exact).abs().max().item() + band)
     assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"

@@ -260,6 +260,61 @@ def check_without_keys(backend: str, dtype: torch.dtype, device: str = "cpu") ->
             assert torch.equal(lse.to(torch.float32).reshape(4, 9), expected.expand(4, 9))
 
 
+def check_gradients(
+    case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", layout: str = "dense", with_lse: bool = False
+) -> None:
+    """Raise AssertionError if a gradient breaks the 2x rule. The exact gradients are those of autograd through the oracle.
+
+    with_lse: the loss depends on lse, too; the case must have no rows that see no key
+    A case where each row sees one key has dQ = dK = 0, which the rule cannot measure.
+    """
+    api, oracle = _options_of(case, device)
+    mask = _mask(case, device)
+    sequences = [[_leaf(x) for x in qkv] for qkv in _sequences(case, dtype, device)]
+    shared = [_leaf(api["sinks"]), _leaf(mask)]
+    draw = torch.Generator().manual_seed(11)
+    shape = (case.heads, case.head_dim_v or case.head_dim)
+    douts = [torch.randn(n, *shape, generator=draw).to(device, dtype) for n in case.lengths_q]
+    dlses = [torch.randn(case.heads, n, generator=draw).to(device) for n in case.lengths_q]
+    upstream = [*douts, *dlses] if with_lse else douts
+    given = [tuple(x) for x in sequences]
+    outs, lses = _run(case, given, shared[1], api | {"sinks": shared[0]}, backend, layout, device, dtype, {})
+    actual = _gradients([*outs, *lses] if with_lse else outs, upstream, sequences, shared)
+    expected = []
+    for cast, attend in ((torch.Tensor.double, attention_reference), (torch.Tensor.detach, _eager_with_lse)):
+        theirs = [[_leaf(cast(x.detach())) for x in qkv] for qkv in sequences]
+        common = [None if x is None else _leaf(cast(x.detach())) if x.requires_grad else x for x in shared]
+        outs, lses = [], []
+        for i, qkv in enumerate(theirs):
+            row = None if common[1] is None else common[1][i % common[1].shape[0]][None]
+            out, lse = attend(*(x[None] for x in qkv), **(oracle | {"sinks": common[0]}), mask=row)
+            outs.append(out[0])
+            lses.append(lse[0])
+        expected.append(_gradients([*outs, *lses] if with_lse else outs, upstream, theirs, common))
+    for name, ours, exact, eager in zip(("dq", "dk", "dv", "dsinks", "dmask"), actual, *expected, strict=True):
+        if ours is not None:
+            assert_matches_reference(ours, exact, eager, name, 4 if ours.dtype == torch.float32 else 1)
+
+
+def _leaf(x: Any) -> Any:
+    return x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
+
+
+def _eager_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return eager_attention(q, k, v, **options), attention_reference(q, k, v, **options)[1]
+
+
+def _gradients(results: list[Any], grads: list[Any], sequences: list[Any], shared: list[Any]) -> list[Any]:
+    """The gradients of q, k and v, each packed, then those of the sinks and of the mask, or None."""
+    leaves = [x for qkv in sequences for x in qkv]
+    extra = [x for x in shared if x is not None and x.requires_grad]
+    given = [g.to(x.dtype) for x, g in zip(results, grads, strict=True)]
+    found = torch.autograd.grad(results, leaves + extra, given, allow_unused=True, materialize_grads=True)
+    packed = [torch.cat([g.flatten(0, -2) for g in found[i : len(leaves) : 3]]) for i in range(3)]
+    rest = iter(found[len(leaves) :])
+    return packed + [next(rest) if x is not None and x.requires_grad else None for x in shared]
+
+
 def _run(
     case: Case,
     sequences: list[tuple[torch.Tensor, ...]],

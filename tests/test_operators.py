@@ -159,11 +159,52 @@ def test_a_bad_argument_of_a_graph_is_named() -> None:
         compiled(Q)
 
 
-def test_a_compiled_call_without_a_backward_pass_says_so() -> None:
+def _dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return fa_serve.attention(q, k, v, sinks=sinks, mask=mask, softcap=3.0, causal=True, return_lse=True)  # type: ignore[return-value]
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    cu = cu_seqlens([3, 7])
+    ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 7, "max_seqlen_k": 7}
+    out = fa_serve.attention_varlen(q[0], k[0], v[0], sinks=sinks, causal=True, **ends)
+    return out + mask.sum(), mask  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("compiler", COMPILERS[:2])
+@pytest.mark.parametrize("function", [_dense, _varlen])
+def test_gradients_of_a_graph(function: Callable[..., Any], compiler: str, dynamic: bool) -> None:
+    """One node forward and one backward, with the gradients of the eager call, whether lse counts or not."""
+    found = []
+    for call in (function, torch.compile(function, fullgraph=True, backend=compiler, dynamic=dynamic)):
+        generator = torch.Generator().manual_seed(1)
+        shapes = ((1, 10, 4, 16), (1, 10, 2, 16), (1, 10, 2, 16), (4,), (1, 4, 10, 10))
+        leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+        out, lse = call(*leaves)
+        weights = torch.randn(out.shape, generator=generator)
+        found.append(torch.autograd.grad((out * weights).sum() + (lse * lse).sum(), leaves))
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_of_an_operator() -> None:
+    """PyTorch's own checks of a registration: schema, fake results, autograd."""
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 5, 7, 4, 2, 16))
+    sinks = torch.linspace(-1, 1, 4).requires_grad_()
+    options = (True, None, -1, -1, 0.0, 0, True, "auto")
+    torch.library.opcheck(torch.ops.fa_serve.attention.default, (q, k, v, sinks, None, None, *options))
+
+
+def test_what_a_graph_cannot_differentiate_is_refused() -> None:
     q = Q.clone().requires_grad_()
-    compiled = torch.compile(lambda q: fa_serve.attention(q, q, q), fullgraph=True, backend="eager")
-    with pytest.raises(RuntimeError, match="fa_serve"):
-        compiled(q).sum().backward()
+    options = (False, None, -1, -1, 0.0, 0)
+    out, _ = torch.ops.fa_serve.attention(q, q, q, None, None, None, *options, False, "auto")
+    with pytest.raises(ValueError, match="return_lse must be True where gradients are needed"):
+        out.sum().backward()
+    slopes = SLOPES.clone().requires_grad_()
+    out, _ = torch.ops.fa_serve.attention(q, q, q, None, slopes, None, *options, True, "auto")
+    with pytest.raises(fa_serve.UnsupportedError, match="alibi_slopes have no gradient in a graph"):
+        out.sum().backward()
 
 
 @torch.no_grad()

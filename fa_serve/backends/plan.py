@@ -125,6 +125,40 @@ class AttentionTensors(NamedTuple):
     alibi_slopes: Tensor | None = None
 
 
+class BackwardTensors(NamedTuple):
+    """The tensors of one backward pass of a dense or packed call: its arguments, its results, and the gradients of those.
+
+    lse:          float32, (batch, num_heads, seqlen_q) or (num_heads, total_q)
+    dout:         like out; dlse: like lse, or None if lse was not used
+    needs_dsinks: whether the gradient of `sinks` is asked for; needs_dmask: that of `mask`, which is then floating point
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    mask: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None = None
+    needs_dsinks: bool = False
+    needs_dmask: bool = False
+    alibi_slopes: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """What a backward pass computes, each like the tensor that it belongs to. None where it was not asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    mask: Tensor | None = None
+
+
 class StoreTensors(NamedTuple):
     """The tensors of one call of `fa_serve.store_kv`."""
 
@@ -146,6 +180,7 @@ class AttentionOptions:
     num_splits:  as in `fa_serve.attention_paged`
     skip_q:      sequences with up to this many queries are left to another kernel, see `mixed`. For the op "decode" the bound
                  is `max_seqlen_q`: sequences with more queries are left to another kernel
+    deterministic: (op "backward") the gradient of a mask repeats in every bit, which needs memory for all scores
     attention_chunk: keys per chunk, 0 without chunks; window_size is (-1, 0) with them. The query at position p, counted from
                  the sequence's first key, sees the keys from p // attention_chunk * attention_chunk to p
     """
@@ -158,6 +193,7 @@ class AttentionOptions:
     return_lse: bool
     num_splits: int = 0
     skip_q: int = 0
+    deterministic: bool = False
     attention_chunk: int = 0
 
     @property

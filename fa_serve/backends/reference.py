@@ -12,6 +12,7 @@ compare the other backends with it; the other backends never import it. It leave
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run, StoreTensors
+from fa_serve.backends.recompute import plan_recomputed
 from fa_serve.spec import AttentionSpec
 
 
@@ -92,6 +94,7 @@ class ReferenceBackend:
 
     name = "reference"
     mixed_rows: int | None = None
+    differentiable = True
 
     def supports(self, spec: AttentionSpec) -> str | None:
         return None
@@ -100,6 +103,8 @@ class ReferenceBackend:
         if spec.op == "store_kv":
             return store_kv_reference
         assert options is not None
+        if spec.op == "backward":
+            return plan_recomputed(partial(_ATTENTION[spec.layout], replace(options, return_lse=True)))
         return partial(_ATTENTION[spec.layout], options)
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run, StoreTensors
+from fa_serve.backends.recompute import plan_recomputed
 from fa_serve.spec import AttentionSpec
 
 Caches = Sequence[tuple[Tensor, Tensor | None]]
@@ -37,6 +38,7 @@ class SdpaBackend:
 
     name = "sdpa"
     mixed_rows: int | None = None
+    differentiable = True
 
     def supports(self, spec: AttentionSpec) -> str | None:
         if spec.layout == "paged" and spec.needs_grad:
@@ -47,6 +49,8 @@ class SdpaBackend:
         if spec.op == "store_kv":
             return _store_kv
         assert options is not None
+        if spec.op == "backward":
+            return plan_recomputed(partial(_ATTENTION[spec.layout], replace(options, return_lse=True)))
         return partial(_ATTENTION[spec.layout], options)
 
 

@@ -12,8 +12,6 @@ Left out: what the words of transformers mean, which `translate.py` knows, and t
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any, TypeGuard
 
 import torch
@@ -26,7 +24,6 @@ from fa_serve.hf.masks import ImplicitMask, PackedKeys
 from fa_serve.hf.translate import AttendsBatch, LayerCall, translate
 from fa_serve.spec import UnsupportedModelError
 
-logger = logging.getLogger(__name__)
 # The outputs that a model collects by hooks in this forward, without an argument that says so.
 _collector: Any = output_capturing._active_collector
 
@@ -119,8 +116,6 @@ def _attend_directly(
 def _attend(call: LayerCall) -> Tensor:
     """Compute a call from its own keys and values -> out (batch, seqlen_q, num_heads, head_dim_v), contiguous."""
     needs_grad = torch.is_grad_enabled() and (call.query.requires_grad or call.key.requires_grad or call.value.requires_grad)
-    if needs_grad and call.query.is_cuda and not torch.compiler.is_compiling():
-        _warn_about_gradients()
     mask = call.mask
     packed_keys = None
     if isinstance(mask, ImplicitMask):
@@ -194,14 +189,6 @@ def _needed_window(window_size: tuple[int, int], seqlen_k: int) -> tuple[int, in
     if left < 0 and right <= 0:
         return window_size
     return (-1 if left + 1 >= seqlen_k else left, -1 if right >= seqlen_k else right)
-
-
-@functools.lru_cache(maxsize=1)
-def _warn_about_gradients() -> None:
-    logger.warning(
-        "fa_serve's kernels have no backward pass, so attention that needs gradients runs on PyTorch's "
-        "scaled_dot_product_attention. For inference, call the model under torch.no_grad() or torch.inference_mode()"
-    )
 
 
 def _same_sequence(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:

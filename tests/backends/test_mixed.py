@@ -32,6 +32,7 @@ class RowsOfReference:
     """
 
     name = "rows of the reference"
+    differentiable = False
 
     def __init__(self, mixed_rows: int | None = None) -> None:
         self.mixed_rows = mixed_rows

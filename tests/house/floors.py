@@ -12,6 +12,7 @@ FLOORS = {
     "fa_serve.backends": 1,
     "fa_serve.ops": 2,
     "fa_serve.argument_checks": 2,
+    "fa_serve.autograd": 2,
     "fa_serve.dispatch": 2,
     "fa_serve.operators": 2,
     "fa_serve.api": 2,

@@ -31,6 +31,10 @@ TESTED_BY = {
         "tests/backends/triton/test_forward_interpreted.py",
         "device functions run inside of a kernel only",
     ),
+    "fa_serve.backends.triton.backward_kernels": (
+        "tests/backends/triton/test_backward_interpreted.py",
+        "the plans of the module `backward` launch them",
+    ),
     "fa_serve.backends.triton.splits": (
         "tests/backends/triton/test_decode_interpreted.py",
         "device functions run inside of a kernel only, and splits are merged after decoding only",

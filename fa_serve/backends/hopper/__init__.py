@@ -8,7 +8,7 @@ hopper_tiles    the shape of tiles
 descriptors     how the copy engine addresses tensors
 gluon_names     what releases of Triton call by different names
 
-Left out: decoding, float8 caches and explicit masks, which the portable kernels have, and the backward pass.
+Left out: decoding, float8 caches, explicit masks and the backward pass, which the portable kernels have.
 
 Gluon is Triton's experimental layer and changes with every release. The modules with kernels are therefore imported only when a
 call is planned, after `supports` has seen a release that they are written for.
@@ -32,11 +32,14 @@ class HopperBackend:
 
     name = "hopper"
     mixed_rows: int | None = None
+    differentiable = False
 
     def supports(self, spec: AttentionSpec) -> str | None:
         if spec.device != "cuda" or spec.arch != 90:
             got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
             return f"runs on Hopper (compute capability 9.0) only, got {got}"
+        if spec.op == "backward":
+            return "has no backward pass; the portable kernels compute the gradients of its calls"
         if spec.op != "attention":
             return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
         if not triton.__version__.startswith(RELEASES):
@@ -44,8 +47,6 @@ class HopperBackend:
             return f"is written in the Gluon of Triton {known}, got Triton {triton.__version__}"
         if triton.knobs.runtime.interpret:
             return "cannot run in Triton's interpreter, and TRITON_INTERPRET is set"
-        if spec.op != "attention":
-            return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
         if spec.dtype not in (torch.float16, torch.bfloat16):
             return f"computes float16 and bfloat16, got {dtype_name(spec.dtype)}"
         if spec.layout == "paged" and (reason := _cannot_page(spec)):
@@ -62,7 +63,9 @@ class HopperBackend:
             return "supports no ALiBi, and alibi_slopes were given"
         if spec.attention_chunk:
             return "supports windows but no attention_chunk, and one was given"
-        return "has no backward pass, and an input requires gradients" if spec.needs_grad else None
+        if spec.layout == "paged" and spec.needs_grad:
+            return "has no backward pass through a paged cache, and an input requires gradients"
+        return None
 
     def plan(self, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions) -> Run:
         """As in `backends.Backend`. Any strides and addresses are right; those that TMA cannot address cost a copy per call."""

@@ -142,7 +142,14 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
             factor = 1.0
         if edge:
             keep = window_keep(
-                q_rows + offset, cols, kv_len, window_left, window_right, var.has_left, var.has_right, var.chunked
+                (q_rows + offset)[:, None],
+                cols[None, :],
+                kv_len,
+                window_left,
+                window_right,
+                var.has_left,
+                var.has_right,
+                var.chunked,
             )
             s = tl.where(keep, s, float("-inf"))
         p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)

@@ -70,12 +70,15 @@ def window_keep(
     HAS_RIGHT: tl.constexpr,
     CHUNKED: tl.constexpr = False,
 ):
-    """[BLOCK_M, BLOCK_N]: which keys each query sees. `rows` includes the bottom-right offset: query index + kv_len - q_len."""
-    keep = (cols < kv_len)[None, :]
+    """Which keys each query sees. `rows` and `cols` broadcast to the shape of the scores, [BLOCK_M, BLOCK_N] or transposed.
+
+    `rows` includes the bottom-right offset: query index + kv_len - q_len.
+    """
+    keep = cols < kv_len
     if HAS_RIGHT:
-        keep = keep & (cols[None, :] <= rows[:, None] + window_right)
+        keep = keep & (cols <= rows + window_right)
     if HAS_LEFT:
-        keep = keep & (cols[None, :] >= first_visible(rows, window_left, CHUNKED)[:, None])
+        keep = keep & (cols >= first_visible(rows, window_left, CHUNKED))
     return keep
 
 

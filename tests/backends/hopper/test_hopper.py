@@ -52,7 +52,8 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"mask": "bool"}, "explicit mask"),
         ({"alibi": True}, "no ALiBi"),
         ({"attention_chunk": True}, "no attention_chunk"),
-        ({"needs_grad": True}, "gradients"),
+        ({"op": "backward"}, "portable kernels compute the gradients"),
+        ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
     ],
 )
 def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -> None:
