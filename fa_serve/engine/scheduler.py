@@ -21,8 +21,7 @@ sampled token is not known yet is scheduled with a pending token, which the mode
 while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates (speculation.py) waits
 for its newest token instead, because its drafts begin after it; `needs_results` says when the whole step should wait.
 
-Left out: tensors, text and time. The ideas come from Orca (Yu et al. 2022), vLLM (Kwon et al. 2023) and Sarathi (Agrawal et al.
-2023).
+Left out: tensors, text and time. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
 """
 
 from __future__ import annotations
