@@ -186,7 +186,7 @@ def _walk(q, row_scale, row_max, row_sum, span, pointers, seq, positions, length
             s *= row_scale[None, :]
         factor = scale * LOG2E
         if var.has_softcap:
-            s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
+            s = softcap_scores(s, scale, softcap, PRECISION == "ieee", var.ptx)
             factor = 1.0
         keep = owned[:, None]
         if var.has_right:
