@@ -112,7 +112,7 @@ def forward_tiles(
 ) -> TileConfig:
     """The tiles of one call; a paged call also counts as varlen.
 
-    If V has other columns than Q, O does not fit the buffer of its queries and leaves through a buffer of its own.
+    If V has other columns than Q, O does not fit the buffer of its queries and leaves through a separate one.
 
     Figures in the comments without a unit are TFLOPS on one H200 with bfloat16 and 16k tokens of hidden size 2048, measured by
     `benchmarks/tune_hopper.py`. Lengths such as 512, 2k and 16k are numbers of keys.
