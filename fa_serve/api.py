@@ -111,7 +111,8 @@ def attention(
     the call.
     """
     options = (causal, _as_float(softmax_scale), tuple(window_size), float(softcap), return_lse, backend)
-    sinks = _contiguous(sinks)
+    if sinks is not None:
+        sinks = sinks.contiguous()
     tensors = AttentionTensors(q, k, v, sinks, mask, out=out)
     # One query per sequence behind a cache that grows: the calls of all steps look alike.
     growing = growing_facts(q, k, v, mask) if q.dim() == 4 and q.shape[1] == 1 and out is None else None

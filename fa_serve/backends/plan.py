@@ -66,16 +66,21 @@ def growing_facts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple
     checked or that kernels depend on. None for few keys, which decoding kernels leave to others, and if a stride has an unusual
     alignment or width: such a call has facts of the usual form.
     """
-    if k.dim() != 4 or v.dim() != 4 or k.shape[1] <= FEW_QUERIES:
+    k_shape = k.shape
+    v_shape = v.shape
+    if len(k_shape) != 4 or len(v_shape) != 4:
         return None
-    keys = k.shape[1]
+    batch_k, keys, heads_k, dim_k = k_shape
+    batch_v, keys_v, heads_v, dim_v = v_shape
     k_strides = k.stride()
     v_strides = v.stride()
     page_k, token_k, head_k, unit_k = k_strides
     page_v, token_v, head_v, unit_v = v_strides
     if (page_k | token_k | head_k | page_v | token_v | head_v) & 15 or (page_k | head_k | page_v | head_v) >> 31:
         return None
-    if unit_k != 1 or unit_v != 1 or keys != v.shape[1] or (torch.is_grad_enabled() and _needs_grad(q, k, v)):
+    if keys <= FEW_QUERIES or keys != keys_v or unit_k != 1 or unit_v != 1:
+        return None
+    if torch.is_grad_enabled() and _needs_grad(q, k, v):
         return None
     seen = None
     if mask is not None:
@@ -85,8 +90,8 @@ def growing_facts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple
     same = k_strides == v_strides
     return (
         (q.shape, q.stride(), q.dtype, q.device),
-        (k.shape[0], k.shape[2:], k.dtype, k.device),
-        (v.shape[0], v.shape[2:], v.dtype, v.device),
+        (batch_k, heads_k, dim_k, k.dtype, k.device),
+        (batch_v, heads_v, dim_v, v.dtype, v.device),
         (keys.bit_length(), same, seen),
     )
 

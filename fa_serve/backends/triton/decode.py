@@ -37,6 +37,7 @@ from fa_serve.backends.triton.splits import (
     SplitCounts,
     SplitVariant,
     combine_launch,
+    lse_of_splits,
     sequence_lengths,
     share_of_line,
     store_rows,
@@ -235,8 +236,7 @@ def _decode(
     v_ptr,
     out_ptr,
     lse_ptr,
-    split_out_ptr,
-    split_lse_ptr,
+    splits_ptr,
     table_ptr,
     used_k_ptr,
     cu_q_ptr,
@@ -374,13 +374,14 @@ def _decode(
             inverse, lse = finish_softmax(row_max, row_sum)
             out = acc * (inverse * descale_v)[:, None]
             whole = True
-            if split_out_ptr is not None:
+            if splits_ptr is not None:
                 whole = num_splits == 1
                 if not whole:
                     at = (place.to(tl.int64) * units + unit) * unit_rows + offs_m
                     offs_dv = tl.arange(0, var.split.block_dv)
                     keep = live[:, None] & (offs_dv < var.split.dim_v)[None, :]
-                    tl.store(split_out_ptr + at[:, None] * var.split.dim_v + offs_dv[None, :], out, mask=keep)
+                    tl.store(splits_ptr + at[:, None] * var.split.dim_v + offs_dv[None, :], out, mask=keep)
+                    split_lse_ptr = lse_of_splits(splits_ptr, sequences, splits, units, unit_rows, SPLIT)
                     tl.store(split_lse_ptr + at, lse, mask=live)
             if whole:
                 strides = (stride_ot, stride_oh, stride_lh)
@@ -412,7 +413,7 @@ class _DecodePlan:
         "_lse_shape",
         "_needs_lse",
         "_out_shape",
-        "_split_shapes",
+        "_split_size",
         "_takes_out",
         "_takes_q",
     )
@@ -433,7 +434,7 @@ class _DecodePlan:
         self._late: tuple[int, ...] | None = None
         self._decode: Launch | None = None
         self._combine: Launch | None = None
-        self._split_shapes: tuple[tuple[int, ...], ...] = ()
+        self._split_size = 0
         if batch == 0:
             return
         max_seqlen_q = max(options.max_seqlen_q, 1)
@@ -492,7 +493,7 @@ class _DecodePlan:
             self._late = _late_numbers(k, v, None, options.max_seqlen_k)
         if tiles.balanced or tiles.splits > 1:
             places = (2 * programs if tiles.balanced else programs) * counts.units * counts.unit_rows
-            self._split_shapes = ((places, dim_v), (places,))
+            self._split_size = places * (dim_v + 1)
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
@@ -508,16 +509,13 @@ class _DecodePlan:
                 k = _with_unit_stride(k)
                 v = _with_unit_stride(v)
                 late = _late_numbers(k, v, mask, k.shape[1])
-            split_out = split_lse = None
-            if self._combine is not None:
-                split_out = q.new_empty(self._split_shapes[0], dtype=torch.float32)
-                split_lse = q.new_empty(self._split_shapes[1], dtype=torch.float32)
+            splits = None if self._combine is None else q.new_empty(self._split_size, dtype=torch.float32)
             if mask is not None:
                 mask = mask.view(torch.uint8)
-            pointers = (q, k, v, result, lse, split_out, split_lse, block_table, keys, cu_seqlens_q, sinks, mask)
-            self._decode((*pointers, k_descale, v_descale), *late)
+            pointers = (q, k, v, result, lse, splits, block_table, keys, cu_seqlens_q, sinks, mask, k_descale, v_descale)
+            self._decode(pointers, *late)
             if self._combine is not None:
-                self._combine((result, lse, split_out, split_lse, keys, cu_seqlens_q), late[0])
+                self._combine((result, lse, splits, keys, cu_seqlens_q), late[0])
         if lse is not None and self._is_dense:
             lse = lse.view(lse.shape[0], *result.shape[:2]).transpose(0, 1)
         if out is not None and result is not out:
@@ -538,7 +536,9 @@ def _with_unit_stride(x: Tensor) -> Tensor:
 def _late_numbers(k: Tensor, v: Tensor, mask: Tensor | None, max_seqlen_k: int) -> tuple[int, ...]:
     """The numbers that a launch takes at each call: the bound of the keys, and the strides that follow from it."""
     mask_stride = 0 if mask is None or mask.shape[0] == 1 else mask.stride(0)
-    return (max_seqlen_k, mask_stride, *k.stride()[:3], *v.stride()[:3])
+    page_k, token_k, head_k, _ = k.stride()
+    page_v, token_v, head_v, _ = v.stride()
+    return (max_seqlen_k, mask_stride, page_k, token_k, head_k, page_v, token_v, head_v)
 
 
 def _variant(
