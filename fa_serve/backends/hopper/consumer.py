@@ -147,17 +147,12 @@ def _issue_scores(tile_count, block_count, smem, group: gl.constexpr, var: gl.co
 def _rescale_part(x, alpha, layout: gl.constexpr, width: gl.constexpr):
     """Multiply a part of O by `alpha`, [64]. The assembly is volatile, or ptxas would move it ahead of the products."""
     factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
-    if width == 16:
-        asm: gl.constexpr = RESCALE_8
-        operands: gl.constexpr = RESCALE_8_OPERANDS
-    elif width == 32:
-        asm: gl.constexpr = RESCALE_16
-        operands: gl.constexpr = RESCALE_16_OPERANDS
-    else:
-        asm: gl.constexpr = RESCALE_32
-        operands: gl.constexpr = RESCALE_32_OPERANDS
+    NARROW: gl.constexpr = RESCALE_8 if width == 16 else RESCALE_16
+    NARROW_OPERANDS: gl.constexpr = RESCALE_8_OPERANDS if width == 16 else RESCALE_16_OPERANDS
+    ASSEMBLY: gl.constexpr = RESCALE_32 if width > 32 else NARROW
+    OPERANDS: gl.constexpr = RESCALE_32_OPERANDS if width > 32 else NARROW_OPERANDS
     PACK: gl.constexpr = 32 if width > 64 else width // 2
-    return gl.inline_asm_elementwise(asm, operands, [x, factors], dtype=gl.float32, is_pure=False, pack=PACK)
+    return gl.inline_asm_elementwise(ASSEMBLY, OPERANDS, [x, factors], dtype=gl.float32, is_pure=False, pack=PACK)
 
 
 @gluon.jit
