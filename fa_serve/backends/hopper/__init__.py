@@ -19,9 +19,9 @@ from __future__ import annotations
 import torch
 import triton
 
-from fa_serve.backends.hopper.hopper_tiles import HEAD_DIMS
+from fa_serve.backends.hopper.hopper_tiles import MAX_HEAD_DIM
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
-from fa_serve.spec import FEW_QUERIES, AttentionSpec, dtype_name
+from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 
 RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 """The releases of Triton in whose Gluon the kernel compiles, see `gluon_names`."""
@@ -51,12 +51,8 @@ class HopperBackend:
             return f"computes float16 and bfloat16, got {dtype_name(spec.dtype)}"
         if spec.layout == "paged" and (reason := _cannot_page(spec)):
             return reason
-        if (spec.head_dim, spec.head_dim_v) not in HEAD_DIMS:
-            known = ", ".join(str(d) if d == dv else f"{d} with head_dim_v {dv}" for d, dv in HEAD_DIMS)
-            got = (
-                str(spec.head_dim) if spec.head_dim == spec.head_dim_v else f"{spec.head_dim} with head_dim_v {spec.head_dim_v}"
-            )
-            return f"supports head_dim {known}, got {got}"
+        if any(dim % 8 or not 0 < dim <= MAX_HEAD_DIM for dim in (spec.head_dim, spec.head_dim_v)):
+            return f"has head sizes of a multiple of 8 up to {MAX_HEAD_DIM}, got {dims(spec.head_dim, spec.head_dim_v)}"
         if spec.mask is not None:
             return f"supports causality and windows but no explicit mask, got a {spec.mask} mask"
         if spec.alibi:

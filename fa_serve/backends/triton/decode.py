@@ -198,7 +198,7 @@ def _walk(
             s *= row_scale[None, :]
         factor = scale * LOG2E
         if var.has_softcap:
-            s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
+            s = softcap_scores(s, scale, softcap, PRECISION == "ieee", var.ptx)
             factor = 1.0
         if slopes is not None:
             s = add_alibi(s, factor, slopes[None, :], positions[None, :] - cols[:, None])

@@ -50,6 +50,7 @@ class ForwardVariant:
     tma:         K and V are read through tensor descriptors
     mask:        "none", "bool" or "float"
     precision:   input precision of the products
+    ptx:         inline PTX is available
     batch_block: with `skip_q`, the width of the prefix sum that finds a program's tile, else 0
     chunked:     the left limit is a chunk and not a window
     alibi:       "none", "heads" or "batch": slopes for each head, or for each sequence and head
@@ -71,6 +72,7 @@ class ForwardVariant:
     has_softcap: bool
     mask: str
     precision: str
+    ptx: bool
     batch_block: int
     chunked: bool
     alibi: str
@@ -126,7 +128,7 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
         s = tl.dot(q, k.T, input_precision=PRECISION)
         factor = scale * LOG2E
         if var.has_softcap:
-            s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
+            s = softcap_scores(s, scale, softcap, PRECISION == "ieee", var.ptx)
             factor = 1.0
         if var.mask != "none":
             inside = (q_rows < q_len)[:, None] & (cols < kv_len)[None, :]
@@ -481,6 +483,7 @@ class _ForwardPlan:
             has_softcap=options.softcap != 0.0,
             mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
             precision="ieee" if tensors.q.dtype == torch.float32 else "tf32",
+            ptx=spec.arch_of(tensors.q.device) >= 80,
             batch_block=batch_block(batch) if options.skip_q else 0,
             chunked=options.attention_chunk > 0,
             alibi=_alibi_of(tensors),

@@ -11,7 +11,7 @@ from fa_serve.backends.hopper.hopper_tiles import TileConfig
 RELEASE_K = "    mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)\n"
 RELEASE_V = "    mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)"
 ISSUE_V = "o_token = _issue_values(p, acc, state.alpha, block_count - 1, smem, bars, var)\n"
-WAIT_V = "        acc = warpgroup_mma_wait(0, deps=[o_token])"
+WAIT_V = "        acc = _wait_values(0, o_token, var)"
 FAULTS = {
     "V released before its product is done": {
         ISSUE_V + "        _pass_turn": ISSUE_V + "    " + RELEASE_V + "\n        _pass_turn",
