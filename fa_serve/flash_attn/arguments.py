@@ -6,34 +6,25 @@ and fa_serve does not: a window in a list or a tensor, negative numbers for "unl
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from fa_serve import api
 from fa_serve.spec import ParameterError
 
 UNLIMITED = (-1, -1)
 """The default of `window_size`."""
 
-TAKES_ALIBI = {
-    function: "alibi_slopes" in inspect.signature(function).parameters
-    for function in (api.attention, api.attention_varlen, api.attention_paged)
-}
-"""Which functions of the API take `alibi_slopes`."""
-
 
 def softmax_arguments(
-    function: Callable[..., Any],
     softmax_scale: float | None,
     causal: bool,
     window_size: Sequence[int] | Tensor,
     softcap: float,
     alibi_slopes: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The options of the softmax as keywords of `function`, which is a function of `fa_serve.api`.
+    """The options of the softmax as keywords of the functions in `fa_serve.api`.
 
     window_size:  (left, right), negative numbers are unlimited; softcap: off unless it is positive
     alibi_slopes: (num_heads,) or (batch, num_heads), float32
@@ -48,8 +39,6 @@ def softmax_arguments(
         "softcap": softcap if softcap > 0.0 else 0.0,
     }
     if alibi_slopes is not None:
-        if not TAKES_ALIBI[function]:
-            refuse("alibi_slopes", "be None, because the kernels have no ALiBi bias", tuple(alibi_slopes.shape))
         arguments["alibi_slopes"] = alibi_slopes
     return arguments
 

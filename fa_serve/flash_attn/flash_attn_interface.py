@@ -58,7 +58,7 @@ def flash_attn_func(
     """
     if dropout_p:
         refuse_dropout(dropout_p)
-    options = softmax_arguments(api.attention, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = softmax_arguments(softmax_scale, causal, window_size, softcap, alibi_slopes)
     found: Any = api.attention(q, k, v, return_lse=return_attn_probs, **options)  # type: ignore[call-overload]
     return (*found, q.new_empty(0)) if return_attn_probs else found
 
@@ -146,12 +146,12 @@ def flash_attn_varlen_func(
         refuse_dropout(dropout_p)
     lengths: dict[str, Any] = {"max_seqlen_q": host_integer(max_seqlen_q), "max_seqlen_k": host_integer(max_seqlen_k)}
     if block_table is None:
-        options = softmax_arguments(api.attention_varlen, softmax_scale, causal, window_size, softcap, alibi_slopes)
+        options = softmax_arguments(softmax_scale, causal, window_size, softcap, alibi_slopes)
         found: Any = api.attention_varlen(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, return_lse=return_attn_probs, **lengths, **options
         )
     else:
-        options = softmax_arguments(api.attention_paged, softmax_scale, causal, window_size, softcap, alibi_slopes)
+        options = softmax_arguments(softmax_scale, causal, window_size, softcap, alibi_slopes)
         with torch.no_grad():
             found = api.attention_paged(
                 q,
@@ -277,7 +277,7 @@ def flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         block_table=block_table,
         num_splits=num_splits,
-        options=softmax_arguments(api.attention_paged, softmax_scale, causal, window_size, softcap, alibi_slopes),
+        options=softmax_arguments(softmax_scale, causal, window_size, softcap, alibi_slopes),
         return_lse=return_softmax_lse,
     )
     return out if lse is None else (out, lse)

@@ -60,7 +60,7 @@ def flash_attn_func(
     Returns out (batch, seqlen_q, num_heads, head_dim_v), or (out, softmax_lse (batch, num_heads, seqlen_q)).
     """
     _refuse_unknown(qv, attention_chunk, q_descale, k_descale, v_descale)
-    options = softmax_arguments(api.attention, softmax_scale, causal, window_size, softcap)
+    options = softmax_arguments(softmax_scale, causal, window_size, softcap)
     found: Result = api.attention(q, k, v, return_lse=return_attn_probs, **options)  # type: ignore[call-overload]
     return found
 
@@ -130,7 +130,7 @@ def flash_attn_varlen_func(
     Returns out (total_q, num_heads, head_dim_v), or (out, softmax_lse (num_heads, total_q)).
     """
     _refuse_unknown(qv, attention_chunk, q_descale, k_descale, v_descale)
-    options = softmax_arguments(api.attention_varlen, softmax_scale, causal, window_size, softcap)
+    options = softmax_arguments(softmax_scale, causal, window_size, softcap)
     used_q = None if seqused_q is None else UsedRows.of(q, cu_seqlens_q, seqused_q)
     if used_q is not None:
         q = used_q.gather(q)
@@ -224,7 +224,7 @@ def flash_attn_with_kvcache(
         k_descale=_head_descale("k_descale", k_descale),
         v_descale=_head_descale("v_descale", v_descale),
         num_splits=num_splits,
-        options=softmax_arguments(api.attention_paged, softmax_scale, causal, window_size, softcap),
+        options=softmax_arguments(softmax_scale, causal, window_size, softcap),
         return_lse=return_softmax_lse,
     )
     return out if lse is None else (out, lse)

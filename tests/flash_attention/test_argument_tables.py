@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import fa_serve.flash_attn as fa2
-from fa_serve.flash_attn import arguments
 from fa_serve.flash_attn import interface as fa3
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving" / "flash-attn.md"
@@ -29,7 +28,6 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
 YES = "supported"
 NO_EFFECT = "accepted, no effect"
 REFUSED = "refused unless None"
-ALIBI = YES if all(arguments.TAKES_ALIBI.values()) else REFUSED
 CACHE_ONLY = "supported with a KV cache, else refused"
 
 NOTES: dict[str, tuple[str, str]] = {
@@ -53,7 +51,7 @@ NOTES: dict[str, tuple[str, str]] = {
     "causal": (YES, "aligned to the bottom right"),
     "window_size": (YES, ""),
     "softcap": (YES, ""),
-    "alibi_slopes": (ALIBI, "(num_heads,) or (batch, num_heads), float32"),
+    "alibi_slopes": (YES, "(num_heads,) or (batch, num_heads), float32"),
     "dropout_p": ("refused unless 0", ""),
     "deterministic": (NO_EFFECT, "the forward pass is always deterministic"),
     "return_attn_probs": (YES, "returns the lse; probabilities are an empty tensor"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 import fa_serve.flash_attn as fa2
 from fa_serve import ParameterError
 from fa_serve.backends.reference import attention_reference
-from fa_serve.flash_attn import arguments
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 SCALE = 0.3
@@ -124,29 +122,22 @@ def test_dropout_is_refused_by_name() -> None:
         assert (caught.value.field, caught.value.code, caught.value.value) == ("dropout_p", "unsupported", 0.1)
 
 
-def test_alibi_goes_to_a_function_that_takes_it_and_is_refused_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = make_qkv(1, 4, 4, 2, 2, 8)
-    slopes = torch.ones(2)
-    seen: dict[str, Any] = {}
-
-    def takes_it(*tensors: Tensor, **words: Any) -> Tensor:
-        seen.update(words)
-        return tensors[0]
-
-    monkeypatch.setattr(arguments.api, "attention", takes_it)
-    monkeypatch.setitem(arguments.TAKES_ALIBI, takes_it, True)
-    fa2.flash_attn_func(q, k, v, alibi_slopes=slopes)
-    assert seen["alibi_slopes"] is slopes
-    monkeypatch.setitem(arguments.TAKES_ALIBI, takes_it, False)
-    with pytest.raises(ParameterError) as caught:
-        fa2.flash_attn_func(q, k, v, alibi_slopes=slopes)
-    assert (caught.value.field, caught.value.code) == ("alibi_slopes", "unsupported")
-
-
-def test_alibi_is_known_for_the_functions_of_the_api() -> None:
-    for function, takes in arguments.TAKES_ALIBI.items():
-        assert takes == ("alibi_slopes" in inspect.signature(function).parameters)
-    assert len(arguments.TAKES_ALIBI) == 3
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_alibi(shape: tuple[int, ...]) -> None:
+    q, k, v = make_qkv(2, 5, 8, 4, 2, 16)
+    slopes = torch.rand(shape, generator=torch.Generator().manual_seed(4))
+    distance = (torch.arange(5)[:, None] + 3 - torch.arange(8)).abs()
+    bias = -slopes.view(-1, 4, 1, 1) * distance
+    exact, _ = attention_reference(q, k, v, softmax_scale=0.25, window_size=(-1, 0), mask=bias)
+    ends = (cu_seqlens([5, 5]), cu_seqlens([8, 8]), 5, 8)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    words = {"causal": True, "alibi_slopes": slopes}
+    for found in (
+        fa2.flash_attn_func(q, k, v, **words),
+        fa2.flash_attn_varlen_func(*rows, *ends, **words).view(q.shape),
+        fa2.flash_attn_with_kvcache(q, k, v, **words),
+    ):
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=2e-6)
 
 
 def test_errors_of_the_api_name_the_argument() -> None:
