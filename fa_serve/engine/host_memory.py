@@ -23,7 +23,7 @@ from contextlib import suppress
 
 M_ARENA_MAX = -8
 ARENAS = 2
-"""Arenas for all threads. Few threads allocate tensors and bodies, and Python's small objects have memory of their own."""
+"""Arenas for all threads. Few threads allocate tensors and bodies, and Python manages the memory of small objects itself."""
 SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables of oneDNN and of torch. Both caches hold the same shapes: bounding one of them frees little."""
 SHAPES = 128

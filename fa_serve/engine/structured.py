@@ -54,7 +54,7 @@ MIN_BYTES = 64 << 10
 BYTES_PER_CHARACTER = 400
 """Bytes that a grammar without a trial counts for each of its characters. Measured: 110 to 350 for schemas of 60 to 150 kB."""
 IDLE_SECONDS = 15.0
-IDLE_SHARE = 32
+IDLE_SHARE = 64
 """Grammars that are idle are kept up to this part of the bytes for all grammars."""
 USUAL_SECONDS = 0.002
 """Processor time of a mask, or of a token that a matcher takes in, which no request is charged for."""

@@ -329,44 +329,6 @@ def test_a_client_that_holds_every_slot_gives_one_to_a_client_that_has_none() ->
     assert own[2].tokens[2:] == expected_output([1, 2], 40, frozenset())
 
 
-def steps_until_done(scheduler: Scheduler, sequence: SequenceState, limit: int = 2000) -> int:
-    for step in range(limit):
-        if sequence.finished:
-            return step
-        scheduler.commit(batch := scheduler.schedule(), [3] * sum(chunk.samples for chunk in batch.chunks))
-    return limit
-
-
-@pytest.mark.parametrize("steps_before", [2, 20, 60, 200])
-@pytest.mark.parametrize("prompt", [1, 60])
-def test_a_client_whose_sequences_fill_all_pages_holds_up_nobody(steps_before, prompt) -> None:
-    """It wants eight times the pages that there are, so that it always has preempted sequences which came first.
-
-    Without `prefer_idle` and room in pages, the other client waited for 70 to 300 steps: until sequences of the first ended.
-    """
-    scheduler = make_scheduler(num_pages=128, seqs=32, tokens=256)
-    for serial in range(60):
-        scheduler.add(make_request(f"flood-{serial}", [4, serial], 300, serial, client="flood", rank=(-1000.0, serial)))
-    for _ in range(steps_before):
-        scheduler.commit(batch := scheduler.schedule(), [3] * sum(chunk.samples for chunk in batch.chunks))
-    for serial in range(3):  # one after the other
-        other = scheduler.add(make_request(f"other-{serial}", [serial + 5] * prompt, 4, 100 + serial, client="other"))
-        assert steps_until_done(scheduler, other) <= 8
-        scheduler.check_integrity()
-
-
-def test_pages_are_taken_from_the_client_with_the_most_sequences() -> None:
-    """A client with one sequence keeps it, although it has the last turn."""
-    scheduler = make_scheduler(num_pages=40, seqs=16, tokens=64, caching=False)
-    for serial in range(8):
-        scheduler.add(make_request(f"flood-{serial}", [4], 60, serial, client="flood"))
-    for _ in range(3):
-        scheduler.commit(batch := scheduler.schedule(), [3] * len(batch.chunks))
-    other = scheduler.add(make_request("other", [5], 60, 9, client="other"))
-    assert steps_until_done(scheduler, other) == 60
-    assert scheduler.num_preemptions > 0
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(
