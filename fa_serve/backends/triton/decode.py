@@ -38,6 +38,7 @@ from fa_serve.backends.triton.primitives import (
     finish_softmax,
     first_visible,
     softcap_scores,
+    softmax_update_by_columns,
     wait_for_previous_kernel,
 )
 from fa_serve.backends.triton.splits import (
@@ -131,16 +132,6 @@ def _key_offsets(page, block, offs_n, stride_page, stride_token, var: tl.constex
 
 
 @triton.jit
-def _softmax_update_by_columns(s, factor, row_max, row_sum):
-    """`primitives.online_softmax_update` with keys as rows: s [BLOCK_N, BLOCK_M], row_max and row_sum [BLOCK_M]."""
-    new_max = tl.maximum(row_max, tl.max(s, 0) * factor)
-    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s * factor - safe_max[None, :])
-    alpha = tl.exp2(row_max - safe_max)
-    return p, new_max, row_sum * alpha + tl.sum(p, 0), alpha
-
-
-@triton.jit
 def _walk(
     q, row_scale, slopes, row_max, row_sum, span, pointers, seq, positions, lengths, scaling, window, strides, var: tl.constexpr
 ):
@@ -209,7 +200,7 @@ def _walk(
         if var.split.has_left:
             keep = keep & (cols[:, None] >= first_visible(positions, window_left, var.split.chunked)[None, :])
         s = tl.where(keep, s, float("-inf"))
-        p, row_max, row_sum, alpha = _softmax_update_by_columns(s, factor, row_max, row_sum)
+        p, row_max, row_sum, alpha = softmax_update_by_columns(s, factor, row_max, row_sum)
         p = p.to(q.dtype)
         # Values are loaded as the product takes them, columns first. Transposing them afterwards would cost a copy.
         keep_v = owned[None, :] & (offs_v < var.split.dim_v // HALVES)[:, None]
@@ -360,10 +351,9 @@ def _decode(
                 row_sum = tl.where(split == 0, 1.0, row_sum)
 
             slopes = None
-            if var.alibi == "heads":
-                slopes = tl.load(alibi_ptr + head, mask=live, other=0.0) * LOG2E
-            if var.alibi == "batch":
-                slopes = tl.load(alibi_ptr + seq * (units // tiles_per_head * GROUPS) + head, mask=live, other=0.0) * LOG2E
+            if var.alibi != "none":
+                of_sequence = seq * (units // tiles_per_head * GROUPS) if var.alibi == "batch" else 0
+                slopes = tl.load(alibi_ptr + of_sequence + head, mask=live, other=0.0) * LOG2E
 
             offset = kv_len - q_len
             begin += first_block

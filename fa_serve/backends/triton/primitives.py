@@ -104,6 +104,16 @@ def online_softmax_update(s, factor, row_max, row_sum):
 
 
 @triton.jit
+def softmax_update_by_columns(s, factor, row_max, row_sum):
+    """`online_softmax_update` with keys as rows: s [BLOCK_N, BLOCK_M], row_max and row_sum [BLOCK_M]."""
+    new_max = tl.maximum(row_max, tl.max(s, 0) * factor)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * factor - safe_max[None, :])
+    alpha = tl.exp2(row_max - safe_max)
+    return p, new_max, row_sum * alpha + tl.sum(p, 0), alpha
+
+
+@triton.jit
 def finish_softmax(row_max, row_sum):
     """-> 1 / row_sum and lse in natural units; a row that has seen no key gets 0 and -inf.
 
