@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 RATES = [6.0, 12.0, 24.0, 36.0]
 COLD_RATES = [12.0]
-TOKENS_IN, TOKENS_OUT = 700, 200  # means
+TOKENS_IN = 700  # mean
+TOKENS_OUT = 200  # mean
 SPREAD = 0.8  # of lengths around their means: 140 to 1,260 and 40 to 360
 PERCENTILES = ("p50", "p95", "p99")
 TIMES = {"first token": "ttft_ms", "per token": "tpot_ms", "between tokens": "itl_ms"}

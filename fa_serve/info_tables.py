@@ -12,7 +12,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,17 @@ def show_machine(device: str, name: str, console: Console) -> None:
 
     console.print(
         f"fa_serve {fa_serve.__version__}, python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {version('transformers')}"
+        f"{_triton_release()}transformers {version('transformers')}"
     )
     console.print(f"{device}: {name}\n")
+
+
+def _triton_release() -> str:
+    """The release decides whether the Hopper kernel runs. Triton is not installed on every platform."""
+    try:
+        return f"triton {version('triton')}, "
+    except PackageNotFoundError:
+        return ""
 
 
 def show_cases(device: str, arch: int, console: Console) -> None:

@@ -13,6 +13,9 @@ go through an operator, which is one opaque node of the graph and runs what an e
 An operator takes the tensors of its call, then its numbers, then the options in the order of `_OPTIONS`; the schemas below are
 the reference. The fake kernels know shapes and dtypes only, so a bad argument is reported when the graph runs.
 
+With dynamic shapes, inductor (torch 2.13) loses the offset of a view that any operator writes to: give `store_kv` two caches
+that are separate tensors, or fix the shapes.
+
 `attention_gradients` is the backward pass of `attention` and `attention_varlen`, registered with autograd: calls that need
 gradients ask for lse, which it reads. Left out: gradients of `alibi_slopes`, of the operators that write `out`, and through the
 paged cache.

@@ -15,6 +15,7 @@ from .strict import NOTHING, StrictModel, Unsupported, field_error, one_error
 
 MAX_IDS = 1024  # the engine's bound for token ids in one field
 MAX_CHOICES = 10_000
+MAX_SCHEMA = 1 << 18  # characters of a schema that is written in a string, whose values nothing has counted
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 Choices = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
@@ -38,7 +39,10 @@ def _few_entries(value: Any) -> Any:
 
 
 Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_IDS), BeforeValidator(_few_entries)]
-JsonSchema = Annotated[dict[str, Any] | str, one_error("a JSON schema, as an object or as a string")]
+JsonSchema = Annotated[
+    dict[str, Any] | Annotated[str, Field(max_length=MAX_SCHEMA)],
+    one_error(f"a JSON schema, as an object or as a string of at most {MAX_SCHEMA} characters"),
+]
 
 
 class StreamOptions(StrictModel):
@@ -80,6 +84,9 @@ class SamplingRequest(StrictModel):
     stop_token_ids: FewIds | None = None
     allowed_token_ids: Annotated[FewIds, Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
+    speculative: bool | None = Field(
+        None, description="Whether the server may guess tokens ahead where it is set up to; the answer is the same."
+    )
     priority: int | None = Field(
         None, ge=-1000, le=1000, description="Of one API key's requests, those with a lower value are served sooner."
     )

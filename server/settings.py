@@ -73,6 +73,15 @@ class Settings(BaseSettings):
     )
     eager: bool = _option(False, "Use neither CUDA graphs nor fused layers.", "Engine")
     fusion: bool = _option(True, "Use fused kernels for layers of Llama's architecture.", "Engine")
+    speculative: Literal["ngram"] | None = _option(
+        None,
+        "Guess tokens ahead and verify several in one step: ngram copies what followed the last tokens earlier in the prompt "
+        "or the answer. Answers do not change; by default off.",
+        "Engine",
+    )
+    num_speculative_tokens: int = _option(
+        7, "Maximum number of tokens to guess for a sequence in one step.", "Engine", ge=1, le=15
+    )
     deterministic: bool = _option(False, "Generate the same tokens in any batch, which is slower.", "Engine")
     process: bool | None = _option(None, "Run the engine in a separate process; by default on a GPU only.", "Engine")
     max_restarts: int = _option(

@@ -168,6 +168,10 @@ class Tokenization:
         return config | {"tokenizer_class": type(tokenizer).__name__, "chat_template": template}
 
     async def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids. Raises BadRequest for more than this model's context can hold, or for unknown ids."""
+        limit = self._engine.max_model_len
+        if len(token_ids) > limit:
+            raise BadRequest(f"tokens must have at most max_model_len = {limit} ids, got {len(token_ids)}.", param="tokens")
         return await self._thread.run(lambda: self._text(token_ids))
 
     def _text(self, token_ids: list[int]) -> str:

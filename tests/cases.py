@@ -236,6 +236,30 @@ def check(case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", lay
         assert_lse_matches(actual, lse[0])
 
 
+def check_without_keys(backend: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """No sequence of the call has a key, in each layout: out is 0, and lse is the sink, or -inf without sinks."""
+    q = torch.randn(9, 4, 64, dtype=dtype, device=device)
+    k = q.new_zeros(0, 2, 64)
+    sinks = torch.linspace(-1.0, 1.0, 4, device=device)
+    cu = {"cu_seqlens_q": cu_seqlens([5, 4], device), "max_seqlen_q": 5}
+    used = torch.zeros(2, dtype=torch.int32, device=device)
+    table = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    for extra in ({}, {"sinks": sinks}):
+        options = {"return_lse": True, "backend": backend, **extra}
+        expected = (sinks if extra else torch.full((4,), float("-inf"), device=device)).to(torch.float32)[:, None]
+        calls = [
+            fa_serve.attention(q[None], k[None], k[None], **options),
+            fa_serve.attention_varlen(q, k, k, cu_seqlens_k=used.new_zeros(3), max_seqlen_k=0, **cu, **options),
+        ]
+        for pages in (0, 1):  # the cache has no pages, or one that no sequence uses
+            cache = q.new_full((pages, 16, 2, 64), float("nan"))
+            paged = {"block_table": table[:, :pages], "seqused_k": used}
+            calls.append(fa_serve.attention_paged(q, cache, cache, **paged, **cu, **options))
+        for out, lse in calls:
+            assert (out == 0).all()
+            assert torch.equal(lse.to(torch.float32).reshape(4, 9), expected.expand(4, 9))
+
+
 def check_gradients(
     case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", layout: str = "dense", with_lse: bool = False
 ) -> None:

@@ -436,7 +436,7 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
         "async_load": lambda desc, corner, bar, target: desc.load(corner, bar, target),
         "async_store": lambda desc, corner, source: desc.store(corner, source),
         "sync_threads": lambda: None,
-        "reinterpret": lambda x, dtype, shape, layout: x.reinterpret(dtype, shape, layout),
+        "HAS_REINTERPRET": True,
         "fence_async_shared": lambda: None,
         "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait_products,

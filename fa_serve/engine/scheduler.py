@@ -17,68 +17,38 @@ Pages are offered to other sequences when the step that fills them is scheduled.
 within a step every layer writes all keys and values before it reads any. So sequences that come in one step share their prefix.
 
 `schedule` may run ahead of `commit`, because the device computes step n while the host prepares step n + 1. A sequence whose
-sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence has
-ended meanwhile, the token that a step samples for it is dropped.
+sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence ends
+while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates (speculation.py) waits
+for its newest token instead, because its drafts begin after it; `needs_results` says when the whole step should wait.
 
-Left out: tensors, text and time. The ideas come from Orca (Yu et al. 2022), vLLM (Kwon et al. 2023) and Sarathi (Agrawal et al.
-2023).
+Left out: tensors, text and time. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.fair_queue import FairQueue
 from fa_serve.engine.outputs import FinishReason
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
+from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.speculation import Speculation, num_accepted
 
 INVALID_TOKEN = -1
 """What the sampler returns for a row whose logits are not finite, before any bias or mask."""
 NO_TOKEN = -2
 """What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
-EXPECTED_TOKENS = 128
-"""Length of an answer for which a client is charged in advance. The difference is charged when the answer ends."""
+HELD_SHARE = 4
+"""A step waits for the results of the steps in flight if at least one of so many running sequences waits for them.
+
+Waiting leaves the device idle while the host prepares the step, which takes a tenth of a step that decodes few sequences.
+"""
 MAX_PROMPT_LOGITS = 256
 """Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Tokens start .. start + length - 1 of one sequence.
-
-    samples: whether the chunk reaches the last token, so that the step samples the next one
-    num_prompt_logits: number of tokens, from the first of the chunk on, whose logits are wanted for `prompt_logprobs`
-    """
-
-    sequence: SequenceState
-    slot: int
-    start: int
-    length: int
-    samples: bool
-    num_prompt_logits: int = 0
-
-
-@dataclass(slots=True)
-class ScheduledBatch:
-    """What one step computes. `admitted` are the sequences that have been given a slot for this step."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    admitted: list[SequenceState] = field(default_factory=list)
-    num_tokens: int = 0
-    num_prompt_logits: int = 0
-
-    def append(self, chunk: Chunk) -> None:
-        self.chunks.append(chunk)
-        self.num_tokens += chunk.length
-        self.num_prompt_logits += chunk.num_prompt_logits
-
-    def __bool__(self) -> bool:
-        return bool(self.chunks)
 
 
 class Scheduler:
@@ -89,6 +59,7 @@ class Scheduler:
     keys_per_tile:          largest number of keys that a kernel reads as one aligned tile
     window:                 number of keys before a token that any layer attends to; None if a layer attends to all.
                             Pages are released when all their tiles lie behind the window
+    speculation:            where drafts come from; None without speculation
     """
 
     def __init__(
@@ -99,12 +70,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         keys_per_tile: int,
         window: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.pages = pages
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.keys_per_tile = keys_per_tile
         self.window = window
+        self.speculation = speculation or Speculation(0)
         self.waiting = FairQueue()
         self.running: list[SequenceState] = []
         self.sequences: dict[str, SequenceState] = {}
@@ -126,31 +99,46 @@ class Scheduler:
         self._admit_waiting(batch, self._continue_running(batch, self.max_num_batched_tokens))
         return batch
 
-    def commit(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[tuple[SequenceState, int | None]]:
-        """Take in the sampled tokens of a step, one for each chunk that samples, in order. Sets the `finish_reason`s.
+    def needs_results(self) -> bool:
+        """Whether the next step should wait for the results of the steps in flight.
 
-        Returns the sequences that gained a token, with the token, and those that ended without one, with None.
+        It should if a share of the running sequences cannot be part of it before. Otherwise they are left out of it.
         """
-        sampled = iter(tokens)
+        held = self.speculation.is_on(len(self.running)) and sum(map(self._is_held_back, self.running))
+        return held > 0 and held * HELD_SHARE >= len(self.running)
+
+    def commit(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[tuple[SequenceState, int | None]]:
+        """Take in the sampled tokens of a step, `num_samples` for each chunk, in order.
+
+        Returns the sequences that gained a token, with the token, and those that ended without one, with None. A sequence with
+        drafts may have gained several tokens. The `finish_reason` of every sequence that has ended is set.
+        """
         changed: list[tuple[SequenceState, int | None]] = []
+        first = 0
         for chunk in batch.chunks:
-            if not chunk.samples:
-                continue
-            token = next(sampled)
+            draws = tokens[first : first + chunk.num_samples]
+            first += chunk.num_samples
             sequence = chunk.sequence
-            if sequence.finished:
+            if not draws or sequence.finished:
                 continue
-            if token < 0:
-                self._end_without_token(sequence, token)
-                changed.append((sequence, None))
-                continue
-            sequence.append(token)
-            changed.append((sequence, token))
-            self._offer_pages(sequence)
-            if token in sequence.request.end_ids:
-                self.finish(sequence, "stop")
-            elif sequence.num_output_tokens >= sequence.request.max_tokens:
-                self.finish(sequence, "length")
+            accepted = num_accepted(chunk.drafts, draws)
+            if chunk.drafts:
+                self.speculation.record(sequence, len(chunk.drafts), accepted)
+            sequence.receive(accepted)
+            for token in draws[: accepted + 1]:
+                if token < 0:
+                    self._end_without_token(sequence, token)
+                    changed.append((sequence, None))
+                    break
+                sequence.append(token)
+                changed.append((sequence, token))
+                self._offer_pages(sequence)
+                if token in sequence.request.end_ids:
+                    self.finish(sequence, "stop")
+                elif sequence.num_output_tokens >= sequence.request.max_tokens:
+                    self.finish(sequence, "length")
+                if sequence.finished:
+                    break
         return changed
 
     def abort(self, request_id: str) -> SequenceState | None:
@@ -160,11 +148,12 @@ class Scheduler:
             self.finish(sequence, "abort")
         return sequence
 
-    def stop(self, sequence: SequenceState) -> None:
-        """End a sequence because its last token completes its text or its grammar.
+    def stop(self, sequence: SequenceState, num_later: int = 0) -> None:
+        """End a sequence because a token completes its text or its grammar. The `num_later` tokens after it are dropped.
 
-        If the same token was the last one allowed, "stop" replaces the finish reason "length".
+        If that token or a later one has ended the sequence already, "stop" replaces the finish reason.
         """
+        sequence.drop_last(num_later)
         if sequence.finished:
             sequence.finish("stop")
         else:
@@ -188,7 +177,7 @@ class Scheduler:
                 continue
             self._withdraw(sequence, chunk.start)
             if chunk.samples:
-                sequence.drop_pending()
+                sequence.receive()
             self._requeue(sequence)
 
     def finish(self, sequence: SequenceState, reason: FinishReason, error: RequestError | None = None) -> None:
@@ -198,9 +187,10 @@ class Scheduler:
         """
         sequence.finish(reason, error)
         del self.sequences[sequence.request.request_id]
+        self.speculation.forget(sequence)
         if sequence.slot >= 0:
             self._withdraw(sequence, sequence.num_confirmed)
-            self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - _expected_tokens(sequence))
+            self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - sequence.num_expected)
             self._leave(sequence)
         else:
             if sequence.num_at_start:  # it was preempted, and may have left pages that are not confirmed
@@ -219,7 +209,7 @@ class Scheduler:
         assert sorted(self._slots + [sequence.slot for sequence in self.running]) == list(range(self.max_num_seqs))
         assert all(sequence.slot == -1 and not sequence.pages for sequence in self.waiting)
         assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in [*self.waiting, *self.running])
-        assert self.running == sorted(self.running, key=_turn), "the running sequences are out of order"
+        assert self.running == sorted(self.running, key=SequenceState.place), "the running sequences are out of order"
         self.waiting.check_integrity(self.running)
 
     def _continue_running(self, batch: ScheduledBatch, budget: int) -> int:
@@ -227,12 +217,31 @@ class Scheduler:
         for sequence in self.running:
             if not budget:
                 break
-            if sequence.is_last_pending:
+            if sequence.is_last_pending or self._is_held_back(sequence):
                 continue
             if length := self._length(batch, sequence, budget):
                 sequence.grow(self.pages.allocate(self._num_missing_pages(sequence)))
-                budget -= self._append(batch, sequence, length)
+                budget -= self._append(batch, sequence, length, self._drafts(sequence, budget))
         return budget
+
+    def _is_held_back(self, sequence: SequenceState) -> bool:
+        """Whether a sequence waits for its newest tokens."""
+        return sequence.num_drafts > 0 or self.speculation.waits(sequence, len(self.running))
+
+    def _drafts(self, sequence: SequenceState, budget: int) -> list[int]:
+        """The drafts that are verified in this step, and pages for them.
+
+        Drafts preempt no sequence, and leave one page for each running sequence.
+        """
+        if sequence.num_pending or not self.speculation.is_on(len(self.running)):
+            return []
+        spare = max(self.pages.num_available - len(self.running), 0)
+        room = (len(sequence.pages) + spare) * self.pages.page_size - len(sequence.tokens)
+        drafts = self.speculation.draft(sequence, len(self.running), min(room, budget - 1))
+        need = self.pages.pages_for(len(sequence.tokens) + len(drafts)) - len(sequence.pages)
+        if need > 0 and drafts:
+            sequence.grow(self.pages.allocate(need))
+        return drafts
 
     def _admit_waiting(self, batch: ScheduledBatch, budget: int) -> None:
         """Schedule waiting sequences, in turn, until one of them has to wait."""
@@ -240,7 +249,7 @@ class Scheduler:
             sequence = self.waiting.first()
             if not self._length(batch, sequence, budget) or not self._admit(sequence):
                 break
-            cost = sequence.num_tokens - sequence.num_computed + _expected_tokens(sequence)
+            cost = sequence.num_tokens - sequence.num_computed + sequence.num_expected
             sequence.pay(cost)
             self._enter(sequence, self.waiting.admit(cost))
             batch.admitted.append(sequence)
@@ -251,13 +260,13 @@ class Scheduler:
         client = sequence.request.client
         sequence.take_turn(turn)
         last = next((other for other in reversed(self.running) if other.request.client == client), None)
-        if last is not None and (_rank(last) > _rank(sequence) or last.turn > turn):
+        if last is not None and (last.request.rank > sequence.request.rank or last.turn > turn):
             own = [sequence, *(other for other in self.running if other.request.client == client)]
             turns = sorted(other.turn for other in own)
-            for other, its_turn in zip(sorted(own, key=_rank), turns, strict=True):
+            for other, its_turn in zip(sorted(own, key=SequenceState.rank), turns, strict=True):
                 other.take_turn(its_turn)
-            self.running.sort(key=_turn)
-        insort(self.running, sequence, key=_turn)
+            self.running.sort(key=SequenceState.place)
+        insort(self.running, sequence, key=SequenceState.place)
 
     def _make_room(self) -> None:
         """If `first` has to wait, a client that runs nothing gets a slot and pages from the client with the most sequences."""
@@ -282,16 +291,18 @@ class Scheduler:
             length = min(length, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
         return length
 
-    def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int) -> int:
-        """Add the sequence's next `length` tokens to the step. Returns `length`."""
+    def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int, drafts: Sequence[int] = ()) -> int:
+        """Add the sequence's next `length` tokens and its drafts to the step. Returns how many tokens these are."""
         start = sequence.num_computed
         samples = start + length == sequence.num_tokens
-        batch.append(Chunk(sequence, sequence.slot, start, length, samples, sequence.num_prompt_logits(length)))
-        sequence.advance(length, samples)
+        num_prompt_logits = sequence.num_prompt_logits(length)
+        total = length + len(drafts)
+        batch.append(Chunk(sequence, sequence.slot, start, total, samples, num_prompt_logits, list(drafts)))
+        sequence.advance(length, samples, len(drafts))
         self._offer_pages(sequence)
         if self.window is not None:
             self._release_behind(sequence, start - self.window)
-        return length
+        return total
 
     def _release_behind(self, sequence: SequenceState, first_key: int) -> None:
         """Release the pages that lie before the tile of `first_key`, the first key that this step attends to.
@@ -315,7 +326,10 @@ class Scheduler:
         return sum(map(self._num_missing_pages, self.running))
 
     def _num_missing_pages(self, sequence: SequenceState) -> int:
-        return 0 if sequence.is_last_pending else self.pages.pages_for(sequence.num_tokens) - len(sequence.pages)
+        """For its next tokens; a sequence may have more pages than that, which it took for drafts."""
+        if sequence.is_last_pending:
+            return 0
+        return max(self.pages.pages_for(sequence.num_tokens) - len(sequence.pages), 0)
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""
@@ -384,17 +398,3 @@ class Scheduler:
         self.pages.release(sequence.held_pages)
         self._slots.append(sequence.slot)
         sequence.pause()
-
-
-def _rank(sequence: SequenceState) -> tuple[float, int]:
-    return sequence.request.rank
-
-
-def _turn(sequence: SequenceState) -> tuple[int, tuple[float, int]]:
-    return sequence.turn, sequence.request.rank
-
-
-def _expected_tokens(sequence: SequenceState) -> int:
-    """How many tokens of its answer a client is charged for when a sequence is admitted."""
-    room = sequence.request.max_tokens - (sequence.num_at_start - sequence.num_prompt_tokens)
-    return min(room, EXPECTED_TOKENS)

@@ -1,4 +1,4 @@
-"""Rotary position embedding with the signature of flash-attn's `layers.rotary.apply_rotary_emb`, in plain PyTorch.
+"""Rotary position embedding with the signatures of flash-attn's `layers.rotary` and `ops.triton.rotary`, in plain PyTorch.
 
     q = apply_rotary_emb(q, cos, sin, interleaved=False, seqlen_offsets=cache_seqlens)
 
@@ -37,6 +37,22 @@ def apply_rotary_emb(
 
 
 apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """`apply_rotary_emb` as flash-attn's `ops.triton.rotary` has it; `conjugate` rotates back."""
+    sin = -sin if conjugate else sin
+    return apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 
 
 def row_positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:

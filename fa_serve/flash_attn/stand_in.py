@@ -34,13 +34,14 @@ MODULES = {
     "flash_attn.bert_padding": "fa_serve.flash_attn.bert_padding",
     "flash_attn.flash_attn_interface": "fa_serve.flash_attn.flash_attn_interface",
     "flash_attn.layers.rotary": "fa_serve.flash_attn.rotary",
+    "flash_attn.ops.triton.rotary": "fa_serve.flash_attn.rotary",
     "flash_attn_interface": "fa_serve.flash_attn.interface",
     "flash_attn_3": "fa_serve.flash_attn.interface",
 }
 """Names that others import, and the modules that they get."""
 
-EMPTY_PACKAGE = "flash_attn.layers"
-"""A package whose only content is one of MODULES."""
+PACKAGES = ("flash_attn.layers", "flash_attn.ops", "flash_attn.ops.triton")
+"""Packages that hold nothing but one of MODULES, or each other."""
 
 DISTRIBUTIONS = {
     "flash-attn": (VERSION, ("flash_attn",)),
@@ -58,24 +59,26 @@ def install() -> None:
     Raises FaServeError if another flash-attn has been imported already.
     """
     modules = {name: importlib.import_module(target) for name, target in MODULES.items()}
-    for name in (*modules, EMPTY_PACKAGE):
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    for name in (*modules, *PACKAGES):
         present = sys.modules.get(name)
-        if present is not None and present is not modules.get(name) and not hasattr(present, "_stands_in"):
+        if present is not None:
             raise FaServeError(
                 f"install() must be called before another flash-attn is imported, but {name} was imported from "
                 f"{getattr(present, '__file__', None)}"
             )
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
     if "transformers" in sys.modules:
         log.warning("transformers has been imported before install(), and will not find flash-attn; call install() before")
-    package = ModuleType(EMPTY_PACKAGE, "Stands for flash-attn's package of layers, of which only `rotary` exists.")
-    package.__path__ = []
-    package.__spec__ = ModuleSpec(EMPTY_PACKAGE, None, is_package=True)
-    package.__dict__.update(_stands_in=True, rotary=modules["flash_attn.layers.rotary"])
-    modules["flash_attn"].__dict__["layers"] = package
+    for name in PACKAGES:
+        package = modules[name] = ModuleType(name, "Stands for a package of flash-attn, of which only `rotary` exists.")
+        package.__path__ = []
+        package.__spec__ = ModuleSpec(name, None, is_package=True)
     sys.modules.update(modules)
-    sys.modules[EMPTY_PACKAGE] = package
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
     sys.meta_path.insert(0, _Finder())
 
 

@@ -13,6 +13,9 @@ from pydantic_core import PydanticCustomError, from_json
 from ..schemas import NonEmpty, SamplingRequest
 from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error
 
+MAX_ARGUMENTS = 1 << 17  # characters of the arguments of one call: JSON inside of a text, whose values nothing has counted
+MAX_CALLS = 1024
+
 
 class TextPart(StrictModel):
     type: Literal["text"]
@@ -30,7 +33,7 @@ def _json_object(text: str) -> str:
     raise PydanticCustomError("arguments", "must be a JSON object")
 
 
-Arguments = Annotated[str, AfterValidator(_json_object)]
+Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS), AfterValidator(_json_object)]
 
 
 class CalledFunction(StrictModel):
@@ -60,7 +63,7 @@ class Message(StrictModel):
     )
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="For the chat template, which may leave old thoughts out.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DENSE, PAGED, VARLEN, Case, check, params
+from cases import DENSE, PAGED, VARLEN, Case, check, check_without_keys, params
 
 import fa_serve
 from fa_serve.backends import sdpa
@@ -36,6 +36,10 @@ def test_many_queries_are_cut_in_chunks() -> None:
     """Longer than a chunk: the masks of later chunks start where the window does."""
     check(Case((1100,), (1300,), heads=2, kv_heads=1, causal=True, window=(300, -1)), "sdpa", torch.float32)
     check(Case((1100,), (1100,), heads=2, kv_heads=1, causal=True, softcap=20.0), "sdpa", torch.float32)
+
+
+def test_without_keys() -> None:
+    check_without_keys("sdpa", torch.float32)
 
 
 def test_gradients_of_alibi_slopes_match_the_reference() -> None:

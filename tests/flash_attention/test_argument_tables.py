@@ -101,7 +101,8 @@ def table(functions: list[Callable[..., Any]]) -> Iterator[str]:
 def test_the_documented_arguments_are_the_arguments() -> None:
     text = PAGE.read_text()
     for title, functions in FUNCTIONS.items():
-        begin, end = f"<!-- arguments of {title} -->\n", f"<!-- end of arguments of {title} -->"
+        begin = f"<!-- arguments of {title} -->\n"
+        end = f"<!-- end of arguments of {title} -->"
         before, rest = text.split(begin)
         after = rest.split(end)[1]
         text = f"{before}{begin}\n" + "\n".join(table(functions)) + f"\n\n{end}{after}"

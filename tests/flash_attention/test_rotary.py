@@ -6,7 +6,7 @@ import pytest
 import torch
 from cache_checks import rotated
 
-from fa_serve.flash_attn.rotary import apply_rotary_emb
+from fa_serve.flash_attn.rotary import apply_rotary, apply_rotary_emb
 from fa_serve.testing import cu_seqlens
 
 
@@ -48,6 +48,14 @@ def test_in_place_and_rounded_once() -> None:
     other = x.clone()
     assert apply_rotary_emb(other, cos, sin, inplace=True) is other
     torch.testing.assert_close(other[0], exact, rtol=8e-3, atol=1e-3)
+
+
+def test_rotating_back() -> None:
+    x = torch.randn(2, 5, 3, 8)
+    cos, sin = tables()
+    there = apply_rotary(x, cos, sin, 3, interleaved=True)
+    assert torch.equal(there, apply_rotary_emb(x, cos, sin, True, seqlen_offsets=3))
+    torch.testing.assert_close(apply_rotary(there, cos, sin, 3, interleaved=True, conjugate=True), x)
 
 
 def test_gradients() -> None:

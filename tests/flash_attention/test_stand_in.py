@@ -30,6 +30,9 @@ from flash_attn import flash_attn_func
 from flash_attn.bert_padding import unpad_input
 from flash_attn.flash_attn_interface import flash_attn_varlen_func
 from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn.ops.triton.rotary import apply_rotary
+import flash_attn.ops.triton.rotary as rotary
+assert rotary is flash_attn.layers.rotary and rotary.apply_rotary is apply_rotary
 assert flash_attn is fa_serve.flash_attn and flash_attn_interface is fa_serve.flash_attn.interface
 assert padding.unpad_input is unpad_input
 assert importlib.util.find_spec("flash_attn") is not None
@@ -47,7 +50,7 @@ except ModuleNotFoundError as error:
 
 
 def test_what_is_installed() -> None:
-    assert run(INSTALLED) == "flash_attn.ops"
+    assert run(INSTALLED) == "flash_attn.ops.triton.layer_norm"
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])

@@ -21,8 +21,8 @@ SHARED_STEMS = {
 SMALL = 80
 """Lines. A module up to this size may be tested through the modules that use it."""
 
-TEST_FOLDERS = {"flash_attn": "flash_attention"}
-"""Packages whose tests are in a folder of another name. tests/ is on the path, so `import flash_attn` would find the folder."""
+TEST_FOLDERS = {"flash_attn": "flash_attention", "vllm": "vllm_plugin"}
+"""Packages whose tests are in a folder of another name. tests/ is on the path, so `import vllm` would find tests/vllm."""
 
 TESTED_BY = {
     "fa_serve": ("tests/test_import.py", "the tests start fresh interpreters, which is what importing is about"),
@@ -174,6 +174,8 @@ def imports_are_declared(house: House) -> Iterator[str]:
         declared = plain
         if inside(module.name, "fa_serve.server", "fa_serve.client", "fa_serve.info_tables", "fa_serve.__main__"):
             declared = plain | extra
+        elif inside(module.name, "fa_serve.vllm"):
+            declared = plain | {"vllm"} if "vllm" in extras else plain
         for target, relative in module.imports:
             name = target.partition(".")[0]
             ours = relative or name == "fa_serve" or name in sys.stdlib_module_names
@@ -243,6 +245,7 @@ PLANTED: list[Planted] = [
     (versions_agree, {"fa_serve/__init__.py": ""}, "fa_serve.__version__ is None"),
     (imports_are_declared, {"fa_serve/api.py": "import fastapi"}, "fa_serve.api imports fastapi"),
     (imports_are_declared, {"fa_serve/engine/engine.py": "import httpx"}, "engine.engine imports httpx"),
+    (imports_are_declared, {"fa_serve/vllm/__init__.py": "import vllm"}, "fa_serve.vllm imports vllm"),
     (imports_are_declared, {"server/app.py": "from numpy.typing import NDArray"}, "fa_serve.server.app imports numpy"),
     (
         configuration_is_read,

@@ -19,11 +19,14 @@ REFUSED = range(400, 500)
 # bodies that a server may answer with 200, because the work is bounded and honest clients ask for as much
 ALLOWED = {"regex", "schema", "tokenize", "detokenize", "escapes", "duplicate-keys", "content-parts", "metadata", "tools"}
 ALLOWED |= {"a-float-of-a-million-digits", "tokenize-without-spaces", "choices", "stop-token-ids", "allowed-token-ids"}
+ALLOWED |= {"doubling-references", "counted-regex", "regex-with-many-states", "left-recursive-grammar"}
 # the variants that are run in the full version only; CI runs one of each kind
 LONG_BODIES = {"unknown-keys-of-a-message", "nested-lists", "broken-tools", "tool-calls", "many-stop-strings", "bad-token-ids"}
 LONG_BODIES |= {"empty-prompts", "metadata", "broken-logit-bias", "bad-detokenize", "tokenize", "message-of-10-mb", "tools"}
 LONG_BODIES |= {"stop-token-ids", "unknown-content-parts", "a-float-of-a-million-digits", "prompts", "escapes", "token-ids"}
 LONG_WIRE = {"one_header", "chunk_extensions"}
+LONG_BODIES |= {"log-probabilities-of-many", "numbers-that-are-none", "nested-arguments-of-a-tool-call", "deep-tools"}
+LONG_BODIES |= {"reference-to-a-file", "product-of-alternatives", "left-recursive-grammar", "doubling-references"}
 BODIES = [name for name in attacks.BODIES if FULL or name not in LONG_BODIES]
 WIRE = [name for name in attacks.WIRE if FULL or name not in LONG_WIRE]
 

@@ -17,7 +17,7 @@ TEXT_HEAD = b'{"model":"%b","prompt":"a",' % MODEL.encode()
 ITEMS_HEAD = b'{"model":"%b","input":[' % MODEL.encode()
 TURNS_HEAD = b'{"model":"%b","max_tokens":4,"messages":[' % MODEL.encode()
 NEAR_A_BOUND = {
-    "messages that are numbers": (attacks.CHAT, CHAT_HEAD + b"1," * 450_000 + b"1]}", "messages[0]"),
+    "messages that are numbers": (attacks.CHAT, CHAT_HEAD + b"1," * 450_000 + b"1]}", "messages"),
     "unknown fields": (attacks.CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(45_000)) + b"}", "0"),
     "valid messages": (attacks.CHAT, CHAT_HEAD + b",".join([b'{"role":"user","content":"a"}'] * 9_500) + b"]}", "messages"),
     "biases": (
@@ -26,7 +26,7 @@ NEAR_A_BOUND = {
         "logit_bias",
     ),
     "token ids": (attacks.COMPLETIONS, TEXT_HEAD + b'"stop_token_ids":[' + b"1," * 450_000 + b"1]}", "stop_token_ids"),
-    "items that are numbers": (attacks.RESPONSES, ITEMS_HEAD + b"1," * 450_000 + b"1]}", "input[0]"),
+    "items that are numbers": (attacks.RESPONSES, ITEMS_HEAD + b"1," * 450_000 + b"1]}", "input"),
     "valid items": (attacks.RESPONSES, ITEMS_HEAD + b",".join([b'{"role":"user","content":"a"}'] * 9_500) + b"]}", "input"),
     "turns that are numbers": (attacks.MESSAGES, TURNS_HEAD + b"1," * 450_000 + b"1]}", None),
     "blocks without a type": (

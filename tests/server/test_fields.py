@@ -60,6 +60,7 @@ PARTS = {
     "OutputConfig": anthropic_request.OutputConfig,
     "Metadata": anthropic_request.Metadata,
 }
+OURS = {"speculative"}
 REMOVED = {"temperature", "top_p", "top_k", "stream"}
 """Fields of Anthropic's API that the SDK's type has no more, or elsewhere."""
 
@@ -135,7 +136,8 @@ def table(name: str, model: type[StrictModel]) -> str:
     rows = [f"### `{name}`", "", "| field | values | |", "|---|---|---|"]
     for field, schema in shown["properties"].items():
         notes = ["required"] if field in shown.get("required", ()) else []
-        notes += ["vLLM's"] if openais and field not in openais and name in VLLMS else []
+        if openais and field not in openais and name in VLLMS:
+            notes += ["fa_serve's" if field in OURS else "vLLM's"]
         text = "; ".join([*notes, *([schema["description"].rstrip(".")] if "description" in schema else [])])
         rows.append(f"| `{field}` | {kind(schema).replace('|', '&#124;')} | {text} |")
     for field, values in sorted(model.UNSUPPORTED.items()):

@@ -246,7 +246,7 @@ def errors_are_fastapis_own(monkeypatch):
 
 
 class Plain(errors.BadRequest):
-    def response(self):
+    def response(self, scope):
         return JSONResponse({"detail": self.message}, 422)
 
 

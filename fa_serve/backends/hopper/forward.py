@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.hopper.consumer import consumer
 from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
-from fa_serve.backends.hopper.gluon_names import reinterpret
+from fa_serve.backends.hopper.gluon_names import HAS_REINTERPRET
 from fa_serve.backends.hopper.hopper_tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group
 from fa_serve.backends.hopper.kernel_types import Barriers, ConsumerArgs, Descriptors, ProducerArgs, SharedMemory, Variant
 from fa_serve.backends.hopper.producer import producer
@@ -92,7 +92,11 @@ def _ring(width: gl.constexpr, desc, var: gl.constexpr):
         KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         BOXES: gl.constexpr = STAGES * (var.tiles.block_n // var.page_rows) * (width // 64)
         ring = gl.allocate_shared_memory(desc.dtype, [STAGES, var.tiles.block_n, width], KEYS)
-        return ring, reinterpret(ring, desc.dtype, [BOXES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+        if HAS_REINTERPRET:
+            boxes = ring.reinterpret(desc.dtype, [BOXES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+        else:
+            boxes = ring._reinterpret(desc.dtype, [BOXES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+        return ring, boxes
     else:  # noqa: RET505
         ring = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
         return ring, ring

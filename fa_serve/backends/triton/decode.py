@@ -141,7 +141,9 @@ def _softmax_update_by_columns(s, factor, row_max, row_sum):
 
 
 @triton.jit
-def _walk(q, row_scale, row_max, row_sum, span, pointers, seq, positions, lengths, scaling, window, strides, var: tl.constexpr):
+def _walk(
+    q, row_scale, slopes, row_max, row_sum, span, pointers, seq, positions, lengths, scaling, window, strides, var: tl.constexpr
+):
     """The inner loop over the key blocks of one split. q: [BLOCK_D, BLOCK_M].
 
     -> out [BLOCK_M, BLOCK_DV], which is not divided yet, the largest score and the sum of exponentials [BLOCK_M].
@@ -149,7 +151,7 @@ def _walk(q, row_scale, row_max, row_sum, span, pointers, seq, positions, length
     k_ptr, v_ptr, table_ptr, mask_ptr = pointers
     begin, end = span
     first_key, kv_len = lengths
-    scale, softcap, slopes = scaling
+    scale, softcap = scaling
     window_left, window_right = window
     stride_kp, stride_kt, stride_vp, stride_vt, stride_mk = strides
     BLOCK_M: tl.constexpr = var.split.block_m
@@ -378,6 +380,7 @@ def _decode(
             acc, row_max, row_sum = _walk(
                 tl.trans(q),
                 row_scale,
+                slopes,
                 row_max,
                 row_sum,
                 (begin, end),
@@ -385,7 +388,7 @@ def _decode(
                 seq,
                 rows // GROUPS + offset,
                 (first_key, kv_len),
-                (scale, softcap, slopes),
+                (scale, softcap),
                 (window_left, window_right),
                 (stride_kp, stride_kt, stride_vp, stride_vt, stride_mk),
                 var,

@@ -259,3 +259,44 @@ def test_a_stream_that_fails_ends_with_an_error_event(speaking, engine) -> None:
         with pytest.raises(anthropic.InternalServerError) as failed:
             api.messages.create(**ASK)
     assert failed.value.body["error"]["type"] == "api_error"
+
+
+def test_what_a_coding_agent_sends(speaking, prompt_of) -> None:
+    """Claude Code: blocks with cache_control everywhere, thinking, many headers, and a query."""
+    url = speaking(*CALLING)
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    body = {
+        "model": "fake",
+        "max_tokens": 32_000,
+        "stream": True,
+        "system": [{"type": "text", "text": "You are an agent.", **cached}, {"type": "text", "text": "Be brief."}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Look."}, {"type": "text", "text": "Hi", **cached}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm", "signature": "unsigned"},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1}, **cached},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "2", "is_error": False, **cached}],
+            },
+        ],
+        "tools": [{**ADD, "description": "Adds.", "eager_input_streaming": True, **cached}],
+        "tool_choice": {"type": "auto"},
+        "metadata": {"user_id": "u" * 300},
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
+        "temperature": 1,
+    }
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219,x", "x-api-key": "k", "x-app": "cli"}
+    reply = httpx.post(f"{url}/v1/messages?beta=true", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    assert '"stop_reason":"tool_use"' in reply.text
+    begin = "<|system|>You are an agent.\nBe brief.<|user|>Look.\nHi<|assistant|>I look.(Hm)"
+    assert prompt_of().endswith(begin + '[call_1 add {"a": 1}]<|tool|>2!high<|assistant|>')
+    counted = {name: body[name] for name in ("model", "system", "messages", "tools", "thinking", "tool_choice")}
+    assert httpx.post(f"{url}/v1/messages/count_tokens?beta=true", json=counted, headers=headers).json()["input_tokens"] > 50

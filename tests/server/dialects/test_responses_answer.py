@@ -205,3 +205,33 @@ def test_a_stream_that_fails_ends_with_a_failed_response(speaking, engine) -> No
     assert "secret" not in json.dumps(failed)
     with client(url) as api, pytest.raises(openai.InternalServerError):
         api.responses.create(**ASK)
+
+
+def test_what_a_coding_agent_sends(speaking, prompt_of) -> None:
+    """Codex: instructions, a developer message, items that come back, and hints for a cache."""
+    url = speaking(*CALLING)
+    body = {
+        "model": "fake",
+        "instructions": "You are an agent.",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "name": "add", "arguments": '{"a":1}', "call_id": "call_1"},
+            {"type": "function_call_output", "call_id": "call_1", "output": "2"},
+        ],
+        "tools": [{**ADD, "description": "Adds."}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0199-abcd",
+    }
+    reply = httpx.post(f"{url}/v1/responses", json=body, headers={"openai-beta": "responses=experimental"})
+    assert reply.status_code == 200, reply.text
+    assert "event: response.completed" in reply.text
+    begin = "<|system|>You are an agent.<|user|>Hi<|assistant|>I look."
+    assert prompt_of().endswith(begin + '[call_1 add {"a": 1}]<|tool|>2!medium<|assistant|>')
+    assert '"prompt_cache_key":"0199-abcd"' in reply.text
