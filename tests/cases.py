@@ -284,7 +284,8 @@ def check_gradients(
     for cast, attend in ((torch.Tensor.double, attention_reference), (torch.Tensor.detach, _eager_with_lse)):
         theirs = [[_leaf(cast(x.detach())) for x in qkv] for qkv in sequences]
         common = [None if x is None else _leaf(cast(x.detach())) if x.requires_grad else x for x in shared]
-        outs, lses = [], []
+        outs = []
+        lses = []
         for i, qkv in enumerate(theirs):
             row = None if common[1] is None else common[1][i % common[1].shape[0]][None]
             out, lse = attend(*(x[None] for x in qkv), **(oracle | {"sinks": common[0]}), mask=row)

@@ -154,7 +154,8 @@ def test_the_op_backward_of_differentiable_backends(backend: str) -> None:
     """What custom operators use: gradients of tensors alone, here where autograd would find them, too."""
     given = leaves()
     out, lse = call(given, backend, return_lse=True)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    dout = torch.randn_like(out)
+    dlse = torch.randn_like(lse)
     expected = torch.autograd.grad((out, lse), given, (dout, dlse))
     options = (True, None, -1, -1, 4.0, 0, True, backend)
     detached = [x.detach() for x in given]

@@ -144,7 +144,7 @@ class _BackwardPlan:
         )
 
     def _allocate_dmask(self, tensors: BackwardTensors) -> Tensor | None:
-        """Zeros that the kernel adds to. A deterministic sum needs an element of its own for each addition."""
+        """Zeros that the kernel adds to. A deterministic sum needs one element for each addition."""
         mask = tensors.mask
         if mask is None or not tensors.needs_dmask:
             return None
