@@ -154,7 +154,7 @@ class _Shared:
     def permute(self, order: tuple[int, ...]) -> _Shared:
         return _Shared(self.data.permute(order))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> _Boxes:
+    def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> _Boxes:
         return _Boxes(self.data, shape)
 
     def store(self, value: torch.Tensor) -> None:
@@ -165,20 +165,20 @@ class _Shared:
 
 
 class _Boxes:
-    """A ring (stages, rows, columns) as boxes of some rows by 64 columns. In memory, all rows of 64 columns come first."""
+    """A ring (stages, rows, columns) as boxes of some rows by up to 64 columns. All rows of the first 64 columns come first."""
 
     def __init__(self, ring: torch.Tensor, shape: list[int]) -> None:
         self.ring = ring
         self.count = shape[0]
         self.rows = shape[-3]
-        if ring.numel() != self.count * self.rows * 64:
+        self.columns = shape[-1]
+        if ring.numel() != torch.Size(shape).numel():
             raise EmulationError(f"{shape} is not the memory of {tuple(ring.shape)}")
 
     def index(self, i: Any) -> _Shared:
-        stages, rows, _ = self.ring.shape
-        stage, rest = divmod(int(i), self.count // stages)
-        chunk, box = divmod(rest, rows // self.rows)
-        data = self.ring[stage, box * self.rows : (box + 1) * self.rows, 64 * chunk : 64 * chunk + 64]
+        stage, rest = divmod(int(i), self.count // self.ring.shape[0])
+        chunk, box = divmod(rest, self.ring.shape[1] // self.rows)
+        data = self.ring[stage, box * self.rows : (box + 1) * self.rows].chunk(self.ring.shape[2] // self.columns, 1)[chunk]
         return _Shared(data[None, None, :, None, :])
 
 
@@ -236,12 +236,12 @@ class _Copy:
             if size <= 0 or not 0 <= stride * itemsize < 1 << 40:
                 raise EmulationError(f"a descriptor cannot have {size} and stride {stride}")
         if self.base.data_ptr() % 16:
-            raise EmulationError(f"an address must be a multiple of 16 bytes, got {self.base.data_ptr()}")
+            raise EmulationError("an address must be a multiple of 16 bytes")
         if any(stride * itemsize % 16 for stride in d.strides[:-1]):
             raise EmulationError(f"strides must be multiples of 16 bytes, got {d.strides}")
         start = self.base.storage_offset()
         offset = torch.zeros((), dtype=torch.int64)
-        inside = torch.ones((), dtype=torch.bool)
+        inside = torch.tensor(True)
         for at, extent, size, stride in zip(corner, d.block_shape, d.shape, d.strides, strict=True):
             start += int(at) * stride
             steps = torch.arange(extent)
@@ -294,14 +294,13 @@ def _product(a: Any, b: _Shared, acc: Any, use_acc: bool = True, is_async: bool 
     return _self.products[-1]
 
 
-def _wait_products(pending: int, deps: list[_Product]) -> torch.Tensor:
+def _wait_products(pending: int, deps: list[_Product]) -> Any:
     _self.block.machine.jitter(0.5)
     while len(_self.products) > int(pending):
         _self.products.pop(0).run()
-    (dep,) = deps
-    if dep.value is None:
+    if any(dep.value is None for dep in deps):
         raise EmulationError("the result of a product is used before it was waited for")
-    return dep.value
+    return deps[0].value if len(deps) == 1 else tuple(dep.value for dep in deps)
 
 
 def _wait_stores(pending: int) -> None:
@@ -314,6 +313,8 @@ def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any
     if "mul.f32" in text:  # rescales O for a new maximum
         assert (values[1] <= 1).all(), "a maximum that falls"
         return values[0] * values[1]
+    if "tanh.approx" in text:  # with a relative error of up to 2^-11 of any sign
+        return torch.tanh(values[0]) * (1 + 2**-11 * torch.sin(1e4 * values[0]))
     kind, number = re.match(r"bar\.(sync|arrive) (\d+), 256;", text).groups()  # type: ignore[union-attr]
     block = _self.block
     with block.machine.lock:
@@ -400,7 +401,6 @@ def _language() -> types.SimpleNamespace:
         atomic_add=_atomic_add,
         program_id=lambda axis: torch.tensor(_self.block.index),
         num_programs=lambda axis: _self.block.grid,
-        thread_barrier=anything,
         inline_asm_elementwise=_inline_assembly,
         warp_specialize=_specialize,
         allocate_shared_memory=lambda dtype, shape, layout: (
@@ -424,11 +424,7 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
         expect=lambda b, count: b.arrive(1, count),
         wait=lambda b, phase, pred=True: b.wait(int(phase)) if pred else None,
     )
-    tma = types.SimpleNamespace(
-        async_copy_global_to_shared=lambda desc, corner, bar, target: desc.load(corner, bar, target),
-        async_copy_shared_to_global=lambda desc, corner, source: desc.store(corner, source),
-        store_wait=_wait_stores,
-    )
+    tma = types.SimpleNamespace(store_wait=_wait_stores)
     language = _language()
     names: dict[str, Any] = {
         "__name__": "emulated",
@@ -438,6 +434,10 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
         "triton": types.SimpleNamespace(jit=jit),
         "mbarrier": barrier,
         "tma": tma,
+        "async_load": lambda desc, corner, bar, target: desc.load(corner, bar, target),
+        "async_store": lambda desc, corner, source: desc.store(corner, source),
+        "sync_threads": lambda: None,
+        "HAS_REINTERPRET": True,
         "fence_async_shared": lambda: None,
         "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait_products,
@@ -460,7 +460,7 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
             node
             for node in ast.parse(source).body
             if (isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list))
-            or (isinstance(node, ast.FunctionDef) and node.name.endswith("_assembly"))
+            or (isinstance(node, ast.FunctionDef) and node.name.endswith(("_assembly", "_operands")))
             or (isinstance(node, ast.ClassDef) and any("NamedTuple" in ast.unparse(b) for b in node.bases))
             or (isinstance(node, ast.Assign) and "constexpr" in ast.unparse(node.value))
         ]

@@ -39,7 +39,8 @@ class ServerProcess:
 
 
 def start(*arguments: str, log: Path | None = None, **environment: str) -> ServerProcess:
-    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", "--num-pages", "1024", *arguments]
+    program = [os.environ["FA_SERVE_TEST_PROGRAM"]] if "FA_SERVE_TEST_PROGRAM" in os.environ else ["-m", "fa_serve"]
+    command = [sys.executable, *program, "serve", "--port", "0", "--device", "cpu", "--num-pages", "1024", *arguments]
     with ExitStack() as files:
         stderr = files.enter_context(log.open("w")) if log else None
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | environment)

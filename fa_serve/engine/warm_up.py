@@ -9,7 +9,7 @@ Kernels are compiled for tiles, and tiles are chosen by numbers that the host kn
 keys of the longest sequence, and whether keys come from the cache. Nearly all choices are met at a power of two or at the
 largest number, so the plan walks over those, and over the few others. `tests/engine/test_warm_up.py` compares the tiles of the
 plan with the tiles of all numbers. An empty step computes few layers, has no keys but its own and writes none, so it takes
-milliseconds.
+milliseconds. `largest_batch` is the step that tells how much memory steps take.
 
 Left out: CUDA graphs of steps (cuda_graphs.py), and how kernels are compiled (ops/compilations.py).
 """
@@ -20,7 +20,13 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.request import Request
 from fa_serve.engine.sampling_params import SamplingParams
+from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
+from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
+from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.speculation import draft_limit
 
 FEW_QUERIES = 16
 """Up to so many queries of a sequence, attention chooses its tiles by the number of queries (fa_serve.spec.FEW_QUERIES)."""
@@ -98,3 +104,19 @@ def sampling_variants() -> Iterator[SamplingVariant]:
     yield SamplingVariant(SamplingParams(temperature=0.0, logit_bias={0: 1.0}))
     yield SamplingVariant(SamplingParams(temperature=0.0, allowed_token_ids=(0, 1)))
     yield SamplingVariant(SamplingParams(temperature=0.0), masked=True)
+
+
+def largest_batch(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
+    """As many tokens and sampled rows as a step may have, all on page 0, with the sampling that needs the most memory."""
+    count = min(config.max_num_seqs, config.max_num_batched_tokens)
+    length = min(config.max_num_batched_tokens // count, max_model_len)
+    drafts = [0] * min(draft_limit(config.max_drafts, count), length - 1)
+    params = SamplingParams(top_p=0.9, top_k=50, frequency_penalty=0.1, logprobs=20, prompt_logprobs=20)
+    batch = ScheduledBatch()
+    for slot in range(count):
+        sequence = SequenceState(Request(f"largest-{slot}", [0] * (length - len(drafts)), params, max_tokens=1))
+        sequence.start(slot, [0] * -(-length // config.page_size), num_shared=0, page_size=config.page_size)
+        batch.admitted.append(sequence)
+        num_prompt_logits = min(length - len(drafts) - 1, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
+        batch.append(Chunk(sequence, slot, 0, length, True, num_prompt_logits, drafts))
+    return batch

@@ -65,6 +65,11 @@ class ImplicitMask:
 
     ndim = 4  # transformers reads it of a mask that was made ahead of the forward
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether all keys that are passed count, as a dense batch, apart from `window_size` and `key_mask`."""
+        return self.num_keys is None and self.cu_seqlens is None and self.packed_keys is None
+
     def to(self, *args: Any, **kwargs: Any) -> ImplicitMask:
         """Move the tensors, as `Tensor.to` would; accelerate does so for layers on several devices."""
         return cast("ImplicitMask", _moved(self, *args, **kwargs))

@@ -1,6 +1,11 @@
-"""The queue alone: turns, accounts, and what is forgotten. How it works with slots and pages is tested in test_scheduler.py."""
+"""The queue alone: turns, accounts, and what is forgotten; and clients whose sequences fill the scheduler's pages.
+
+How the queue works with slots is tested in test_scheduler.py.
+"""
 
 from __future__ import annotations
+
+import pytest
 
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.fair_queue import MAX_IDLE_CLIENTS, FairQueue
@@ -112,3 +117,71 @@ def test_a_priority_goes_first_among_the_requests_of_its_client() -> None:
     for serial, rank in enumerate((5.0, -5.0, 0.0)):
         queue.add(make_sequence("a", serial, rank))
     assert [admit(queue, 1).request.rank[0] for _ in range(3)] == [-5.0, 0.0, 5.0]
+
+
+def test_a_client_that_runs_nothing_goes_before_one_whose_sequences_take_the_pages() -> None:
+    queue = FairQueue()
+    for serial in range(3):
+        queue.add(make_sequence("many", serial))
+    running = [admit(queue, 10) for _ in range(3)]
+    queue.add(make_sequence("idle", 0))
+    queue.add(make_sequence("idle", 1))
+    queue.give_back(running.pop())
+    assert queue.first().request.client == "many", "its turn came first"
+    queue.prefer_idle()
+    assert queue.first().request.client == "idle"
+    queue.prefer_idle()
+    queue.check_integrity(running)
+    assert queue.crowding(running) is running[-1]
+    running.append(admit(queue, 10))
+    assert queue.first().request.client == "many"
+    queue.prefer_idle()
+    assert queue.first().request.client == "many", "no client runs nothing"
+    assert queue.crowding(running) is None
+    queue.check_integrity(running)
+
+
+def make_scheduler(num_pages: int, seqs: int) -> Scheduler:
+    return Scheduler(PageTable(num_pages, 4), max_num_seqs=seqs, max_num_batched_tokens=256, keys_per_tile=8)
+
+
+def make_request(name: str, prompt: list[int], max_tokens: int, serial: int, client: str, rank: float = 0.0) -> Request:
+    return Request(name, prompt, SamplingParams(), max_tokens, rank=(rank, serial), client=client)
+
+
+def steps_until_done(scheduler: Scheduler, sequence: SequenceState, limit: int = 2000) -> int:
+    for step in range(limit):
+        if sequence.finished:
+            return step
+        scheduler.commit(batch := scheduler.schedule(), [3] * sum(chunk.samples for chunk in batch.chunks))
+    return limit
+
+
+@pytest.mark.parametrize("steps_before", [2, 20, 60, 200])
+@pytest.mark.parametrize("prompt", [1, 60])
+def test_a_client_whose_sequences_fill_all_pages_holds_up_nobody(steps_before, prompt) -> None:
+    """It wants eight times the pages that there are, so that it always has preempted sequences which came first.
+
+    Without `prefer_idle` and room in pages, the other client waited for 70 to 300 steps: until sequences of the first ended.
+    """
+    scheduler = make_scheduler(num_pages=128, seqs=32)
+    for serial in range(60):
+        scheduler.add(make_request(f"flood-{serial}", [4, serial], 300, serial, client="flood", rank=-1000.0))
+    for _ in range(steps_before):
+        scheduler.commit(batch := scheduler.schedule(), [3] * sum(chunk.samples for chunk in batch.chunks))
+    for serial in range(3):  # one after the other
+        other = scheduler.add(make_request(f"other-{serial}", [serial + 5] * prompt, 4, 100 + serial, client="other"))
+        assert steps_until_done(scheduler, other) <= 8
+        scheduler.check_integrity()
+
+
+def test_pages_are_taken_from_the_client_with_the_most_sequences() -> None:
+    """A client with one sequence keeps it, although it has the last turn."""
+    scheduler = make_scheduler(num_pages=40, seqs=16)
+    for serial in range(8):
+        scheduler.add(make_request(f"flood-{serial}", [4], 60, serial, client="flood"))
+    for _ in range(3):
+        scheduler.commit(batch := scheduler.schedule(), [3] * len(batch.chunks))
+    other = scheduler.add(make_request("other", [5], 60, 9, client="other"))
+    assert steps_until_done(scheduler, other) == 60
+    assert scheduler.num_preemptions > 0

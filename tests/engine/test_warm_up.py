@@ -8,7 +8,8 @@ import pytest
 
 from fa_serve.backends.hopper import hopper_tiles
 from fa_serve.backends.triton import triton_tiles
-from fa_serve.engine.warm_up import EmptyStep, empty_steps, powers_of_two, sampling_variants
+from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
+from fa_serve.engine.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
 
 LIMITS = {"max_num_seqs": 256, "max_tokens": 4096, "max_keys": 8192}
 
@@ -98,3 +99,12 @@ def test_sampling_variants_hold_every_combination_of_filters() -> None:
     assert any(p.logprobs for p in params)
     assert any(p.logit_bias for p in params)
     assert any(p.allowed_token_ids for p in params)
+
+
+def test_the_largest_step_is_as_large_as_the_settings_allow(make_engine) -> None:
+    engine = make_engine(max_num_batched_tokens=64)
+    batch = largest_batch(engine.config, 100)
+    assert (batch.num_tokens, len(batch.chunks)) == (64, 8)
+    assert batch.num_prompt_logits == min(8 * 7, MAX_PROMPT_LOGITS)
+    result = engine._runner.sample(engine._runner.launch(batch)).read()
+    assert (len(result.tokens), len(result.logprobs), len(result.prompt_logprobs)) == (8, 8, 8)

@@ -139,7 +139,10 @@ def test_one_graph_for_all_lengths() -> None:
             start += length
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+LONG_DIMS = [(64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256)]
+
+
+@pytest.mark.parametrize("head_dims", LONG_DIMS, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_long_against_torch(head_dims: tuple[int, int], causal: bool) -> None:
     q, k, v = make_qkv(2, 5000, 5000, 4, 2, *head_dims, dtype=torch.bfloat16, device="cuda")
@@ -147,6 +150,29 @@ def test_long_against_torch(head_dims: tuple[int, int], causal: bool) -> None:
     heads_first = (x.transpose(1, 2).float() for x in (q, k, v))
     theirs = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True).transpose(1, 2)
     assert (out.float() - theirs).abs().max() <= 2 * 2**-8 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim(head_dim: int, causal: bool) -> None:
+    """Columns past head_dim read as zeros, and nothing is written there: the memory beside O keeps what it holds."""
+    q, k, v = make_qkv(2, 300, 300, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    memory = torch.full((2, 300, 4, head_dim + 8), 7.0, dtype=torch.bfloat16, device="cuda")
+    out = memory[..., :head_dim]
+    options = OPTIONS | {"window_size": (-1, 0) if causal else (-1, -1)}
+    call = AttentionTensors(q, k, v, out=out)
+    found, lse = plan_forward(call, AttentionOptions(0.1, options["window_size"], 0.0, 300, 300, return_lse=True))(call)
+    exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), **options)
+    assert_matches_reference(found, exact, eager_attention(q, k, v, **options))
+    assert_lse_matches(lse, exact_lse)
+    assert found.data_ptr() == out.data_ptr()
+    assert (memory[..., head_dim:] == 7.0).all()
+
+
+@pytest.mark.parametrize("head_dims", [(80, 24), (64, 256), (256, 64), (16, 80)], ids=str)
+def test_values_of_another_width(head_dims: tuple[int, int]) -> None:
+    q, k, v = make_qkv(2, 300, 400, 4, 2, *head_dims, dtype=torch.bfloat16, device="cuda")
+    check(run(q, k, v, tiles=None), q, k, v)
 
 
 def test_another_device_is_made_current() -> None:
@@ -165,6 +191,9 @@ PAGED_CASES = [  # page size, head dims, window, heads
     pytest.param(256, (128, 128), (200, 0), (8, 2), id="256-d128-window"),
     pytest.param(16, (256, 256), (100, 20), (4, 1), id="16-d256-window"),
     pytest.param(16, (96, 96), (-1, 0), (8, 2), id="16-d96"),
+    pytest.param(16, (80, 80), (-1, 0), (8, 2), id="16-d80"),
+    pytest.param(64, (192, 192), (200, 0), (4, 2), id="64-d192-window"),
+    pytest.param(48, (72, 96), (-1, -1), (4, 4), id="48-d72-dv96-full"),
 ]
 
 

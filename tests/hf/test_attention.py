@@ -127,14 +127,6 @@ def test_gradients_of_one_token_behind_a_cache(kernels: bool) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_warning_about_gradients_comes_once(caplog: pytest.LogCaptureFixture) -> None:
-    attention._warn_about_gradients.cache_clear()
-    for _ in range(2):
-        attention._warn_about_gradients()
-    assert [record.message for record in caplog.records if "no backward pass" in record.message] == caplog.messages
-    assert len(caplog.messages) == 1
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_gradients(family: str) -> None:
     mask = torch.ones(2, 12, dtype=torch.int64)
@@ -198,3 +190,37 @@ def test_tokens_behind_a_cache_share_a_plan(cache: str, padded: bool, kernels: b
         model.generate(ids, min_new_tokens=count, max_new_tokens=count, cache_implementation=cache, **options)
         sizes.append(len(PLANS))
     assert sizes == [2, 2]
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["no-sinks", "sinks"])
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["no-softcap", "softcap"])
+@pytest.mark.parametrize("window_size", [(-1, 0), (3, 0), (30, 0), (4, 4), (-1, -1)], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 24])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_a_call_without_translation_gives_what_the_translated_call_gives(
+    padded: bool, seqlen_q: int, window_size: tuple[int, int], softcap: float | None, with_sinks: bool
+) -> None:
+    """Calls under `torch.no_grad` take the direct path, calls with gradients enabled the translated one: bitwise equal."""
+    q, k, v = (x.transpose(1, 2) for x in make_qkv(2, seqlen_q, 24, 4, 2, 16))
+    key_mask = None
+    if padded:
+        key_mask = torch.arange(24)[None, None, None, :] >= torch.tensor([0, 5])[:, None, None, None]
+    mask = ImplicitMask(window_size, key_mask=key_mask)
+    words = {"softcap": softcap, "s_aux": torch.randn(4) if with_sinks else None, "sliding_window": 7}
+    module = torch.nn.Module()
+    with torch.no_grad():
+        assert attention._needs_no_translation(mask, words)
+        direct, _ = attention.attention_forward(module, q, k, v, mask, 0.3, **words)
+    assert not attention._needs_no_translation(mask, words)
+    translated, _ = attention.attention_forward(module, q, k, v, mask, 0.3, **words)
+    assert direct.is_contiguous()
+    torch.testing.assert_close(direct, translated, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("word", ["position_bias", "cu_seq_lens_q"])
+def test_words_that_change_the_call_are_translated(word: str) -> None:
+    assert not attention._needs_no_translation(ImplicitMask((-1, 0)), {word: torch.zeros(1)})
+    assert not attention._needs_no_translation(ImplicitMask((-1, 0), num_keys=3), {})
+    assert not attention._needs_no_translation(ImplicitMask((-1, 0), cu_seqlens=torch.zeros(2)), {})
+    assert not attention._needs_no_translation(None, {})

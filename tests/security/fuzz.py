@@ -36,6 +36,19 @@ VALUES: dict[str, list[Any]] = {
         [],
         [{"role": "user"}],
     ],
+    "input": [
+        "x",
+        [{"role": "user", "content": "x"}],
+        [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}],
+        [{"type": "reasoning", "summary": []}],
+        [{"type": "item_reference"}],
+        [],
+    ],
+    "system": ["x", [{"type": "text", "text": "x"}], [{}]],
+    "thinking": [{"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {}],
+    "stop_sequences": [["a"], [""], ["x" * 5000] * 16],
+    "max_output_tokens": [1, 4, 2048, 0],
+    "truncate_prompt_tokens": [1, 100, -1, 0],
     "max_tokens": [1, 4, 64, 2048, 0, -1, 2**63],
     "n": [1, 3, 128, 0, 10**6],
     "stream": [True, False, True],
@@ -113,6 +126,7 @@ class Session:
         self._fortress = fortress
         self._connections: dict[int, socket.socket] = {}
         self._came: dict[int, bytes] = {}
+        self._half_closed: set[int] = set()
         self.steps: list[Step] = []
 
     def perform(self, step: Step) -> None:
@@ -128,13 +142,16 @@ class Session:
                 connection.sendall(text.encode("latin-1"))
             elif what == "half-close":
                 connection.shutdown(socket.SHUT_WR)
-            elif what == "reset":
+                self._half_closed.add(number)
+            elif what == "reset" or (what == "leave" and number in self._half_closed):
+                # only a reset tells a server that a half-closed connection has gone, before the server writes to it
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         if what == "read":
             self._read(number)
         elif what in ("leave", "reset") and connection is not None:
             self._read(number)
             connection.close()
+            self._half_closed.discard(number)
             del self._connections[number]
         assert self._fortress.process.process.poll() is None, "the server's process ended"
 

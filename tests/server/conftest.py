@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fa_serve.engine import RequestError, RequestOutput, TokenLogprob
 from fa_serve.engine.prompts import PromptReader
+from fa_serve.engine.stats import SpeculationStats
 from fa_serve.engine.worker import Pulse
 
 __all__ = ["served", "start_server"]
@@ -85,6 +86,7 @@ class FakeEngine:
             num_preemptions=9,
             num_late_compilations=10,
             num_late_captures=11,
+            speculation=SpeculationStats(10, 20, (8, 4)),
         )
 
     def _logprobs(self, token: int, count: int | None) -> list[TokenLogprob] | None:

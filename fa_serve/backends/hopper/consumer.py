@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_serve.backends.hopper.gluon_names import async_store, sync_threads
 from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
 from fa_serve.backends.hopper.producer import unpack_tile
 
@@ -35,8 +36,6 @@ FIRST_NAMED_BARRIER = gl.constexpr(8)
 GROWTH = gl.constexpr(8.0)
 """How far a row's scores may exceed its maximum before the maximum follows, in powers of 2. P is then at most 256, which
 float16 can hold."""
-RESCALED = gl.constexpr(32)
-"""Values of a thread that one assembly statement rescales: it keeps both the branches and the operands of a statement few."""
 
 
 def _rescale_assembly(count: int) -> str:
@@ -52,8 +51,17 @@ def _rescale_assembly(count: int) -> str:
     return f"{{ .reg .pred p; {rows} {vote} {copies} bra.uni DONE; CHANGED: {products} DONE: }}"
 
 
-RESCALE = gl.constexpr(_rescale_assembly(int(RESCALED)))
-RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * int(RESCALED) + ["f"] * int(RESCALED) * 2))
+def _rescale_operands(count: int) -> str:
+    return ",".join(["=&f"] * count + ["f"] * count * 2)
+
+
+# Up to 32 values of a thread are rescaled by one statement: it keeps both the branches and the operands of a statement few.
+RESCALE_8 = gl.constexpr(_rescale_assembly(8))
+RESCALE_8_OPERANDS = gl.constexpr(_rescale_operands(8))
+RESCALE_16 = gl.constexpr(_rescale_assembly(16))
+RESCALE_16_OPERANDS = gl.constexpr(_rescale_operands(16))
+RESCALE_32 = gl.constexpr(_rescale_assembly(32))
+RESCALE_32_OPERANDS = gl.constexpr(_rescale_operands(32))
 
 
 class Softmax(NamedTuple):
@@ -67,6 +75,13 @@ class Softmax(NamedTuple):
     m: gl.tensor
     l: gl.tensor  # noqa: E741
     alpha: gl.tensor
+
+
+class Output(NamedTuple):
+    """The output of 64 rows: its first part [64, dv0], and its second part [64, dv1] or a number if there is none."""
+
+    first: gl.tensor
+    second: gl.tensor
 
 
 class Limits(NamedTuple):
@@ -130,24 +145,57 @@ def _issue_scores(tile_count, block_count, smem, group: gl.constexpr, var: gl.co
 
 
 @gluon.jit
+def _rescale_part(x, alpha, layout: gl.constexpr, width: gl.constexpr):
+    """Multiply a part of O by `alpha`, [64]. The assembly is volatile, or ptxas would move it ahead of the products."""
+    factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
+    NARROW: gl.constexpr = RESCALE_8 if width == 16 else RESCALE_16
+    NARROW_OPERANDS: gl.constexpr = RESCALE_8_OPERANDS if width == 16 else RESCALE_16_OPERANDS
+    ASSEMBLY: gl.constexpr = RESCALE_32 if width > 32 else NARROW
+    OPERANDS: gl.constexpr = RESCALE_32_OPERANDS if width > 32 else NARROW_OPERANDS
+    PACK: gl.constexpr = 32 if width > 64 else width // 2
+    return gl.inline_asm_elementwise(ASSEMBLY, OPERANDS, [x, factors], dtype=gl.float32, is_pure=False, pack=PACK)
+
+
+@gluon.jit
 def _rescale(acc, alpha, var: gl.constexpr):
-    """Multiply O by `alpha`, [64]. The assembly is volatile because ptxas would otherwise move it ahead of the products."""
+    """Multiply O by `alpha`, [64]."""
     O_LAYOUT: gl.constexpr = var.output_layout
-    factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
-    return gl.inline_asm_elementwise(RESCALE, RESCALE_OPERANDS, [acc, factors], dtype=gl.float32, is_pure=False, pack=RESCALED)
+    O1_LAYOUT: gl.constexpr = var.second_output_layout
+    first = _rescale_part(acc.first, alpha, O_LAYOUT, var.dv0)
+    second = acc.second
+    if var.dv1 > 0:
+        second = _rescale_part(second, alpha, O1_LAYOUT, var.dv1)
+    return Output(first, second)
 
 
 @gluon.jit
 def _issue_values(p, acc, alpha, block_count, smem, bars, var: gl.constexpr):
-    """Start O += P V, [64, dv], once the block of V has arrived."""
+    """Start O += P V once the block of V has arrived: one product for each part of V."""
     BLOCK_N: gl.constexpr = var.tiles.block_n
-    DV: gl.constexpr = var.dv
+    DV0: gl.constexpr = var.dv0
+    DV1: gl.constexpr = var.dv1
+    SECOND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=var.second_output_layout, k_width=2)
     stage = block_count % var.tiles.stages
     mbarrier.wait(bars.v_full.index(stage), (block_count // var.tiles.stages) & 1)
-    v = smem.v.index(stage).reshape([BLOCK_N, DV])
+    v = smem.v.index(stage).reshape([BLOCK_N, DV0])
     if var.tiles.rescale_late:
         acc = _rescale(acc, alpha, var)
-    return warpgroup_mma(p, v, acc, is_async=True)
+    first = warpgroup_mma(p, v, acc.first, is_async=True)
+    second = acc.second
+    if var.dv1 > 0:
+        v1 = smem.v1.index(stage).reshape([BLOCK_N, DV1])
+        second = warpgroup_mma(gl.convert_layout(p, SECOND, assert_trivial=True), v1, second, is_async=True)
+    return Output(first, second)
+
+
+@gluon.jit
+def _wait_values(pending: gl.constexpr, token, var: gl.constexpr):
+    """Wait for O += P V while at most `pending` products that were issued after it run on."""
+    if var.dv1 > 0:
+        first, second = warpgroup_mma_wait(pending, deps=[token.first, token.second])
+        return Output(first, second)
+    else:  # noqa: RET505
+        return Output(warpgroup_mma_wait(pending, deps=[token.first]), token.second)
 
 
 @gluon.jit
@@ -188,9 +236,11 @@ def _online_softmax(s, state, block, limits, args, dtype: gl.constexpr, masked: 
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     scale = args.scale
     if var.softcap:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)) is exact enough; the hardware's tanh.approx has an error of 2^-11 and is not
-        s = (1.0 - 2.0 / (1.0 + gl.exp2(s * args.scale))) * args.softcap
-        scale = 1.0
+        # one instruction with a relative error of 2^-11; PyTorch rounds the product, the quotient and the tanh to 16 bits
+        s = gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [s * args.scale], dtype=gl.float32, is_pure=True, pack=1
+        )
+        scale = args.softcap
     if masked:  # noqa: SIM102
         # one loop body with a uniform branch: two loops would have to unpack and pack P between them
         if (block >= limits.high) | (block < limits.low):
@@ -235,15 +285,16 @@ def _process_block(
     block: without it ptxas may schedule exponentials after the wait for P V.
     """
     MASKED: gl.constexpr = var.has_left or var.has_right
+    VALUE_GROUPS: gl.constexpr = 2 if var.dv1 > 0 else 1
     _take_turn(group, var)
     if var.tiles.overlap:
         s_token = _issue_scores(tile_count, block_count, smem, group, var)
         o_token = _issue_values(p, acc, state.alpha, block_count - 1, smem, bars, var)
         _pass_turn(group, var)
-        s = warpgroup_mma_wait(1, deps=[s_token])
+        s = warpgroup_mma_wait(VALUE_GROUPS, deps=[s_token])
     else:
         o_token = _issue_values(p, acc, state.alpha, block_count - 1, smem, bars, var)
-        acc = warpgroup_mma_wait(0, deps=[o_token])
+        acc = _wait_values(0, o_token, var)
         s_token = _issue_scores(tile_count, block_count, smem, group, var)
         _pass_turn(group, var)
         s = warpgroup_mma_wait(0, deps=[s_token])
@@ -252,7 +303,7 @@ def _process_block(
     if var.tiles.softmax_first:
         _wait_keys(block_count + 1, bars, var, more)
     if var.tiles.overlap:
-        acc = warpgroup_mma_wait(0, deps=[o_token])
+        acc = _wait_values(0, o_token, var)
     mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
     if not var.tiles.softmax_first:
         _wait_keys(block_count + 1, bars, var, more)
@@ -265,21 +316,18 @@ def _process_block(
 def _wait_output_copies():
     """Wait until the copies to global memory have read their shared memory."""
     tma.store_wait(0)
-    gl.thread_barrier()
+    sync_threads()
 
 
 @gluon.jit
-def _copy_output(values, tile, row, column: gl.constexpr, buffer, desc, var: gl.constexpr):
-    """Start copying some columns of O through `buffer`, which no copy reads any more."""
-    WIDTH: gl.constexpr = var.o_width
-    buffer.reshape([64, WIDTH]).store(values)
+def _copy_output(values, tile, row, column: gl.constexpr, width: gl.constexpr, buffer, desc, varlen: gl.constexpr):
+    """Start copying `width` columns of O through `buffer`, which no copy reads any more."""
+    buffer.reshape([64, width]).store(values)
     fence_async_shared()
-    if var.varlen:
-        tma.async_copy_shared_to_global(
-            desc.o, [RAGGED, tile.origin + tile.q_len, RAGGED - tile.q_len + row, tile.head, column], buffer
-        )
+    if varlen:
+        async_store(desc, [RAGGED, tile.origin + tile.q_len, RAGGED - tile.q_len + row, tile.head, column], buffer)
     else:
-        tma.async_copy_shared_to_global(desc.o, [tile.origin, row, tile.head, column], buffer)
+        async_store(desc, [tile.origin, row, tile.head, column], buffer)
 
 
 @gluon.jit
@@ -287,21 +335,31 @@ def _write_output(acc, state, tile, tile_count, desc, smem, args, dtype: gl.cons
     """Divide O by its sum, start its copy, through the queries' buffer or a separate one, and write lse."""
     S_LAYOUT: gl.constexpr = var.score_layout
     O_LAYOUT: gl.constexpr = var.output_layout
-    DV: gl.constexpr = var.dv
+    O1_LAYOUT: gl.constexpr = var.second_output_layout
+    WIDTH: gl.constexpr = var.o_width
+    DV0: gl.constexpr = var.dv0
+    DV1: gl.constexpr = var.dv1
     row = tile.row + 64 * group
     empty = state.m == float("-inf")
     total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
     inverse = gl.where(empty, 0.0, 1.0 / total)
-    acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
+    first = acc.first * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
+    second = acc.second
+    if DV1 > 0:
+        second = second * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O1_LAYOUT)), 1)
     if var.tiles.o_parts == 0:
-        buffer = smem.q.index((tile_count % var.tiles.q_stages) * var.tiles.groups + group)
-        _copy_output(acc.to(dtype), tile, row, 0, buffer, desc, var)
+        slot = (tile_count % var.tiles.q_stages) * var.tiles.groups + group
+        _copy_output(first.to(dtype), tile, row, 0, WIDTH, smem.q.index(slot), desc.o, var.varlen)
+        if DV1 > 0:
+            _copy_output(second.to(dtype), tile, row, DV0, DV1, smem.q1.index(slot), desc.o1, var.varlen)
     else:
-        left, right = gl.split(acc.to(dtype).reshape([64, 2, DV // 2]).permute((0, 2, 1)))
+        left, right = gl.split(first.to(dtype).reshape([64, 2, WIDTH]).permute((0, 2, 1)))
         _wait_output_copies()
-        _copy_output(left, tile, row, 0, smem.o.index(group), desc, var)
+        _copy_output(left, tile, row, 0, WIDTH, smem.o.index(group), desc.o, var.varlen)
+        if DV1 > 0:
+            _copy_output(second.to(dtype), tile, row, DV0, DV1, smem.o1.index(group), desc.o1, var.varlen)
         _wait_output_copies()
-        _copy_output(right, tile, row, DV // 2, smem.o.index(group), desc, var)
+        _copy_output(right, tile, row, WIDTH, WIDTH, smem.o.index(group), desc.o, var.varlen)
     if args.lse is not None:
         lse = gl.where(empty, float("-inf"), (state.m + gl.log2(total)) * LN2)
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -333,6 +391,17 @@ def _first_state(tile, args, layout: gl.constexpr):
 
 
 @gluon.jit
+def _no_output(tile, var: gl.constexpr):
+    """The output before any key."""
+    O_LAYOUT: gl.constexpr = var.output_layout
+    O1_LAYOUT: gl.constexpr = var.second_output_layout
+    DV0: gl.constexpr = var.dv0
+    DV1: gl.constexpr = var.dv1
+    second = gl.zeros([64, DV1], gl.float32, layout=O1_LAYOUT) if DV1 > 0 else tile.row * 0
+    return Output(gl.zeros([64, DV0], gl.float32, layout=O_LAYOUT), second)
+
+
+@gluon.jit
 def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
     """Compute tile after tile, as warpgroup `group` of the thread block.
 
@@ -341,10 +410,8 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
     """
     BLOCK_N: gl.constexpr = var.tiles.block_n
     S_LAYOUT: gl.constexpr = var.score_layout
-    O_LAYOUT: gl.constexpr = var.output_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     RESIDENT: gl.constexpr = var.tiles.schedule != 0
-    DV: gl.constexpr = var.dv
     AHEAD: gl.constexpr = RESIDENT and var.tiles.q_stages > 1 and var.tiles.overlap
     SCORE_GROUPS: gl.constexpr = 2 if var.d1 > 0 else 1
     dtype: gl.constexpr = desc.q.dtype
@@ -369,7 +436,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             _pass_turn(group, var)
             s = warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
-        acc = gl.zeros([64, DV], gl.float32, layout=O_LAYOUT)
+        acc = _no_output(tile, var)
         p, state = _online_softmax(s, _first_state(tile, args, ROWS), tile.high - 1, limits, args, dtype, True, var)
         if AHEAD:  # noqa: SIM102
             if tile_count > 0:
@@ -403,7 +470,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             # if no tile is left, this multiplies what the buffers hold, and nothing uses the product
             s_token = _issue_scores(tile_count, block_count, smem, group, var)
             _pass_turn(group, var)
-            acc = warpgroup_mma_wait(SCORE_GROUPS, deps=[o_token])
+            acc = _wait_values(SCORE_GROUPS, o_token, var)
             mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
             _write_output(acc, state, tile, tile_count - 1, desc, smem, args, dtype, group, var)
             s = warpgroup_mma_wait(0, deps=[s_token])
@@ -412,7 +479,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             if RESIDENT and var.tiles.o_parts > 0:
                 _release_queries(tile_count - 1, bars, var)
             o_token = _issue_values(p, acc, state.alpha, block_count - 1, smem, bars, var)
-            acc = warpgroup_mma_wait(0, deps=[o_token])
+            acc = _wait_values(0, o_token, var)
             mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
             _write_output(acc, state, tile, tile_count - 1, desc, smem, args, dtype, group, var)
             if RESIDENT:

@@ -19,7 +19,7 @@ _LAYOUTS = {
     (dtype, rank, width): gl.NVMMASharedLayout(min(2 * width, 128), 16, rank=rank)
     for dtype in (torch.float16, torch.bfloat16)
     for rank in (4, 5)
-    for width in (64, 128, 256)
+    for width in (16, 32, 64, 128, 256)
 }
 
 

@@ -21,7 +21,7 @@ are not read.
     run = plan_forward(tensors, options)      # once for calls that look alike
     out, lse = run(tensors)
 
-Left out: explicit masks, float8 caches and the backward pass. `head_dim` 96 runs at the cost of 128.
+Left out: explicit masks, float8 caches, the backward pass and head sizes that are not a multiple of 8.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.hopper.consumer import consumer
 from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
-from fa_serve.backends.hopper.hopper_tiles import HEAD_DIMS, Schedule, TileConfig, forward_tiles, head_group
+from fa_serve.backends.hopper.gluon_names import HAS_REINTERPRET
+from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig, forward_tiles, head_group, key_columns, value_columns
 from fa_serve.backends.hopper.kernel_types import Barriers, ConsumerArgs, Descriptors, ProducerArgs, SharedMemory, Variant
 from fa_serve.backends.hopper.producer import producer
 from fa_serve.backends.hopper.tile_schedule import max_tile_count, table_launch, take_counter, tile_table
@@ -84,14 +85,19 @@ def _ring(width: gl.constexpr, desc, var: gl.constexpr):
     """-> a ring of blocks of K or V, and the same memory as the boxes in which a paged cache arrives.
 
     The 128-byte swizzle stores 64 columns of all rows, then the next 64 columns, and each 8 rows of these form one pattern. So
-    64 columns of 8 n rows are contiguous.
+    64 columns of 8 n rows are contiguous. Fewer columns have the swizzle of their width, with the same property.
     """
     STAGES: gl.constexpr = var.tiles.stages
+    CHUNK: gl.constexpr = 64 if width > 64 else width
     if var.page_size > 0:
-        KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-        BOXES: gl.constexpr = STAGES * (var.tiles.block_n // var.page_rows) * (width // 64)
+        KEYS: gl.constexpr = gl.NVMMASharedLayout(2 * CHUNK, 16, rank=2)
+        BOXES: gl.constexpr = STAGES * (var.tiles.block_n // var.page_rows) * (width // CHUNK)
         ring = gl.allocate_shared_memory(desc.dtype, [STAGES, var.tiles.block_n, width], KEYS)
-        return ring, ring._reinterpret(desc.dtype, [BOXES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+        if HAS_REINTERPRET:
+            boxes = ring.reinterpret(desc.dtype, [BOXES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+        else:
+            boxes = ring._reinterpret(desc.dtype, [BOXES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+        return ring, boxes
     else:  # noqa: RET505
         ring = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
         return ring, ring
@@ -105,18 +111,25 @@ def _shared_memory(desc, var: gl.constexpr):
     dtype: gl.constexpr = desc.q.dtype
     q = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + desc.q.block_type.shape, desc.q.layout)  # noqa: RUF005
     k, k_boxes = _ring(var.d0, desc.k, var)
-    v, v_boxes = _ring(var.dv, desc.v, var)
+    v, v_boxes = _ring(var.dv0, desc.v, var)
     q1 = q
     k1 = k
     k1_boxes = k_boxes
+    v1 = v
+    v1_boxes = v_boxes
     if var.d1 > 0:
         q1 = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + desc.q1.block_type.shape, desc.q1.layout)  # noqa: RUF005
         k1, k1_boxes = _ring(var.d1, desc.k1, var)
+    if var.dv1 > 0:
+        v1, v1_boxes = _ring(var.dv1, desc.v1, var)
     o = q
+    o1 = q1
     if var.tiles.o_parts > 0:
         o = gl.allocate_shared_memory(dtype, [GROUPS] + desc.o.block_type.shape, desc.o.layout)  # noqa: RUF005
+        if var.dv1 > 0:
+            o1 = gl.allocate_shared_memory(dtype, [GROUPS] + desc.o1.block_type.shape, desc.o1.layout)  # noqa: RUF005
     record = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], RECORD)
-    return SharedMemory(q, q1, k, k1, v, o, record, k_boxes, k1_boxes, v_boxes)
+    return SharedMemory(q, q1, k, k1, v, v1, o, o1, record, k_boxes, k1_boxes, v_boxes, v1_boxes)
 
 
 @gluon.jit
@@ -153,7 +166,9 @@ def _attention_forward(
     k_desc,
     k1_desc,
     v_desc,
+    v1_desc,
     o_desc,
+    o1_desc,
     lse_ptr,
     sinks_ptr,
     table_ptr,
@@ -183,7 +198,11 @@ def _attention_forward(
         q1_desc = q_desc
     if k1_desc is None:
         k1_desc = k_desc
-    desc = Descriptors(q_desc, q1_desc, k_desc, k1_desc, v_desc, o_desc)
+    if v1_desc is None:
+        v1_desc = v_desc
+    if o1_desc is None:
+        o1_desc = o_desc
+    desc = Descriptors(q_desc, q1_desc, k_desc, k1_desc, v_desc, v1_desc, o_desc, o1_desc)
     smem = _shared_memory(desc, var)
     bars = _barriers(var)
     if var.varlen:
@@ -348,7 +367,8 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
     assert not problem.paged or tiles.block_n <= MAX_KEYS_PER_TILE
     var = Variant(
         tiles,
-        *HEAD_DIMS[head_dims],
+        *key_columns(head_dims[0]),
+        *value_columns(head_dims[1]),
         varlen=problem.packed,
         has_left=left >= 0,
         has_right=right >= 0,
@@ -419,33 +439,29 @@ def _numbers(problem: _Problem, counts: _TileCounts) -> Numbers:
 def _base_2_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
     """-> the kernel's (scale, softcap), which turn a product s into an exponent of 2.
 
-    Without a softcap the exponent is scale * s. With one it is softcap * tanh(x), where 2^(scale * s) = e^(2 x).
+    Without a softcap the exponent is scale * s. With one it is softcap * tanh(scale * s).
     """
     log2e = math.log2(math.e)
-    return (softmax_scale * 2.0 * log2e / softcap, softcap * log2e) if softcap else (softmax_scale * log2e, 0.0)
+    return (softmax_scale / softcap, softcap * log2e) if softcap else (softmax_scale * log2e, 0.0)
 
 
 def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
-    """How the kernel sees q, q1, k, k1, v and out. The second parts of Q and K start at column d0 of the same tensors."""
-    dtype = problem.dtype
-    block_n = var.tiles.block_n
+    """How the kernel sees both parts of q, k, v and out. The second parts are columns d0 or dv0 and on of the same tensors."""
     view = ragged_view if problem.packed else dense_view
-    keys: tuple[View | None, ...]
-    if problem.paged:
-        # the rows of a page; a box has 64 columns, and k1 uses k's view
-        k, v = (ragged_view(x.shape[1:], x.strides[1:], var.page_rows, 64, dtype) for x in (problem.k, problem.v))
-        keys = (k, None, v)
-    else:
-        keys = (
-            view(*problem.k, block_n, var.d0, dtype),
-            view(*problem.k, block_n, var.d1, dtype) if var.d1 else None,
-            view(*problem.v, block_n, var.dv, dtype),
-        )
+
+    def parts(x: _Layout, rows: int, *widths: int) -> tuple[View | None, ...]:
+        return tuple([view(*x, rows, width, problem.dtype) if width else None for width in widths])
+
+    def page_parts(x: _Layout, *widths: int) -> tuple[View | None, ...]:
+        """The rows of a page; a box has at most 64 columns."""
+        return parts(_Layout(x.shape[1:], x.strides[1:]), var.page_rows, *[min(width, 64) for width in widths])
+
+    block_n = var.tiles.block_n
     return (
-        view(*problem.q, 64, var.d0, dtype),
-        view(*problem.q, 64, var.d1, dtype) if var.d1 else None,
-        *keys,
-        view(*problem.out, 64, var.o_width, dtype),
+        *parts(problem.q, 64, var.d0, var.d1),
+        *(page_parts(problem.k, var.d0, var.d1) if problem.paged else parts(problem.k, block_n, var.d0, var.d1)),
+        *(page_parts(problem.v, var.dv0, var.dv1) if problem.paged else parts(problem.v, block_n, var.dv0, var.dv1)),
+        *parts(problem.out, 64, var.o_width, var.dv1),
     )
 
 
@@ -454,7 +470,7 @@ def _run_launches(launches: _Launches, out_shape: tuple[int, ...], lse_shape: tu
     attention, table_of, max_tiles, counted = launches
 
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse = tensors
+        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse, _ = tensors
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or (out is not None and out.data_ptr() & 15):
             return _run_on_copies(run, tensors)
         if out is None:
@@ -467,7 +483,7 @@ def _run_launches(launches: _Launches, out_shape: tuple[int, ...], lse_shape: tu
                 table = tile_table(table_of, max_tiles, cu_seqlens_q, keys)
             elif counted:
                 counter = take_counter(q)
-            attention((q, q, k, k, v, out, lse, sinks, table, counter, block_table))
+            attention((q, q, k, k, v, v, out, out, lse, sinks, table, counter, block_table))
         return out, lse
 
     return run

@@ -7,9 +7,11 @@ not stall on a new length. `benchmarks/tune_hopper.py` measures the alternatives
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
+
+from fa_serve.backends.launch import power_of_2
 
 
 class Schedule(IntEnum):
@@ -68,17 +70,34 @@ class TileConfig:
         return launch, consumer
 
 
-HEAD_DIMS = {
-    (64, 64): (64, 0, 64),
-    (96, 96): (128, 0, 128),
-    (128, 128): (128, 0, 128),
-    (192, 128): (128, 64, 128),
-    (256, 256): (128, 128, 256),
-}
-"""(head_dim, head_dim_v) -> columns in shared memory (first part of Q and K, second part or 0, V).
+MAX_HEAD_DIM = 256
+SHARED_BYTES = 232_448
+"""Shared memory of one thread block on Hopper."""
 
-Columns are powers of two: the copy engine pads 96 with zeros, and 192 is computed as 128 + 64.
-"""
+
+def key_columns(head_dim: int) -> tuple[int, int]:
+    """Columns in shared memory of both parts of Q and K."""
+    return _columns(head_dim, widest=128)
+
+
+def value_columns(head_dim_v: int) -> tuple[int, int]:
+    """Columns in shared memory of both parts of V and O."""
+    return _columns(head_dim_v, widest=256)
+
+
+def _columns(head_dim: int, widest: int) -> tuple[int, int]:
+    """-> columns of the first part, and of the second part or 0, for a head_dim up to 256.
+
+    Columns are powers of two, because all tensors of Triton are. The copy engine fills columns past head_dim with zeros. Two
+    parts waste little: 80 is computed as 64 + 16, 96 as 64 + 32 and 192 as 128 + 64, while 72 costs as much as 80, 112 as much
+    as 128 and 224 as much as 256.
+    """
+    first = min(max(32, 1 << head_dim.bit_length() - 1), widest)
+    rest = head_dim - first
+    if rest <= 0:
+        return first, 0
+    second = max(16, power_of_2(rest))
+    return (2 * first, 0) if second == first < widest else (first, second)
 
 
 @lru_cache(maxsize=4096)
@@ -93,39 +112,53 @@ def forward_tiles(
 ) -> TileConfig:
     """The tiles of one call; a paged call also counts as varlen.
 
+    If V has other columns than Q, O does not fit the buffer of its queries and leaves through a separate one.
+
     Figures in the comments without a unit are TFLOPS on one H200 with bfloat16 and 16k tokens of hidden size 2048, measured by
     `benchmarks/tune_hopper.py`. Lengths such as 512, 2k and 16k are numbers of keys.
     """
-    first, second, _ = HEAD_DIMS[head_dim, head_dim_v]
+    d0, d1 = key_columns(head_dim)
+    dv0, dv1 = value_columns(head_dim_v)
+    tiles = _tiles_of_width(d0 + d1, dv0 + dv1, window, max_seqlen_q, max_seqlen_k, varlen, paged)
+    if tiles.o_parts == 0 and (dv0 != d0 or dv1 not in (0, d1)):
+        tiles = replace(tiles, o_parts=2)
+    return tiles
+
+
+def _tiles_of_width(
+    width_k: int, width_v: int, window: tuple[int, int], max_seqlen_q: int, max_seqlen_k: int, varlen: bool, paged: bool
+) -> TileConfig:
+    """`forward_tiles` for Q and K of `width_k` columns and V of `width_v` columns in shared memory."""
+    width = max(width_k, width_v)
     left, right = window
     masked = left >= 0 or right >= 0
     seen = max_seqlen_k  # keys that a row sees on average
     if right >= 0:
         seen = min(seen - max_seqlen_q // 2, left + right + 1 if left >= 0 else seen)
-    if first + second <= 128 and (max_seqlen_q <= 64 or (masked and seen <= (1024 if first == 64 else 256))):
+    if width <= 128 and (max_seqlen_q <= 64 or (masked and seen <= (1024 if width <= 64 else 256))):
         # One warpgroup holds all rows there are, or visits few keys that its rows do not see. Two or three thread blocks share
         # a multiprocessor and hide each other's start and end.
         # D64 causal reaches 302 at 512, 378 at 1k and 430 at 2k; the tile further below reaches 246, 339 and 409. At 8k it is
         # the other way round, 475 and 526. A window of 128 at 16k takes 0.44 of the time of that tile.
         # D128 causal reaches 334 against 344 at 512 and 440 against 474 at 1k; windows were not compared.
         # 512 packed sequences of 64 tokens reach 88, and 68 with a plain grid.
-        blocks = 3 if first == 64 else 2
-        return TileConfig(1, 64, blocks, 2, Schedule.DYNAMIC, softmax_first=first > 64, blocks_per_sm=blocks)
+        blocks = 3 if width <= 64 else 2
+        return TileConfig(1, 64, blocks, 2, Schedule.DYNAMIC, softmax_first=width > 64, blocks_per_sm=blocks)
     if max_seqlen_q <= 64:
         return TileConfig(1, 64, 2, 1, Schedule.GRID, o_parts=2)
-    if head_dim == 256:
+    if width_v > 160 or width_k > 192 or (width > 128 and width_k + width_v > 320):
         # Shared memory has room for one query tile only. With a buffer for half of O, the next queries arrive under the last
         # PV: 517 at 512, and 466 without the buffer. Rescaling O before the next QK^T reaches 691 at 4k, and under it 659.
         return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
-    if second:
-        # Causal 4k reaches 525 with late rescaling, and 495 without.
+    if width > 128:
+        # D192 with values of 128: causal 4k reaches 525 with late rescaling, and 495 without.
         return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2, rescale_late=True)
-    if first == 64 and (paged or (masked and max_seqlen_k <= 4096)):
+    if width <= 64 and (paged or (masked and max_seqlen_k <= 4096)):
         # Two warpgroups waste less of the diagonal: 402 at 2k, and 368 with three and ping-pong.
         # With three, few registers are left for a producer that reads a block table: 2k queries over 6k keys in pages take
         # 561 us with three and 401 us with two.
         return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
-    if first == 64:
+    if width <= 64:
         # Exponentials where ptxas puts them reach 409 at 512, before the wait 375; at 8k both reach 516.
         # Long causal tiles lose nothing by a cold start: 16k takes 2.18 ms with one query stage and 2.34 ms with two. Packed
         # sequences may be short, so they keep two stages.

@@ -22,7 +22,8 @@ class Variant:
     """Everything that is fixed when the kernel is compiled, passed as one constexpr.
 
     tiles:      shape of a tile, stages, schedule
-    d0, d1, dv: columns in shared memory of the first part of Q and K, of their second part (0 if none) and of V
+    d0, d1:     columns in shared memory of the first part of Q and K and of their second part, see `hopper_tiles.columns`
+    dv0, dv1:   the same of V and O
     varlen:     sequences are packed, or their keys are in pages; else the batch is dense
     has_left, has_right, softcap: whether the options have a left bound, a right bound, a softcap; their values are arguments
     page_size:  tokens of a page of the KV cache, 0 without one
@@ -31,7 +32,8 @@ class Variant:
     tiles: TileConfig
     d0: int
     d1: int
-    dv: int
+    dv0: int
+    dv1: int
     varlen: bool
     has_left: bool
     has_right: bool
@@ -55,8 +57,8 @@ class Variant:
 
     @property
     def o_width(self) -> int:
-        """Columns of O that one copy writes."""
-        return self.dv // max(self.tiles.o_parts, 1)
+        """Columns of the first part of O that one copy writes."""
+        return self.dv0 // max(self.tiles.o_parts, 1)
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:
@@ -65,30 +67,37 @@ class Variant:
 
     @property
     def output_layout(self) -> gl.NVMMADistributedLayout:
-        """Layout of a warpgroup's output [64, dv] as wgmma leaves it."""
-        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.dv, 16])
+        """Layout of the first part of a warpgroup's output [64, dv0] as wgmma leaves it."""
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.dv0, 16])
+
+    @property
+    def second_output_layout(self) -> gl.NVMMADistributedLayout:
+        """Layout of the second part of a warpgroup's output [64, dv1]."""
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(self.dv1, 8), 16])
 
 
 class Descriptors(NamedTuple):
-    """How the copy engine sees each tensor; q1 and k1 are the second parts of Q and K, or q and k again if there are none."""
+    """How the copy engine sees each tensor; q1, k1, v1 and o1 are second parts, or the first ones again if there are none."""
 
     q: gl.tensor
     q1: gl.tensor
     k: gl.tensor
     k1: gl.tensor
     v: gl.tensor
+    v1: gl.tensor
     o: gl.tensor
+    o1: gl.tensor
 
 
 class SharedMemory(NamedTuple):
     """The buffers of a thread block.
 
-    q, q1:    (q_stages * groups, 64 rows, d)
-    k, k1, v: (stages, block_n, d)
-    o:        (groups, 64 rows, o_width), or q if O has no buffer
+    q, q1:    (q_stages * groups, 64 rows, d0 or d1)
+    k, k1, v, v1: (stages, block_n, columns of the part)
+    o, o1:    (groups, 64 rows, o_width or dv1), or q and q1 if O has no buffer
     record:   (q_stages, 8), int32: the tile of each stage of q
-    k_boxes, k1_boxes, v_boxes: the memory of k, k1 and v as boxes of page_rows keys by 64 columns, in the order of the swizzled
-              layout; without pages k, k1 and v
+    k_boxes, k1_boxes, v_boxes, v1_boxes: the memory of k, k1, v and v1 as boxes of page_rows keys by up to 64 columns, in the
+              order of the swizzled layout; without pages k, k1, v and v1
     """
 
     q: gl.tensor
@@ -96,11 +105,14 @@ class SharedMemory(NamedTuple):
     k: gl.tensor
     k1: gl.tensor
     v: gl.tensor
+    v1: gl.tensor
     o: gl.tensor
+    o1: gl.tensor
     record: gl.tensor
     k_boxes: gl.tensor
     k1_boxes: gl.tensor
     v_boxes: gl.tensor
+    v1_boxes: gl.tensor
 
 
 class Barriers(NamedTuple):

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from fa_serve.backends.hopper.gluon_names import async_load
 from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
 
 TILE_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
@@ -132,9 +133,9 @@ def _next_index(args, var: gl.constexpr):
 def _load(desc, origin, length, row, head, column: gl.constexpr, full, buffer, varlen: gl.constexpr):
     """Start copying rows [row, ...) of one head. Rows from `length` on arrive as zeros."""
     if varlen:
-        tma.async_copy_global_to_shared(desc, [RAGGED, origin + length, RAGGED - length + row, head, column], full, buffer)
+        async_load(desc, [RAGGED, origin + length, RAGGED - length + row, head, column], full, buffer)
     else:
-        tma.async_copy_global_to_shared(desc, [origin, row, head, column], full, buffer)
+        async_load(desc, [origin, row, head, column], full, buffer)
 
 
 @gluon.jit
@@ -170,7 +171,9 @@ def _load_pages(
     is the number of rows that this sequence uses.
     """
     BOXES: gl.constexpr = var.tiles.block_n // var.page_rows
-    CHUNKS: gl.constexpr = width // 64
+    CHUNK: gl.constexpr = 64 if width > 64 else width
+    CHUNKS: gl.constexpr = width // CHUNK
+    desc = operand.desc
     for i in gl.static_range(BOXES):
         key = block * var.tiles.block_n + var.page_rows * i
         page = _field(pages, i, PAGES_LAYOUT, BOXES)
@@ -178,7 +181,7 @@ def _load_pages(
         length = gl.where(page < 0, 0, gl.minimum(gl.maximum(tile.kv_len - key + row, 0), var.page_size))
         for chunk in gl.static_range(CHUNKS):
             box = operand.boxes.index((stage * CHUNKS + chunk) * BOXES + i)
-            _load(operand.desc, gl.maximum(page, 0) * operand.pitch, length, row, kv_head, column + 64 * chunk, full, box, True)
+            _load(desc, gl.maximum(page, 0) * operand.pitch, length, row, kv_head, column + CHUNK * chunk, full, box, True)
 
 
 @gluon.jit
@@ -195,7 +198,7 @@ def _load_keys(tile, kv_head, block, block_count, desc, smem, bars, args, var: g
         k = PagedOperand(desc.k, smem.k_boxes, args.k_pitch)
         _load_pages(k, pages, tile, kv_head, block, stage, 0, full, var.d0, var)
         if var.d1 > 0:
-            k1 = PagedOperand(desc.k, smem.k1_boxes, args.k_pitch)
+            k1 = PagedOperand(desc.k1, smem.k1_boxes, args.k_pitch)
             _load_pages(k1, pages, tile, kv_head, block, stage, var.d0, full, var.d1, var)
     else:
         _load(desc.k, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.k.index(stage), var.varlen)
@@ -211,12 +214,18 @@ def _load_values(tile, kv_head, block, block_count, desc, smem, bars, args, var:
         pages = _pages(tile, block, args, var)
     mbarrier.wait(bars.v_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
     full = bars.v_full.index(stage)
-    mbarrier.expect(full, 2 * var.tiles.block_n * var.dv)
+    mbarrier.expect(full, 2 * var.tiles.block_n * (var.dv0 + var.dv1))
+    row = block * var.tiles.block_n
     if var.page_size > 0:
         v = PagedOperand(desc.v, smem.v_boxes, args.v_pitch)
-        _load_pages(v, pages, tile, kv_head, block, stage, 0, full, var.dv, var)
+        _load_pages(v, pages, tile, kv_head, block, stage, 0, full, var.dv0, var)
+        if var.dv1 > 0:
+            v1 = PagedOperand(desc.v1, smem.v1_boxes, args.v_pitch)
+            _load_pages(v1, pages, tile, kv_head, block, stage, var.dv0, full, var.dv1, var)
     else:
-        _load(desc.v, tile.k_origin, tile.kv_len, block * var.tiles.block_n, kv_head, 0, full, smem.v.index(stage), var.varlen)
+        _load(desc.v, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.v.index(stage), var.varlen)
+        if var.dv1 > 0:
+            _load(desc.v1, tile.k_origin, tile.kv_len, row, kv_head, var.dv0, full, smem.v1.index(stage), var.varlen)
 
 
 @gluon.jit

@@ -32,11 +32,20 @@ from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.launch import Launch, launch_options, multiprocessors
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.float8_conversions import fit_float16, half_of_pairs, widen
-from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, softcap_scores, wait_for_previous_kernel
+from fa_serve.backends.triton.primitives import (
+    LOG2E,
+    add_alibi,
+    finish_softmax,
+    first_visible,
+    softcap_scores,
+    softmax_update_by_columns,
+    wait_for_previous_kernel,
+)
 from fa_serve.backends.triton.splits import (
     SplitCounts,
     SplitVariant,
     combine_launch,
+    lse_of_splits,
     sequence_lengths,
     share_of_line,
     store_rows,
@@ -57,6 +66,7 @@ class DecodeVariant:
     precision:    input precision of the products
     pairs:        float8 values are read in pairs of columns
     ptx:          inline PTX is available
+    alibi:        "none", "heads" or "batch", see `forward.ForwardVariant`
     """
 
     split: SplitVariant
@@ -70,6 +80,7 @@ class DecodeVariant:
     precision: str
     pairs: bool
     ptx: bool
+    alibi: str
 
 
 @triton.jit
@@ -121,17 +132,9 @@ def _key_offsets(page, block, offs_n, stride_page, stride_token, var: tl.constex
 
 
 @triton.jit
-def _softmax_update_by_columns(s, factor, row_max, row_sum):
-    """`primitives.online_softmax_update` with keys as rows: s [BLOCK_N, BLOCK_M], row_max and row_sum [BLOCK_M]."""
-    new_max = tl.maximum(row_max, tl.max(s, 0) * factor)
-    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s * factor - safe_max[None, :])
-    alpha = tl.exp2(row_max - safe_max)
-    return p, new_max, row_sum * alpha + tl.sum(p, 0), alpha
-
-
-@triton.jit
-def _walk(q, row_scale, row_max, row_sum, span, pointers, seq, positions, lengths, scaling, window, strides, var: tl.constexpr):
+def _walk(
+    q, row_scale, slopes, row_max, row_sum, span, pointers, seq, positions, lengths, scaling, window, strides, var: tl.constexpr
+):
     """The inner loop over the key blocks of one split. q: [BLOCK_D, BLOCK_M].
 
     -> out [BLOCK_M, BLOCK_DV], which is not divided yet, the largest score and the sum of exponentials [BLOCK_M].
@@ -186,15 +189,18 @@ def _walk(q, row_scale, row_max, row_sum, span, pointers, seq, positions, length
             s *= row_scale[None, :]
         factor = scale * LOG2E
         if var.has_softcap:
-            s = softcap_scores(s, scale, softcap, PRECISION == "ieee")
+            s = softcap_scores(s, scale, softcap, PRECISION == "ieee", var.ptx)
+            factor = 1.0
+        if slopes is not None:
+            s = add_alibi(s, factor, slopes[None, :], positions[None, :] - cols[:, None])
             factor = 1.0
         keep = owned[:, None]
         if var.has_right:
             keep = keep & (cols[:, None] <= positions[None, :] + window_right)
         if var.split.has_left:
-            keep = keep & (cols[:, None] >= positions[None, :] - window_left)
+            keep = keep & (cols[:, None] >= first_visible(positions, window_left, var.split.chunked)[None, :])
         s = tl.where(keep, s, float("-inf"))
-        p, row_max, row_sum, alpha = _softmax_update_by_columns(s, factor, row_max, row_sum)
+        p, row_max, row_sum, alpha = softmax_update_by_columns(s, factor, row_max, row_sum)
         p = p.to(q.dtype)
         # Values are loaded as the product takes them, columns first. Transposing them afterwards would cost a copy.
         keep_v = owned[None, :] & (offs_v < var.split.dim_v // HALVES)[:, None]
@@ -235,8 +241,7 @@ def _decode(
     v_ptr,
     out_ptr,
     lse_ptr,
-    split_out_ptr,
-    split_lse_ptr,
+    splits_ptr,
     table_ptr,
     used_k_ptr,
     cu_q_ptr,
@@ -244,6 +249,7 @@ def _decode(
     mask_ptr,
     k_descale_ptr,
     v_descale_ptr,
+    alibi_ptr,
     max_k,
     stride_mb,
     stride_kp,
@@ -344,6 +350,11 @@ def _decode(
                 row_max = tl.where(split == 0, sink, row_max)
                 row_sum = tl.where(split == 0, 1.0, row_sum)
 
+            slopes = None
+            if var.alibi != "none":
+                of_sequence = seq * (units // tiles_per_head * GROUPS) if var.alibi == "batch" else 0
+                slopes = tl.load(alibi_ptr + of_sequence + head, mask=live, other=0.0) * LOG2E
+
             offset = kv_len - q_len
             begin += first_block
             end = tl.minimum(end + first_block, (kv_len + BLOCK_N - 1) // BLOCK_N)
@@ -359,6 +370,7 @@ def _decode(
             acc, row_max, row_sum = _walk(
                 tl.trans(q),
                 row_scale,
+                slopes,
                 row_max,
                 row_sum,
                 (begin, end),
@@ -374,13 +386,14 @@ def _decode(
             inverse, lse = finish_softmax(row_max, row_sum)
             out = acc * (inverse * descale_v)[:, None]
             whole = True
-            if split_out_ptr is not None:
+            if splits_ptr is not None:
                 whole = num_splits == 1
                 if not whole:
                     at = (place.to(tl.int64) * units + unit) * unit_rows + offs_m
                     offs_dv = tl.arange(0, var.split.block_dv)
                     keep = live[:, None] & (offs_dv < var.split.dim_v)[None, :]
-                    tl.store(split_out_ptr + at[:, None] * var.split.dim_v + offs_dv[None, :], out, mask=keep)
+                    tl.store(splits_ptr + at[:, None] * var.split.dim_v + offs_dv[None, :], out, mask=keep)
+                    split_lse_ptr = lse_of_splits(splits_ptr, sequences, splits, units, unit_rows, SPLIT)
                     tl.store(split_lse_ptr + at, lse, mask=live)
             if whole:
                 strides = (stride_ot, stride_oh, stride_lh)
@@ -412,7 +425,7 @@ class _DecodePlan:
         "_lse_shape",
         "_needs_lse",
         "_out_shape",
-        "_split_shapes",
+        "_split_size",
         "_takes_out",
         "_takes_q",
     )
@@ -433,7 +446,7 @@ class _DecodePlan:
         self._late: tuple[int, ...] | None = None
         self._decode: Launch | None = None
         self._combine: Launch | None = None
-        self._split_shapes: tuple[tuple[int, ...], ...] = ()
+        self._split_size = 0
         if batch == 0:
             return
         max_seqlen_q = max(options.max_seqlen_q, 1)
@@ -464,7 +477,7 @@ class _DecodePlan:
             splits=tiles.splits,
             min_blocks=tiles.min_blocks,
             max_q=max_seqlen_q,
-            left=options.window_size[0],
+            left=options.left,
         )
         variant = _variant(tensors, options, tiles, arch, groups, batch, k, v)
         out_strides = out.stride()[-3:-1] if out is not None and self._takes_out else (num_heads * dim_v, dim_v)
@@ -492,11 +505,11 @@ class _DecodePlan:
             self._late = _late_numbers(k, v, None, options.max_seqlen_k)
         if tiles.balanced or tiles.splits > 1:
             places = (2 * programs if tiles.balanced else programs) * counts.units * counts.unit_rows
-            self._split_shapes = ((places, dim_v), (places,))
+            self._split_size = places * (dim_v + 1)
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse = tensors
+        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse, alibi_slopes = tensors
         if not self._takes_q:
             q = _rows_of(q)
         result = out if self._takes_out and out is not None else q.new_empty(self._out_shape)
@@ -508,16 +521,13 @@ class _DecodePlan:
                 k = _with_unit_stride(k)
                 v = _with_unit_stride(v)
                 late = _late_numbers(k, v, mask, k.shape[1])
-            split_out = split_lse = None
-            if self._combine is not None:
-                split_out = q.new_empty(self._split_shapes[0], dtype=torch.float32)
-                split_lse = q.new_empty(self._split_shapes[1], dtype=torch.float32)
+            splits = None if self._combine is None else q.new_empty(self._split_size, dtype=torch.float32)
             if mask is not None:
                 mask = mask.view(torch.uint8)
-            pointers = (q, k, v, result, lse, split_out, split_lse, block_table, keys, cu_seqlens_q, sinks, mask)
-            self._decode((*pointers, k_descale, v_descale), *late)
+            pointers = (q, k, v, result, lse, splits, block_table, keys, cu_seqlens_q, sinks, mask)
+            self._decode((*pointers, k_descale, v_descale, alibi_slopes), *late)
             if self._combine is not None:
-                self._combine((result, lse, split_out, split_lse, keys, cu_seqlens_q), late[0])
+                self._combine((result, lse, splits, keys, cu_seqlens_q), late[0])
         if lse is not None and self._is_dense:
             lse = lse.view(lse.shape[0], *result.shape[:2]).transpose(0, 1)
         if out is not None and result is not out:
@@ -538,7 +548,9 @@ def _with_unit_stride(x: Tensor) -> Tensor:
 def _late_numbers(k: Tensor, v: Tensor, mask: Tensor | None, max_seqlen_k: int) -> tuple[int, ...]:
     """The numbers that a launch takes at each call: the bound of the keys, and the strides that follow from it."""
     mask_stride = 0 if mask is None or mask.shape[0] == 1 else mask.stride(0)
-    return (max_seqlen_k, mask_stride, *k.stride()[:3], *v.stride()[:3])
+    page_k, token_k, head_k, _ = k.stride()
+    page_v, token_v, head_v, _ = v.stride()
+    return (max_seqlen_k, mask_stride, page_k, token_k, head_k, page_v, token_v, head_v)
 
 
 def _variant(
@@ -557,7 +569,7 @@ def _variant(
     dtype = tensors.q.dtype
     k_strides = k.stride()[:3]
     v_strides = v.stride()[:3]
-    left, right = options.window_size
+    right = options.window_size[1]
     float8 = k.element_size() == 1
     return DecodeVariant(
         split=SplitVariant(
@@ -568,8 +580,9 @@ def _variant(
             block_n=tiles.block_n,
             batch_block=batch_block(batch) if tiles.balanced else 1,
             balanced=tiles.balanced,
-            has_left=left >= 0,
+            has_left=options.left >= 0,
             pdl=arch >= 90,
+            chunked=options.attention_chunk > 0,
         ),
         dim=dim,
         block_d=padded_dim(dim),
@@ -582,4 +595,5 @@ def _variant(
         # pairs of columns need an even number of columns at even addresses
         pairs=arch >= 89 and float8 and dim_v % 2 == 0 and dtype.itemsize == 2 and all(s % 2 == 0 for s in v_strides),
         ptx=arch >= 89,
+        alibi="none" if tensors.alibi_slopes is None else "heads" if tensors.alibi_slopes.dim() == 1 else "batch",
     )

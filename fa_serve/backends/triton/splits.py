@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fa_serve.backends.launch import Launch, launch_options
-from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, wait_for_previous_kernel
+from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, first_visible, wait_for_previous_kernel
 from fa_serve.backends.triton.triton_tiles import combine_tiles
 
 
@@ -29,7 +29,7 @@ class SplitVariant:
     block_n:     keys per block
     batch_block: width of the prefix sum over the batch, 1 if not balanced
     balanced:    the key blocks of the batch are cut into equal shares
-    has_left:    there is a window to the left
+    has_left:    there is a limit to the left, a window or, if `chunked`, a chunk
     pdl:         both kernels are launched programmatically
     """
 
@@ -42,6 +42,7 @@ class SplitVariant:
     balanced: bool
     has_left: bool
     pdl: bool
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class SplitCounts:
     splits:         splits per sequence or, if balanced, shares of the whole batch
     min_blocks:     the least number of key blocks per split
     max_q:          sequences with more queries are left alone
-    left:           window to the left, -1 for none
+    left:           window to the left or length of a chunk, -1 for neither
     """
 
     batch: int
@@ -87,7 +88,7 @@ def visible_blocks(q_len, kv_len, window_left, var: tl.constexpr):
     """-> the first key that any query of the sequence sees, its block, and the number of blocks from there on."""
     first_key = kv_len * 0
     if var.has_left:
-        first_key = tl.maximum(kv_len - q_len - window_left, 0)
+        first_key = tl.maximum(first_visible(kv_len - q_len, window_left, var.chunked), 0)
     first_block = first_key // var.block_n
     return first_key, first_block, tl.maximum((kv_len + var.block_n - 1) // var.block_n - first_block, 0)
 
@@ -154,6 +155,21 @@ def _start_on_line(seq, sequences, shares, min_blocks, var: tl.constexpr):
 
 
 @triton.jit
+def lse_of_splits(splits_ptr, sequences, splits, units, unit_rows, var: tl.constexpr):
+    """Where the buffer of the splits holds their log-sum-exps: behind the results, (places, dim_v) and then (places,).
+
+    One buffer holds both, because the host takes a microsecond or more for each allocation.
+    """
+    _, _, batch, _, _, _ = sequences
+    places = splits.to(tl.int64) * units * unit_rows
+    if var.balanced:
+        places *= 2
+    else:
+        places *= batch
+    return splits_ptr + places * var.dim_v
+
+
+@triton.jit
 def store_rows(out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, strides, var: tl.constexpr):
     """Store packed rows where their token and their query head are. strides: of out by token and head, of lse by head."""
     stride_ot, stride_oh, stride_lh = strides
@@ -184,8 +200,7 @@ def store_rows(out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, strides, var:
 def _combine(
     out_ptr,
     lse_ptr,
-    split_out_ptr,
-    split_lse_ptr,
+    splits_ptr,
     used_k_ptr,
     cu_q_ptr,
     max_k,
@@ -226,6 +241,7 @@ def _combine(
     if (num_splits <= 1) | (q_len <= 0) | (q_len > max_q):
         return
 
+    split_lse_ptr = lse_of_splits(splits_ptr, sequences, splits, units, unit_rows, var)
     slot = (tl.program_id(0) % blocks_per_seq) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     unit = slot // unit_rows
     rows = unit % tiles_per_head * var.block_m + slot % unit_rows
@@ -245,7 +261,7 @@ def _combine(
         at = place.to(tl.int64)[:, None] * (units * unit_rows) + slot[None, :]
         lse = tl.load(split_lse_ptr + at, mask=keep, other=float("-inf")) * LOG2E
         out = tl.load(
-            split_out_ptr + at[:, :, None] * var.dim_v + offs_dv[None, None, :],
+            splits_ptr + at[:, :, None] * var.dim_v + offs_dv[None, None, :],
             mask=keep[:, :, None] & (offs_dv < var.dim_v)[None, None, :],
             other=0.0,
         )
@@ -265,7 +281,7 @@ def _combine(
 def combine_launch(counts: SplitCounts, var: SplitVariant, lse_stride: int, out_strides: tuple[int, ...]) -> Launch:
     """The launch that merges what `_decode` left in splits.
 
-    Its tensors are out, lse, split_out, split_lse, seqused_k and cu_seqlens_q, and the number given late is max_k.
+    Its tensors are out, lse, the buffer of the splits, seqused_k and cu_seqlens_q, and the number given late is max_k.
     """
     tiles = combine_tiles(var.balanced, counts.splits, var.block_dv, counts.batch * counts.units * counts.unit_rows)
     blocks_per_seq = -(-counts.units * counts.unit_rows // tiles.block_rows)

@@ -11,7 +11,7 @@ from fa_serve.backends.hopper.hopper_tiles import TileConfig
 RELEASE_K = "    mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)\n"
 RELEASE_V = "    mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)"
 ISSUE_V = "o_token = _issue_values(p, acc, state.alpha, block_count - 1, smem, bars, var)\n"
-WAIT_V = "        acc = warpgroup_mma_wait(0, deps=[o_token])"
+WAIT_V = "        acc = _wait_values(0, o_token, var)"
 FAULTS = {
     "V released before its product is done": {
         ISSUE_V + "        _pass_turn": ISSUE_V + "    " + RELEASE_V + "\n        _pass_turn",
@@ -21,7 +21,7 @@ FAULTS = {
         "    _take_turn(group, var)\n    if": "    _take_turn(group, var)\n" + RELEASE_K + "    if",
         RELEASE_K + "    p, state": "    p, state",
     },
-    "queries released before O has left their buffer": {"    tma.store_wait(0)\n    gl.thread_barrier()\n": ""},
+    "queries released before O has left their buffer": {"    tma.store_wait(0)\n    sync_threads()\n": ""},
     "no mask": {"keep = columns < gl.expand_dims(limits.last, 1)": "keep = columns >= 0"},
     "a mask that begins one block late": {"if (block >= limits.high)": "if (block > limits.high)"},
     "the output of the wrong tile": {"_write_output(acc, state, tile, ": "_write_output(acc, state, upcoming, "},

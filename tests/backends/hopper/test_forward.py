@@ -22,6 +22,27 @@ DENSE = [
     Case("d128-float16", head_dim=(128, 128), dtype=torch.float16),
     Case("d192-dv128", head_dim=(192, 128), heads=(3, 3)),
     Case("d256", head_dim=(256, 256), seqlen_q=130, seqlen_k=260),
+    *[Case(f"d{d}", head_dim=(d, d), seqlen_q=130, seqlen_k=150) for d in (8, 40, 72, 80, 112, 144, 160, 192, 224)],
+    *[
+        Case(f"d{d}-dv{dv}", head_dim=(d, dv), seqlen_q=130, seqlen_k=150)
+        for d, dv in ((80, 24), (64, 128), (128, 64), (64, 256), (256, 64), (192, 144), (16, 80))
+    ],
+    Case("d80-full-sinks", head_dim=(80, 80), window=FULL, sinks=True, seqlen_q=500, seqlen_k=500),
+    Case("d192-window", head_dim=(192, 192), window=(200, 0), seqlen_q=500, seqlen_k=500, heads=(4, 2)),
+    Case("d80-late", head_dim=(80, 80), tiles=TileConfig(2, 64, 2, 2, DYNAMIC, rescale_late=True), scale=3.0, seqlen_q=300),
+    Case("d192-late", head_dim=(192, 192), tiles=TileConfig(2, 64, 2, 1, DYNAMIC, o_parts=2, rescale_late=True), scale=3.0),
+    Case(
+        "d80-three-pingpong",
+        head_dim=(80, 80),
+        tiles=TileConfig(3, 128, 2, 1, DYNAMIC, pingpong=True),
+        seqlen_q=400,
+        seqlen_k=400,
+    ),
+    Case("d80-one-group", head_dim=(80, 80), seqlen_q=60, seqlen_k=300),
+    Case("d192-one-group", head_dim=(192, 192), seqlen_q=60, seqlen_k=300),
+    Case(
+        "d96-no-overlap", head_dim=(96, 96), tiles=TileConfig(2, 64, 2, 2, DYNAMIC, overlap=False), seqlen_q=300, seqlen_k=300
+    ),
     Case("one-query", seqlen_q=1, seqlen_k=300, heads=(4, 1)),
     Case("one-key", seqlen_q=70, seqlen_k=1, window=FULL),
     Case("rows-without-keys", seqlen_q=300, seqlen_k=100),
@@ -86,6 +107,9 @@ PAGED = [
     Case("window-both-page-of-32", window=(30, 10), page_size=32, softcap=5.0, sinks=True),
     Case("d128-float16", head_dim=(128, 128), dtype=torch.float16, page_size=64),
     Case("d192-dv128", head_dim=(192, 128)),
+    Case("d80", head_dim=(80, 80)),
+    Case("d192", head_dim=(192, 192), page_size=32),
+    Case("d72-dv96", head_dim=(72, 96), page_size=64),
     Case("d256-short", head_dim=(256, 256), tiles=TileConfig(2, 64, 2, 1, DYNAMIC, o_parts=2), page_size=32),
     Case("grid-one-group", tiles=TileConfig(1, 64, 2, 1, GRID)),
 ]

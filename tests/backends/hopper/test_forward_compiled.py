@@ -62,7 +62,7 @@ def compile_forward(
 
 
 def test_the_numbers_are_the_kernels_parameters() -> None:
-    assert tuple(_attention_forward.arg_names[11:-1]) == Numbers._fields
+    assert tuple(_attention_forward.arg_names[13:-1]) == Numbers._fields
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,20 @@ def test_the_numbers_are_the_kernels_parameters() -> None:
         pytest.param({"head_dim": 128, "head_dim_v": 128, "window": CAUSAL, "seqlen": 64}, id="d128-one-group"),
         pytest.param({"head_dim": 192, "head_dim_v": 128, "window": CAUSAL}, id="d192-causal"),
         pytest.param({"head_dim": 256, "head_dim_v": 256, "window": FULL}, id="d256-full"),
+        pytest.param({"head_dim": 256, "head_dim_v": 256, "window": CAUSAL, "softcap": 50.0}, id="d256-softcap"),
         pytest.param({"head_dim": 128, "head_dim_v": 128, "window": CAUSAL, "page_size": 16}, id="d128-pages-of-16"),
+        pytest.param({"head_dim": 72, "head_dim_v": 72, "window": FULL}, id="d72-full"),
+        pytest.param({"head_dim": 80, "head_dim_v": 80, "window": CAUSAL, "packed": True}, id="d80-causal-packed"),
+        pytest.param({"head_dim": 80, "head_dim_v": 80, "window": CAUSAL, "page_size": 16}, id="d80-pages-of-16"),
+        pytest.param({"head_dim": 80, "head_dim_v": 80, "window": CAUSAL, "seqlen": 64}, id="d80-one-group"),
+        pytest.param({"head_dim": 96, "head_dim_v": 96, "window": (500, 0)}, id="d96-window"),
+        pytest.param({"head_dim": 112, "head_dim_v": 112, "window": CAUSAL}, id="d112-causal"),
+        pytest.param({"head_dim": 160, "head_dim_v": 160, "window": CAUSAL}, id="d160-causal"),
+        pytest.param({"head_dim": 192, "head_dim_v": 192, "window": CAUSAL, "packed": True}, id="d192-dv192-causal-packed"),
+        pytest.param({"head_dim": 192, "head_dim_v": 192, "window": CAUSAL, "page_size": 64}, id="d192-dv192-pages-of-64"),
+        pytest.param({"head_dim": 224, "head_dim_v": 224, "window": FULL}, id="d224-full"),
+        pytest.param({"head_dim": 64, "head_dim_v": 256, "window": FULL}, id="d64-dv256-full"),
+        pytest.param({"head_dim": 16, "head_dim_v": 40, "window": CAUSAL}, id="d16-dv40-causal"),
         pytest.param({"head_dim": 256, "head_dim_v": 256, "window": (500, 0), "page_size": 256}, id="d256-pages-of-256"),
     ],
 )
@@ -104,8 +117,11 @@ def test_compiles_to_the_intended_instructions(options: dict) -> None:
     assert found["HMMA"] == 0
     # scores of a thread; each of its two rows needs one more exponential, for the factor that rescales the output
     scores = 64 * tiles.block_n // 128
-    loops = main_loops(kernel.sass, scores * (2 if options.get("softcap") else 1) + 2)
+    loops = main_loops(kernel.sass, scores + 2)
     assert len(loops) == tiles.groups
+    tanhs = [sum("MUFU.TANH" in line for line in loop) for loop in loops]
+    assert tanhs == [scores if options.get("softcap") else 0] * tiles.groups
+    assert not any("MUFU.RCP" in line for loop in loops for line in loop)
     assert not [line for loop in loops for line in loop if re.match(r"LDL|STL", line)]
     assert kernel.spill_bytes <= SPILL_BUDGET
     assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
@@ -152,7 +168,7 @@ def under_a_product(sass: str) -> list[int]:
 
 
 @pytest.mark.parametrize("window", [FULL, CAUSAL], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 192, 256])
 def test_products_run_under_the_softmax(head_dim: int, window: tuple[int, int]) -> None:
     """With `softmax_first`, all exponentials of a key block stand between the issue of P V and the wait for it."""
     tiles = replace(forward_tiles(head_dim, head_dim, window, 2048, 2048, False), softmax_first=True)

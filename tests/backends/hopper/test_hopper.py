@@ -11,7 +11,6 @@ from hopper_cases import Case
 from hopper_emulator import emulated
 
 from fa_serve.backends.hopper import HopperBackend
-from fa_serve.backends.hopper.hopper_tiles import HEAD_DIMS
 from fa_serve.backends.plan import AttentionTensors
 from fa_serve.spec import AttentionSpec
 from fa_serve.testing import make_qkv
@@ -19,7 +18,7 @@ from fa_serve.testing import make_qkv
 H200 = AttentionSpec("varlen", "cuda", 90, torch.bfloat16, torch.bfloat16, 128, 128, 32, 8, window_size=(-1, 0))
 
 
-@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("dims", [*[(d, d) for d in range(8, 257, 8)], (192, 128), (64, 256), (256, 8)])
 @pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
 def test_supports(dims: tuple[int, int], layout: str) -> None:
     spec = replace(
@@ -47,10 +46,14 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"layout": "paged", "page_size": 16, "kv_dtype": torch.float8_e4m3fn}, "got float8_e4m3fn"),
         ({"layout": "paged", "page_size": 8}, "got 8"),
         ({"layout": "paged", "page_size": 16, "whole_rows": False}, "whole number of tokens"),
-        ({"head_dim": 80, "head_dim_v": 80}, "got 80"),
-        ({"head_dim": 128, "head_dim_v": 64}, "got 128 with head_dim_v 64"),
+        ({"head_dim": 84, "head_dim_v": 84}, "got 84"),
+        ({"head_dim": 128, "head_dim_v": 60}, "got 128/60"),
+        ({"head_dim": 264, "head_dim_v": 128}, "got 264/128"),
         ({"mask": "bool"}, "explicit mask"),
-        ({"needs_grad": True}, "gradients"),
+        ({"alibi": True}, "no ALiBi"),
+        ({"attention_chunk": True}, "no attention_chunk"),
+        ({"op": "backward"}, "portable kernels compute the gradients"),
+        ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
     ],
 )
 def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -> None:
@@ -60,8 +63,14 @@ def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -
 
 
 def test_refuses_another_release_of_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "__version__", "3.7.0")
-    assert "3.7.0" in str(HopperBackend().supports(H200))
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    assert "3.10.0" in str(HopperBackend().supports(H200))
+
+
+@pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
+def test_knows_the_releases_of_gluon(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", release)
+    assert HopperBackend().supports(H200) is None
 
 
 def test_refuses_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

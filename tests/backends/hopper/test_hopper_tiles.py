@@ -2,27 +2,68 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
-from fa_serve.backends.hopper.hopper_tiles import HEAD_DIMS, TileConfig, forward_tiles, head_group
+from fa_serve.backends.hopper.hopper_tiles import (
+    SHARED_BYTES,
+    TileConfig,
+    forward_tiles,
+    head_group,
+    key_columns,
+    value_columns,
+)
 
 
 def shared_bytes(tiles: TileConfig, head_dim: int, head_dim_v: int) -> int:
-    """Shared memory of a thread block. Hopper has 232,448 bytes for one, and 233,472 for all of a multiprocessor."""
-    first, second, value = HEAD_DIMS[head_dim, head_dim_v]
-    queries = tiles.q_stages * tiles.block_m * (first + second)
-    keys = tiles.stages * tiles.block_n * (first + second + value)
-    out = tiles.block_m * value // tiles.o_parts if tiles.o_parts else 0
+    """Shared memory of a thread block. Hopper has 233,472 bytes for all of a multiprocessor."""
+    d0, d1 = key_columns(head_dim)
+    dv0, dv1 = value_columns(head_dim_v)
+    queries = tiles.q_stages * tiles.block_m * (d0 + d1)
+    keys = tiles.stages * tiles.block_n * (d0 + d1 + dv0 + dv1)
+    out = tiles.block_m * (dv0 // tiles.o_parts + dv1) if tiles.o_parts else 0
     return 2 * (queries + keys + out) + 1024
 
 
-@pytest.mark.parametrize("dims", HEAD_DIMS)
-@pytest.mark.parametrize("seqlen", [1, 64, 65, 512, 1024, 2048, 4096, 100_000])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (127, 0)], ids=["full", "causal", "window"])
-def test_chosen_tiles_fit_the_chip(dims: tuple[int, int], seqlen: int, window: tuple[int, int]) -> None:
-    for varlen, paged in ((False, False), (True, False), (True, True)):
+ALL_WIDTHS = [16, 32, 40, 64, 72, 96, 128, 136, 160, 192, 256]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "columns"),
+    [
+        (8, (32, 0)),
+        (40, (32, 16)),
+        (56, (64, 0)),
+        (64, (64, 0)),
+        (72, (64, 16)),
+        (80, (64, 16)),
+        (96, (64, 32)),
+        (104, (128, 0)),
+        (128, (128, 0)),
+        (144, (128, 16)),
+        (160, (128, 32)),
+        (192, (128, 64)),
+    ],
+)
+def test_two_parts_cover_a_head(head_dim: int, columns: tuple[int, int]) -> None:
+    assert key_columns(head_dim) == value_columns(head_dim) == columns
+
+
+def test_wide_heads() -> None:
+    """wgmma takes values of 256 columns in one part; Q and K have two parts of 128."""
+    for head_dim in (200, 224, 256):
+        assert key_columns(head_dim) == (128, 128)
+        assert value_columns(head_dim) == (256, 0)
+
+
+@pytest.mark.parametrize("dims", list(product(ALL_WIDTHS, ALL_WIDTHS)), ids=str)
+def test_chosen_tiles_fit_the_chip(dims: tuple[int, int]) -> None:
+    lengths = (1, 64, 65, 512, 1024, 2048, 4096, 100_000)
+    windows = ((-1, -1), (-1, 0), (127, 0))
+    for seqlen, window, (varlen, paged) in product(lengths, windows, ((False, False), (True, False), (True, True))):
         tiles = forward_tiles(*dims, window, seqlen, seqlen, varlen, paged)
-        assert shared_bytes(tiles, *dims) <= 232_448
+        assert shared_bytes(tiles, *dims) <= SHARED_BYTES
         assert tiles.blocks_per_sm * shared_bytes(tiles, *dims) <= 233_472
         at_launch, consumer = tiles.registers
         threads = 128 * (tiles.groups + 1)
@@ -30,6 +71,8 @@ def test_chosen_tiles_fit_the_chip(dims: tuple[int, int], seqlen: int, window: t
         assert consumer % 8 == 0
         assert tiles.blocks_per_sm * threads * at_launch <= 65_536
         assert 128 * (tiles.groups * consumer + 24) <= threads * at_launch
+        assert tiles.o_parts or value_columns(dims[1])[0] == key_columns(dims[0])[0]
+        assert tiles.o_parts or value_columns(dims[1])[1] in (0, key_columns(dims[0])[1])
 
 
 def test_rows_that_see_few_keys_take_small_tiles() -> None:

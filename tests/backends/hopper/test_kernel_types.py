@@ -8,9 +8,9 @@ from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig
 from fa_serve.backends.hopper.kernel_types import Variant
 
 
-def variant(page_size: int = 0, groups: int = 2, o_parts: int = 0) -> Variant:
+def variant(page_size: int = 0, groups: int = 2, o_parts: int = 0, dv: tuple[int, int] = (128, 0)) -> Variant:
     tiles = TileConfig(groups, 128, 2, 2, Schedule.DYNAMIC, o_parts=o_parts)
-    return Variant(tiles, 128, 0, 128, True, False, True, False, page_size)
+    return Variant(tiles, 128, 0, *dv, True, False, True, False, page_size)
 
 
 @pytest.mark.parametrize(("page_size", "rows"), [(16, 16), (48, 16), (64, 64), (256, 128), (320, 64)])
@@ -31,3 +31,9 @@ def test_registers_fit_what_the_launch_reserves(page_size: int, groups: int) -> 
 def test_o_leaves_in_parts() -> None:
     assert variant().o_width == 128
     assert variant(o_parts=2).o_width == 64
+    assert variant(o_parts=2, dv=(128, 32)).o_width == 64
+
+
+def test_each_part_of_o_has_a_layout_of_its_width() -> None:
+    found = variant(dv=(64, 16))
+    assert [layout.instr_shape[1] for layout in (found.output_layout, found.second_output_layout)] == [64, 16]

@@ -7,7 +7,14 @@ from itertools import product
 import pytest
 
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.triton.triton_tiles import DECODE_MIN_ROWS, batch_block, combine_tiles, decode_tiles, forward_tiles
+from fa_serve.backends.triton.triton_tiles import (
+    DECODE_MIN_ROWS,
+    backward_tiles,
+    batch_block,
+    combine_tiles,
+    decode_tiles,
+    forward_tiles,
+)
 
 ARCHS = (0, 80, 86, 89, 90, 100, 120)
 DIMS = (16, 64, 96, 128, 192, 256)
@@ -34,3 +41,10 @@ def test_batch_block_covers_the_batch(batch: int) -> None:
 def test_fixed_splits_are_merged_in_an_order_that_the_batch_does_not_change() -> None:
     for splits in (2, 16, 17, 64):
         assert combine_tiles(False, splits, 128, 8) == combine_tiles(False, splits, 128, 100_000)
+
+
+def test_backward_tiles_fit_the_padding_of_row_statistics() -> None:
+    """Whole tiles of rows are read from statistics that are padded to multiples of 128."""
+    for arch, itemsize, dim in product(ARCHS, (2, 4), DIMS):
+        tiles = backward_tiles(arch, itemsize, dim, dim)
+        assert 128 % tiles.keys.block_m == 128 % tiles.queries.block_m == 0

@@ -1,0 +1,66 @@
+"""Training through `attn_implementation="fa_serve"`: the losses of a few steps are those of eager attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf_families import BY_NAME, tokens
+from torch import Tensor
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+
+import fa_serve
+from fa_serve.demo import model_path
+
+
+def losses(model: torch.nn.Module, ids: Tensor, mask: Tensor, steps: int) -> list[float]:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_the_embedded_model_learns_what_it_learns_with_eager_attention() -> None:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(4, 200, (2, 24), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, 18:] = 0
+    found = []
+    for name in ("eager", "fa_serve"):
+        model = AutoModelForCausalLM.from_pretrained(model_path(), attn_implementation=name, dtype=torch.float32)
+        found.append(losses(model, ids, mask, 5))
+    torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-3)
+    assert found[1][-1] < found[1][0]
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma2"])
+def test_sinks_softcap_and_windows_have_gradients(family: str) -> None:
+    gradients = []
+    for model in (BY_NAME[family].build(), fa_serve.patch(BY_NAME[family].build())):
+        model(tokens(2, 14)).logits.square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_the_position_bias_of_t5_has_a_gradient() -> None:
+    config = T5Config(
+        vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0, dropout_rate=0.0
+    )
+    ids = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for name in ("eager", "fa_serve"):
+        torch.manual_seed(0)
+        model = T5ForConditionalGeneration._from_config(config, attn_implementation=name)
+        model(input_ids=ids, labels=ids).loss.backward()
+        bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad
+        assert bias is not None
+        assert bias.any()
+        gradients.append(bias)
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-3)
