@@ -12,6 +12,7 @@ ARGS   ?=
 JOBS   ?= 2
 EVERY  ?= 17
 LOAD   ?= full
+TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 BENCH  ?= prefill varlen window decode mixed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -19,7 +20,7 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-newest lint types docs check format test-load test-security fuzz abuse test-gpu memcheck bench release \
+.PHONY: help serve test test-triton test-newest lint types docs check format test-load test-security fuzz abuse test-gpu memcheck bench release \
   requirements sbom pin-images clean
 
 BIN    := $(VENV)/bin
@@ -54,6 +55,10 @@ fuzz: $(VENV)/.test ## the fuzzer over all routes for FUZZ_SECONDS (600); a fail
 abuse: $(VENV)/.test ## honest streams beside random abuse for an hour (ARGS="--seconds 120")
 	$(BIN)/python benchmarks/abuse.py $(ARGS)
 
+test-triton: $(foreach version,$(TRITONS),$(VENV)/triton-$(version)/.installed) ## the kernels compile with each release of Triton in TRITONS
+	for version in $(TRITONS); do PYTHONPATH=$(VENV)/triton-$$version TRITON_CACHE_DIR=$(VENV)/triton-$$version/cache $(PYTEST) \
+	  tests/backends/test_launch.py tests/backends/test_releases.py; done
+
 test-newest: $(VENV)/.newest ## the transformers adapter with the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'
 	PYTHONPATH=$(VENV)/newest $(PYTEST) tests/hf
@@ -72,7 +77,7 @@ docs: $(VENV)/.docs ## build the documentation into site/, strictly and without 
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
 	@echo "the documentation is in site/index.html"
 
-check: lint types test test-newest docs ## what CI runs
+check: lint types test test-triton test-newest docs ## what CI runs
 
 format: $(VENV)/.test ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix --exit-zero --quiet .
@@ -132,6 +137,11 @@ $(VENV)/.server $(VENV)/.docs $(VENV)/.test $(VENV)/.release: $(VENV)/.%: pyproj
 $(VENV)/.newest: requirements-newest.txt $(VENV)/.test
 	@rm -rf $(VENV)/newest
 	@$(PIP) install -qq --no-deps --target $(VENV)/newest -r $<
+	@touch $@
+
+$(VENV)/triton-%/.installed: $(VENV)/.test
+	@rm -rf $(@D)
+	@$(PIP) install -qq --no-deps --target $(@D) triton==$*
 	@touch $@
 
 $(VENV)/tools/.installed: requirements/tools.txt

@@ -29,7 +29,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import server_process
 from security import attacks
-from security.probe import MEMORY_FACTOR, Probe, measure, memory_of
+from security.probe import MEMORY_FACTOR, Probe, memory_of, warm_up
 
 HONEST = "honest-key"
 ATTACKER = "attackers-key"
@@ -134,13 +134,13 @@ class Abuse:
 
 def abuse(served: server_process.ServerProcess, args: argparse.Namespace) -> dict[str, Any]:
     pid = served.process.pid
-    measure(served.url, HONEST, 2)
+    warm_up(served.url, HONEST)
     asyncio.run(Honest(served.url, args.streams, args.tokens).run(time.monotonic() + 5))
-    calm_memory = memory_of(pid)
     calm_probe = Probe(served.url, HONEST)
     calm = Honest(served.url, args.streams, args.tokens)
     asyncio.run(calm.run(time.monotonic() + args.calm))
     calm_report = calm_probe.stop()
+    calm_memory = memory_of(pid)
     honest = Honest(served.url, args.streams, args.tokens)
     hostile = Abuse(served.url, args.seed, args.attackers)
     probe = Probe(served.url, HONEST)

@@ -8,7 +8,9 @@
 A, B, C, D are in `WORKLOADS` of engine_workloads.py. They are greedy, ignore end tokens, take and return token ids, and use no
 prefix cache. `shared` is 128 requests whose first 2,048 tokens are the same; with it, prefix caches are on for all workloads,
 but the prompts of the other workloads have nothing in common. `sampled` is B with temperature 0.7 and top_p 0.9; its peer is
-our greedy B. The start-up is the time from the start of the process to the first token, with compilers' caches as they are.
+our greedy B. `edit` speculates, with 5 drafts
+accepted in each step as in an answer that mostly copies its prompt; its peer is `edit_plain`, the same requests without
+speculation. The start-up is the time from the start of the process to the first token, with compilers' caches as they are.
 
 Every engine loads the same folder, which has the shape's config and random weights. The engines run one after the other, each
 in a separate process with a share of --budget seconds for each shape; workloads that do not end in time are left out. Before a
@@ -41,8 +43,8 @@ from profile_engine import profile
 SHARES = {"fa_serve": 4, "vllm": 5, "generate_batch": 4}  # of the time
 PEERS = ("vllm", "generate_batch")
 NOT_ASKED = {
-    "vllm": ["sampled"],
-    "generate_batch": ["sampled", "B", "shared"],
+    "vllm": ["sampled", "edit", "edit_plain"],
+    "generate_batch": ["sampled", "B", "shared", "edit", "edit_plain"],
 }  # it takes one length of answers, shares nothing
 
 
@@ -69,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
                         continue
                     values = rates.setdefault(f"{shape} {name}", {})
                     values[engine] = value
+                    if name == "edit_plain" and (speculative := rates.get(f"{shape} edit")):
+                        speculative["own_plain"] = value
                     if name == "sampled" and (greedy := rates.get(f"{shape} B", {}).get("fa_serve")):
                         values["own_greedy"] = greedy
                     if args.device == "cuda":
@@ -160,7 +164,7 @@ def record(rates: dict[str, dict[str, float]], args: argparse.Namespace) -> list
 
 
 def report(rates: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
-    names = ["fa_serve", *args.peers, "own_greedy"]
+    names = ["fa_serve", *args.peers, "own_greedy", "own_plain"]
     say("\n" + f"{'case':<20}" + "".join(f"{name:>15}" for name in names) + "   ratio")
     lines = record(rates, args) if args.device == "cuda" else []
     ratios = {line["case"]: line["ratio"] for line in lines if line["ratio"] is not None}

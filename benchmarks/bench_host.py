@@ -9,6 +9,7 @@ The table shows the medians of the rounds, their ratio after / before, and the l
 above 1 means that the change made the call slower. `--cases` measures a part.
 
     dense, varlen, paged      one call of `fa_serve.attention`, `attention_varlen`, `attention_paged`
+    flash_attn ...            the same three calls through `fa_serve.flash_attn`; in a tree without it, the calls that it makes
     layer prompt, token       one decoder layer of a model with `attn_implementation="fa_serve"` and a growing cache
     engine N host             one decode step of `Engine` with N sequences, without waiting for the device
     engine N wall             the same, with the device: what a token takes
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import os
 import statistics
@@ -39,7 +41,7 @@ from engine_workloads import make_model
 from measure import Results, commit_of
 
 HERE = Path(__file__).parent
-CASES = ("dense", "varlen", "paged", "layer", "engine")
+CASES = ("dense", "varlen", "paged", "flash_attn", "layer", "engine")
 
 
 @dataclass(frozen=True)
@@ -112,21 +114,34 @@ def random_tensors(sizes: Sizes, tokens: int) -> list[torch.Tensor]:
     return [torch.randn(shape, device=sizes.device, dtype=sizes.dtype) for shape in shapes]
 
 
-def dense(sizes: Sizes) -> Iterator[tuple[str, float]]:
+Call = Callable[[], object]
+
+
+def dense_call(sizes: Sizes, drop_in: bool = False) -> Call:
+    """A dense causal call; `drop_in` makes it through `fa_serve.flash_attn`."""
     import fa_serve
 
     q, k, v = (x[None] for x in random_tensors(sizes, sizes.prompt))
-    yield "dense", microseconds(partial(fa_serve.attention, q, k, v, causal=True), sizes, sizes.calls)
+    if drop_in:
+        from fa_serve.flash_attn import flash_attn_func
+
+        return partial(flash_attn_func, q, k, v, causal=True)
+    return partial(fa_serve.attention, q, k, v, causal=True)
 
 
-def varlen(sizes: Sizes) -> Iterator[tuple[str, float]]:
+def varlen_call(sizes: Sizes, drop_in: bool = False) -> Call:
+    """A packed causal call of `sizes.lengths`."""
     import fa_serve
 
     q, k, v = random_tensors(sizes, sum(sizes.lengths))
     lengths = torch.tensor((0, *sizes.lengths), device=sizes.device)
     ends = lengths.cumsum(0, dtype=torch.int32)
     longest = max(sizes.lengths)
-    call = partial(
+    if drop_in:
+        from fa_serve.flash_attn import flash_attn_varlen_func
+
+        return partial(flash_attn_varlen_func, q, k, v, ends, ends, longest, longest, causal=True)
+    return partial(
         fa_serve.attention_varlen,
         q,
         k,
@@ -137,10 +152,10 @@ def varlen(sizes: Sizes) -> Iterator[tuple[str, float]]:
         max_seqlen_k=longest,
         causal=True,
     )
-    yield "varlen", microseconds(call, sizes, sizes.calls)
 
 
-def paged(sizes: Sizes) -> Iterator[tuple[str, float]]:
+def paged_call(sizes: Sizes, drop_in: bool = False) -> Call:
+    """One query per sequence over a paged cache."""
     import fa_serve
 
     page_size = 16
@@ -150,19 +165,38 @@ def paged(sizes: Sizes) -> Iterator[tuple[str, float]]:
     shape = (count * pages, page_size, sizes.kv_heads, sizes.dim)
     k_cache, v_cache = (torch.randn(shape, device=sizes.device, dtype=sizes.dtype) for _ in range(2))
     integers = {"device": sizes.device, "dtype": torch.int32}
-    call = partial(
+    table = torch.arange(count * pages, **integers).view(count, pages)
+    lengths = torch.full((count,), sizes.context, **integers)
+    if drop_in:
+        from fa_serve.flash_attn import flash_attn_with_kvcache
+
+        words = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+        return partial(flash_attn_with_kvcache, q[:, None], k_cache, v_cache, **words)
+    return partial(
         fa_serve.attention_paged,
         q,
         k_cache,
         v_cache,
-        block_table=torch.arange(count * pages, **integers).view(count, pages),
-        seqused_k=torch.full((count,), sizes.context, **integers),
+        block_table=table,
+        seqused_k=lengths,
         cu_seqlens_q=torch.arange(count + 1, **integers),
         max_seqlen_q=1,
         max_seqlen_k=sizes.context,
         causal=True,
     )
-    yield "paged", microseconds(call, sizes, sizes.calls)
+
+
+CALLS = {"dense": dense_call, "varlen": varlen_call, "paged": paged_call}
+
+
+def plain(name: str, sizes: Sizes) -> Iterator[tuple[str, float]]:
+    yield name, microseconds(CALLS[name](sizes), sizes, sizes.calls)
+
+
+def flash_attn(sizes: Sizes) -> Iterator[tuple[str, float]]:
+    has_it = importlib.util.find_spec("fa_serve.flash_attn") is not None
+    for name, make in CALLS.items():
+        yield f"flash_attn {name}", microseconds(make(sizes, has_it), sizes, sizes.calls)
 
 
 def layer(sizes: Sizes) -> Iterator[tuple[str, float]]:
@@ -253,7 +287,8 @@ def work(args: argparse.Namespace, sizes: Sizes) -> None:
     torch.manual_seed(0)
     gc.disable()  # a collection in the middle of a measurement is noise
     for name in args.cases:
-        for case, us in {"dense": dense, "varlen": varlen, "paged": paged, "layer": layer, "engine": engine}[name](sizes):
+        others = {"flash_attn": flash_attn, "layer": layer, "engine": engine}
+        for case, us in plain(name, sizes) if name in CALLS else others[name](sizes):
             print("@ " + json.dumps([case, us]), flush=True)
         gc.collect()
 

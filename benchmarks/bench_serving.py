@@ -2,7 +2,11 @@
 
     python benchmarks/bench_serving.py --shapes qwen06 --peer-path DIR        # vLLM and what it needs lie in DIR
     python benchmarks/bench_serving.py --shapes qwen06,llama8b --peer-path DIR --budget 300
+    python benchmarks/bench_serving.py --open --shapes llama8b --peer-path DIR --budget 500
+    python benchmarks/bench_serving.py --open --shapes llama8b --no-peers --seconds 5     # ours alone, in 100 s
     python benchmarks/bench_serving.py --shapes tiny --device cpu --requests 8    # tries the script out
+
+`--open` measures open loops (open_loops.py), from a cold start and warm, in place of the two closed ones.
 
 Two loads, `LOADS` below: 256 requests at once for throughput, 32 for the times that a client sees. A model has its shape's
 config and random weights, and a tokenizer with a word for each id (engine_workloads.py); prompts are random token ids, end
@@ -34,6 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import open_loops
 from engine_workloads import LIMIT, SHAPES, say
 
 if TYPE_CHECKING:
@@ -47,6 +52,8 @@ WARM_UP = 2  # rounds, so that prompts have met sequences that decode
 # requests, at once, tokens in, tokens out
 LOADS = {"256 at once": (768, 256, 256, 256), "32 at once": (160, 32, 512, 128)}  # the first: of three --waves
 THROUGHPUT, LATENCY = LOADS
+UNITS = {"throughput": "tok/s", "goodput": "req/s", "start": "s"}  # of cases that are not in milliseconds, by a word
+Measures = dict[str, float]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -64,9 +71,7 @@ def run(args: argparse.Namespace) -> None:
             for side, (command, env) in sides.items():
                 end = deadline - (reserved if side == "fa_serve" else 0)
                 try:
-                    with server(side, command, env, end, args) as (url, seconds):
-                        say(f"  {side}: ready after {seconds:.1f} s")
-                        measures = {"start": seconds} | measure(url, shape, args, end)
+                    measures = (opened if args.open else closed)(side, command, env, shape, end, args)
                 except (RuntimeError, OSError) as error:
                     say(f"  {side}: {error}")
                     continue
@@ -79,6 +84,30 @@ def run(args: argparse.Namespace) -> None:
             say(f"  {'offline':<10}{offline:.5g} tokens/s")
 
 
+def closed(side: str, command: list[str], env: dict[str, str], shape: str, end: float, args: argparse.Namespace) -> Measures:
+    with server(side, command, env, end, args) as (url, seconds):
+        say(f"  {side}: ready after {seconds:.1f} s")
+        return {"start": seconds} | measure(url, shape, args, end)
+
+
+def opened(side: str, command: list[str], env: dict[str, str], shape: str, end: float, args: argparse.Namespace) -> Measures:
+    """A server with empty caches for each of the cold rates. The last one goes on with the warm loads."""
+    from fa_serve.client.bench import Load
+
+    measures: Measures = {}
+    for rate in args.cold_rates:
+        with tempfile.TemporaryDirectory() as caches:
+            cold = env | open_loops.empty_caches(caches)
+            with server(side, command, cold, end, args) as (url, seconds):
+                say(f"  {side}: ready after {seconds:.1f} s, cold")
+                base = Load(url=url, model="bench", ids=(5, SHAPES[shape]["vocab_size"]), warmup=1)
+                load = open_loops.workload(base, args.requests)
+                measures |= {"start, cold": seconds} | open_loops.straight_after_ready(load, rate, args.seconds)
+                if rate == args.cold_rates[-1]:
+                    measures |= open_loops.warm(load, args.rates, args.seconds, args.clients)
+    return measures
+
+
 def record(found: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
     """Write what has been measured so far, so that a run that is cut off loses nothing."""
     if args.device != "cuda":
@@ -89,7 +118,7 @@ def record(found: dict[str, dict[str, float]], args: argparse.Namespace) -> None
     results = Results("serving", args.out)
     for case, values in found.items():
         if "fa_serve" in values:
-            unit = "tok/s" if "throughput" in case else "s" if "start" in case else "ms"
+            unit = next((unit for word, unit in UNITS.items() if word in case), "ms")
             results.add(case, unit, values["fa_serve"], {name: value for name, value in values.items() if name != "fa_serve"})
     if results.path.exists():
         # the lines of cases that this run has not measured stay
@@ -314,13 +343,26 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=2, help="processes that send requests")
     parser.add_argument("--waves", type=int, default=3, help="throughput: so many times the requests that are at once")
     parser.add_argument("--requests", type=int, help="so many of each load's, with answers of 8 tokens")
+    parser.add_argument("--no-peers", action="store_true", help="leave vLLM out, whatever --peer-path is")
+    parser.add_argument("--open", action="store_true", help="open loops in place of the closed ones, and no offline engine")
+    parser.add_argument("--rates", type=rates, default=open_loops.RATES, help="--open: requests per second, warm")
+    parser.add_argument(
+        "--cold-rates", type=rates, default=open_loops.COLD_RATES, help="--open: the same, each after a cold start"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="--open: of arrivals at each rate")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="one more of `fa-serve serve`'s")
     parser.add_argument("--no-offline", dest="offline", action="store_false", help="leave the engine without a server out")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
+    args.peer_path = "" if args.no_peers else args.peer_path
+    args.offline = args.offline and not args.open
     parts[args.part](args)
+
+
+def rates(text: str) -> list[float]:
+    return [float(rate) for rate in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ def measure(args: argparse.Namespace, rate: Rate, before: tuple[str, ...] = ("fi
 
 def serve_ours(args: argparse.Namespace) -> None:
     imports = time.time()
+    from synthetic_drafts import accepting, no_drafts
+
     from fa_serve.engine import Engine, EngineConfig, SamplingParams
 
     settings = {
@@ -85,6 +87,7 @@ def serve_ours(args: argparse.Namespace) -> None:
         "gpu_memory_utilization": 0.85,
         "seed": 0,
         "prefix_caching": "shared" in args.workloads,
+        "speculative": "ngram" if "edit" in args.workloads else None,
     }
     loading = time.time()
     engine = Engine(EngineConfig(**settings | args.set))
@@ -101,10 +104,11 @@ def serve_ours(args: argparse.Namespace) -> None:
             sampling: Any = TOP_P if workload.sampled else {"temperature": 0.0}
             engine.add_request(f"{name}-{row}", prompt, SamplingParams(max_tokens=tokens_out, ignore_eos=True, **sampling))
         ended: Counter[str | None] = Counter()
-        while engine.has_unfinished():
-            ended.update(output.finish_reason for output in engine.step() if output.finished)
-            if time.time() > args.deadline:
-                return None
+        with no_drafts(engine) if workload.accepted is None else accepting(engine, workload.accepted):
+            while engine.has_unfinished():
+                ended.update(output.finish_reason for output in engine.step() if output.finished)
+                if time.time() > args.deadline:
+                    return None
         seconds = time.perf_counter() - start
         after = engine.stats()
         assert ended == {"length": len(prompts)}, ended

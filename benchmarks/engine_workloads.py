@@ -61,12 +61,14 @@ class Workload:
 
     all_tokens: whether the rate counts the tokens of prompts as well
     prefix:     tokens at the beginning of every prompt that are the same
+    accepted:   drafts that are right in each step of a sequence (synthetic_drafts.py); None without speculation
     """
 
     lengths: list[tuple[int, int]]
     all_tokens: bool = False
     prefix: int = 0
     sampled: bool = False
+    accepted: int | None = None
 
     def prompts(self, name: str, vocab: int) -> list[list[int]]:
         """Random token ids, different for each name. The first `prefix` of each prompt are the same."""
@@ -92,6 +94,8 @@ WORKLOADS = {
     "sampled": Workload(uneven(256), sampled=True),
     "C": Workload([(128, 256)]),
     "D": Workload([(3072, 1)] * 64, all_tokens=True),
+    "edit": Workload([(1024, 512)] * 16, accepted=5),
+    "edit_plain": Workload([(1024, 512)] * 16),
     "shared": Workload([(SHARED + 64, 64)] * 128, prefix=SHARED),
 }
 

@@ -117,8 +117,10 @@ def serve(
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
     log_to_stderr(settings.log_level, settings.log_format)
+    from fa_serve.engine.host_memory import limit_host_memory
     from fa_serve.server.process import build_server
 
+    limit_host_memory()
     try:
         server = build_server(settings, report)
     except (ValueError, OSError) as error:
@@ -170,6 +172,9 @@ def bench(
     rate: Annotated[float | None, typer.Option(min=1e-6, help="Requests per second, as a Poisson process.")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, which are random.")] = 128,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 128,
+    spread: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Draw lengths from 1 - SPREAD to 1 + SPREAD of these, uniformly.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and the arrivals.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Processes of this client; a fast server needs several.")] = 1,
     out: Annotated[Path | None, typer.Option("--json", help="File to which the report is appended as one JSON line.")] = None,
@@ -195,6 +200,7 @@ def bench(
         prompt_tokens=prompt_tokens,
         seed=seed,
         output_tokens=output_tokens,
+        spread=spread,
         concurrency=concurrency or (DEFAULT_CONCURRENCY if rate is None else None),
         processes=processes,
     )

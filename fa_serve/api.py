@@ -1,4 +1,4 @@
-"""The public functions: attention, attention_varlen, attention_paged, store_kv. They validate, fill in defaults and dispatch.
+"""The public functions: attention, attention_varlen, attention_paged, store_kv. They pack their arguments and dispatch.
 
     out = fa_serve.attention(q, k, v, causal=True)
     out = fa_serve.attention_varlen(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=512, max_seqlen_k=512)
@@ -11,45 +11,35 @@ Conventions shared by all:
   when i + offset - left <= j <= i + offset + right, offset = seqlen_k - seqlen_q.
 - `window_size=(left, right)`, -1 unlimited; `causal=True` means right = 0.
 - `softmax_scale` defaults to head_dim ** -0.5. `softcap` s (0.0 off) turns a scaled score x into s * tanh(x / s).
+- `attention_chunk` c (0 off) cuts the keys of each sequence into chunks of c, the first of which begins at key 0. The query at
+  position p = i + offset sees the keys of its chunk only, p // c * c <= j <= p (Llama 4). The call must be causal, without a
+  window.
+- `alibi_slopes`, float32, (num_heads,) or (batch, num_heads): adds -slope * |i + offset - j| to the scaled score, after softcap
+  (ALiBi, Press et al. 2022, arXiv:2108.12409).
 - `sinks` (num_heads,): one more logit per head in the denominator of the softmax, without a value.
 - `lse`: float32, the natural logarithm of the softmax denominator including the sink (float64 from the reference for float64
   input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
 - The host never reads lengths on a GPU (`cu_seqlens_*`, `seqused_k`); the caller guarantees their values. `max_seqlen_*` are
   host integers and upper bounds.
 - Calls that look alike are decided once (see `backends.plan`): checks, the backend and its tiles are kept in a plan.
+- While a caller is compiled, exported or traced, a call is recorded as one operator of PyTorch (see `operators`).
 
 Algorithm: FlashAttention-2 (Dao 2023, arXiv:2307.08691), FlashAttention-3 on Hopper (Shah et al. 2024, arXiv:2407.08608),
-the paged cache of vLLM (Kwon et al. 2023, arXiv:2309.06180). This module leaves out everything that a backend decides (strides,
-tiles, architecture); `argument_checks` holds the checks.
+the paged cache of vLLM (Kwon et al. 2023, arXiv:2309.06180). This module leaves out the checks (`argument_checks`), the
+choice of a backend (`dispatch`), and everything that a backend decides (strides, tiles, architecture).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
-from fa_serve.argument_checks import (
-    SoftmaxOptions,
-    check_block_table,
-    check_cache,
-    check_descale,
-    check_index,
-    check_lengths,
-    check_mask,
-    check_out,
-    check_qkv,
-    check_store,
-    softmax_options,
-)
+from fa_serve import operators
 from fa_serve.backends import MAX_KEYS_PER_TILE as MAX_KEYS_PER_TILE
-from fa_serve.backends import select_backend
-from fa_serve.backends.chunks import divides_keys
-from fa_serve.backends.mixed import plan_mixed
-from fa_serve.backends.plan import PLANS, AttentionOptions, AttentionTensors, Run, StoreTensors, facts, growing_facts
-from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, arch_of
+from fa_serve.backends.plan import AttentionTensors, StoreTensors
+from fa_serve.dispatch import run_dense, run_paged, run_store, run_varlen
+from fa_serve.operators import is_traced
 
 
 @overload
@@ -62,6 +52,8 @@ def attention(
     softmax_scale: float | None = ...,
     window_size: tuple[int, int] = ...,
     softcap: float = ...,
+    attention_chunk: int = ...,
+    alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     mask: Tensor | None = ...,
     return_lse: Literal[False] = ...,
@@ -78,6 +70,8 @@ def attention(
     softmax_scale: float | None = ...,
     window_size: tuple[int, int] = ...,
     softcap: float = ...,
+    attention_chunk: int = ...,
+    alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     mask: Tensor | None = ...,
     return_lse: Literal[True],
@@ -93,6 +87,8 @@ def attention(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    attention_chunk: int = 0,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
     return_lse: bool = False,
@@ -112,21 +108,22 @@ def attention(
     Raises ValueError or TypeError that names the argument, and UnsupportedError with every reason when no backend can serve
     the call.
     """
-    options = (causal, _as_float(softmax_scale), tuple(window_size), float(softcap), return_lse, backend)
+    options = (
+        causal,
+        None if softmax_scale is None else float(softmax_scale),
+        tuple(window_size),
+        float(softcap),
+        attention_chunk,
+        return_lse,
+        backend,
+    )
     if sinks is not None:
         sinks = sinks.contiguous()
-    tensors = AttentionTensors(q, k, v, sinks, mask, out=out)
-    # One query per sequence behind a cache that grows: the calls of all steps look alike.
-    growing = growing_facts(q, k, v, mask) if q.dim() == 4 and q.shape[1] == 1 and out is None else None
-    key: tuple[Any, ...]
-    if growing is None:
-        key = ("dense", facts(q, k, v, sinks, mask, out), options)
-    else:
-        key = ("growing", growing, facts(sinks), options)
-    run = PLANS.get(key)
-    if run is None:
-        run = PLANS.add(key, _plan_dense(tensors, options))
-    result, lse = run(tensors)
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.contiguous()
+    tensors = AttentionTensors(q, k, v, sinks, mask, None, None, None, None, None, out, None, alibi_slopes)
+    run = operators.attention if is_traced(q, k, v) else run_dense
+    result, lse = run(tensors, options)
     return result if lse is None else (result, lse)
 
 
@@ -143,6 +140,8 @@ def attention_varlen(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    attention_chunk: int = 0,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
@@ -156,19 +155,24 @@ def attention_varlen(
     max_seqlen_*: upper bounds of the lengths, host integers
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    options = (causal, _as_float(softmax_scale), tuple(window_size), float(softcap), return_lse, backend)
-    tensors = AttentionTensors(q, k, v, _contiguous(sinks), None, _contiguous(cu_seqlens_q), _contiguous(cu_seqlens_k), out=out)
-    key = (
-        "varlen",
-        facts(q, k, v, tensors.sinks, tensors.cu_seqlens_q, tensors.keys, out),
-        max_seqlen_q,
-        max_seqlen_k,
-        options,
+    options = (
+        causal,
+        None if softmax_scale is None else float(softmax_scale),
+        tuple(window_size),
+        float(softcap),
+        attention_chunk,
+        return_lse,
+        backend,
     )
-    run = PLANS.get(key)
-    if run is None:
-        run = PLANS.add(key, _plan_varlen(tensors, max_seqlen_q, max_seqlen_k, options))
-    result, lse = run(tensors)
+    if sinks is not None:
+        sinks = sinks.contiguous()
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.contiguous()
+    cu_seqlens_q = cu_seqlens_q.contiguous()
+    cu_seqlens_k = cu_seqlens_k.contiguous()
+    tensors = AttentionTensors(q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, None, None, None, out, None, alibi_slopes)
+    run = operators.attention_varlen if is_traced(q, k, v) else run_varlen
+    result, lse = run(tensors, max_seqlen_q, max_seqlen_k, options)
     return result if lse is None else (result, lse)
 
 
@@ -186,6 +190,8 @@ def attention_paged(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    attention_chunk: int = 0,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -206,26 +212,28 @@ def attention_paged(
     num_splits:   0 lets a heuristic on host-known shapes choose, 1 none, n > 1 exactly n parts of each sequence's keys
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    options = (causal, _as_float(softmax_scale), tuple(window_size), float(softcap), return_lse, backend)
-    tensors = AttentionTensors(
-        q,
-        k_cache,
-        v_cache,
-        _contiguous(sinks),
-        None,
-        _contiguous(cu_seqlens_q),
-        _contiguous(seqused_k),
-        block_table if block_table.stride()[-1:] == (1,) else block_table.contiguous(),
-        _contiguous(k_descale),
-        _contiguous(v_descale),
-        out,
+    options = (
+        causal,
+        None if softmax_scale is None else float(softmax_scale),
+        tuple(window_size),
+        float(softcap),
+        attention_chunk,
+        return_lse,
+        backend,
     )
-    is_aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) & 15
-    key = ("paged", facts(*tensors), max_seqlen_q, max_seqlen_k, num_splits, is_aligned, options)
-    run = PLANS.get(key)
-    if run is None:
-        run = PLANS.add(key, _plan_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, options))
-    result, lse = run(tensors)
+    if sinks is not None:
+        sinks = sinks.contiguous()
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.contiguous()
+    if k_descale is not None and v_descale is not None:
+        k_descale = k_descale.contiguous()
+        v_descale = v_descale.contiguous()
+    if block_table.stride()[-1:] != (1,):
+        block_table = block_table.contiguous()
+    lengths = (cu_seqlens_q.contiguous(), seqused_k.contiguous(), block_table)
+    tensors = AttentionTensors(q, k_cache, v_cache, sinks, None, *lengths, k_descale, v_descale, out, None, alibi_slopes)
+    run = operators.attention_paged if is_traced(q, k_cache, v_cache) else run_paged
+    result, lse = run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
     return result if lse is None else (result, lse)
 
 
@@ -248,149 +256,10 @@ def store_kv(
     slot_mapping: (total,), int64: page * page_size + position in the page; -1 skips the token
     """
     tensors = StoreTensors(k, v, k_cache, v_cache, slot_mapping.contiguous(), _contiguous(k_descale), _contiguous(v_descale))
-    key = ("store", facts(*tensors), backend)
-    run = PLANS.get(key)
-    if run is None:
-        run = PLANS.add(key, _plan_store(tensors, backend))
-    run(tensors)
-
-
-Options = tuple[bool, float | None, tuple[int, ...], float, bool, str]
-"""causal, softmax_scale, window_size, softcap, return_lse and backend, as they were given."""
-
-
-def _as_float(softmax_scale: float | None) -> float | None:
-    return softmax_scale if softmax_scale is None else float(softmax_scale)
+    run = operators.store_kv if is_traced(k, v, k_cache) else run_store
+    run(tensors, backend)
 
 
 def _contiguous(x: Any) -> Any:
     """The same numbers in the layout that kernels read; None stays None."""
     return x if x is None else x.contiguous()
-
-
-def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
-    q, k, v, sinks, mask = tensors[:5]
-    causal, scale, window_size, softcap, return_lse, backend = given
-    check_qkv("dense", q, k, v)
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}")
-    options = softmax_options(q, causal, scale, window_size, softcap, sinks)
-    if mask is not None:
-        check_mask(mask, q, k)
-    check_out(tensors.out, q, v)
-    over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
-    op: Op = "decode" if 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and over_keys else "attention"
-    spec = _spec("dense", op, tensors, options)
-    if backend == "auto" and over_keys and divides_keys(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
-        spec = replace(spec, op="decode")
-    complete = AttentionOptions(*options, q.shape[1], k.shape[1], return_lse)
-    return select_backend(spec, backend).plan(spec, tensors, complete)
-
-
-def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Run:
-    q, k, v, sinks = tensors[:4]
-    causal, scale, window_size, softcap, return_lse, backend = given
-    assert tensors.cu_seqlens_q is not None
-    assert tensors.keys is not None
-    check_qkv("varlen", q, k, v)
-    options = softmax_options(q, causal, scale, window_size, softcap, sinks)
-    check_index("cu_seqlens_q", tensors.cu_seqlens_q, q, None)
-    check_index("cu_seqlens_k", tensors.keys, q, tensors.cu_seqlens_q.shape[0])
-    check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    check_out(tensors.out, q, v)
-    spec = _spec("varlen", "attention", tensors, options)
-    complete = AttentionOptions(*options, max_seqlen_q, max_seqlen_k, return_lse)
-    return select_backend(spec, backend).plan(spec, tensors, complete)
-
-
-def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: Options) -> Run:
-    q, k_cache, v_cache, sinks = tensors[:4]
-    causal, scale, window_size, softcap, return_lse, backend = given
-    assert tensors.cu_seqlens_q is not None
-    assert tensors.keys is not None
-    assert tensors.block_table is not None
-    check_qkv("paged", q, k_cache, v_cache)
-    options = softmax_options(q, causal, scale, window_size, softcap, sinks)
-    check_index("cu_seqlens_q", tensors.cu_seqlens_q, q, None)
-    batch = tensors.cu_seqlens_q.shape[0] - 1
-    check_index("seqused_k", tensors.keys, q, batch)
-    check_block_table(tensors.block_table, q, batch)
-    capacity = tensors.block_table.shape[1] * k_cache.shape[1]
-    length = capacity if max_seqlen_k is None else max_seqlen_k
-    check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=length)
-    if length > capacity:
-        raise ValueError(f"max_seqlen_k must be at most max_pages * page_size = {capacity}, got {length}")
-    if num_splits < 0:
-        raise ValueError(f"num_splits must be 0 (heuristic) or positive, got {num_splits}")
-    check_cache(k_cache, v_cache)
-    check_descale(k_cache, tensors.k_descale, tensors.v_descale)
-    check_out(tensors.out, q, v_cache)
-    decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or k_cache.dtype != q.dtype
-    spec = _spec("paged", "decode" if decodes else "attention", tensors, options)
-    unequal = q.shape[0] < batch * max_seqlen_q
-    if backend == "auto" and not unequal and divides_keys(spec, batch, max_seqlen_q, length, _multiprocessors(q)):
-        spec = replace(spec, op="decode")
-    complete = AttentionOptions(*options, max_seqlen_q, length, return_lse, num_splits)
-    chosen = select_backend(spec, backend)
-    if not decodes and unequal:
-        # Some sequences have fewer queries than the longest one, and may be decoding.
-        decode_spec = _spec("paged", "decode", tensors, options)
-        decoder = select_backend(decode_spec, backend) if backend == "auto" else chosen
-        if decoder.mixed_rows is not None and decoder.supports(decode_spec) is None:
-            return plan_mixed(decoder, chosen, spec, tensors, complete)
-    return chosen.plan(spec, tensors, complete)
-
-
-def _multiprocessors(q: Tensor) -> int:
-    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
-
-
-def _plan_store(tensors: StoreTensors, backend: str) -> Run:
-    k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale = tensors
-    check_store(k, v, k_cache, v_cache, slot_mapping)
-    check_cache(k_cache, v_cache)
-    check_descale(k_cache, k_descale, v_descale)
-    spec = AttentionSpec(
-        layout="paged",
-        device=k.device.type,
-        arch=arch_of(k.device),
-        dtype=k.dtype,
-        kv_dtype=k_cache.dtype,
-        head_dim=k.shape[2],
-        head_dim_v=v.shape[2],
-        num_heads=k.shape[1],
-        num_kv_heads=k.shape[1],
-        page_size=k_cache.shape[1],
-        op="store_kv",
-    )
-    return select_backend(spec, backend).plan(spec, tensors, None)
-
-
-def _spec(layout: Layout, op: Op, tensors: AttentionTensors, options: SoftmaxOptions) -> AttentionSpec:
-    q, k, v, sinks, mask = tensors[:5]
-    paged = layout == "paged"
-    return AttentionSpec(
-        layout=layout,
-        device=q.device.type,
-        arch=arch_of(q.device),
-        dtype=q.dtype,
-        kv_dtype=k.dtype,
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        num_heads=q.shape[-2],
-        num_kv_heads=k.shape[-2],
-        window_size=options.window_size,
-        softcap=options.softcap != 0.0,
-        sinks=sinks is not None,
-        mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
-        page_size=k.shape[1] if paged else 0,
-        needs_grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, mask)),
-        op=op,
-        whole_rows=not paged or (_has_whole_rows(k) and _has_whole_rows(v)),
-    )
-
-
-def _has_whole_rows(cache: Tensor) -> bool:
-    """Whether tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens."""
-    page, token, head, _ = cache.stride()
-    return token > 0 and page % token == 0 and not ((token | head) * cache.element_size() | cache.data_ptr()) & 15

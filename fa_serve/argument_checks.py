@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_serve.spec import Layout, dtype_name
+from fa_serve.spec import Layout, ParameterError, dtype_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FAR = 1 << 29  # a window beyond any length; kernels add lengths to it in 32 bits
@@ -72,6 +72,28 @@ def softmax_options(
         raise ValueError(f"softmax_scale must be finite and > 0, got {softmax_scale}")
     window = (min(left, _FAR), 0 if causal else min(right, _FAR))
     return SoftmaxOptions(scale, window, float(softcap))
+
+
+def effective_chunk(attention_chunk: int, window_size: tuple[int, int], max_seqlen_k: int) -> int:
+    """Check `attention_chunk`, which is causal and excludes a window -> it, or 0 if every sequence lies in its first chunk."""
+    if type(attention_chunk) is not int or attention_chunk < 0:
+        raise ParameterError("attention_chunk", "be 0 (off) or a positive int", attention_chunk)
+    if attention_chunk and window_size != (-1, 0):
+        raise ParameterError(
+            "attention_chunk", f"be 0 unless the call is causal without a window (-1, 0), here {window_size}", attention_chunk
+        )
+    return 0 if attention_chunk >= max_seqlen_k else attention_chunk
+
+
+def check_alibi(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> None:
+    """ALiBi's slopes are float32, one per query head or per sequence and query head, on q's device."""
+    heads = q.shape[-2]
+    if alibi_slopes is None:
+        return
+    if alibi_slopes.dtype != torch.float32 or alibi_slopes.shape not in ((heads,), (batch, heads)):
+        raise ParameterError("alibi_slopes", f"be float32 ({heads},) or ({batch}, {heads})", _shown(alibi_slopes))
+    if alibi_slopes.device != q.device:
+        raise ParameterError("alibi_slopes", f"be on q's device {q.device}", alibi_slopes.device)
 
 
 def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,17 @@ def show_machine(device: str, name: str, console: Console) -> None:
 
     console.print(
         f"fa_serve {fa_serve.__version__}, python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {version('transformers')}"
+        f"{_triton_release()}transformers {version('transformers')}"
     )
     console.print(f"{device}: {name}\n")
+
+
+def _triton_release() -> str:
+    """The release decides whether the Hopper kernel runs. Triton is not installed on every platform."""
+    try:
+        return f"triton {version('triton')}, "
+    except PackageNotFoundError:
+        return ""
 
 
 def show_cases(device: str, arch: int, console: Console) -> None:
@@ -158,4 +166,5 @@ def common_cases(device: str, arch: int) -> list[tuple[str, AttentionSpec]]:
         ("dense, BERT", spec(**bert)),
         ("dense, explicit mask", spec(**dense, window_size=(-1, -1), mask="bool")),
         ("dense, training", spec(**dense, needs_grad=True)),
+        ("dense, gradients", spec(**dense, op="backward")),
     ]

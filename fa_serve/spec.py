@@ -24,7 +24,7 @@ import torch
 
 Layout = Literal["dense", "varlen", "paged"]
 ParameterCode = Literal["invalid_value", "context_length_exceeded", "no_tokenizer", "duplicate_request_id", "unsupported"]
-Op = Literal["attention", "decode", "store_kv"]
+Op = Literal["attention", "decode", "store_kv", "backward"]
 FEW_QUERIES = 16
 """Up to this many queries per sequence, splitting the keys gains time. More queries fill the tiles of a kernel by
 themselves."""
@@ -88,12 +88,15 @@ class AttentionSpec:
     kv_dtype:    dtype of k and v, which differs from `dtype` only for a quantised cache
     window_size: (left, right), -1 unlimited; a causal call has right == 0
     mask:        dtype of an explicit mask ("bool" keeps where True, "float" is added to the scores), or None
-    needs_grad:  autograd will ask for gradients of q, k or v
+    needs_grad:  autograd will ask for gradients of a tensor of this call
     op:          "attention": any number of queries per sequence
                  "decode": at most FEW_QUERIES queries per sequence, a fixed number of splits, a quantised cache, or prompts
                  whose keys are divided as well (see `backends.chunks`); a mask depends on the key alone
                  "store_kv": write keys and values into a paged cache
+                 "backward": the gradients of a dense or packed "attention"
     whole_rows:  (paged) tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens
+    alibi:       a bias that falls linearly with the distance of query and key
+    attention_chunk: queries attend within chunks of a fixed length only
     """
 
     layout: Layout
@@ -113,6 +116,8 @@ class AttentionSpec:
     needs_grad: bool = False
     op: Op = "attention"
     whole_rows: bool = True
+    alibi: bool = False
+    attention_chunk: bool = False
 
     def __str__(self) -> str:
         parts: list[str] = [] if self.op == "attention" else [self.op]
@@ -127,7 +132,7 @@ class AttentionSpec:
             parts.append("causal")
         elif self.window_size != (-1, -1):
             parts.append(f"window {self.window_size}")
-        parts += [name for name in ("softcap", "sinks", "needs_grad") if getattr(self, name)]
+        parts += [name for name in ("softcap", "sinks", "alibi", "attention_chunk", "needs_grad") if getattr(self, name)]
         if self.mask:
             parts.append(f"{self.mask} mask")
         if self.page_size:

@@ -24,7 +24,7 @@ from fa_serve.engine import RequestOutput, SamplingParams, StructuredOutput
 
 from .answer_size import SMALL, TEXT, AnswerSize, json_slices, written_in_steps
 from .constraints import guided_constraints, single_constraint
-from .errors import BadRequest
+from .errors import ApiError, BadRequest
 from .generation import Job, RequestFields, merge, sequences_of_prompt
 from .logprobs import for_prompt
 from .replies import PromptLogprobs, Usage
@@ -41,12 +41,18 @@ class Answer(ABC):
 
     kind, chunk_kind: OpenAI's "object" of a plain reply and of a chunk
     prefix:           the beginning of the reply's id
+    event_begin:      what stands before each chunk in a stream of server-sent events
+    stream_end:       what stands after the last event
     _prompt_field:    the request's field with the prompt
+    _clips:           a `max_tokens` that does not fit behind the prompt is lowered instead of refused
     """
 
     kind: str
     chunk_kind: str
     prefix: str
+    event_begin = b"data: "
+    stream_end = b"data: [DONE]\n\n"
+    _clips = False
     _prompt_field: str
 
     def __init__(self, body: SamplingRequest, service: Service, key: str | None):
@@ -68,7 +74,7 @@ class Answer(ABC):
             "prompt_tokens_details": {"cached_tokens": 0},
         }
         self._head: dict[str, Any] = {
-            "id": f"{self.prefix}-{secrets.token_hex(16)}",
+            "id": f"{self.prefix}{secrets.token_hex(16)}",
             "created": int(time.time()),
             "model": service.model_name,
             "system_fingerprint": f"fa_serve-{__version__}",
@@ -100,21 +106,36 @@ class Answer(ABC):
         """
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
+        always = options is not None and with_usage and bool(options.continuous_usage_stats)
         head = to_json(self._head | {"object": self.chunk_kind})[:-1]
-        begin = head + (b',"usage":null' if with_usage else b"") + b',"choices":['
+        begin = head + (b',"usage":null' if with_usage and not always else b"") + b',"choices":['
         begun: set[int] = set()
+        num_output_tokens: dict[int, int] = {}  # by index, so far
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
                 if index not in begun:
                     begun.add(index)
                     for opening in await self._opening_in_json(index, output):
-                        yield begin + opening + b"]}"
+                        yield begin + opening + (b"]" + self._usage_so_far(num_output_tokens) if always else b"]") + b"}"
+                num_output_tokens[index] = output.num_output_tokens
                 choice = self._increment(index, output)
                 said = choice.get("text") or choice.get("delta") or output.logprobs
                 if said or output.finished or self._body.return_token_ids:
-                    yield begin + to_json(choice) + b"]}"  # to_json takes a tenth of the time of Python's json
+                    end = b"]" + self._usage_so_far(num_output_tokens) + b"}" if always else b"]}"
+                    yield begin + to_json(choice) + end  # to_json takes a tenth of the time of Python's json
         if with_usage:
             yield head + b',"choices":[],"usage":' + to_json(self._usage) + b"}"
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return to_json(error.openai_body())
+
+    def _usage_so_far(self, num_output_tokens: dict[int, int]) -> bytes:
+        """The usage of all sequences together, as a field of a chunk. The numbers of a running stream only grow."""
+        prompt = self._usage["prompt_tokens"]
+        generated = sum(num_output_tokens.values())
+        usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        return b',"usage":' + to_json(usage | {"prompt_tokens_details": self._usage["prompt_tokens_details"]})
 
     async def _opening_in_json(self, index: int, output: RequestOutput) -> list[bytes]:
         def opening() -> list[bytes]:
@@ -130,7 +151,7 @@ class Answer(ABC):
         count = num_prompts * max(self._n, best_of)
         asks_for_count = "n" if num_prompts == 1 else self._prompt_field
         with self._service.reserve(count, self._key, asks_for_count):
-            self._prompts = await self._encode()
+            self._prompts = [self._truncated(prompt) for prompt in await self._encode()]
             all_params = [self._params(prompt) for prompt in self._prompts]
             all_params = self._within_size(all_params, count // num_prompts)
             await self._prepare()
@@ -147,6 +168,15 @@ class Answer(ABC):
                         if output.finished:
                             self._count(index, output)
                         yield index, output
+
+    def _truncated(self, prompt: list[int]) -> list[int]:
+        """The part of a prompt that `truncate_prompt_tokens` keeps."""
+        kept = self._body.truncate_prompt_tokens
+        if kept is None:
+            return prompt
+        if kept < 0:
+            kept = max(self._service.engine.max_model_len - (self._max_tokens() or 1), 1)
+        return prompt[:kept] if self._body.truncation_side == "right" else prompt[-kept:]
 
     def _within_size(self, all_params: list[SamplingParams], sequences_per_prompt: int) -> list[SamplingParams]:
         """Estimate the answer's size. Raises BadRequest above the limit. A `max_tokens` that is not given keeps below it.
@@ -212,6 +242,8 @@ class Answer(ABC):
         limit = self._service.engine.max_model_len
         room = limit - len(prompt)
         wanted = self._max_tokens()
+        if self._clips and wanted is not None:
+            wanted = max(min(wanted, room), 1)
         if not prompt:
             raise BadRequest(f"{self._prompt_field} must hold at least one token.", param=self._prompt_field)
         if room < (wanted or 1):

@@ -20,7 +20,7 @@ import fa_serve
 
 from . import errors
 from .guard import BodyLimit, Hosts, Keys, RequestIds
-from .routes import posts, router
+from .routes import posts, router, tokenizer_router
 from .service import Service
 from .settings import Settings
 from .traces import Traces, tracer_provider
@@ -59,6 +59,8 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     # FastAPI searches the routes of an included router twice, which takes longer than all the rest of its work
     app.router.routes[:0] = posts.routes
     app.include_router(router)
+    if settings.tokenizer_info:
+        app.include_router(tokenizer_router)
     errors.install(app)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, in_flight=settings.max_body_bytes_in_flight)
     if keys := settings.all_keys:

@@ -29,6 +29,7 @@ from typing import Any
 import httptools
 from pydantic_core import to_json
 
+from .errors import HttpError
 from .half_closed import HalfClosedProtocol
 from .settings import Settings
 
@@ -276,8 +277,8 @@ class BoundedProtocol(HalfClosedProtocol):
         if is_answering:
             cycle.disconnected = True  # the application is told so in place of the rest of the body
             cycle.message_event.set()
-        kind = "server_error" if status == 503 else "invalid_request_error"
-        content = to_json({"error": {"message": message, "type": kind, "param": None, "code": code}})
+        path = self.scope["path"] if self._head_is_whole else ""
+        content = to_json(HttpError(status, message, code=code).body(path))
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         retry = "retry-after: 1\r\n" if status == 503 else ""
         self.transport.write(f"{head}{retry}content-length: {len(content)}\r\n\r\n".encode() + content)

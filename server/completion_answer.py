@@ -20,7 +20,7 @@ DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
 class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
+    prefix = "cmpl-"
     _prompt_field = "prompt"
     _body: CompletionRequest
 
@@ -36,8 +36,9 @@ class CompletionAnswer(Answer):
 
     async def _prepare(self) -> None:
         if self._body.echo:
+            given = self._body.prompts() if self._body.truncate_prompt_tokens is None else self._prompts
             decode = self._tokenization.decode
-            self._echo = [prompt if isinstance(prompt, str) else await decode(prompt) for prompt in self._body.prompts()]
+            self._echo = [prompt if isinstance(prompt, str) else await decode(prompt) for prompt in given]
 
     def _size(self) -> AnswerSize:
         size = super()._size()
@@ -83,7 +84,8 @@ class CompletionAnswer(Answer):
             return None
         texts = self._tokenization.token_texts
         offset = self._offsets.get(index, 0)
-        logprobs, self._offsets[index] = for_completion(texts, token_ids, entries, offset, self._body.logprobs)
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        logprobs, self._offsets[index] = for_completion(texts, token_ids, entries, offset, self._body.logprobs, as_ids)
         return logprobs
 
     def _with_prompt_logprobs(self, reply: dict[str, Any], sums: dict[int, RequestOutput]) -> dict[str, Any]:

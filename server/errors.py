@@ -1,4 +1,7 @@
-"""Every error that a client can see, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Every error that a client can see, in the shape of the API that the route belongs to.
+
+OpenAI's shape is {"error": {"message", "type", "param", "code"}}. Routes below /v1/messages have Anthropic's, which is
+{"type": "error", "error": {"type", "message"}, "request_id"}.
 
     ApiError (500)
     ├── BadRequest 400         a bad value, an unknown field, a prompt that is too long
@@ -10,10 +13,11 @@
     ├── ClientGone 499         the client has disconnected; only the logs show it
     ├── EngineFailed 500       the engine could not finish the request
     ├── Unavailable 503        the server is loading, draining or dead; carries Retry-After
-    └── TimedOut 504
+    ├── TimedOut 504
+    └── HttpError              an error of the protocol or of the routing, with any status
 
 Handlers raise these errors and do not know how they are written as JSON. `install` teaches an application to write them, and
-to write FastAPI's own errors in the same shape. An unexpected failure becomes a 500 that shows no internals (guard.py).
+to write FastAPI's own errors in the same shapes. An unexpected failure becomes a 500 that shows no internals (guard.py).
 
 `parameter_refused` turns the engine's ParameterError into a 400. It reads the error's fields; nothing parses a message.
 """
@@ -27,6 +31,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette import types as asgi
 from starlette.exceptions import HTTPException
 
 from fa_serve.spec import ParameterCode, ParameterError
@@ -39,6 +44,17 @@ PARAMETER_CODES: dict[ParameterCode, str] = {
     "duplicate_request_id": "invalid_value",
     "unsupported": "unsupported_parameter",
 }
+
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}  # of other statuses: invalid_request_error below 500, api_error above
 
 MAX_NAME = 200  # characters of an unknown field's name that an error repeats
 
@@ -67,12 +83,21 @@ class ApiError(Exception):
         self.retry_after = retry_after
         self.code = code or self.code
 
-    def body(self) -> dict[str, Any]:
+    def openai_body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    def anthropic_body(self, request_id: str | None = None) -> dict[str, Any]:
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+
+    def body(self, path: str, request_id: str | None = None) -> dict[str, Any]:
+        """The error in the shape of the API that the path belongs to."""
+        return self.anthropic_body(request_id) if is_anthropic(path) else self.openai_body()
+
+    def response(self, scope: asgi.Scope) -> JSONResponse:
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        return JSONResponse(self.body(), self.status, headers)
+        body = self.body(scope["path"], scope.get("state", {}).get("request_id"))
+        return JSONResponse(body, self.status, headers)
 
 
 class BadRequest(ApiError):
@@ -85,8 +110,8 @@ class Unauthorized(ApiError):
     type = "invalid_request_error"
     code = "invalid_api_key"
 
-    def response(self) -> JSONResponse:
-        response = super().response()
+    def response(self, scope: asgi.Scope) -> JSONResponse:
+        response = super().response(scope)
         response.headers["www-authenticate"] = "Bearer"
         return response
 
@@ -135,23 +160,37 @@ class TimedOut(ApiError):
     code = "request_timeout"
 
 
+class HttpError(ApiError):
+    """An error of the protocol or of the routing, with any status."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None):
+        super().__init__(message, code=code)
+        self.status = status
+        self.type = "server_error" if status >= 500 else "invalid_request_error"
+
+
+def is_anthropic(path: str) -> bool:
+    return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
+
+
 def install(app: FastAPI) -> None:
-    """Make the application write every error in OpenAI's shape."""
+    """Make the application write every error in the shape of its route."""
 
-    async def api_error(_: Request, error: Exception) -> JSONResponse:
+    async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(request.scope)
 
-    async def validation_error(_: Request, error: Exception) -> JSONResponse:
+    async def validation_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return validation_refused(error.errors()).response()
+        return validation_refused(error.errors()).response(request.scope)
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         no_route = error.status_code in (404, 405)
         message = f"There is no route {request.method} {request.url.path}." if no_route else str(error.detail)
-        body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": body}, error.status_code, error.headers)
+        response = HttpError(error.status_code, message).response(request.scope)
+        response.headers.update(error.headers or {})
+        return response
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, validation_error)
@@ -181,6 +220,9 @@ def validation_refused(errors: Sequence[Any]) -> BadRequest:
             return BadRequest(f"Missing required field: {param}.", param=param, code="missing_required_parameter")
         case "model_attributes_type" | "model_type" | "dict_type" | "missing" if not param:
             return BadRequest("The body must be a JSON object, sent with Content-Type: application/json.")
+        case "unknown_type":  # of a block or an item
+            param = f"{param}.type"
+            return BadRequest(f"{param} {error['msg']}.", param=param, code="invalid_value")
         case "field" | "unsupported":
             param = f"{param}.{error['ctx']['field']}" if param else error["ctx"]["field"]
             code = "unsupported_parameter" if error["type"] == "unsupported" else "invalid_value"

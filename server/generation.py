@@ -141,6 +141,9 @@ def _failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
     if error.code == "no_token_left" and fields.narrows and fields.constraint is not None:
         message = f"{fields.constraint} must leave a token that allowed_token_ids and logit_bias allow as well."
         return BadRequest(message, param=fields.constraint)
+    if error.code == "grammar" and fields.constraint is not None:
+        message = f"{fields.constraint} must be simpler: following it took more states, or more time, than the server allows."
+        return BadRequest(message, param=fields.constraint, code="grammar_too_complex")
     return EngineFailed(INTERNAL_ERROR)
 
 

@@ -3,8 +3,8 @@
 It is plain ASGI middleware, because FastAPI's `@app.middleware("http")` hides a client's disconnection from the handlers. The
 access log has the method, path, status and time of a request, its id, the client's address, the beginning of its key's hash,
 and the `user` that it names; it never has a prompt or a key. API keys are compared by their SHA-256 in constant time. A key is
-a bearer token or, for a browser that opens the page at `/`, the password of basic authentication. `scope["state"]` hands
-`request_id` and `key` (the key's hash) to the handlers.
+a bearer token, the header x-api-key of Anthropic's clients or, for a browser that opens the page at `/`, the password of basic
+authentication. `scope["state"]` hands `request_id` and `key` (the key's hash) to the handlers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from starlette import types as asgi
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
-from .errors import INTERNAL_ERROR, ApiError, TooLarge, TooManyRequests, Unauthorized, WrongHost
+from .errors import INTERNAL_ERROR, ApiError, TooLarge, TooManyRequests, Unauthorized, WrongHost, is_anthropic
 
 log = logging.getLogger("fa_serve.server")
 access_log = logging.getLogger("fa_serve.access")
@@ -61,7 +61,10 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if is_anthropic(scope["path"]):
+                    headers["request-id"] = request_id
             await send(message)
 
         try:
@@ -71,7 +74,7 @@ class RequestIds:
         except Exception:
             log.exception("request %s failed", request_id)
             if not status:
-                await ApiError(INTERNAL_ERROR).response()(scope, receive, send_with_id)
+                await ApiError(INTERNAL_ERROR).response(scope)(scope, receive, send_with_id)
         finally:
             status = status or CLIENT_GONE
             self._count(getattr(scope.get("route"), "path", "other"), status)
@@ -118,7 +121,7 @@ class Hosts:
                 message = (
                     f"This server does not serve the host name {name[:100]!r}. The operator can allow it with --allowed-hosts."
                 )
-                await WrongHost(message).response()(scope, receive, send)
+                await WrongHost(message).response(scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -148,10 +151,11 @@ class Keys:
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open:
             headers = Headers(scope=scope)
-            digest = hashlib.sha256(_credential(headers.get("authorization", ""))).digest()
+            digest = hashlib.sha256(_credential(headers)).digest()
             # sum() compares with every key, so the time does not tell which key matches
             if not sum(hmac.compare_digest(digest, known) for known in self._hashes):
-                response = Unauthorized("A valid API key is required. Send the header Authorization: Bearer KEY.").response()
+                error = Unauthorized("A valid API key is required. Send the header Authorization: Bearer KEY.")
+                response = error.response(scope)
                 if "text/html" in headers.get("accept", ""):
                     response.headers["www-authenticate"] = 'Basic realm="fa_serve: the password is an API key"'
                 await response(scope, receive, send)
@@ -160,8 +164,11 @@ class Keys:
         await self._app(scope, receive, send)
 
 
-def _credential(authorization: str) -> bytes:
-    scheme, _, value = authorization.partition(" ")
+def _credential(headers: Headers) -> bytes:
+    """The key, from Authorization or, without that header, from x-api-key, which is Anthropic's."""
+    if "authorization" not in headers:
+        return headers.get("x-api-key", "").encode("latin-1")
+    scheme, _, value = headers["authorization"].partition(" ")
     if scheme.lower() == "bearer":
         return value.strip().encode("latin-1")  # headers are decoded as latin-1
     with suppress(ValueError):
@@ -231,7 +238,7 @@ class BodyLimit:
         message = f"The body must have at most {self._limit} bytes (--max-body-bytes), got more."
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdecimal() and int(announced) > self._limit:
-            await TooLarge(message).response()(scope, receive, send)
+            await TooLarge(message).response(scope)(scope, receive, send)
             return
         read = 0
         state = scope.setdefault("state", {})

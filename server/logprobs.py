@@ -58,25 +58,35 @@ class TokenTexts:
         return str(token).replace("▁", " ").encode()
 
 
-def for_chat(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[ChatLogprob]:
-    """OpenAI's shape for chats."""
+def for_chat(texts: TokenTexts, logprobs: Sequence[TokenLogprob], as_ids: bool) -> list[ChatLogprob]:
+    """OpenAI's shape for chats. `as_ids`: `token` names the token by its id, as vLLM does, and `bytes` stay its text."""
     return [
-        {**_top(texts, entry.token_id, entry.logprob), "top_logprobs": [_top(texts, *other) for other in entry.top]}
+        {
+            **_top(texts, entry.token_id, entry.logprob, as_ids),
+            "top_logprobs": [_top(texts, *other, as_ids) for other in entry.top],
+        }
         for entry in logprobs
     ]
 
 
 def for_completion(
-    texts: TokenTexts, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], offset: int, count: int
+    texts: TokenTexts,
+    token_ids: Sequence[int],
+    entries: Sequence[TokenLogprob | None],
+    offset: int,
+    count: int,
+    as_ids: bool,
 ) -> tuple[CompletionLogprobs, int]:
     """OpenAI's shape for completions, and where the last token ends in the choice's text.
 
     entries: one for each of token_ids; None for the first token of a prompt, because no token comes before it
     offset:  where the first token begins in the choice's text
     count:   how many of the most likely tokens to report besides the actual one
+    as_ids:  tokens are named by their ids, as vLLM does; the offsets stay those of their texts
     """
-    tokens = [texts.text(token) for token in token_ids]
-    *offsets, end = accumulate(map(len, tokens), initial=offset)
+    name = _id_name if as_ids else texts.text
+    tokens = [name(token) for token in token_ids]
+    *offsets, end = accumulate((len(texts.text(token)) for token in token_ids), initial=offset)
     values: list[float | None] = [None if entry is None else max(entry.logprob, LOWEST) for entry in entries]
     top: list[dict[str, float] | None] = []
     for entry in entries:
@@ -84,7 +94,7 @@ def for_completion(
             top.append(None)
             continue
         reported = [*entry.top[:count], (entry.token_id, entry.logprob)]
-        top.append({texts.text(token): max(value, LOWEST) for token, value in reported})
+        top.append({name(token): max(value, LOWEST) for token, value in reported})
     return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": top}, end
 
 
@@ -107,6 +117,11 @@ def for_prompt(texts: TokenTexts, entries: Sequence[TokenLogprob | None], count:
     return scores
 
 
-def _top(texts: TokenTexts, token_id: int, logprob: float) -> TopLogprob:
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _top(texts: TokenTexts, token_id: int, logprob: float, as_ids: bool) -> TopLogprob:
     data = texts.of(token_id)
-    return {"token": data.decode(errors="replace"), "logprob": max(logprob, LOWEST), "bytes": list(data)}
+    name = _id_name(token_id) if as_ids else data.decode(errors="replace")
+    return {"token": name, "logprob": max(logprob, LOWEST), "bytes": list(data)}

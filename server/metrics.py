@@ -87,6 +87,7 @@ class Metrics(Collector):
         if found is None:
             return
         stats = found[0]
+        drafts = stats.speculation
         label = [found[1]]
         gauges = {
             "num_requests_running": ("Sequences in the running batch.", stats.num_running),
@@ -100,6 +101,9 @@ class Metrics(Collector):
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.num_prompt_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
             "engine_steps": ("Steps of the engine.", stats.num_steps),
+            "spec_decode_num_drafts": ("Drafts, one for each sequence and step.", drafts.num_drafts),
+            "spec_decode_num_draft_tokens": ("Tokens of drafts.", drafts.num_draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Tokens of drafts that were right.", drafts.num_accepted_tokens),
         }
         for name, (help, value) in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
@@ -109,6 +113,13 @@ class Metrics(Collector):
             counter = CounterMetricFamily(PREFIX + name, help, labels=["model_name"])
             counter.add_metric(label, value)
             yield counter
+        name = f"{PREFIX}spec_decode_num_accepted_tokens_per_pos"
+        by_position = CounterMetricFamily(
+            name, "Tokens of drafts that were right, by position.", labels=["model_name", "position"]
+        )
+        for position, value in enumerate(drafts.accepted_at):
+            by_position.add_metric([*label, str(position)], value)
+        yield by_position
 
 
 class Histogram(Collector):

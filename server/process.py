@@ -29,6 +29,7 @@ import torch
 import uvicorn
 
 from fa_serve.engine import AsyncEngine
+from fa_serve.engine.host_memory import MemoryTrimmer
 
 from .app import create_app
 from .bounded_protocol import BoundedProtocol, ConnectionBounds, ConnectionTable, connection_limit
@@ -128,6 +129,8 @@ class Server(uvicorn.Server):
             self._end_after(END_SECONDS, 1)
         else:
             _tune_interpreter()
+            if self._owns_process:
+                MemoryTrimmer().start()
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 

@@ -15,6 +15,14 @@ class TokenizeReply(TypedDict):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: NotRequired[list[str]]
+
+
+class TokenizerInfo(TypedDict):
+    """Further keys are those of the tokenizer's configuration."""
+
+    tokenizer_class: str
+    chat_template: str | None
 
 
 class DetokenizeReply(TypedDict):

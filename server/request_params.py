@@ -22,6 +22,7 @@ SAME_NAME = (
     "repetition_penalty",
     "min_tokens",
     "ignore_eos",
+    "speculative",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -22,8 +23,14 @@ from .answer import Answer
 from .chat.chat_answer import ChatAnswer
 from .chat.conversation import ChatRequest, TokenizeRequest
 from .completion_answer import CompletionAnswer
+from .dialects.anthropic_answer import MessagesAnswer
+from .dialects.anthropic_replies import AnthropicErrorReply, MessageReply, TokenCount
+from .dialects.anthropic_request import CountTokensRequest, MessagesRequest
+from .dialects.responses_answer import ResponsesAnswer
+from .dialects.responses_replies import ResponseObject
+from .dialects.responses_request import ResponsesRequest
 from .errors import BadRequest, Unavailable
-from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply
+from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply, TokenizerInfo
 from .schemas import CompletionRequest, DetokenizeRequest
 from .service import Service
 from .streaming import EventStream, attend
@@ -42,6 +49,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorReply, "description": "The request is wrong, or the queue is full (429)."},
     "5XX": {"model": ErrorReply, "description": "The server failed, or it is not ready (503)."},
 }
+ANTHROPIC_ERRORS = {status: each | {"model": AnthropicErrorReply} for status, each in ERRORS.items()}
+ANTHROPIC_VERSIONS = ("2023-06-01", "2026-10-21")
 JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
 LARGE_BODY = 1 << 16  # bytes; a smaller body takes up to ten milliseconds to parse and validate
 STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
@@ -91,20 +100,21 @@ class BodyRoute(APIRoute):
     def _validated(self, content: bytes, service: Service) -> Any:
         service.json_bounds.check(content)
         values = strict_json(content) if content else None
-        messages = values.get("messages") if isinstance(values, dict) else None
         limit = service.settings.max_messages
-        if isinstance(messages, list) and len(messages) > limit:
-            raise BadRequest(
-                f"messages must hold at most {limit} messages (--max-messages), got {len(messages)}.", param="messages"
-            )
+        for field in ("messages", "input"):
+            messages = values.get(field) if isinstance(values, dict) else None
+            if isinstance(messages, list) and len(messages) > limit:
+                message = f"{field} must hold at most {limit} messages (--max-messages), got {len(messages)}."
+                raise BadRequest(message, param=field)
         try:
-            return self._model.model_validate(values)
+            return self._model.model_validate(values, context={"lenient": service.settings.lenient})
         except ValidationError as error:
             errors = [each | {"loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
             raise RequestValidationError(errors) from None
 
 
 router = APIRouter(responses=ERRORS)
+tokenizer_router = APIRouter(responses=ERRORS)  # served with --tokenizer-info
 posts = APIRouter(responses=ERRORS, route_class=BodyRoute)
 
 
@@ -128,13 +138,43 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     return await _respond(ChatAnswer, body, request)
 
 
-async def _respond(kind: type[Answer], body: Any, request: Request) -> Response:
+@posts.post("/v1/responses", response_model=ResponseObject, responses=STREAM, tags=["OpenAI"])
+async def responses(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a conversation in the form of OpenAI's Responses API. Nothing is stored."""
+    return await _respond(ResponsesAnswer, body, request)
+
+
+@posts.post("/v1/messages", response_model=MessageReply, responses=STREAM | ANTHROPIC_ERRORS, tags=["Anthropic"])
+async def messages(body: MessagesRequest, request: Request) -> Response:
+    """Answer a conversation in the form of Anthropic's Messages API."""
+    _require_version(request)
+    return await _respond(MessagesAnswer, body, request)
+
+
+@posts.post("/v1/messages/count_tokens", response_model=TokenCount, responses=ANTHROPIC_ERRORS, tags=["Anthropic"])
+async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
+    """The number of tokens of a conversation's prompt."""
+    _require_version(request)
+    service = await _service(request)
+    answer = MessagesAnswer(body, service, getattr(request.state, "key", None))
+    return JSONResponse({"input_tokens": await answer.count_tokens()})
+
+
+def _require_version(request: Request) -> None:
+    """Either version has the same replies. What the later one removes from requests is still accepted, whatever the header."""
+    version = request.headers.get("anthropic-version", ANTHROPIC_VERSIONS[0])
+    if version not in ANTHROPIC_VERSIONS:
+        message = f"The header anthropic-version must be {' or '.join(ANTHROPIC_VERSIONS)}, got {version[:80]!r}."
+        raise BadRequest(message, param="anthropic-version")
+
+
+async def _respond(kind: Callable[[Any, Service, str | None], Answer], body: Any, request: Request) -> Response:
     request.state.user = body.user or getattr(body, "safety_identifier", None)
     service = await _service(request)
     settings = service.settings
     answer = kind(body, service, getattr(request.state, "key", None))
     if body.stream:
-        return EventStream(answer.chunks(), settings.request_timeout, settings.send_timeout)
+        return EventStream(answer, settings.request_timeout, settings.send_timeout)
     reply = await attend(answer.whole(), request.receive, settings.request_timeout)
     return Response(reply, media_type="application/json")
 
@@ -168,7 +208,17 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             tools = body.tools or []
             template = tokenization.template(body, tools)
             tokens, _ = await tokenization.encode_chat(template, body, tools, body.chat_template_kwargs or {})
-    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len})
+    reply: TokenizeReply = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len}
+    if body.return_token_strs:
+        reply["token_strs"] = await tokenization.token_strs(tokens)
+    return JSONResponse(reply)
+
+
+@tokenizer_router.get("/tokenizer_info", response_model=TokenizerInfo, tags=["Tokens"])
+async def tokenizer_info(service: Shared) -> Response:
+    """The tokenizer's configuration and chat template."""
+    service.require_ready()
+    return JSONResponse(service.tokenization.info())
 
 
 @posts.post("/detokenize", response_model=DetokenizeReply, tags=["Tokens"])

@@ -6,7 +6,7 @@ messages are in chat/conversation.py, replies in replies.py.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -15,6 +15,7 @@ from .strict import NOTHING, StrictModel, Unsupported, field_error, one_error
 
 MAX_IDS = 1024  # the engine's bound for token ids in one field
 MAX_CHOICES = 10_000
+MAX_SCHEMA = 1 << 18  # characters of a schema that is written in a string, whose values nothing has counted
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 Choices = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
@@ -38,11 +39,15 @@ def _few_entries(value: Any) -> Any:
 
 
 Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_IDS), BeforeValidator(_few_entries)]
-JsonSchema = Annotated[dict[str, Any] | str, one_error("a JSON schema, as an object or as a string")]
+JsonSchema = Annotated[
+    dict[str, Any] | Annotated[str, Field(max_length=MAX_SCHEMA)],
+    one_error(f"a JSON schema, as an object or as a string of at most {MAX_SCHEMA} characters"),
+]
 
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: each chunk has the usage so far.")
 
     UNSUPPORTED: ClassVar[Unsupported] = {"include_obfuscation": (False,)}
 
@@ -79,6 +84,9 @@ class SamplingRequest(StrictModel):
     stop_token_ids: FewIds | None = None
     allowed_token_ids: Annotated[FewIds, Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
+    speculative: bool | None = Field(
+        None, description="Whether the server may guess tokens ahead where it is set up to; the answer is the same."
+    )
     priority: int | None = Field(
         None, ge=-1000, le=1000, description="Of one API key's requests, those with a lower value are served sooner."
     )
@@ -93,6 +101,25 @@ class SamplingRequest(StrictModel):
     guided_regex: NonEmpty | None = None
     guided_choice: Choices | None = None
     guided_grammar: NonEmpty | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep so many tokens of each prompt; -1 keeps as many as leave room for max_tokens."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where tokens are cut off; left without this field."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Log-probabilities name a token by its id, as token_id:7."
+    )
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"use_beam_search": (False,), "length_penalty": (1.0, 1)}
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> SamplingRequest:
+        if self.truncate_prompt_tokens == 0:
+            raise field_error("truncate_prompt_tokens", "must be -1 or at least 1")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise field_error("truncation_side", "is only allowed with truncate_prompt_tokens")
+        return self
 
     @model_validator(mode="after")
     def _check_stream(self) -> SamplingRequest:
@@ -110,7 +137,7 @@ class CompletionRequest(SamplingRequest):
 
     best_of: int | None = Field(None, ge=1, description="Above n not allowed with stream.")
 
-    UNSUPPORTED: ClassVar[Unsupported] = {"suffix": NOTHING}
+    UNSUPPORTED: ClassVar[Unsupported] = {**SamplingRequest.UNSUPPORTED, "suffix": NOTHING}
 
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionRequest:

@@ -56,6 +56,7 @@ class Settings(BaseSettings):
     reasoning_parser: Literal["auto", "none", "think"] = _option(
         "auto", "Whether <think> is separated from answers; auto does so if the chat template has it.", "Model"
     )
+    lenient: bool = _option(False, "Ignore unknown fields inside messages instead of refusing them.", "Model")
     trust_remote_code: bool = _option(False, "Run code that comes with the model.", "Model")
 
     max_num_seqs: int = _option(256, "Maximum number of sequences that run at once.", "Engine", ge=1)
@@ -72,6 +73,15 @@ class Settings(BaseSettings):
     )
     eager: bool = _option(False, "Use neither CUDA graphs nor fused layers.", "Engine")
     fusion: bool = _option(True, "Use fused kernels for layers of Llama's architecture.", "Engine")
+    speculative: Literal["ngram"] | None = _option(
+        None,
+        "Guess tokens ahead and verify several in one step: ngram copies what followed the last tokens earlier in the prompt "
+        "or the answer. Answers do not change; by default off.",
+        "Engine",
+    )
+    num_speculative_tokens: int = _option(
+        7, "Maximum number of tokens to guess for a sequence in one step.", "Engine", ge=1, le=15
+    )
     deterministic: bool = _option(False, "Generate the same tokens in any batch, which is slower.", "Engine")
     process: bool | None = _option(None, "Run the engine in a separate process; by default on a GPU only.", "Engine")
     max_restarts: int = _option(
@@ -106,6 +116,7 @@ class Settings(BaseSettings):
         "key may delay the others.",
         "Access",
     )
+    tokenizer_info: bool = _option(False, "Serve the tokenizer's configuration at /tokenizer_info.", "Access")
     public_metrics: bool = _option(False, "Serve /metrics without an API key.", "Access")
 
     log_level: Literal["debug", "info", "warning", "error"] = _option(

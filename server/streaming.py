@@ -17,19 +17,20 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Coroutine
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic_core import to_json
 from starlette import types as asgi
 from starlette.responses import Response
 
 from .errors import INTERNAL_ERROR, ApiError, ClientGone, TimedOut
 
+if TYPE_CHECKING:
+    from .answer import Answer
+
 T = TypeVar("T")
 log = logging.getLogger("fa_serve.server")
-DONE = b"data: [DONE]\n\n"
 
 
 async def attend(work: Coroutine[Any, Any, T], receive: asgi.Receive, timeout: float | None) -> T:
@@ -76,7 +77,7 @@ async def _wait_for_disconnect(receive: asgi.Receive) -> None:
 
 
 class EventStream(Response):
-    """A response with one `data:` line for each of `events`, which are JSON, and a last line [DONE].
+    """A response with the chunks of an answer as server-sent events, in the form of the answer's API.
 
     timeout:      seconds that the whole stream may take, or None
     send_timeout: seconds that the client may leave an event unread
@@ -84,11 +85,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], timeout: float | None, send_timeout: float):
+    def __init__(self, answer: Answer, timeout: float | None, send_timeout: float):
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._events = events
+        self._answer = answer
         self._timeout = timeout
         self._send_timeout = send_timeout
         self._started = False
@@ -107,17 +108,20 @@ class EventStream(Response):
                 log.exception("a stream failed")
                 error = ApiError(INTERNAL_ERROR)
             with suppress(ClientGone):
-                await self._watch_sends(self._send(send, _body(_event(to_json(error.body())), last=True)))
+                await self._watch_sends(self._send(send, _body(self._framed(self._answer.failure(error)), last=True)))
 
     async def _write(self, send: asgi.Send) -> None:
-        async with aclosing(self._events) as events:
+        async with aclosing(self._answer.chunks()) as events:
             async for event in events:
                 if not self._started:
                     start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
                     await self._send(send, start)
                     self._started = True
-                await self._send(send, _body(_event(event)))
-        await self._send(send, _body(DONE, last=True))
+                await self._send(send, _body(self._framed(event)))
+        await self._send(send, _body(self._answer.stream_end, last=True))
+
+    def _framed(self, event: bytes) -> bytes:
+        return self._answer.event_begin + event + b"\n\n"
 
     async def _send(self, send: asgi.Send, message: asgi.Message) -> None:
         self._sending_since = time.monotonic()
@@ -152,7 +156,3 @@ class EventStream(Response):
 
 def _body(body: bytes, last: bool = False) -> asgi.Message:
     return {"type": "http.response.body", "body": body, "more_body": not last}
-
-
-def _event(event: bytes) -> bytes:
-    return b"data: " + event + b"\n\n"

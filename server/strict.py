@@ -7,13 +7,15 @@
 Values are not converted: "1" is no integer. An unknown field is an error. A field of OpenAI's API that this server cannot
 honour stands in `UNSUPPORTED` with the values that ask for nothing; null always asks for nothing. Clients send such values as
 defaults, so they pass.
+
+A model with `PART_OF_A_CONVERSATION` drops its unknown fields if the validation's context has "lenient": True (`--lenient`).
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 Unsupported = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing besides null
@@ -24,15 +26,19 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     UNSUPPORTED: ClassVar[Unsupported] = {}
+    PART_OF_A_CONVERSATION: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
+    def _refuse_unsupported(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
+        if cls.PART_OF_A_CONVERSATION and info.context and info.context.get("lenient"):
+            known = cls._known()
+            data = {name: value for name, value in data.items() if name in known}
         if len(data) > len(cls.model_fields) + len(cls.UNSUPPORTED):
             # pydantic would make an error for each of a million unknown fields
-            known = {field.alias or name for name, field in cls.model_fields.items()} | cls.UNSUPPORTED.keys()
+            known = cls._known()
             unknown = next(name for name in data if name not in known)
             raise PydanticCustomError("unknown_field", "{field} is unknown", {"field": unknown})
         kept = dict(data)
@@ -42,6 +48,10 @@ class StrictModel(BaseModel):
                 context = {"field": field, "rule": "is not supported by this server"}
                 raise PydanticCustomError("unsupported", "{field} {rule}", context)
         return kept
+
+    @classmethod
+    def _known(cls) -> set[str]:
+        return {field.alias or name for name, field in cls.model_fields.items()} | cls.UNSUPPORTED.keys()
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import to_jsonable_python
+
 from fa_serve.spec import ParameterError
 
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
@@ -148,7 +150,28 @@ class Tokenization:
             ) from None
         return await self._thread.run(lambda: encode(text))
 
+    async def token_strs(self, token_ids: list[int]) -> list[str]:
+        """The tokens as the vocabulary writes them."""
+        return await self._thread.run(lambda: [str(name) for name in self._engine.tokenizer.convert_ids_to_tokens(token_ids)])
+
+    def info(self) -> dict[str, Any]:
+        """The tokenizer's configuration, without names of files and without objects that are no JSON."""
+        tokenizer = self._engine.tokenizer
+        config = {
+            name: value
+            for name, value in to_jsonable_python(tokenizer.init_kwargs, fallback=str).items()
+            if not name.endswith(("_file", "_path", "_object", "_dir"))
+        }
+        template = self._operators_template or tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return config | {"tokenizer_class": type(tokenizer).__name__, "chat_template": template}
+
     async def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids. Raises BadRequest for more than this model's context can hold, or for unknown ids."""
+        limit = self._engine.max_model_len
+        if len(token_ids) > limit:
+            raise BadRequest(f"tokens must have at most max_model_len = {limit} ids, got {len(token_ids)}.", param="tokens")
         return await self._thread.run(lambda: self._text(token_ids))
 
     def _text(self, token_ids: list[int]) -> str:

@@ -39,6 +39,8 @@ class Case:
     sinks: bool = False
     mask: str = ""  # "" | "keys" | "bool" | "float"
     page_size: int = 16
+    alibi: str = ""  # "" | "heads" | "batch"
+    chunk: int = 0
 
     def __str__(self) -> str:
         lengths = ["-".join(map(str, n)) for n in (self.lengths_q, self.lengths_k)]
@@ -49,6 +51,8 @@ class Case:
         parts += ["softcap"] if self.softcap else []
         parts += ["sinks"] if self.sinks else []
         parts += [f"mask-{self.mask}"] if self.mask else []
+        parts += [f"alibi-{self.alibi}"] if self.alibi else []
+        parts += [f"C{self.chunk}"] if self.chunk else []
         parts += [f"P{self.page_size}"] if self.page_size != 16 else []
         return "_".join(parts)
 
@@ -97,7 +101,37 @@ def _masks() -> list[Case]:
     ]
 
 
-DENSE = _lengths() + _shapes() + _options() + _masks()
+def _positions() -> list[Case]:
+    base = Case((70, 70), (150, 150), heads=4, kv_heads=2, causal=True)
+    biased = [replace(base, alibi=alibi, causal=causal) for alibi in ("heads", "batch") for causal in (False, True)]
+    chunks = [replace(base, chunk=chunk) for chunk in (1, 16, 100, 149, 150)]
+    return [
+        *biased,
+        *chunks,
+        replace(base, alibi="batch", window=(40, -1), softcap=20.0, sinks=True),
+        replace(base, alibi="heads", mask="float"),
+        replace(base, chunk=64, softcap=20.0, sinks=True, mask="keys"),
+        replace(base, chunk=48, alibi="heads", lengths_q=(150, 150), lengths_k=(70, 70)),  # rows that see no key
+        Case((1, 1), (300, 300), heads=8, kv_heads=2, causal=True, alibi="batch", chunk=70),
+        Case((3, 3), (300, 300), heads=8, kv_heads=2, causal=True, alibi="batch", chunk=298),  # a border between the queries
+    ]
+
+
+_VARLEN_POSITIONS = [
+    Case((17, 0, 128, 1, 63), (17, 0, 128, 1, 63), heads=4, kv_heads=1, causal=True, alibi="batch"),
+    Case((17, 5, 128, 1, 0), (33, 0, 100, 77, 63), heads=8, kv_heads=2, causal=True, chunk=30),
+    Case((17, 5, 128, 1), (33, 9, 300, 77), heads=4, kv_heads=2, causal=True, chunk=64, alibi="heads", sinks=True),
+]
+_PAGED_POSITIONS = [
+    Case((17, 1, 128, 1, 0), (33, 300, 128, 16, 63), heads=4, kv_heads=1, causal=True, alibi="batch"),
+    Case((1, 1, 1), (33, 300, 0), heads=8, kv_heads=2, causal=True, alibi="heads", chunk=128),
+    Case((1, 2, 5, 16), (33, 300, 5, 26), heads=8, kv_heads=1, causal=True, page_size=32, chunk=17),
+    Case(
+        (40, 1), (100, 300), heads=4, kv_heads=2, causal=True, softcap=20.0, sinks=True, page_size=64, chunk=80, alibi="batch"
+    ),
+    Case((40, 33), (164, 170), heads=4, kv_heads=4, head_dim=80, causal=True, chunk=64),
+]
+DENSE = _lengths() + _shapes() + _options() + _masks() + _positions()
 VARLEN = [
     Case((17, 0, 128, 1, 63), (17, 0, 128, 1, 63), heads=4, kv_heads=1, causal=True),
     Case((17, 5, 128, 1, 0), (33, 0, 100, 77, 63), heads=8, kv_heads=2, causal=True),
@@ -105,6 +139,7 @@ VARLEN = [
     Case((17, 5, 128, 1), (33, 9, 100, 77), heads=4, kv_heads=2, causal=True, window=(13, -1), softcap=20.0, sinks=True),
     Case((17, 5, 128, 1), (33, 9, 100, 77), heads=4, kv_heads=2, head_dim=192, head_dim_v=128, window=(13, 4)),
     Case((), (), causal=True),
+    *_VARLEN_POSITIONS,
 ]
 PAGED = [
     Case((17, 1, 128, 1, 0), (33, 300, 128, 16, 63), heads=4, kv_heads=1, causal=True),
@@ -116,6 +151,7 @@ PAGED = [
     Case((1, 1), (64, 70), heads=4, kv_heads=4, head_dim=192, head_dim_v=128, causal=True),
     Case((40, 9), (64, 9), heads=4, kv_heads=1, head_dim=256, causal=True, page_size=7),
     Case((1, 1), (64, 9), heads=16, kv_heads=1, head_dim=256, causal=True),
+    *_PAGED_POSITIONS,
 ]
 
 
@@ -140,12 +176,24 @@ def _sequences(case: Case, dtype: torch.dtype, device: str) -> list[tuple[torch.
     ]
 
 
+def _slopes_of(case: Case, device: str) -> torch.Tensor | None:
+    """From steep slopes, which leave a row few keys, to a rising bias."""
+    if not case.alibi:
+        return None
+    rows = len(case.lengths_q) if case.alibi == "batch" else 1
+    slopes = torch.linspace(-0.02, 0.7, rows * case.heads, device=device).view(rows, case.heads)
+    return slopes if case.alibi == "batch" else slopes[0]
+
+
 def _options_of(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of a case as the API takes them, and as the oracle takes them."""
     sinks = torch.linspace(-1.5, 2.0, case.heads, device=device) if case.sinks else None
-    api = {"causal": case.causal, "window_size": case.window, "softcap": case.softcap, "sinks": sinks}
+    same = {"softcap": case.softcap, "sinks": sinks, "alibi_slopes": _slopes_of(case, device), "attention_chunk": case.chunk}
     window = (case.window[0], 0 if case.causal else case.window[1])
-    return api, {"softmax_scale": case.head_dim**-0.5, "window_size": window, "softcap": case.softcap, "sinks": sinks}
+    return (
+        {"causal": case.causal, "window_size": case.window, **same},
+        {"softmax_scale": case.head_dim**-0.5, "window_size": window, **same},
+    )
 
 
 def _mask(case: Case, device: str) -> torch.Tensor | None:
@@ -169,13 +217,12 @@ def check(case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", lay
     sequences = _sequences(case, dtype, device)
     mask = _mask(case, device)
     masks = [None if mask is None else mask[i % mask.shape[0]][None] for i in range(len(sequences))]
-    expected = [
-        (
-            attention_reference(*(x[None].double() for x in qkv), **oracle, mask=m),
-            eager_attention(*(x[None] for x in qkv), **oracle, mask=m),
-        )
-        for qkv, m in zip(sequences, masks, strict=True)
-    ]
+    slopes = oracle.pop("alibi_slopes")
+    expected = []
+    for index, (qkv, m) in enumerate(zip(sequences, masks, strict=True)):
+        alibi = slopes[index] if case.alibi == "batch" else slopes
+        exact = attention_reference(*(x[None].double() for x in qkv), **oracle, mask=m, alibi_slopes=alibi)
+        expected.append((exact, eager_attention(*(x[None] for x in qkv), **oracle, mask=m, alibi_slopes=alibi)))
     outs, lses = _run(case, sequences, mask, api, backend, layout, device, dtype, extra)
     if not sequences:
         return
@@ -187,6 +234,85 @@ def check(case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", lay
     assert_matches_reference(rows(outs), rows([exact[0] for (exact, _), _ in expected]), rows([e[0] for _, e in expected]))
     for ((_, lse), _), actual in zip(expected, lses, strict=True):
         assert_lse_matches(actual, lse[0], case.softcap)
+
+
+def check_without_keys(backend: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """No sequence of the call has a key, in each layout: out is 0, and lse is the sink, or -inf without sinks."""
+    q = torch.randn(9, 4, 64, dtype=dtype, device=device)
+    k = q.new_zeros(0, 2, 64)
+    sinks = torch.linspace(-1.0, 1.0, 4, device=device)
+    cu = {"cu_seqlens_q": cu_seqlens([5, 4], device), "max_seqlen_q": 5}
+    used = torch.zeros(2, dtype=torch.int32, device=device)
+    table = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    for extra in ({}, {"sinks": sinks}):
+        options = {"return_lse": True, "backend": backend, **extra}
+        expected = (sinks if extra else torch.full((4,), float("-inf"), device=device)).to(torch.float32)[:, None]
+        calls = [
+            fa_serve.attention(q[None], k[None], k[None], **options),
+            fa_serve.attention_varlen(q, k, k, cu_seqlens_k=used.new_zeros(3), max_seqlen_k=0, **cu, **options),
+        ]
+        for pages in (0, 1):  # the cache has no pages, or one that no sequence uses
+            cache = q.new_full((pages, 16, 2, 64), float("nan"))
+            paged = {"block_table": table[:, :pages], "seqused_k": used}
+            calls.append(fa_serve.attention_paged(q, cache, cache, **paged, **cu, **options))
+        for out, lse in calls:
+            assert (out == 0).all()
+            assert torch.equal(lse.to(torch.float32).reshape(4, 9), expected.expand(4, 9))
+
+
+def check_gradients(
+    case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", layout: str = "dense", with_lse: bool = False
+) -> None:
+    """Raise AssertionError if a gradient breaks the 2x rule. The exact gradients are those of autograd through the oracle.
+
+    with_lse: the loss depends on lse, too; the case must have no rows that see no key
+    A case where each row sees one key has dQ = dK = 0, which the rule cannot measure.
+    """
+    api, oracle = _options_of(case, device)
+    mask = _mask(case, device)
+    sequences = [[_leaf(x) for x in qkv] for qkv in _sequences(case, dtype, device)]
+    shared = [_leaf(api["sinks"]), _leaf(mask)]
+    draw = torch.Generator().manual_seed(11)
+    shape = (case.heads, case.head_dim_v or case.head_dim)
+    douts = [torch.randn(n, *shape, generator=draw).to(device, dtype) for n in case.lengths_q]
+    dlses = [torch.randn(case.heads, n, generator=draw).to(device) for n in case.lengths_q]
+    upstream = [*douts, *dlses] if with_lse else douts
+    given = [tuple(x) for x in sequences]
+    outs, lses = _run(case, given, shared[1], api | {"sinks": shared[0]}, backend, layout, device, dtype, {})
+    actual = _gradients([*outs, *lses] if with_lse else outs, upstream, sequences, shared)
+    expected = []
+    for cast, attend in ((torch.Tensor.double, attention_reference), (torch.Tensor.detach, _eager_with_lse)):
+        theirs = [[_leaf(cast(x.detach())) for x in qkv] for qkv in sequences]
+        common = [None if x is None else _leaf(cast(x.detach())) if x.requires_grad else x for x in shared]
+        outs, lses = [], []
+        for i, qkv in enumerate(theirs):
+            row = None if common[1] is None else common[1][i % common[1].shape[0]][None]
+            out, lse = attend(*(x[None] for x in qkv), **(oracle | {"sinks": common[0]}), mask=row)
+            outs.append(out[0])
+            lses.append(lse[0])
+        expected.append(_gradients([*outs, *lses] if with_lse else outs, upstream, theirs, common))
+    for name, ours, exact, eager in zip(("dq", "dk", "dv", "dsinks", "dmask"), actual, *expected, strict=True):
+        if ours is not None:
+            assert_matches_reference(ours, exact, eager, name, 4 if ours.dtype == torch.float32 else 1)
+
+
+def _leaf(x: Any) -> Any:
+    return x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
+
+
+def _eager_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return eager_attention(q, k, v, **options), attention_reference(q, k, v, **options)[1]
+
+
+def _gradients(results: list[Any], grads: list[Any], sequences: list[Any], shared: list[Any]) -> list[Any]:
+    """The gradients of q, k and v, each packed, then those of the sinks and of the mask, or None."""
+    leaves = [x for qkv in sequences for x in qkv]
+    extra = [x for x in shared if x is not None and x.requires_grad]
+    given = [g.to(x.dtype) for x, g in zip(results, grads, strict=True)]
+    found = torch.autograd.grad(results, leaves + extra, given, allow_unused=True, materialize_grads=True)
+    packed = [torch.cat([g.flatten(0, -2) for g in found[i : len(leaves) : 3]]) for i in range(3)]
+    rest = iter(found[len(leaves) :])
+    return packed + [next(rest) if x is not None and x.requires_grad else None for x in shared]
 
 
 def _run(

@@ -154,7 +154,7 @@ class _Shared:
     def permute(self, order: tuple[int, ...]) -> _Shared:
         return _Shared(self.data.permute(order))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> _Boxes:
+    def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> _Boxes:
         return _Boxes(self.data, shape)
 
     def store(self, value: torch.Tensor) -> None:
@@ -401,7 +401,6 @@ def _language() -> types.SimpleNamespace:
         atomic_add=_atomic_add,
         program_id=lambda axis: torch.tensor(_self.block.index),
         num_programs=lambda axis: _self.block.grid,
-        thread_barrier=anything,
         inline_asm_elementwise=_inline_assembly,
         warp_specialize=_specialize,
         allocate_shared_memory=lambda dtype, shape, layout: (
@@ -425,11 +424,7 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
         expect=lambda b, count: b.arrive(1, count),
         wait=lambda b, phase, pred=True: b.wait(int(phase)) if pred else None,
     )
-    tma = types.SimpleNamespace(
-        async_copy_global_to_shared=lambda desc, corner, bar, target: desc.load(corner, bar, target),
-        async_copy_shared_to_global=lambda desc, corner, source: desc.store(corner, source),
-        store_wait=_wait_stores,
-    )
+    tma = types.SimpleNamespace(store_wait=_wait_stores)
     language = _language()
     names: dict[str, Any] = {
         "__name__": "emulated",
@@ -439,6 +434,10 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
         "triton": types.SimpleNamespace(jit=jit),
         "mbarrier": barrier,
         "tma": tma,
+        "async_load": lambda desc, corner, bar, target: desc.load(corner, bar, target),
+        "async_store": lambda desc, corner, source: desc.store(corner, source),
+        "sync_threads": lambda: None,
+        "HAS_REINTERPRET": True,
         "fence_async_shared": lambda: None,
         "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait_products,

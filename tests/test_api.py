@@ -1,6 +1,6 @@
-"""The public functions: what they refuse themselves, what they return, and which calls share a plan.
+"""The public functions: what they refuse themselves, and what they return.
 
-The checks of tensors are tested in tests/test_argument_checks.py.
+The checks of tensors are tested in tests/test_argument_checks.py, plans in tests/test_dispatch.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import CU, DENSE, FLAT, PAGED, ROWS, VARLEN, K, Q, V
+from api_calls import DENSE, PAGED, ROWS, K, Q, V
 
 import fa_serve
-from fa_serve.api import _has_whole_rows
+from fa_serve import dispatch
 from fa_serve.backends.plan import PlanTable
 
 # function, its right arguments, what is changed, what the error must say
@@ -29,7 +29,7 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] =
 def plans(monkeypatch: pytest.MonkeyPatch) -> PlanTable:
     """A table of plans for this test alone, so that no earlier test has already had a call checked."""
     table = PlanTable()
-    monkeypatch.setattr(fa_serve.api, "PLANS", table)
+    monkeypatch.setattr(dispatch, "PLANS", table)
     return table
 
 
@@ -56,118 +56,3 @@ def test_store_kv_skips_and_writes() -> None:
         assert torch.equal(cache[0, 0], rows[0])
         assert torch.equal(cache[2, 1], rows[2])
         assert int((cache.abs().sum((2, 3)) > 0).sum()) == 2
-
-
-ALIKE: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "scale": {"softmax_scale": 2.0},
-    "window": {"window_size": (1, 0)},
-    "softcap": {"softcap": 0.5},
-    "sinks": {"sinks": torch.tensor([3.0, -1.0, 0.5, 2.0])},
-    "lse": {"return_lse": True},
-    "backend": {"backend": "reference"},
-    "out": {"out": torch.zeros(10, 4, 16)},
-    "strides": {"q": torch.arange(640.0).sin().view(16, 4, 10).permute(2, 1, 0)},
-    "rows": {"q": FLAT["q"][:9]},
-}
-
-
-@pytest.mark.parametrize("change", ALIKE)
-@pytest.mark.parametrize("call", [VARLEN, (PAGED[0], PAGED[1] | {"causal": False})], ids=["varlen", "paged"])
-def test_a_call_is_not_taken_for_another(
-    call: tuple[Callable[..., Any], dict[str, Any]], change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is remembered of a call serves those that differ in addresses and contents alone."""
-    function, arguments = call
-    monkeypatch.setattr(fa_serve.api, "PLANS", PlanTable())
-    changed = function(**(arguments | ALIKE[change]))
-    fa_serve.api.PLANS.clear()
-    plain = function(**arguments)
-    assert torch.equal(function(**(arguments | {"q": arguments["q"].clone()})), plain)
-    assert len(fa_serve.api.PLANS) == 1
-    after = function(**(arguments | ALIKE[change]))
-    assert len(fa_serve.api.PLANS) == 2
-    for x, y in zip(*((r if isinstance(r, tuple) else (r,)) for r in (changed, after)), strict=True):
-        assert torch.equal(x, y)
-
-
-def test_gaps_between_lengths_are_seen_through_what_is_remembered() -> None:
-    """The same key stands for lengths side by side and for every other number of them."""
-    wide = torch.stack([CU["cu_seqlens_q"], torch.full((3,), 99, dtype=torch.int32)], 1)[:, 0]
-    expected = fa_serve.attention_varlen(**FLAT, **CU)
-    assert torch.equal(fa_serve.attention_varlen(**FLAT, **(CU | {"cu_seqlens_q": wide})), expected)
-
-
-def test_the_number_of_plans_is_limited(plans: PlanTable) -> None:
-    plans.max_plans = 3
-    for seqlen in range(1, 9):
-        fa_serve.attention(Q[:, :1].expand(2, seqlen, 4, 16), K, V)
-        assert 1 <= len(plans) <= 3
-
-
-def growing(keys: int, batch: int = 2, **changes: Any) -> dict[str, torch.Tensor]:
-    """One query per sequence behind a cache (batch, heads, keys, dim), as transformers' growing cache holds it."""
-    generator = torch.Generator().manual_seed(keys)
-    dims = {"dim": 16, "dim_v": 16, "kv_heads": 2} | changes
-    q = torch.randn(batch, 4, 1, 16, generator=generator)
-    k = torch.randn(batch, dims["kv_heads"], keys, dims["dim"], generator=generator)
-    v = torch.randn(batch, dims["kv_heads"], keys, dims["dim_v"], generator=generator)
-    return {name: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v))}
-
-
-def test_a_growing_cache_is_planned_once(plans: PlanTable) -> None:
-    for keys in (40, 41, 50, 63):
-        call = growing(keys)
-        mask = torch.ones(2, 1, 1, keys, dtype=torch.bool)
-        mask[0, ..., :7] = False
-        for extra in ({}, {"mask": mask}, {"window_size": (20, 0)}):
-            expected = fa_serve.attention(**call, **extra, backend="reference")
-            torch.testing.assert_close(fa_serve.attention(**call, **extra), expected, rtol=1e-5, atol=1e-5)
-    assert len(plans) == 6, "three kinds of calls on two backends, whatever the length"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"kv_heads": 1}, {"dim_v": 32}, {"batch": 3}, {"keys": 64}],
-    ids=["heads", "head_dim_v", "batch", "twice the keys"],
-)
-def test_a_growing_cache_of_another_kind_is_planned_anew(change: dict[str, int], plans: PlanTable) -> None:
-    fa_serve.attention(**growing(40))
-    changed = growing(**({"keys": 41} | change))
-    out = fa_serve.attention(**changed)
-    assert len(plans) == 2
-    torch.testing.assert_close(out, fa_serve.attention(**changed, backend="reference"), rtol=1e-5, atol=1e-5)
-
-
-def test_bad_arguments_of_a_growing_cache_are_named(plans: PlanTable) -> None:
-    """A plan for growing lengths must not let pass what its checks would refuse."""
-    call = growing(40)
-    fa_serve.attention(**call)
-    longer = growing(41)
-    with pytest.raises(ValueError, match="v must match k"):
-        fa_serve.attention(call["q"], longer["k"], call["v"])
-    with pytest.raises(ValueError, match="mask must be broadcastable"):
-        fa_serve.attention(**longer, mask=torch.ones(2, 1, 1, 40, dtype=torch.bool))
-    with pytest.raises(TypeError, match="k must have q's dtype"):
-        fa_serve.attention(longer["q"], longer["k"].double(), longer["v"])
-    odd = {name: x[..., :15] if name != "v" else x for name, x in longer.items()}
-    with pytest.raises(ValueError, match="k must have q's head_dim"):
-        fa_serve.attention(longer["q"], odd["k"], longer["v"])
-
-
-@pytest.mark.parametrize(
-    ("strides", "whole"),
-    [
-        ((2048, 128, 64, 1), True),
-        ((4096, 128, 64, 1), True),
-        ((2048, 64, 1024, 1), True),
-        ((2050, 128, 64, 1), False),
-        ((2048, 132, 64, 1), False),
-        ((2048, 128, 60, 1), False),
-    ],
-    ids=str,
-)
-def test_which_caches_have_whole_rows(strides: tuple[int, ...], whole: bool) -> None:
-    cache = torch.zeros(20_000, dtype=torch.bfloat16).as_strided((3, 16, 2, 64), strides)
-    assert _has_whole_rows(cache) == whole
-    assert not _has_whole_rows(cache.as_strided(cache.shape, strides, storage_offset=4))

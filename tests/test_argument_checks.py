@@ -11,7 +11,8 @@ import torch
 from api_calls import CU, DENSE, K_CACHE, PAGED, ROWS, STORE, TABLE, USED, V_CACHE, VARLEN, K, Q, V
 
 import fa_serve
-from fa_serve.argument_checks import softmax_options
+from fa_serve.argument_checks import effective_chunk, softmax_options
+from fa_serve.spec import ParameterError
 from fa_serve.testing import cu_seqlens
 
 # function, its right arguments, what is changed, the error, what its message must say
@@ -33,6 +34,13 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Ex
     "sinks": (*DENSE, {"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(4,\).*got float32 \(3,\)"),
     "mask-shape": (*DENSE, {"mask": torch.ones(2, 1, 1, 6) > 0}, ValueError, r"broadcastable .*\(2, 1, 1, 6\)"),
     "mask-dtype": (*DENSE, {"mask": torch.ones(2, 1, 1, 7).int()}, TypeError, "mask must be bool or floating"),
+    "chunk": (*DENSE, {"attention_chunk": -1, "causal": True}, ParameterError, "attention_chunk must be 0 .*got -1"),
+    "chunk-float": (*VARLEN, {"attention_chunk": 2.0, "causal": True}, ParameterError, "attention_chunk must be 0 .*got 2.0"),
+    "chunk-full": (*PAGED, {"attention_chunk": 4, "causal": False}, ParameterError, r"unless the call is causal .*\(-1, -1\)"),
+    "chunk-window": (*DENSE, {"attention_chunk": 4, "window_size": (3, 0)}, ParameterError, r"causal without a window"),
+    "alibi-dtype": (*DENSE, {"alibi_slopes": torch.zeros(4).half()}, ParameterError, "alibi_slopes must be float32 .*float16"),
+    "alibi-shape": (*VARLEN, {"alibi_slopes": torch.zeros(3, 4)}, ParameterError, r"or \(2, 4\), got .*\(3, 4\)"),
+    "alibi-device": (*PAGED, {"alibi_slopes": torch.zeros(4, device="meta")}, ParameterError, "alibi_slopes must be on q's"),
     "out": (*DENSE, {"out": torch.empty(2, 5, 4, 8)}, ValueError, r"out must be float32 \(2, 5, 4, 16\)"),
     "cu-dtype": (*VARLEN, {"cu_seqlens_q": CU["cu_seqlens_q"].long()}, ValueError, "cu_seqlens_q must be int32.*int64"),
     "cu-empty": (*VARLEN, {"cu_seqlens_q": cu_seqlens([])[:0]}, ValueError, "cu_seqlens_q must have at least 1"),
@@ -83,7 +91,7 @@ def test_bad_arguments_are_named(name: str) -> None:
 
 
 def test_no_backend_is_asked_for_before_the_arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fa_serve.api.select_backend", lambda *_: pytest.fail("a backend was asked for"))
+    monkeypatch.setattr("fa_serve.dispatch.select_backend", lambda *_: pytest.fail("a backend was asked for"))
     for function, arguments, change, error, _ in BAD.values():
         with pytest.raises(error):
             function(**(arguments | change))
@@ -107,3 +115,7 @@ def test_a_window_that_32_bits_cannot_hold_is_shortened() -> None:
     left, right = softmax_options(Q, False, None, (2**62, 2**31), 0.0, None).window_size
     assert left == right
     assert 2**28 < left <= 2**30
+
+
+def test_a_chunk_that_holds_every_key_is_no_chunk() -> None:
+    assert [effective_chunk(chunk, (-1, 0), 100) for chunk in (0, 99, 100, 101)] == [0, 99, 0, 0]

@@ -35,10 +35,13 @@ class Backend(Protocol):
     name:       key of the backend in the table
     mixed_rows: rows (queries times query heads per KV head) up to which this backend's decoding kernel is the faster one for a
                 sequence in a batch that mixes decoding with prompts; None if one kernel serves such batches (see `mixed`)
+    differentiable: autograd follows the plans of this backend; else gradients are computed by the op "backward", which may be
+                another backend's
     """
 
     name: str
     mixed_rows: int | None
+    differentiable: bool
 
     def supports(self, spec: AttentionSpec) -> str | None:
         """None if the backend serves the spec, else the reason."""
@@ -49,7 +52,7 @@ class Backend(Protocol):
 
         For the ops "attention" and "decode", `tensors` is an `AttentionTensors` and the plan maps an `AttentionTensors` with
         the same facts to (out, lse or None). For "store_kv" it is a `StoreTensors`, there are no options, and the plan returns
-        None.
+        None. For "backward" it is a `BackwardTensors`, and the plan returns `Gradients`.
 
         A dense "decode" of one query per sequence is planned once for a cache that grows: later calls have another number of
         keys (with the same bit length) and the strides that follow from it, each a multiple of 16 and below 2^31.

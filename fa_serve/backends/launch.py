@@ -23,10 +23,13 @@ import triton
 from torch import Tensor
 from triton.runtime.driver import driver
 
-# The arguments of Triton's compiled launcher are private to Triton. They were read in release 3.6; with other releases
+# The arguments of Triton's compiled launcher are private to Triton. They were read in these releases; with other releases
 # kernels are launched through the documented interface.
-_HAS_KNOWN_LAUNCHER = triton.__version__.startswith("3.6.")
+_FLAT_ARGUMENTS = triton.__version__.startswith("3.6.")
+_HAS_KNOWN_LAUNCHER = _FLAT_ARGUMENTS or triton.__version__.startswith(("3.7.", "3.8.", "3.9."))
 _RUNTIME = triton.knobs.runtime
+FUSED = {"enable_fp_fusion": True}
+"""An option of every launch: a product and a sum are one instruction. Triton 3.9 warns that this will not be its default."""
 _MAX_ENCODED = 256  # addresses that a view keeps descriptors for
 _MAX_COMPILED = 4096
 
@@ -68,7 +71,9 @@ class View(dict[int, tuple[Any, ...]]):
 
         if len(self) >= _MAX_ENCODED:
             self.clear()
-        encoded = driver.active.utils.fill_tma_descriptor(
+        utils = driver.active.utils
+        encode = utils.fill_tma_descriptor if _FLAT_ARGUMENTS else utils.fill_tma_descriptor_tiled
+        encoded = encode(
             address,
             self.metadata["swizzle"],
             self.metadata["elem_size"],
@@ -84,8 +89,10 @@ class View(dict[int, tuple[Any, ...]]):
 class _Driver:
     """A compiled kernel on one device, as Triton's launcher takes it below its checks.
 
-    native:    the compiled launcher: (grid, stream, *fixed, *arguments)
-    fixed:     the arguments that do not belong to the kernel: its function, two switches, scratch memory, metadata, hooks
+    native:    the compiled launcher: (grid, stream, *fixed, *arguments) in release 3.6, which has one for each kernel;
+               (grid, stream, *fixed, arguments) since 3.7, which has one for all kernels
+    fixed:     the arguments that do not belong to the kernel: its function, two switches, scratch memory, metadata, hooks, and
+               since 3.7 the types of its arguments
     metadata:  how each tensor descriptor is encoded
     stream_of: tells the current stream of a device
     """
@@ -139,7 +146,7 @@ class Launch:
     ) -> None:
         self._kernel = kernel
         self._grid = (grid, 1, 1)
-        self._options = options
+        self._options = {**FUSED, **options}
         self._views = views
         self._numbers = (*varying, *strides, *fixed)
         self._strides = strides
@@ -214,18 +221,33 @@ class Launch:
                     arguments[i] = TensorDescriptor(tensors[i], view.shape, view.strides, view.block_shape, view.layout)
         return arguments
 
-    def _send(self, known: _Driver, addresses: list[Any], late: tuple[int, ...]) -> None:
+    def _send_flat(self, known: _Driver, addresses: list[Any], late: tuple[int, ...]) -> None:
+        """As Triton 3.6 sends: the kernel's arguments follow the launcher's own."""
         if self._views:
-            flat: list[Any] = []
-            for view, address in zip(self._views, addresses, strict=False):
-                flat += (None,) if view is None else view[address]
-            addresses = flat + addresses[len(self._views) :]
+            addresses = self._encode(addresses)
         known.native(*self._grid, known.stream_of(known.device), *known.fixed, *addresses, *late, *self._numbers)
+
+    def _send_packed(self, known: _Driver, addresses: list[Any], late: tuple[int, ...]) -> None:
+        """As Triton 3.7 and later send: the kernel's arguments are one argument of the launcher."""
+        if self._views:
+            addresses = self._encode(addresses)
+        known.native(*self._grid, known.stream_of(known.device), *known.fixed, (*addresses, *late, *self._numbers))
+
+    _send = _send_flat if _FLAT_ARGUMENTS else _send_packed
+
+    def _encode(self, addresses: list[Any]) -> list[Any]:
+        """What stands for the first addresses where the kernel takes tensor descriptors."""
+        flat: list[Any] = []
+        for view, address in zip(self._views, addresses, strict=False):
+            flat += (None,) if view is None else view[address]
+        return flat + addresses[len(self._views) :]
 
 
 def _driver_of(compiled: Any, device: int) -> _Driver | None:
-    """What Triton 3.6 does after its checks, without the encoding and the hooks; None if its launcher is not the known one."""
+    """What Triton does after its checks, without the encoding and the hooks; None if its launcher is not a known one."""
     run = compiled.run
+    if getattr(run, "gsan_enabled", False):
+        return None  # Triton's sanitizer adds arguments
     if not _HAS_KNOWN_LAUNCHER or not hasattr(run, "launch_pdl") or run.global_scratch_size or run.profile_scratch_size:
         return None
     native = run.launch
@@ -236,17 +258,14 @@ def _driver_of(compiled: Any, device: int) -> _Driver | None:
             return None
         native = inner["launcher"]
         metadata = inner["tensordesc_meta"]
+    switches = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
     no_scratch = (None, None)
-    no_hooks = (None, None)
-    fixed = (
-        compiled.function,
-        run.launch_cooperative_grid,
-        run.launch_pdl,
-        *no_scratch,
-        compiled.packed_metadata,
-        None,
-        *no_hooks,
-    )
+    no_hooks = (None, None, None)  # and nothing to tell them
+    fixed: tuple[Any, ...]
+    if _FLAT_ARGUMENTS:
+        fixed = (*switches, *no_scratch, compiled.packed_metadata, *no_hooks)
+    else:
+        fixed = (*switches, compiled.packed_metadata, *no_hooks, *no_scratch, run.arg_annotations, run.kernel_signature)
     return _Driver(native, fixed, metadata, driver.active.get_current_stream, device)
 
 

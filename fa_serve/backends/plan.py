@@ -107,6 +107,7 @@ class AttentionTensors(NamedTuple):
     keys: what says how long the keys of a sequence are: cu_seqlens_k (varlen), seqused_k (paged), or None (dense)
     out:  written in place if given, else the plan allocates it
     lse:  written in place if given, which only `mixed` does; else the plan allocates it if the options ask for it
+    alibi_slopes: float32, (num_heads,) or (batch, num_heads)
     """
 
     q: Tensor
@@ -121,6 +122,41 @@ class AttentionTensors(NamedTuple):
     v_descale: Tensor | None = None
     out: Tensor | None = None
     lse: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+
+class BackwardTensors(NamedTuple):
+    """The tensors of one backward pass of a dense or packed call: its arguments, its results, and the gradients of those.
+
+    lse:          float32, (batch, num_heads, seqlen_q) or (num_heads, total_q)
+    dout:         like out; dlse: like lse, or None if lse was not used
+    needs_dsinks: whether the gradient of `sinks` is asked for; needs_dmask: that of `mask`, which is then floating point
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    mask: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None = None
+    needs_dsinks: bool = False
+    needs_dmask: bool = False
+    alibi_slopes: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """What a backward pass computes, each like the tensor that it belongs to. None where it was not asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    mask: Tensor | None = None
 
 
 class StoreTensors(NamedTuple):
@@ -144,6 +180,9 @@ class AttentionOptions:
     num_splits:  as in `fa_serve.attention_paged`
     skip_q:      sequences with up to this many queries are left to another kernel, see `mixed`. For the op "decode" the bound
                  is `max_seqlen_q`: sequences with more queries are left to another kernel
+    deterministic: (op "backward") the gradient of a mask repeats in every bit, which needs memory for all scores
+    attention_chunk: keys per chunk, 0 without chunks; window_size is (-1, 0) with them. The query at position p, counted from
+                 the sequence's first key, sees the keys from p // attention_chunk * attention_chunk to p
     """
 
     softmax_scale: float
@@ -154,3 +193,10 @@ class AttentionOptions:
     return_lse: bool
     num_splits: int = 0
     skip_q: int = 0
+    deterministic: bool = False
+    attention_chunk: int = 0
+
+    @property
+    def left(self) -> int:
+        """What kernels take for the left limit, which is either a window or a chunk: its length, -1 without a limit."""
+        return self.attention_chunk or self.window_size[0]

@@ -1,7 +1,7 @@
 """The oracle: attention as its equation reads, in plain PyTorch, on any device.
 
     S = softmax_scale * Q K^T            softcap * tanh(S / softcap) where softcap is on
-    S = S + mask, -inf where a key is hidden
+    S = S + mask - slope * |i - j|,      -inf where a key is hidden
     P = exp(S - lse),  lse = log(sum_j exp(S_j) [+ exp(sink)])
     O = P V
 
@@ -12,6 +12,7 @@ compare the other backends with it; the other backends never import it. It leave
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,22 +20,33 @@ import torch
 from torch import Tensor
 
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run, StoreTensors
+from fa_serve.backends.recompute import plan_recomputed
 from fa_serve.spec import AttentionSpec
 
 
-def visible_keys(seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], device: torch.device) -> Tensor:
-    """(seqlen_q, seqlen_k) bool: key j is visible to query i if i + offset - left <= j <= i + offset + right.
+def positions(seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The positions of queries (seqlen_q, 1) and keys (1, seqlen_k) in the sequence.
 
-    offset = seqlen_k - seqlen_q aligns the last query with the last key (the bottom-right corner).
+    seqlen_k - seqlen_q aligns the last query with the last key (the bottom-right corner).
     """
-    left, right = window_size
     i = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
-    j = torch.arange(seqlen_k, device=device)[None, :]
+    return i, torch.arange(seqlen_k, device=device)[None, :]
+
+
+def visible_keys(
+    seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], device: torch.device, attention_chunk: int = 0
+) -> Tensor:
+    """(seqlen_q, seqlen_k) bool: the key at position j is visible to the query at position i if i - left <= j <= i + right,
+    and both are in the same chunk."""
+    left, right = window_size
+    i, j = positions(seqlen_q, seqlen_k, device)
     keep = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if left >= 0:
         keep &= j >= i - left
     if right >= 0:
         keep &= j <= i + right
+    if attention_chunk:
+        keep &= i // attention_chunk == j // attention_chunk
     return keep
 
 
@@ -48,6 +60,8 @@ def attention_reference(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """q (batch, seqlen_q, heads, head_dim), k and v with num_kv_heads -> out like q in the computing dtype, lse (b, h, q)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -60,7 +74,10 @@ def attention_reference(
         s = softcap * torch.tanh(s / softcap)
     if mask is not None:
         s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.to(dtype)
-    s = s.masked_fill(~visible_keys(q.shape[2], k.shape[2], window_size, q.device), float("-inf"))
+    if alibi_slopes is not None:
+        i, j = positions(q.shape[2], k.shape[2], q.device)
+        s = s - alibi_slopes.to(dtype)[..., None, None] * (i - j).abs()
+    s = s.masked_fill(~visible_keys(q.shape[2], k.shape[2], window_size, q.device, attention_chunk), float("-inf"))
     lse = torch.logsumexp(s, dim=-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(dtype)[None, :, None].expand_as(lse))
@@ -77,6 +94,7 @@ class ReferenceBackend:
 
     name = "reference"
     mixed_rows: int | None = None
+    differentiable = True
 
     def supports(self, spec: AttentionSpec) -> str | None:
         return None
@@ -85,10 +103,14 @@ class ReferenceBackend:
         if spec.op == "store_kv":
             return store_kv_reference
         assert options is not None
+        if spec.op == "backward":
+            return plan_recomputed(partial(_ATTENTION[spec.layout], replace(options, return_lse=True)))
         return partial(_ATTENTION[spec.layout], options)
 
 
-def _attend(options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, t: AttentionTensors) -> tuple[Tensor, Tensor]:
+def _attend(
+    options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, t: AttentionTensors, slopes: Tensor | None
+) -> tuple[Tensor, Tensor]:
     return attention_reference(
         q,
         k,
@@ -98,11 +120,13 @@ def _attend(options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, t: Atten
         softcap=options.softcap,
         sinks=t.sinks,
         mask=t.mask,
+        alibi_slopes=slopes,
+        attention_chunk=options.attention_chunk,
     )
 
 
 def _dense(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-    result, lse = _attend(options, t.q, t.k, t.v, t)
+    result, lse = _attend(options, t.q, t.k, t.v, t, t.alibi_slopes)
     return _deliver(result, t), lse if options.return_lse else None
 
 
@@ -139,8 +163,12 @@ def _each_sequence(
     dtype = torch.promote_types(t.q.dtype, torch.float32)
     result = torch.zeros(*t.q.shape[:2], t.v.shape[-1], dtype=dtype, device=t.q.device)
     lse = torch.full((t.q.shape[1], t.q.shape[0]), float("-inf"), dtype=dtype, device=t.q.device)
-    for (a, b), (k, v) in zip(itertools.pairwise(t.cu_seqlens_q.tolist()), sequences, strict=True):
-        o, sequence_lse = _attend(options, t.q[a:b][None], k[None], v[None], t)
+    ends = itertools.pairwise(t.cu_seqlens_q.tolist())
+    for index, ((a, b), (k, v)) in enumerate(zip(ends, sequences, strict=True)):
+        slopes = t.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[index]
+        o, sequence_lse = _attend(options, t.q[a:b][None], k[None], v[None], t, slopes)
         result[a:b] = o[0]
         lse[:, a:b] = sequence_lse[0]
     return _deliver(result, t), lse if options.return_lse else None

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run, StoreTensors
+from fa_serve.backends.recompute import plan_recomputed
 from fa_serve.spec import AttentionSpec
 
 Caches = Sequence[tuple[Tensor, Tensor | None]]
@@ -37,6 +38,7 @@ class SdpaBackend:
 
     name = "sdpa"
     mixed_rows: int | None = None
+    differentiable = True
 
     def supports(self, spec: AttentionSpec) -> str | None:
         if spec.layout == "paged" and spec.needs_grad:
@@ -47,11 +49,13 @@ class SdpaBackend:
         if spec.op == "store_kv":
             return _store_kv
         assert options is not None
+        if spec.op == "backward":
+            return plan_recomputed(partial(_ATTENTION[spec.layout], replace(options, return_lse=True)))
         return partial(_ATTENTION[spec.layout], options)
 
 
 def _dense(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-    result, lse = _attend(t.q, t.k, t.v, options, t.sinks, t.mask)
+    result, lse = _attend(t.q, t.k, t.v, options, t.sinks, t.mask, t.alibi_slopes)
     return result if t.out is None else t.out.copy_(result), lse
 
 
@@ -60,8 +64,10 @@ def _varlen(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Ten
     assert t.keys is not None
     result, lse = _without_keys(t.q, t.v.shape[-1], options.return_lse)
     ends_k = pairwise(t.keys.tolist())
-    for (a, b), (c, d) in zip(pairwise(t.cu_seqlens_q.tolist()), ends_k, strict=True):
-        _put(_attend(t.q[None, a:b], t.k[None, c:d], t.v[None, c:d], options, t.sinks), result, lse, slice(a, b))
+    for index, ((a, b), (c, d)) in enumerate(zip(pairwise(t.cu_seqlens_q.tolist()), ends_k, strict=True)):
+        slopes = _slopes_of(t, index)
+        found = _attend(t.q[None, a:b], t.k[None, c:d], t.v[None, c:d], options, t.sinks, alibi_slopes=slopes)
+        _put(found, result, lse, slice(a, b))
     return result if t.out is None else t.out.copy_(result), lse
 
 
@@ -75,10 +81,10 @@ def _paged(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tens
     lengths = t.keys.tolist()
     if rows == [(0, len(q))]:
         k, v = _keys(caches, t.block_table[0], lengths[0], q.dtype)
-        result, lse = _attend(q[None], k, v, options, t.sinks)
+        result, lse = _attend(q[None], k, v, options, t.sinks, alibi_slopes=_slopes_of(t, 0))
         return result[0] if t.out is None else t.out.copy_(result[0]), None if lse is None else lse[0]
     result, lse = _without_keys(q, t.v.shape[-1], options.return_lse)
-    together = _decoding_together(rows, lengths, options.num_splits)
+    together = [] if t.alibi_slopes is not None else _decoding_together(rows, lengths, options.num_splits)
     if together:
         found, at = _attend_together(options, t, caches, together, max(lengths[b] for b in together))
         _put(found, result, lse, at)
@@ -86,8 +92,15 @@ def _paged(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tens
         start, end = rows[b]
         if start < end:
             k, v = _keys(caches, t.block_table[b], lengths[b], q.dtype)
-            _put(_attend(q[None, start:end], k, v, options, t.sinks), result, lse, slice(start, end))
+            found = _attend(q[None, start:end], k, v, options, t.sinks, alibi_slopes=_slopes_of(t, b))
+            _put(found, result, lse, slice(start, end))
     return result if t.out is None else t.out.copy_(result), lse
+
+
+def _slopes_of(t: AttentionTensors, sequence: int) -> Tensor | None:
+    """ALiBi's slopes (num_heads,) of one sequence."""
+    slopes = t.alibi_slopes
+    return slopes if slopes is None or slopes.dim() == 1 else slopes[sequence]
 
 
 _ATTENTION = {"dense": _dense, "varlen": _varlen, "paged": _paged}
@@ -122,11 +135,13 @@ def _attend_together(
     used = t.keys[index, None]
     position = torch.arange(longest, device=t.q.device)[None]
     seen = (position < used) & (position >= (used - 1 - left if left >= 0 else 0))
+    if options.attention_chunk:
+        seen &= position >= (used - 1) // options.attention_chunk * options.attention_chunk
     position = torch.where(position < used, position, 0)
     pages = t.block_table[index].long().gather(1, position // page_size)
     k, v = (_read(cache, (pages, position % page_size), descale, t.q.dtype) for cache, descale in caches)
     at = t.cu_seqlens_q[index].long()
-    unlimited = replace(options, window_size=(-1, -1))
+    unlimited = replace(options, window_size=(-1, -1), attention_chunk=0)
     return _attend(t.q[at][:, None], k, v, unlimited, t.sinks, seen[:, None, None]), at
 
 
@@ -182,7 +197,13 @@ def _put(found: tuple[Tensor, Tensor | None], result: Tensor, lse: Tensor | None
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    sinks: Tensor | None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """q, k, v (batch, seqlen, heads, dim) -> out in the same layout, and lse (batch, heads, seqlen_q) if the options ask for
     it."""
@@ -192,10 +213,11 @@ def _attend(
         return _attend_nothing(q, v.shape[-1], options, sinks)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     left, right = options.window_size
+    chunk = options.attention_chunk
     offset = seqlen_k - seqlen_q
     if right >= 0 and seqlen_q == 1:
         right = -1  # the last query sees up to the last key, so there is nothing to hide
-    implicit = left < 0 and (right < 0 or (right == 0 and offset == 0))
+    implicit = left < 0 and (right < 0 or (right == 0 and offset == 0)) and not chunk and alibi_slopes is None
     if implicit and (mask is None or right < 0) and (not options.softcap or seqlen_q <= CHUNK):
         # torch keeps no score matrix here either, so one call does
         bias = None if mask is None else _as_bias(mask, q)
@@ -205,7 +227,8 @@ def _attend(
     lses = []
     for start in range(0, seqlen_q, CHUNK):
         end = min(start + CHUNK, seqlen_q)
-        first = 0 if left < 0 else min(max(start + offset - left, 0), seqlen_k - 1)
+        first = (start + offset) // chunk * chunk if chunk else 0 if left < 0 else start + offset - left
+        first = min(max(first, 0), seqlen_k - 1)
         last = seqlen_k if right < 0 else max(min(end + offset + right, seqlen_k), first + 1)
         i = torch.arange(start, end, device=q.device)[:, None] + offset
         j = torch.arange(first, last, device=q.device)[None, :]
@@ -214,9 +237,13 @@ def _attend(
             keep &= j >= i - left
         if right >= 0:
             keep &= j <= i + right
+        if chunk:
+            keep &= j >= i // chunk * chunk
         bias = _as_bias(keep[None, None], q)
         if mask is not None:
             bias = bias + _as_bias(_slice(_slice(mask, 2, start, end), 3, first, last), q)
+        if alibi_slopes is not None:  # float32, because a bias in 16 bits has lost the distances
+            bias = bias - alibi_slopes.view(-1, q.shape[1], 1, 1) * (i - j).abs()
         o, o_lse = _one_call(q[:, :, start:end], k[:, :, first:last], v[:, :, first:last], options, False, sinks, bias)
         outs.append(o)
         if o_lse is not None:
@@ -233,7 +260,7 @@ def _attend_nothing(
         return out, None
     shape = (q.shape[0], q.shape[2], q.shape[1])
     lse = q.new_full(shape, NEG_INF, dtype=torch.promote_types(q.dtype, torch.float32))
-    return out, lse if sinks is None else sinks.to(lse.dtype)[None, :, None].expand_as(lse)
+    return out, lse if sinks is None else lse.copy_(sinks.to(lse.dtype)[None, :, None].expand_as(lse))
 
 
 def _slice(mask: Tensor, dim: int, start: int, end: int) -> Tensor:
@@ -261,8 +288,10 @@ def _one_call(
     uses_lse = options.return_lse or sinks is not None
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     bias_grad = torch.is_grad_enabled() and bias is not None and bias.requires_grad
-    if options.softcap or bias_grad or (uses_lse and (wants_grad or q.device.type != "cpu")):
-        # No fused operator has softcap, or gradients of a mask or through lse, and only the CPU's operator returns lse.
+    exact_bias = bias is not None and bias.dtype != q.dtype
+    if options.softcap or bias_grad or ((uses_lse or exact_bias) and (wants_grad or q.device.type != "cpu")):
+        # No fused operator has softcap, or gradients of a mask or through lse. Only the CPU's operator returns lse, and takes a
+        # bias of another dtype.
         out, lse = _with_scores(q, k, v, scale, causal, options.softcap, bias)
     elif q.device.type == "cpu":
         out, lse = _fused_cpu(q, k, v, scale, causal, bias)

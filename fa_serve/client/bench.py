@@ -36,6 +36,7 @@ class Load:
     rate:          requests per second, as a Poisson process; None starts each request as soon as concurrency allows
     prompt_tokens: tokens of each prompt, drawn from the token ids `ids[0]` to `ids[1] - 1`
     output_tokens: tokens of each answer
+    spread:        0 gives all requests these lengths; 0.8 draws each from 0.2 to 1.8 of them, uniformly
     seed:          of prompts and arrivals
     processes:     processes of the client, which share requests, concurrency and rate
     """
@@ -48,6 +49,7 @@ class Load:
     rate: float | None = None
     prompt_tokens: int = 128
     output_tokens: int = 128
+    spread: float = 0.0
     ids: tuple[int, int] = (100, 1000)
     warmup: int = 4
     seed: int = 0
@@ -75,6 +77,7 @@ async def run(load: Load, progress: Callable[[int], None] = lambda _: None) -> d
         "rate": load.rate,
         "prompt_tokens": load.prompt_tokens,
         "output_tokens": load.output_tokens,
+        "spread": load.spread,
     }
     return make_report(settings, results)
 
@@ -132,16 +135,23 @@ async def _warm_up(load: Load) -> None:
 
 def _body(load: Load, rng: random.Random) -> bytes:
     low, high = load.ids
+    num_prompt_tokens, num_output_tokens = (
+        _length(mean, load.spread, rng) for mean in (load.prompt_tokens, load.output_tokens)
+    )
     body = {
         "model": load.model,
-        "prompt": [rng.randrange(low, high) for _ in range(load.prompt_tokens)],
+        "prompt": [rng.randrange(low, high) for _ in range(num_prompt_tokens)],
         "temperature": 0,
-        "max_tokens": load.output_tokens,
+        "max_tokens": num_output_tokens,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     return json.dumps(body).encode()
+
+
+def _length(mean: int, spread: float, rng: random.Random) -> int:
+    return rng.randint(max(round(mean * (1 - spread)), 1), round(mean * (1 + spread))) if spread else mean
 
 
 async def _offer_in_processes(load: Load, progress: Callable[[int], None]) -> list[LoadResult]:

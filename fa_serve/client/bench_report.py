@@ -1,6 +1,8 @@
 """The report of `fa-serve bench`: latencies, throughput and errors, as a dictionary for JSON and as a table.
 
-Times are in milliseconds: `ttft_ms` until the first token, `itl_ms` between two tokens, `e2e_ms` for the whole request.
+Times are in milliseconds: `ttft_ms` until the first token, `tpot_ms` per token after it as the mean of a request, `itl_ms`
+between two tokens, `e2e_ms` for the whole request. `goodput_per_s` is the rate of requests whose first token came within 200 ms
+and whose time per token was within 25 ms.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from rich.table import Table
 
 from .http_connection import Exchange
 
-QUANTILES = (0.5, 0.9, 0.99)
-ROWS = {"first token": "ttft_ms", "between tokens": "itl_ms", "whole request": "e2e_ms"}
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+ROWS = {"first token": "ttft_ms", "per token": "tpot_ms", "between tokens": "itl_ms", "whole request": "e2e_ms"}
+FIRST_TOKEN_GOAL = 0.2  # seconds; a request that meets both goals counts as goodput
+PER_TOKEN_GOAL = 0.025
 BUSY = 0.8  # above this fraction the client may be slower than the server
 MAX_ERRORS = 5  # different errors in a report
 
@@ -49,11 +53,24 @@ def make_report(settings: Mapping[str, Any], results: Sequence[LoadResult]) -> d
         "seconds": round(seconds, 3),
         "requests_per_s": round(len(good) / seconds, 3),
         "output_tokens_per_s": round(tokens / seconds, 1),
+        "goodput_per_s": round(sum(map(_meets_goals, good)) / seconds, 3),
         "client_busy": round(max(result.busy for result in results), 2),
         "ttft_ms": quantiles([exchange.arrivals[0] - exchange.sent for exchange in good]),
+        "tpot_ms": quantiles([each for each in map(_per_token, good) if each is not None]),
         "itl_ms": quantiles([gap for exchange in good for gap in _gaps(exchange.token_arrivals)]),
         "e2e_ms": quantiles([exchange.arrivals[-1] - exchange.sent for exchange in good]),
     }
+
+
+def _per_token(exchange: Exchange) -> float | None:
+    """Seconds per token after the first one; None for an answer of one token."""
+    times = exchange.token_arrivals
+    return (times[-1] - times[0]) / (exchange.tokens - 1) if exchange.tokens > 1 and times else None
+
+
+def _meets_goals(exchange: Exchange) -> bool:
+    first = exchange.arrivals[0] - exchange.sent
+    return first <= FIRST_TOKEN_GOAL and (_per_token(exchange) or 0.0) <= PER_TOKEN_GOAL
 
 
 def _gaps(times: Sequence[float]) -> list[float]:

@@ -3,7 +3,8 @@
     arrays = batch_arrays(batch, block_table, page_size=16, vocab_size=32000, deterministic=False)
 
 A sampled token that is not known on the host yet is written as -(slot + 1): the device keeps the last sampled token of each
-slot. Left out: the transfer to the device (transfer.py) and padding (cuda_graphs.py).
+slot. A chunk with drafts has a row of logits for its last known token and one for each draft. Left out: the transfer to the
+device (transfer.py) and padding (cuda_graphs.py).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 
 from fa_serve.engine.block_table import BlockTable
 from fa_serve.engine.results import PromptSpan
-from fa_serve.engine.sampler import sampling_arrays
-from fa_serve.engine.scheduler import ScheduledBatch
+from fa_serve.engine.sampler import draft_arrays, sampling_arrays
+from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 
 Arrays = dict[str, NDArray[Any]]
@@ -31,12 +32,12 @@ class BatchArrays:
     sampling:  the fields of `SampleParams` that this step needs
     rows:      "sampled_slots", (n,) slots of the sequences that sample; if they are needed, "logprob_rows", (m,) rows among
                these, and "prompt_targets", (k,) prompt tokens whose log-probabilities are wanted
-    sequences: those that sample, by row of the logits
+    sequences: those that sample, by row of the logits; a sequence with k drafts has 1 + k rows
     logprob_rows: rows of `sequences` that want log-probabilities
     prompt_spans: the prompt tokens of "prompt_targets"; their logits come after those of `sequences`
-    num_tokens, num_sequences: of the step
+    num_tokens, num_sequences: of the step, as attention sees it
     max_seqlen_q, max_seqlen_k: largest number of queries and of keys of one sequence
-    decoding:  whether every sequence computes one token and samples the next one
+    decoding:  whether every sequence computes its last token, possibly with drafts after it, and samples
     fresh:     whether no sequence has keys in the cache from before this step
     """
 
@@ -59,14 +60,14 @@ def batch_arrays(
 ) -> BatchArrays:
     """The arrays of one step. New pages are written into the block table.
 
-    deterministic: unless all sequences decode, treat each token as a sequence that ends with it
+    deterministic: unless all sequences compute one token, treat each token as a sequence that ends with it
     """
     chunks = batch.chunks
     input_ids = _input_ids(batch, block_table)
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
-    samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+    num_samples = np.array([chunk.num_samples for chunk in chunks], dtype=np.int64)
     ends = np.cumsum(lengths)
     firsts = ends - lengths
     seqused = starts + lengths
@@ -75,13 +76,13 @@ def batch_arrays(
     token_slots = np.repeat(slots, lengths)
     pages = block_table.pages(token_slots, positions // page_size)
     max_seqlen_q = int(lengths.max())
-    decoding = max_seqlen_q == 1 and bool(samples.all())
+    decoding = bool((num_samples == lengths).all())
     inputs: Arrays = {
         "input_ids": np.array(input_ids, dtype=np.int64),
         "position_ids": positions,
         "slot_mapping": pages * page_size + positions % page_size,
     }
-    if deterministic and not decoding:
+    if deterministic and not (decoding and max_seqlen_q == 1):
         inputs["slots"] = token_slots
         inputs["seqused_k"] = (positions + 1).astype(np.int32)
         cu_seqlens_q = np.arange(ends[-1] + 1)
@@ -96,11 +97,17 @@ def batch_arrays(
         for chunk, first in zip(chunks, firsts, strict=True)
         if chunk.num_prompt_logits
     ]
-    inputs["logits_indices"] = np.concatenate([ends[samples] - 1, *prompt_rows])
+    if batch.num_drafts:
+        # the last num_samples tokens of each chunk
+        last_rows = np.cumsum(num_samples)
+        sampled = np.arange(num_samples.sum()) + np.repeat(ends - last_rows, num_samples)
+    else:
+        sampled = ends[num_samples > 0] - 1
+    inputs["logits_indices"] = np.concatenate([sampled, *prompt_rows])
 
-    sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+    sequences = [chunk.sequence for chunk in chunks for _ in range(chunk.num_samples)]
     requests = [sequence.request for sequence in sequences]
-    rows: Arrays = {"sampled_slots": slots[samples]}
+    rows: Arrays = {"sampled_slots": token_slots[sampled]}
     logprob_rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if logprob_rows:
         rows["logprob_rows"] = np.array(logprob_rows, dtype=np.int64)
@@ -108,15 +115,18 @@ def batch_arrays(
     if prompt_spans:
         targets = [sequence.request.prompt[first:last] for sequence, first, last in prompt_spans]
         rows["prompt_targets"] = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in targets])
+    sampling = sampling_arrays(requests, (positions[sampled] + 1).tolist(), vocab_size)
+    if batch.num_drafts and "repetition" in sampling:
+        sampling |= draft_arrays([chunk.drafts for chunk in chunks if chunk.samples], vocab_size)
     return BatchArrays(
         inputs=inputs,
-        sampling=sampling_arrays(requests, seqused[samples].tolist(), vocab_size),
+        sampling=sampling,
         rows=rows,
         sequences=sequences,
         logprob_rows=logprob_rows,
         prompt_spans=prompt_spans,
         num_tokens=len(input_ids),
-        num_sequences=len(chunks),
+        num_sequences=len(inputs["slots"]),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=int(seqused.max()),
         decoding=decoding,
@@ -133,7 +143,9 @@ def _input_ids(batch: ScheduledBatch, block_table: BlockTable) -> list[int]:
         block_table.fill(chunk.slot, sequence.pages)
         end = chunk.start + chunk.length
         input_ids += tokens[chunk.start : end]
-        if end > len(tokens):
+        if chunk.drafts:
+            input_ids += chunk.drafts
+        elif end > len(tokens):
             input_ids.append(-1 - chunk.slot)
     return input_ids
 

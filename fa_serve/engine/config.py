@@ -15,6 +15,9 @@ import torch
 
 from fa_serve.spec import ParameterError
 
+MAX_DRAFTS = 15
+"""Bound of `num_speculative_tokens`: attention decodes at most 16 queries of a sequence together."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -35,6 +38,8 @@ class EngineConfig:
     prefix_caching:         keep the pages of finished requests for prompts with the same prefix
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
     fusion:                 compute layers of the Llama kind with fewer, fused kernels, which are verified at start-up
+    speculative:            how tokens are guessed ahead: "ngram" (prompt lookup) or None; it changes no token
+    num_speculative_tokens: tokens that are guessed for a sequence in one step at most
     deterministic:          tokens and log-probabilities of a request are bitwise the same alone and in any batch; slower
     process:                run the async engine in a separate process; None does so on a GPU
     max_restarts:           how often the async engine starts a new worker after a worker has died
@@ -60,6 +65,8 @@ class EngineConfig:
     prefix_caching: bool = True
     eager: bool = False
     fusion: bool = True
+    speculative: str | None = None
+    num_speculative_tokens: int = 7
     deterministic: bool = False
     process: bool | None = None
     max_restarts: int = 0
@@ -88,6 +95,11 @@ class EngineConfig:
             raise ParameterError("dtype", "be auto, float16, bfloat16 or float32", self.dtype)
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise ParameterError("kv_cache_dtype", "be auto or fp8", self.kv_cache_dtype)
+        if self.speculative not in (None, "ngram"):
+            raise ParameterError("speculative", "be None or ngram", self.speculative)
+        num_drafts = self.num_speculative_tokens
+        if not _is_integer(num_drafts) or not 1 <= num_drafts <= MAX_DRAFTS:
+            raise ParameterError("num_speculative_tokens", f"be an integer from 1 to {MAX_DRAFTS}", num_drafts)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ParameterError("gpu_memory_utilization", "be above 0 and at most 1", share)
@@ -113,6 +125,11 @@ class EngineConfig:
     def resolve_device(self) -> str:
         """The device to load the model on: `device`, with "auto" resolved."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a sequence in one step; 0 without speculation."""
+        return self.num_speculative_tokens if self.speculative else 0
 
     @property
     def uses_process(self) -> bool:

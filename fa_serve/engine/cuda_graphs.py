@@ -11,10 +11,11 @@ its row of the device's block table. How attention splits its keys among the SMs
 sequence, so there are graphs for a few key lengths (KEY_LENGTHS) of each size. Decisions that depend on lengths known only to
 the device are made at each replay.
 
-Decoding has one graph for each batch size. The largest is captured at start-up, the others when a step of their shape first
-comes. Steps with prompts have too many shapes for that: a shape is captured when it has come CAPTURE_AFTER times, padded to a
-multiple of TOKEN_MULTIPLE, and there are never more than MAX_PROMPT_GRAPHS of them. With graphs the GPU does not wait for the
-launches of small models, nor of small steps of large models.
+Decoding has one graph for each batch size, and another one for steps that verify drafts (speculation.py). The largest is
+captured at start-up, the others when a step of their shape first comes. Steps with prompts have too many shapes for that: a
+shape is captured when it has come CAPTURE_AFTER times, padded to a multiple of TOKEN_MULTIPLE, and there are never more than
+MAX_PROMPT_GRAPHS of them. With graphs the GPU does not wait for the launches of small models, nor of small steps of large
+models.
 
 When there is no request, `prepare_one` captures likely shapes in advance and compiles the kernels of other prompts. While it is
 in use, no step waits for a capture if a captured graph is only a little too large: the step is padded to that graph. All graphs
@@ -38,6 +39,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fa_serve.engine.config import MAX_DRAFTS
+from fa_serve.engine.speculation import draft_limit
 from fa_serve.engine.transfer import packed_size, send, unpack
 from fa_serve.hf import PagedBatch
 
@@ -69,6 +72,19 @@ class Shape(NamedTuple):
     batch: int
     queries: int
     keys: int
+
+    @property
+    def kind(self) -> str:
+        """What the step computes beside last tokens: "nothing", "drafts" or "prompts"."""
+        if self.queries == 1:
+            return "nothing"
+        few = self.queries <= MAX_DRAFTS + 1 and self.tokens == self.batch * self.queries
+        return "drafts" if few else "prompts"
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits: one for each sequence, or with drafts one for each token."""
+        return self.tokens if self.kind == "drafts" else self.batch
 
 
 class MakeInputs(Protocol):
@@ -110,6 +126,7 @@ class StepGraphs:
 
     forward:    takes what `inputs` makes and returns logits (n, vocab)
     max_batch:  sequences in a step; max_tokens: tokens in a step; max_keys: keys of a sequence
+    max_drafts: drafts of a sequence in a step
     vocab, dtype: of the logits
     prompts:    capture steps with prompts too
     warm_up:    run the steps of WARM_UPS when there is no request
@@ -124,6 +141,7 @@ class StepGraphs:
         max_batch: int,
         max_tokens: int,
         max_keys: int,
+        max_drafts: int = 0,
         vocab: int,
         dtype: torch.dtype,
         prompts: bool,
@@ -139,7 +157,12 @@ class StepGraphs:
         tokens = _rounded(max_tokens)
         self._largest = Shape(tokens, max_batch, tokens, max_keys)
         self.block = torch.zeros(packed_size(padding(self._largest)) + EXTRA_BYTES, dtype=torch.uint8, device=device)
-        self._logits = torch.zeros(max_batch, vocab, dtype=dtype, device=device)
+        # by number of sequences, queries of one sequence when drafts are verified: as many as the fewest sequences may have
+        smaller = [0, *self.sizes[:-1]]
+        limits = {size: draft_limit(max_drafts, before + 1) for size, before in zip(self.sizes, smaller, strict=True)}
+        self._queries = {size: 1 + limit for size, limit in limits.items() if limit}
+        rows = max([max_batch, *(size * queries for size, queries in self._queries.items())])
+        self._logits = torch.zeros(rows, vocab, dtype=dtype, device=device)
         # Shapes come from fixed lists of sizes, so these two hold a few thousand entries at most.
         self._replays: dict[Shape, Callable[[], None]] = {}
         self._num_seen: Counter[Shape] = Counter()
@@ -148,8 +171,11 @@ class StepGraphs:
         self._missing: list[Shape] | None = None
         self._warm_ups = list(reversed(WARM_UPS)) if warm_up else []
 
-    def shape_for(self, tokens: int, batch: int, max_seqlen_k: int, *, decoding: bool) -> Shape | None:
+    def shape_for(self, tokens: int, batch: int, max_seqlen_k: int, *, decoding: bool, queries: int = 1) -> Shape | None:
         """The shape for a step of `batch` sequences with `tokens` tokens, the longest sequence having `max_seqlen_k` keys.
+
+        decoding: every sequence computes its last token and drafts, at most `queries` tokens; otherwise `batch` is also the
+                  number of tokens that are sampled, if these are more
 
         That is the smallest shape that holds the step. If it is not captured, it is a captured one with as many tokens, or,
         for decoding while `prepare_one` is in use, with up to a quarter more. None means that a step with prompts is not worth
@@ -157,20 +183,29 @@ class StepGraphs:
         """
         keys = next(length for length in self.key_lengths if length >= max_seqlen_k)
         if decoding:
-            size = next(size for size in self.sizes if size >= batch)
-            shape = Shape(size, size, 1, keys)
-            limit = size + size // 4
+            size = next((size for size in self.sizes if size >= batch), 0)
+            if not size or (queries > 1 and queries > self._queries.get(size, 1)):
+                return None
+            queries = self._queries[size] if queries > 1 else 1
+            shape = Shape(size * queries, size, queries, keys)
+            limit = shape.tokens + shape.tokens // 4
         else:
             tokens = _rounded(tokens)
             limit = tokens
-            size = next(size for size in self._prompt_batches if size >= batch)
+            size = next((size for size in self._prompt_batches if size >= batch), 0)
+            if not size:
+                return None
             shape = Shape(tokens, size, tokens, keys)
         if shape in self._replays or (decoding and self._missing is None):
             return shape
         held = [
             x
             for x in self._replays
-            if shape.tokens <= x.tokens <= limit and x.batch >= size and x.keys >= keys and (x.queries == 1) == decoding
+            if shape.tokens <= x.tokens <= limit
+            and x.batch >= size
+            and x.keys >= keys
+            and x.kind == shape.kind
+            and x.queries >= shape.queries
         ]
         if held or decoding:
             return min(held, default=shape)
@@ -185,7 +220,7 @@ class StepGraphs:
             except Exception as error:
                 log.warning("steps with prompts run without CUDA graphs, because a capture failed: %s", error)
                 self._prompts = False
-        return self._prompts and sum(x.queries > 1 for x in self._replays) < MAX_PROMPT_GRAPHS
+        return self._prompts and sum(x.kind == "prompts" for x in self._replays) < MAX_PROMPT_GRAPHS
 
     def prepare_one(self) -> bool:
         """Run one warm-up step or capture one shape, between steps. Returns False if nothing is left.
@@ -200,7 +235,7 @@ class StepGraphs:
                 return True
             while self._missing:
                 shape = self._missing.pop()
-                if shape not in self._replays and (shape.queries == 1 or self._may_capture_prompts()):
+                if shape not in self._replays and (shape.kind != "prompts" or self._may_capture_prompts()):
                     if shape != self._largest:
                         self._capture_empty(shape)
                     return True
@@ -216,7 +251,7 @@ class StepGraphs:
             self._replays[shape]()
         else:
             self._capture(shape)
-        return self._logits[: shape.batch]
+        return self._logits[: shape.rows]
 
     def capture_largest(self) -> None:
         """Capture the largest decoding step. To be called first. Raises what the capture raises."""
@@ -232,11 +267,12 @@ class StepGraphs:
         Shapes of few keys come first, among these decoding before prompts, and among these batches of a power of two.
         """
         shapes = [Shape(size, size, 1, keys) for keys in self.key_lengths for size in self.sizes]
+        shapes += [Shape(size * n, size, n, keys) for keys in self.key_lengths for size, n in self._queries.items()]
         if self._prompts:
             few = range(TOKEN_MULTIPLE, min(MAX_TOKENS_AHEAD, self._largest.tokens) + 1, TOKEN_MULTIPLE)
             sizes = [(tokens, batch) for tokens in {*few, self._largest.tokens} for batch in self._prompt_batches]
             shapes += [Shape(tokens, batch, tokens, keys) for tokens, batch in sizes for keys in self.key_lengths[:2]]
-        return sorted(shapes, key=lambda x: (x.keys, x.queries > 1, x.batch & (x.batch - 1) != 0, x), reverse=True)
+        return sorted(shapes, key=lambda x: (x.keys, x.kind == "prompts", x.batch & (x.batch - 1) != 0, x), reverse=True)
 
     def _warm_up_inputs(self, decoding: int, length: int) -> Inputs:
         """A step that writes no keys and reads the pages that slot 0 had last, whatever they hold."""
@@ -256,7 +292,7 @@ class StepGraphs:
         """Compute the step in the block, and capture its launches."""
 
         def step() -> None:
-            self._logits[: shape.batch].copy_(self._forward(self.inputs(shape)))
+            self._logits[: shape.rows].copy_(self._forward(self.inputs(shape)))
 
         step()  # compiles kernels and allocates workspaces, which must not happen during the capture
         try:
@@ -278,7 +314,7 @@ def padding(shape: Shape) -> dict[str, NDArray[Any]]:
         "slots": np.zeros(batch, dtype=np.int64),
         "seqused_k": np.zeros(batch, dtype=np.int32),
         "cu_seqlens_q": np.minimum(np.arange(batch + 1, dtype=np.int32), tokens),
-        "logits_indices": np.zeros(batch, dtype=np.int64),
+        "logits_indices": np.zeros(shape.rows, dtype=np.int64),
     }
 
 

@@ -31,7 +31,7 @@ class TextStream:
     """The text of one answer.
 
     context: the prompt's token ids; stop: stop strings; skip_special_tokens: leave special tokens out of the text
-    stopped: whether a stop string has ended the text
+    stop_string: the stop string that has ended the text, or None
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class TextStream:
         self._stop = stop or StopStrings()
         self._state = 0  # of the stop strings, at the end of the text
         self._held = ""
-        self.stopped = False
+        self.stop_string: str | None = None
 
     def push(self, token: int, may_stop: bool = True) -> str:
-        """The text that this token settles. When a stop string is complete, `stopped` is set and the text has ended."""
+        """The text that this token settles. When a stop string is complete, the text has ended."""
         new = self._decode(token)
         text = self._held + new
         if not (self._stop and may_stop):
@@ -66,7 +66,7 @@ class TextStream:
             state = self._stop.step(state, character)
             # The stop string that is complete first ends the text. If two end at the same place, the longer one does.
             if length := self._stop.complete(state):
-                self.stopped = True
+                self.stop_string = text[end - length : end]
                 self._held = ""
                 return text[: end - length]
         self._state = state

@@ -10,8 +10,9 @@ Online, requests come and go between steps:
     while engine.has_unfinished():
         for output in engine.step(): ...     # at most one increment of each answer
 
-On a GPU the host works one step ahead: while step n + 1 runs, the tokens of step n are read, turned into text and returned. An
-exception in a step ends the requests in it and no others. Left out: threads and asyncio (async_engine.py).
+On a GPU the host works one step ahead: while step n + 1 runs, the tokens of step n are read, turned into text and returned. It
+does not while sequences have drafts to verify (speculation.py). An exception in a step ends the requests in it and no others.
+Left out: threads and asyncio (async_engine.py).
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
@@ -46,9 +45,12 @@ from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
 from fa_serve.engine.results import PendingResult
 from fa_serve.engine.sampling_params import SamplingParams
-from fa_serve.engine.scheduler import ScheduledBatch, Scheduler
+from fa_serve.engine.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler import Scheduler
 from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.speculation import Speculation
 from fa_serve.engine.stats import EngineStats
+from fa_serve.engine.step_masks import step_masks
 from fa_serve.engine.stop_strings import StopStrings
 from fa_serve.engine.structured import Grammars
 from fa_serve.hf import patch
@@ -97,6 +99,7 @@ class Engine:
         self.config = replace(
             config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=self.max_model_len
         )
+        self._speculation = Speculation(config.max_drafts)
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
         eos_ids = end_ids(model)
@@ -159,7 +162,11 @@ class Engine:
         """Compute one step. Returns what requests gained, at most one output for each answer."""
         outputs = self._expire()
         try:
+            if self._inflight and self._scheduler.needs_results():
+                outputs += self._commit(*self._inflight.popleft())
             batch = self._scheduler.schedule()
+        except torch.AcceleratorError:
+            raise  # the device is lost
         except Exception as error:
             return self._groups.merge(outputs + self._reset(error))
         if batch.admitted:
@@ -230,6 +237,7 @@ class Engine:
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
+            speculation=self._speculation.snapshot(),
         )
 
     def check_integrity(self) -> None:
@@ -287,13 +295,14 @@ class Engine:
         outputs: list[RequestOutput] = []
         try:
             forward = self._runner.launch(batch)
-            rows = [row for row, x in enumerate(forward.sequences) if x.request.params.structured is not None]
             masks = None
-            if rows:
+            if any(x.request.params.structured is not None for x in forward.sequences):
                 while self._inflight:  # what may come next depends on every token before
                     outputs += self._commit(*self._inflight.popleft())
-                masks, failed = self._masks(forward.sequences, rows)
-                outputs += failed
+                masks, failed = step_masks(self.grammars, batch, self._output_states)
+                for state, reason in failed:
+                    self._scheduler.finish(state.sequence, "error", reason)
+                    outputs.append(self._output(state.sequence))
             self._inflight.append((batch, self._runner.sample(forward, masks)))
             self._num_steps += 1
         except torch.OutOfMemoryError as error:
@@ -301,27 +310,6 @@ class Engine:
         except Exception as error:
             outputs += self._fail(batch, error)
         return outputs
-
-    def _masks(
-        self, sequences: Sequence[SequenceState], rows: Sequence[int]
-    ) -> tuple[dict[int, NDArray[np.int32]], list[RequestOutput]]:
-        """By row, which tokens may come next; and the last outputs of requests whose matcher has given up."""
-        constrained = {}
-        for row in rows:
-            state = self._output_states.get(sequences[row].request.request_id)
-            if state is not None:  # else the step before has ended it
-                constrained[row] = state
-        if not constrained:
-            return {}, []
-        masks = self.grammars.masks([state.matcher for state in constrained.values()])
-        failed = []
-        for state in constrained.values():
-            if state.matcher.is_error():
-                reason = state.matcher.get_error()[:200]
-                error = RequestError("grammar", f"the matcher of the structured output failed: {reason}")
-                self._scheduler.finish(state.sequence, "error", error)
-                failed.append(self._output(state.sequence))
-        return dict(zip(constrained, masks, strict=True)), failed
 
     def _commit(self, batch: ScheduledBatch, pending: PendingResult) -> list[RequestOutput]:
         """Read the tokens of a step and turn them into outputs."""
@@ -337,26 +325,37 @@ class Engine:
             state = self._output_states.get(sequence.request.request_id)
             if state is not None and state.sequence is sequence:
                 state.add_prompt_logprobs(start, entries)
-        return [self._output(sequence, token, result.logprobs.get(sequence)) for sequence, token in changed]
+        gained: dict[SequenceState, list[int]] = {}
+        for sequence, token in changed:
+            tokens = gained.setdefault(sequence, [])
+            if token is not None:
+                tokens.append(token)
+        return [self._output(sequence, tokens, result.logprobs.get(sequence)) for sequence, tokens in gained.items()]
 
-    def _output(self, sequence: SequenceState, token: int | None = None, logprob: TokenLogprob | None = None) -> RequestOutput:
-        """What an answer gained by a token. None means that it ends without another token."""
+    def _output(
+        self, sequence: SequenceState, tokens: Sequence[int] = (), logprobs: list[TokenLogprob] | None = None
+    ) -> RequestOutput:
+        """What an answer gained by these tokens. If there are none, it ends without another token."""
         request = sequence.request
         state = self._output_states[request.request_id]
         text = ""
-        if token is not None:
-            self._num_output_tokens += 1
-            if sequence.num_output_tokens == 1:
-                self._num_prompt_tokens += sequence.num_prompt_tokens
-                self._num_cached_tokens += sequence.num_cached_tokens
+        num_before = sequence.num_output_tokens - len(tokens)
+        if tokens and not num_before:
+            self._num_prompt_tokens += sequence.num_prompt_tokens
+            self._num_cached_tokens += sequence.num_cached_tokens
+        for number, token in enumerate(tokens, 1):
             if token not in request.end_ids:
-                text, complete = state.push(token)
+                settled, complete = state.push(token, num_before + number)
+                text += settled
                 if complete:
-                    self._scheduler.stop(sequence)
+                    self._scheduler.stop(sequence, len(tokens) - number)
+                    tokens = tokens[:number]
+                    break
+        self._num_output_tokens += len(tokens)
         if sequence.finished:
             text += state.flush()
             del self._output_states[request.request_id]
-        return state.output(text, token, logprob)
+        return state.output(text, list(tokens), logprobs)
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: undo it, and give steps half as many tokens from now on."""
@@ -395,4 +394,5 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             keys_per_tile=MAX_KEYS_PER_TILE,
             window=self._runner.window,
+            speculation=self._speculation,
         )

@@ -113,14 +113,29 @@ class FairQueue:
         client.serial = next(self._serial)
         self._return(client, sequence)
         if sequence.turn <= max(first.start, first.finish):
-            insort(first.turns, sequence.turn)
-            self._arrange(first)
+            self._take_turn(first, sequence.turn)
 
     def _return(self, client: _Client, sequence: SequenceState) -> None:
         client.num_admitted -= 1
         self._num_admitted -= 1
         client.finish -= sequence.charge
         self._insert(client, sequence)
+
+    def prefer_idle(self) -> None:
+        """`first` waits for pages, which its own client may hold. Its turn goes to the next client that runs nothing."""
+        first = self._order[0]
+        idle = next((client for client in self._order if not client.num_admitted), first)
+        if first.num_admitted and idle is not first:
+            turn = first.turns.pop(0) if first.turns else _place(first)[0]
+            first.serial = next(self._serial)
+            self._arrange(first)
+            self._take_turn(idle, turn)
+
+    def _take_turn(self, client: _Client, turn: int) -> None:
+        """A client that waits gets a turn of another one."""
+        insort(client.turns, turn)
+        del client.turns[len(client.waiting) :]
+        self._arrange(client)
 
     def settle(self, sequence: SequenceState, difference: int) -> None:
         """A running sequence has ended. It has cost `difference` tokens more than was charged."""
@@ -144,16 +159,19 @@ class FairQueue:
         self._forget_idle()
 
     def crowding(self, running: Sequence[SequenceState]) -> SequenceState | None:
-        """The running sequence that should make room for `first`: the last one of the client that has the most of them.
+        """The running sequence that should make room for `first`.
 
-        None unless the client of `first` has none and that client has several.
+        None unless the client of `first` has no running sequence and another client has several.
         """
-        if self._order[0].num_admitted:
+        if self._order[0].num_admitted or len(running) == 0:
             return None
-        name, largest = max(self._clients.items(), key=lambda item: item[1].num_admitted)
-        if largest.num_admitted < 2:
-            return None
-        return next(sequence for sequence in reversed(running) if sequence.request.client == name)
+        last = self.last_of_largest(running)
+        return last if self._clients[last.request.client].num_admitted > 1 else None
+
+    def last_of_largest(self, running: Sequence[SequenceState]) -> SequenceState:
+        """The running sequence with the last turn, of the client that has the most running sequences."""
+        most = max(client.num_admitted for client in self._clients.values())
+        return next(each for each in reversed(running) if self._clients[each.request.client].num_admitted == most)
 
     def check_integrity(self, running: Sequence[SequenceState]) -> None:
         """Assert that the accounts are those of the waiting and of the running sequences."""

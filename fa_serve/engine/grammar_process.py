@@ -53,8 +53,8 @@ def serve(control: socket.socket) -> None:
             if os.fork() == 0:
                 control.close()
                 _limit(given["memory"], given["timeout"])
-                connection.sendall(b"%d\n" % os.getpid())
                 with contextlib.suppress(OSError):  # the parent has left
+                    connection.sendall(b"%d\n" % os.getpid())
                     connection.sendall(json.dumps(_try(llguidance, tables, connection)).encode())
                 os._exit(0)
 

@@ -34,8 +34,10 @@ from fa_serve.engine.request import Request
 from fa_serve.engine.results import PendingResult, PromptSpan
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample
 from fa_serve.engine.sampling_params import SamplingParams
-from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS, Chunk, ScheduledBatch
+from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
+from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.speculation import draft_limit
 from fa_serve.engine.transfer import packed_size, send
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward
 from fa_serve.spec import ParameterError
@@ -65,7 +67,7 @@ class Forward:
     """A launched forward whose tokens have not been sampled yet.
 
     logits:       (rows, vocab), a row for each of `sequences`, then those of `prompt_spans`; valid until the next launch
-    sequences:    those that sample
+    sequences:    those that sample, by row
     logprob_rows: rows of `sequences` that want log-probabilities
     prompt_spans: the prompt tokens whose log-probabilities are wanted
     """
@@ -91,6 +93,8 @@ class ModelRunner:
         self._max_tokens = config.max_num_batched_tokens
         self.layers = attention_layers(model)
         self._deterministic = config.deterministic
+        # in deterministic mode each draft is a sequence of the forward
+        self._max_drafts = 0 if config.deterministic else config.max_drafts
         # fields of every PagedBatch
         self._options: dict[str, Any] = {"num_splits": NUM_SPLITS} if config.deterministic else {}
         if config.kv_cache_dtype == "fp8":
@@ -132,6 +136,7 @@ class ModelRunner:
             max_batch=self.max_num_seqs,
             max_tokens=self._max_tokens,
             max_keys=self._block_table.max_pages * self.page_size,
+            max_drafts=self._max_drafts,
             vocab=self.vocab_size,
             dtype=self.model.dtype,
             # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
@@ -242,7 +247,7 @@ class ModelRunner:
         # An INVALID_TOKEN ends its sequence. A step that is launched before the host knows embeds token 0 for it.
         tokens = sample(logits, sampling, self._counts, slots, self._last_tokens)
         if sampling.repetition is not None:
-            self._token_counts().record(slots, tokens)
+            self._token_counts().record(slots, tokens, sampling)
         logprobs: tuple[Tensor, ...] = ()
         wanted = [(row, sequences[row]) for row in forward.logprob_rows]
         if prepared.logprob_rows is not None:
@@ -258,7 +263,11 @@ class ModelRunner:
         padded: dict[str, NDArray[Any]] = {}
         if self._graphs is not None and not arrays.prompt_spans:
             shape = self._graphs.shape_for(
-                arrays.num_tokens, arrays.num_sequences, arrays.max_seqlen_k, decoding=arrays.decoding
+                arrays.num_tokens,
+                arrays.num_sequences if arrays.decoding else max(arrays.num_sequences, len(arrays.sequences)),
+                arrays.max_seqlen_k,
+                decoding=arrays.decoding,
+                queries=arrays.max_seqlen_q,
             )
             padded = {} if shape is None else pad(arrays.inputs, shape) | others
         if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):
@@ -331,12 +340,13 @@ def _largest_batch(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
     """As many tokens and sampled rows as a step may have, all on page 0, with the sampling that needs the most memory."""
     count = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // count, max_model_len)
+    drafts = [0] * min(draft_limit(config.max_drafts, count), length - 1)
     params = SamplingParams(top_p=0.9, top_k=50, frequency_penalty=0.1, logprobs=20, prompt_logprobs=20)
     batch = ScheduledBatch()
     for slot in range(count):
-        sequence = SequenceState(Request(f"largest-{slot}", [0] * length, params, max_tokens=1))
+        sequence = SequenceState(Request(f"largest-{slot}", [0] * (length - len(drafts)), params, max_tokens=1))
         sequence.start(slot, [0] * -(-length // config.page_size), num_shared=0, page_size=config.page_size)
         batch.admitted.append(sequence)
-        num_prompt_logits = min(length - 1, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
-        batch.append(Chunk(sequence, slot, 0, length, True, num_prompt_logits))
+        num_prompt_logits = min(length - len(drafts) - 1, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
+        batch.append(Chunk(sequence, slot, 0, length, True, num_prompt_logits, drafts))
     return batch

@@ -10,11 +10,11 @@ The scheduler's half, tokens and pages, is `SequenceState`, which this class onl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.outputs import RequestOutput, TokenLogprob
 from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.structured import Matcher
 
 
 @dataclass(slots=True, eq=False)
@@ -22,14 +22,14 @@ class OutputState:
     """What one sequence has given so far, as the client sees it.
 
     stream:  its text; None without a tokenizer
-    matcher: the state of its structured output, an LLMatcher of llguidance; None without one
+    matcher: the state of its structured output; None without one
     queue_time: seconds from arrival to the first step; None before that
     prompt_logprobs: those that are known, if they were asked for
     """
 
     sequence: SequenceState
     stream: TextStream | None = None
-    matcher: Any = None
+    matcher: Matcher | None = None
     queue_time: float | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
@@ -37,17 +37,17 @@ class OutputState:
         if self.sequence.request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # no token comes before the first one
 
-    def push(self, token: int) -> tuple[str, bool]:
-        """The text that a sampled token settles, and whether it completes the answer by a stop string or by its grammar."""
+    def push(self, token: int, number: int) -> tuple[str, bool]:
+        """The text that the answer's token number 1, 2, ... settles, and whether it completes the answer by a stop string or
+        by its grammar."""
         text = ""
         complete = False
         if self.matcher is not None:
             self.matcher.consume_token(token)
             complete = self.matcher.is_stopped()
         if self.stream is not None:
-            sequence = self.sequence
-            text = self.stream.push(token, sequence.num_output_tokens > sequence.request.params.min_tokens)
-            complete = complete or self.stream.stopped
+            text = self.stream.push(token, number > self.sequence.request.params.min_tokens)
+            complete = complete or self.stream.stop_string is not None
         return text, complete
 
     def flush(self) -> str:
@@ -62,19 +62,22 @@ class OutputState:
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += entries[len(self.prompt_logprobs) - start :]
 
-    def output(self, text: str, token: int | None, logprob: TokenLogprob | None) -> RequestOutput:
-        """The next increment. `token` is None if the answer ends without another token."""
+    def output(self, text: str, tokens: list[int], logprobs: list[TokenLogprob] | None) -> RequestOutput:
+        """The next increment: the text and the tokens that the answer has gained.
+
+        logprobs: None if they were not asked for, else one for each token; those of later tokens are left out
+        """
         sequence = self.sequence
         request = sequence.request
         num_output_tokens = sequence.num_output_tokens
-        first = token is not None and num_output_tokens == 1
+        first = tokens and num_output_tokens == len(tokens)
         finished = sequence.finished
         return RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=request.prompt,
             text=text,
-            token_ids=[] if token is None else [token],
-            logprobs=None if token is None or logprob is None else [logprob],
+            token_ids=tokens,
+            logprobs=logprobs[: len(tokens)] if logprobs and tokens else None,
             finished=finished,
             finish_reason=sequence.finish_reason,
             error=sequence.error,
@@ -83,4 +86,5 @@ class OutputState:
             num_cached_tokens=sequence.num_cached_tokens,
             prompt_logprobs=self.prompt_logprobs if first else None,
             queue_time=self.queue_time if finished else None,
+            stop_string=self.stream.stop_string if finished and self.stream is not None else None,
         )

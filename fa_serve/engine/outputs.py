@@ -37,6 +37,7 @@ class RequestOutput:
     logprobs:      one entry for each of token_ids if they were asked for
     prompt_logprobs: one entry for each token of the prompt, None for the first one; in the first output, if asked for
     queue_time:    seconds from arrival to the first step of the request; in the last output; None if it was never computed
+    stop_string:   the stop string that ended the answer, which the text leaves out; in the last output
     num_*:         totals so far; num_cached_tokens counts prompt tokens whose keys and values came from the prefix cache
     """
 
@@ -54,6 +55,7 @@ class RequestOutput:
     index: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
     queue_time: float | None = None
+    stop_string: str | None = None
 
     def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
         """Pickle as a call of the constructor.
@@ -75,6 +77,7 @@ class RequestOutput:
             self.index,
             self.prompt_logprobs,
             self.queue_time,
+            self.stop_string,
         )
 
     def absorb(self, later: RequestOutput) -> None:
@@ -85,6 +88,7 @@ class RequestOutput:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.queue_time = later.queue_time
+        self.stop_string = later.stop_string
         self.finished = later.finished
         self.finish_reason = later.finish_reason
         self.error = later.error

@@ -29,13 +29,13 @@ class PromptSpan(NamedTuple):
 class StepResult:
     """The outcome of one step.
 
-    tokens:   one for each chunk that samples, in order
-    logprobs: log-probability of the token, for the sequences that asked for it
+    tokens:   `num_samples` for each chunk, in order
+    logprobs: log-probabilities of a sequence's tokens, for those that asked for them
     prompt_logprobs: (sequence, index of the first token, log-probabilities of the prompt's tokens from there on)
     """
 
     tokens: list[int]
-    logprobs: dict[SequenceState, TokenLogprob] = field(default_factory=dict)
+    logprobs: dict[SequenceState, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: list[tuple[SequenceState, int, list[TokenLogprob]]] = field(default_factory=list)
 
 
@@ -75,12 +75,13 @@ class PendingResult:
         result = StepResult(tokens)
         if self._num_logprobs:
             for (row, sequence), *entry in zip(self._wanted, *values[: self._num_logprobs], strict=True):
-                result.logprobs[sequence] = _entry(tokens[row], sequence.request.params.logprobs, *entry)
-        entries = zip(*values[self._num_logprobs :], strict=True)
+                entries = result.logprobs.setdefault(sequence, [])
+                entries.append(_entry(tokens[row], sequence.request.params.logprobs, *entry))
+        prompt_entries = zip(*values[self._num_logprobs :], strict=True)
         for sequence, first, last in self._spans:
             prompt = sequence.request.prompt
             count = sequence.request.params.prompt_logprobs
-            logprobs = [_entry(prompt[index], count, *next(entries)) for index in range(first, last)]
+            logprobs = [_entry(prompt[index], count, *next(prompt_entries)) for index in range(first, last)]
             result.prompt_logprobs.append((sequence, first, logprobs))
         return result
 

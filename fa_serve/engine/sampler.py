@@ -38,6 +38,9 @@ class SampleParams:
     largest_top_k: the largest of `top_k`, known on the host; if it is None, the whole vocabulary is sorted
     top_k:         (n,) int64, at least 1; top_p, min_p: (n,) float32
     presence, frequency, repetition: (n,) float32 penalties; all three or none are given, and they need a `TokenCounts`
+    draft_index:   (m,) int64, row * vocab + token for each draft that comes before the row's token; None without drafts
+    next_drafts:   (n,) int64, the draft in the place of the row's token; -1 for the last row of a sequence
+    first_rows:    (n,) int64, the first row of the row's sequence
     bias_index:    (m,) int64, row * vocab + token, each at most once; bias: (m,) float32, which is added there
     allowed_index: (m,) int64, row * vocab + token, the only tokens of the rows `allowed_rows` that are kept
     mask:          (m, ceil(vocab / 32)) int32, one bit for each token of the rows `mask_rows` (m,): 1 if it is kept
@@ -51,6 +54,9 @@ class SampleParams:
     presence: Tensor | None = None
     frequency: Tensor | None = None
     repetition: Tensor | None = None
+    draft_index: Tensor | None = None
+    next_drafts: Tensor | None = None
+    first_rows: Tensor | None = None
     bias_index: Tensor | None = None
     bias: Tensor | None = None
     allowed_index: Tensor | None = None
@@ -76,17 +82,32 @@ class TokenCounts:
         self.generated[slot] = 0
         self.generated[slot].index_add_(0, generated, torch.ones_like(generated, dtype=torch.int16))
 
-    def record(self, slots: Tensor, tokens: Tensor) -> None:
-        """Each slot gains a token. A token of -1 ends its sequence, so it does not matter what it counts for."""
-        self.generated[slots, tokens] += 1
+    def record(self, slots: Tensor, tokens: Tensor, params: SampleParams) -> None:
+        """Each slot gains the token of its row, or, with drafts, the tokens up to the first that differs from its draft.
+
+        A token of -1 ends its sequence, so it does not matter what it counts for.
+        """
+        if params.next_drafts is None or params.first_rows is None:
+            self.generated[slots, tokens] += 1
+        else:
+            wrong = (tokens != params.next_drafts).long()
+            num_wrong = wrong.cumsum(0) - wrong  # before this row
+            kept = num_wrong == num_wrong[params.first_rows]
+            # a row that is not kept counts nothing for the first token, which always is
+            tokens = torch.where(kept, tokens, tokens[params.first_rows])
+            self.generated.index_put_((slots, tokens), kept.to(self.generated.dtype), accumulate=True)
         self.present[slots, tokens] = True
 
     def penalise(self, scores: Tensor, slots: Tensor, params: SampleParams) -> Tensor:
         """Apply the penalties. scores: (n, vocab) float32, of the sequences in `slots`; the result has the same shape."""
         assert params.repetition is not None and params.presence is not None and params.frequency is not None  # noqa: PT018
         factor = torch.where(scores > 0, 1.0 / params.repetition[:, None], params.repetition[:, None])
-        scores = torch.where(self.present[slots], scores * factor, scores)
+        present = self.present[slots]
         times = self.generated[slots]
+        if params.draft_index is not None:
+            present.view(-1).index_fill_(0, params.draft_index, True)
+            times.view(-1).index_add_(0, params.draft_index, torch.ones_like(params.draft_index, dtype=times.dtype))
+        scores = torch.where(present, scores * factor, scores)
         return scores - params.frequency[:, None] * times - params.presence[:, None] * (times > 0)
 
 
@@ -183,6 +204,20 @@ def sampling_arrays(requests: Sequence[Request], positions: Sequence[int], vocab
         arrays["allowed_index"] = np.array(allowed, dtype=np.int64)
         arrays["allowed_rows"] = np.array(rows, dtype=np.int64)
     return arrays
+
+
+def draft_arrays(drafts: Sequence[Sequence[int]], vocab: int) -> dict[str, NDArray[Any]]:
+    """The fields of `SampleParams` that penalties need beside drafts. drafts: those of each sequence that samples, in order."""
+    index: list[int] = []
+    following: list[int] = []
+    first_rows: list[int] = []
+    for own in drafts:
+        first = len(first_rows)
+        index += [(first + row) * vocab + token for row in range(1, len(own) + 1) for token in own[:row]]
+        following += [*own, -1]
+        first_rows += [first] * (len(own) + 1)
+    arrays = {"draft_index": index, "next_drafts": following, "first_rows": first_rows}
+    return {name: np.array(values, dtype=np.int64) for name, values in arrays.items()}
 
 
 def random_keys(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:

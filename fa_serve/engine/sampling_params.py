@@ -78,6 +78,7 @@ class SamplingParams:
     logprobs:       report the log-probability of each token, and those of this many most likely tokens
     prompt_logprobs: report the same for each token of the prompt except the first one
     structured:     what the whole answer must be, for example JSON of a schema
+    speculative:    let the engine guess tokens ahead where it is set up to (`EngineConfig.speculative`); the answer is the same
     n:              number of answers to the prompt; their seeds are seed, seed + 1, ...
     best_of:        generate this many answers and return the n with the largest mean log-probability of a token; None
                     returns all n answers as they are generated
@@ -108,6 +109,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured: StructuredOutput | None = None
+    speculative: bool = True
     n: int = 1
     best_of: int | None = None
 
@@ -126,6 +128,7 @@ class SamplingParams:
             if type(value) is not float:
                 _require(_is_number(value), name, "be a number", value)
         _require(isinstance(self.structured, StructuredOutput | None), "structured", "be a StructuredOutput", self.structured)
+        _require(isinstance(self.speculative, bool), "speculative", "be True or False", self.speculative)
         texts = isinstance(self.stop, tuple | list) and all(isinstance(text, str) and text for text in self.stop)
         _require(texts, "stop", "be a tuple of strings that are not empty", self.stop)
         _require(len(self.stop) <= MAX_STOP, "stop", f"hold at most {MAX_STOP} strings", len(self.stop))

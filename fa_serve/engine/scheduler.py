@@ -8,17 +8,18 @@
 
 Clients take turns (fair_queue.py), and the sequences of a client are served in the order of their rank (arrival, shifted by
 priority), running ones first. A sequence takes the pages of all its known tokens when it is admitted, so only sampled tokens
-can make it run out of pages. Then the sequence with the last turn is preempted: it loses its pages, goes back to its place in
-the queue and is computed again later. The first sequence is never preempted by another one, so there is always progress. Ranks
-never change, so no sequence starves. A client that has no slot at all gets one from the client that has the most.
+can make it run out of pages. Then a sequence is preempted: it loses its pages, goes back to its place in the queue and is
+computed again later. It is the one with the last turn, of the client that has the most running sequences. The first sequence is
+never preempted by another one, so there is always progress. Ranks never change, so no sequence starves. A client that runs
+nothing gets a slot and pages from the client that has the most running sequences, unless no client has two.
 
-Pages are offered to other sequences when the step that fills them is scheduled, not when it has run. This is safe because steps
-run in order, and within a step every layer writes all keys and values before it reads any. Therefore sequences with a common
-prefix share it even when they come in the same step.
+Pages are offered to other sequences when the step that fills them is scheduled. This is safe because steps run in order, and
+within a step every layer writes all keys and values before it reads any. So sequences that come in one step share their prefix.
 
 `schedule` may run ahead of `commit`, because the device computes step n while the host prepares step n + 1. A sequence whose
 sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence ends
-while a step is in flight, the token that this step samples for it is dropped.
+while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates (speculation.py) waits
+for its newest token instead, because its drafts begin after it; `needs_results` says when the whole step should wait.
 
 Left out: tensors, text and time. The ideas come from Orca (Yu et al. 2022), vLLM (Kwon et al. 2023) and Sarathi (Agrawal et al.
 2023).
@@ -28,57 +29,27 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.fair_queue import FairQueue
 from fa_serve.engine.outputs import FinishReason
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
+from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.speculation import Speculation, num_accepted
 
 INVALID_TOKEN = -1
 """What the sampler returns for a row whose logits are not finite, before any bias or mask."""
 NO_TOKEN = -2
 """What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
-EXPECTED_TOKENS = 128
-"""Length of an answer for which a client is charged in advance. The difference is charged when the answer ends."""
+HELD_SHARE = 4
+"""A step waits for the results of the steps in flight if at least one of so many running sequences waits for them.
+
+Waiting leaves the device idle while the host prepares the step, which takes a tenth of a step that decodes few sequences.
+"""
 MAX_PROMPT_LOGITS = 256
 """Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Tokens start .. start + length - 1 of one sequence.
-
-    samples: whether the chunk reaches the last token, so that the step samples the next one
-    num_prompt_logits: number of tokens, from the first of the chunk on, whose logits are wanted for `prompt_logprobs`
-    """
-
-    sequence: SequenceState
-    slot: int
-    start: int
-    length: int
-    samples: bool
-    num_prompt_logits: int = 0
-
-
-@dataclass(slots=True)
-class ScheduledBatch:
-    """What one step computes. `admitted` are the sequences that have been given a slot for this step."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    admitted: list[SequenceState] = field(default_factory=list)
-    num_tokens: int = 0
-    num_prompt_logits: int = 0
-
-    def append(self, chunk: Chunk) -> None:
-        self.chunks.append(chunk)
-        self.num_tokens += chunk.length
-        self.num_prompt_logits += chunk.num_prompt_logits
-
-    def __bool__(self) -> bool:
-        return bool(self.chunks)
 
 
 class Scheduler:
@@ -89,6 +60,7 @@ class Scheduler:
     keys_per_tile:          largest number of keys that a kernel reads as one aligned tile
     window:                 number of keys before a token that any layer attends to; None if a layer attends to all.
                             Pages are released when all their tiles lie behind the window
+    speculation:            where drafts come from; None without speculation
     """
 
     def __init__(
@@ -99,12 +71,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         keys_per_tile: int,
         window: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.pages = pages
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.keys_per_tile = keys_per_tile
         self.window = window
+        self.speculation = speculation or Speculation(0)
         self.waiting = FairQueue()
         self.running: list[SequenceState] = []
         self.sequences: dict[str, SequenceState] = {}
@@ -121,40 +95,51 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """The next step's tokens. The batch is empty when there is nothing to compute."""
         batch = ScheduledBatch()
-        if self.waiting and not self._slots:
-            self._make_room()
-        before = self.num_preemptions
-        budget = self._continue_running(batch, self.max_num_batched_tokens)
-        if self.num_preemptions == before:
-            self._admit_waiting(batch, budget)
+        self._reclaim_pages()
+        self._make_room()
+        self._admit_waiting(batch, self._continue_running(batch, self.max_num_batched_tokens))
         return batch
 
-    def commit(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[tuple[SequenceState, int | None]]:
-        """Take in the sampled tokens of a step, one for each chunk that samples, in order.
+    def needs_results(self) -> bool:
+        """Whether the next step should wait for the results of the steps in flight.
 
-        Returns the sequences that gained a token, with the token, and those that ended without one, with None. The
-        `finish_reason` of every sequence that has ended is set.
+        It should if a share of the running sequences cannot be part of it before. Otherwise they are left out of it.
         """
-        sampled = iter(tokens)
+        held = self.speculation.is_on(len(self.running)) and sum(map(self._is_held_back, self.running))
+        return held > 0 and held * HELD_SHARE >= len(self.running)
+
+    def commit(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[tuple[SequenceState, int | None]]:
+        """Take in the sampled tokens of a step, `num_samples` for each chunk, in order.
+
+        Returns the sequences that gained a token, with the token, and those that ended without one, with None. A sequence with
+        drafts may have gained several tokens. The `finish_reason` of every sequence that has ended is set.
+        """
         changed: list[tuple[SequenceState, int | None]] = []
+        first = 0
         for chunk in batch.chunks:
-            if not chunk.samples:
-                continue
-            token = next(sampled)
+            draws = tokens[first : first + chunk.num_samples]
+            first += chunk.num_samples
             sequence = chunk.sequence
-            if sequence.finished:
+            if not draws or sequence.finished:
                 continue
-            if token < 0:
-                self._end_without_token(sequence, token)
-                changed.append((sequence, None))
-                continue
-            sequence.append(token)
-            changed.append((sequence, token))
-            self._offer_pages(sequence)
-            if token in sequence.request.end_ids:
-                self.finish(sequence, "stop")
-            elif sequence.num_output_tokens >= sequence.request.max_tokens:
-                self.finish(sequence, "length")
+            accepted = num_accepted(chunk.drafts, draws)
+            if chunk.drafts:
+                self.speculation.record(sequence, len(chunk.drafts), accepted)
+            sequence.receive(accepted)
+            for token in draws[: accepted + 1]:
+                if token < 0:
+                    self._end_without_token(sequence, token)
+                    changed.append((sequence, None))
+                    break
+                sequence.append(token)
+                changed.append((sequence, token))
+                self._offer_pages(sequence)
+                if token in sequence.request.end_ids:
+                    self.finish(sequence, "stop")
+                elif sequence.num_output_tokens >= sequence.request.max_tokens:
+                    self.finish(sequence, "length")
+                if sequence.finished:
+                    break
         return changed
 
     def abort(self, request_id: str) -> SequenceState | None:
@@ -164,11 +149,12 @@ class Scheduler:
             self.finish(sequence, "abort")
         return sequence
 
-    def stop(self, sequence: SequenceState) -> None:
-        """End a sequence because its last token completes its text or its grammar.
+    def stop(self, sequence: SequenceState, num_later: int = 0) -> None:
+        """End a sequence because a token completes its text or its grammar. The `num_later` tokens after it are dropped.
 
-        If the same token was the last one allowed, "stop" replaces the finish reason "length".
+        If that token or a later one has ended the sequence already, "stop" replaces the finish reason.
         """
+        sequence.drop_last(num_later)
         if sequence.finished:
             sequence.finish("stop")
         else:
@@ -184,8 +170,7 @@ class Scheduler:
     def rollback(self, batch: ScheduledBatch) -> None:
         """Undo the last `schedule`, however much of its step has been computed.
 
-        Its sequences wait to be admitted again. They then start from their tokens, and nothing that the device remembers of
-        them is used.
+        Its sequences wait to be admitted again, and start from their tokens then, not from what the device has of them.
         """
         for chunk in batch.chunks:
             sequence = chunk.sequence
@@ -193,7 +178,7 @@ class Scheduler:
                 continue
             self._withdraw(sequence, chunk.start)
             if chunk.samples:
-                sequence.drop_pending()
+                sequence.receive()
             self._requeue(sequence)
 
     def finish(self, sequence: SequenceState, reason: FinishReason, error: RequestError | None = None) -> None:
@@ -203,9 +188,10 @@ class Scheduler:
         """
         sequence.finish(reason, error)
         del self.sequences[sequence.request.request_id]
+        self.speculation.forget(sequence)
         if sequence.slot >= 0:
             self._withdraw(sequence, sequence.num_confirmed)
-            self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - _expected_tokens(sequence))
+            self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - sequence.num_expected)
             self._leave(sequence)
         else:
             if sequence.num_at_start:  # it was preempted, and may have left pages that are not confirmed
@@ -224,24 +210,39 @@ class Scheduler:
         assert sorted(self._slots + [sequence.slot for sequence in self.running]) == list(range(self.max_num_seqs))
         assert all(sequence.slot == -1 and not sequence.pages for sequence in self.waiting)
         assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in [*self.waiting, *self.running])
-        assert self.running == sorted(self.running, key=_turn), "the running sequences are out of order"
+        assert self.running == sorted(self.running, key=SequenceState.place), "the running sequences are out of order"
         self.waiting.check_integrity(self.running)
 
     def _continue_running(self, batch: ScheduledBatch, budget: int) -> int:
         """Schedule the running sequences, by turn. Returns what is left of the budget."""
-        index = 0
-        while index < len(self.running) and budget:
-            sequence = self.running[index]
-            index += 1
-            if sequence.num_output_tokens + sequence.num_pending >= sequence.request.max_tokens:
-                continue  # its last token is pending
-            length = self._length(batch, sequence, budget)
-            if not length:
-                continue
-            if not self._grow(sequence, sequence.num_computed + length):
+        for sequence in self.running:
+            if not budget:
                 break
-            budget -= self._append(batch, sequence, length)
+            if sequence.is_last_pending or self._is_held_back(sequence):
+                continue
+            if length := self._length(batch, sequence, budget):
+                sequence.grow(self.pages.allocate(self._num_missing_pages(sequence)))
+                budget -= self._append(batch, sequence, length, self._drafts(sequence, budget))
         return budget
+
+    def _is_held_back(self, sequence: SequenceState) -> bool:
+        """Whether a sequence waits for its newest tokens."""
+        return sequence.num_drafts > 0 or self.speculation.waits(sequence, len(self.running))
+
+    def _drafts(self, sequence: SequenceState, budget: int) -> list[int]:
+        """The drafts that are verified in this step, and pages for them.
+
+        Drafts preempt no sequence, and leave one page for each running sequence.
+        """
+        if sequence.num_pending or not self.speculation.is_on(len(self.running)):
+            return []
+        spare = max(self.pages.num_available - len(self.running), 0)
+        room = (len(sequence.pages) + spare) * self.pages.page_size - len(sequence.tokens)
+        drafts = self.speculation.draft(sequence, len(self.running), min(room, budget - 1))
+        need = self.pages.pages_for(len(sequence.tokens) + len(drafts)) - len(sequence.pages)
+        if need > 0 and drafts:
+            sequence.grow(self.pages.allocate(need))
+        return drafts
 
     def _admit_waiting(self, batch: ScheduledBatch, budget: int) -> None:
         """Schedule waiting sequences, in turn, until one of them has to wait."""
@@ -249,7 +250,7 @@ class Scheduler:
             sequence = self.waiting.first()
             if not self._length(batch, sequence, budget) or not self._admit(sequence):
                 break
-            cost = sequence.num_tokens - sequence.num_computed + _expected_tokens(sequence)
+            cost = sequence.num_tokens - sequence.num_computed + sequence.num_expected
             sequence.pay(cost)
             self._enter(sequence, self.waiting.admit(cost))
             batch.admitted.append(sequence)
@@ -260,39 +261,49 @@ class Scheduler:
         client = sequence.request.client
         sequence.take_turn(turn)
         last = next((other for other in reversed(self.running) if other.request.client == client), None)
-        if last is not None and (_rank(last) > _rank(sequence) or last.turn > turn):
+        if last is not None and (last.request.rank > sequence.request.rank or last.turn > turn):
             own = [sequence, *(other for other in self.running if other.request.client == client)]
             turns = sorted(other.turn for other in own)
-            for other, its_turn in zip(sorted(own, key=_rank), turns, strict=True):
+            for other, its_turn in zip(sorted(own, key=SequenceState.rank), turns, strict=True):
                 other.take_turn(its_turn)
-            self.running.sort(key=_turn)
-        insort(self.running, sequence, key=_turn)
+            self.running.sort(key=SequenceState.place)
+        insort(self.running, sequence, key=SequenceState.place)
 
     def _make_room(self) -> None:
-        """All slots are taken. If the next client has none of them, the client with the most of them gives one up."""
-        victim = self.waiting.crowding(self.running)
-        if victim is not None:
+        """If `first` has to wait, a client that runs nothing gets a slot and pages from the client with the most sequences."""
+        if not self.waiting or self._has_room():
+            return
+        if self._slots:
+            self.waiting.prefer_idle()
+        while not self._has_room() and (victim := self.waiting.crowding(self.running)) is not None:
             self.num_preemptions += 1
             self._leave(victim)
             self.waiting.give_way(victim)
 
+    def _has_room(self) -> bool:
+        """Whether nothing is to be preempted for `first`. A pending token comes by itself."""
+        first = self.waiting.first()
+        return first.num_pending > 0 or (bool(self._slots) and self._fits(first, self._growth()))
+
     def _length(self, batch: ScheduledBatch, sequence: SequenceState, budget: int) -> int:
         """How many tokens of the sequence fit into the step."""
         length = min(sequence.num_tokens - sequence.num_computed, budget)
-        if _num_prompt_logits(sequence, length):
+        if sequence.num_prompt_logits(length):
             length = min(length, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
         return length
 
-    def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int) -> int:
-        """Add the sequence's next `length` tokens to the step. Returns `length`."""
+    def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int, drafts: Sequence[int] = ()) -> int:
+        """Add the sequence's next `length` tokens and its drafts to the step. Returns how many tokens these are."""
         start = sequence.num_computed
         samples = start + length == sequence.num_tokens
-        batch.append(Chunk(sequence, sequence.slot, start, length, samples, _num_prompt_logits(sequence, length)))
-        sequence.advance(length, samples)
+        num_prompt_logits = sequence.num_prompt_logits(length)
+        total = length + len(drafts)
+        batch.append(Chunk(sequence, sequence.slot, start, total, samples, num_prompt_logits, list(drafts)))
+        sequence.advance(length, samples, len(drafts))
         self._offer_pages(sequence)
         if self.window is not None:
             self._release_behind(sequence, start - self.window)
-        return length
+        return total
 
     def _release_behind(self, sequence: SequenceState, first_key: int) -> None:
         """Release the pages that lie before the tile of `first_key`, the first key that this step attends to.
@@ -305,37 +316,49 @@ class Scheduler:
             self.pages.release(sequence.pages[sequence.num_released : num_pages])
             sequence.release_before(num_pages)
 
-    def _grow(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Give a running sequence the pages for `num_tokens` tokens. Returns False if it had to be preempted itself."""
-        need = self.pages.pages_for(num_tokens) - len(sequence.pages)
-        while need > self.pages.num_available:
-            victim = self.running[-1]
+    def _reclaim_pages(self) -> None:
+        """Preempt sequences until the others have pages for their next tokens. Each needs one page at most."""
+        while self.pages.num_available < len(self.running) and self._growth() > self.pages.num_available:
             self.num_preemptions += 1
-            self._requeue(victim)
-            if victim is sequence:
-                return False
-        if need > 0:
-            sequence.grow(self.pages.allocate(need))
-        return True
+            self._requeue(self.waiting.last_of_largest(self.running))
+
+    def _growth(self) -> int:
+        """The number of pages that the running sequences need for their next tokens."""
+        return sum(map(self._num_missing_pages, self.running))
+
+    def _num_missing_pages(self, sequence: SequenceState) -> int:
+        """For its next tokens; a sequence may have more pages than that, which it took for drafts."""
+        if sequence.is_last_pending:
+            return 0
+        return max(self.pages.pages_for(sequence.num_tokens) - len(sequence.pages), 0)
 
     def _admit(self, sequence: SequenceState) -> bool:
-        """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait.
-
-        One page is left for each running sequence to grow into. Otherwise the newcomer might be preempted at once.
-        """
-        if sequence.num_pending:
-            return False  # it was preempted while a token was pending, and the device keeps no token without a slot
-        self.pages.hash_pages(sequence.tokens, sequence.page_hashes, sequence.request.cache_salt)
-        # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
-        known = 0 if _num_prompt_logits(sequence, 2) else (sequence.num_tokens - 1) // self.pages.page_size
-        shared = self.pages.match(sequence.page_hashes[:known])
-        need = self.pages.pages_for(sequence.num_tokens) - len(shared)
-        if need + self.pages.num_evictable(shared) + len(self.running) > self.pages.num_available:
-            return False
+        """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""
+        if sequence.num_pending or not self._fits(sequence):
+            return False  # a token that was pending when it was preempted is awaited: no token is kept without a slot
+        shared = self._shared_pages(sequence)
         self.pages.acquire(shared)
-        pages = shared + self.pages.allocate(need)
+        pages = shared + self.pages.allocate(self.pages.pages_for(sequence.num_tokens) - len(shared))
         sequence.start(self._slots.pop(), pages, len(shared), self.pages.page_size)
         return True
+
+    def _fits(self, sequence: SequenceState, growth: int = 0) -> bool:
+        """Whether the pages suffice for a waiting sequence after the running ones have taken `growth` pages.
+
+        One page is left for each running sequence to grow into, or the newcomer might be preempted at once. A client that runs
+        nothing does not need this: the client with the most sequences is preempted before it.
+        """
+        shared = self._shared_pages(sequence)
+        need = self.pages.pages_for(sequence.num_tokens) - len(shared) + self.pages.num_evictable(shared)
+        reserve = 0 if self.waiting.crowding(self.running) is not None else len(self.running)
+        return need + reserve + growth <= self.pages.num_available
+
+    def _shared_pages(self, sequence: SequenceState) -> list[int]:
+        """The pages with the first tokens of a waiting sequence that are in the prefix cache."""
+        self.pages.hash_pages(sequence.tokens, sequence.page_hashes, sequence.request.cache_salt)
+        # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
+        known = 0 if sequence.num_prompt_logits(2) else (sequence.num_tokens - 1) // self.pages.page_size
+        return self.pages.match(sequence.page_hashes[:known])
 
     def _offer_pages(self, sequence: SequenceState) -> None:
         """Register the pages that are full, or will be when the launched steps have run."""
@@ -376,24 +399,3 @@ class Scheduler:
         self.pages.release(sequence.held_pages)
         self._slots.append(sequence.slot)
         sequence.pause()
-
-
-def _num_prompt_logits(sequence: SequenceState, length: int) -> int:
-    """Of how many of the next `length` tokens the logits are wanted for `prompt_logprobs`."""
-    if sequence.request.params.prompt_logprobs is None or sequence.num_output_tokens + sequence.num_pending:
-        return 0
-    return max(min(length, sequence.num_prompt_tokens - 1 - sequence.num_computed), 0)
-
-
-def _rank(sequence: SequenceState) -> tuple[float, int]:
-    return sequence.request.rank
-
-
-def _turn(sequence: SequenceState) -> tuple[int, tuple[float, int]]:
-    return sequence.turn, sequence.request.rank
-
-
-def _expected_tokens(sequence: SequenceState) -> int:
-    """How many tokens of its answer a client is charged for when a sequence is admitted."""
-    room = sequence.request.max_tokens - (sequence.num_at_start - sequence.num_prompt_tokens)
-    return min(room, EXPECTED_TOKENS)

@@ -12,6 +12,9 @@ from fa_serve.engine.errors import RequestError
 from fa_serve.engine.outputs import FinishReason
 from fa_serve.engine.request import Request
 
+EXPECTED_TOKENS = 128
+"""Length of an answer for which a client is charged in advance. The difference is charged when the answer ends."""
+
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
@@ -20,7 +23,8 @@ class SequenceState:
     tokens:       the prompt, then every sampled token that is known on the host
     num_prompt_tokens: length of the prompt
     num_pending:  sampled tokens that are still on the device, because their step has been launched and not yet read
-    num_computed: leading tokens whose keys and values are in the cache once all launched steps have run
+    num_computed: leading tokens whose keys and values are in the cache once all launched steps have run; drafts not counted
+    num_drafts:   guesses of the tokens after the last one, which the step in flight verifies
     num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache when the request was first admitted
     num_shared:   leading pages that were found in the prefix cache
     num_offered:  leading pages that are registered in the prefix cache
@@ -39,6 +43,7 @@ class SequenceState:
     num_prompt_tokens: int = field(init=False)
     num_pending: int = 0
     num_computed: int = 0
+    num_drafts: int = 0
     num_cached_tokens: int = 0
     num_shared: int = 0
     num_offered: int = 0
@@ -67,6 +72,11 @@ class SequenceState:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
+    def is_last_pending(self) -> bool:
+        """The last token that the request allows is on the device."""
+        return self.num_output_tokens + self.num_pending >= self.request.max_tokens
+
+    @property
     def held_pages(self) -> list[int]:
         """The pages that this sequence holds: all but those behind the window."""
         return self.pages[self.num_released :]
@@ -80,9 +90,29 @@ class SequenceState:
         """
         return len(self.tokens) - 1 if len(self.tokens) > self.num_at_start else 0
 
+    def num_prompt_logits(self, length: int) -> int:
+        """Of how many of the next `length` tokens the logits are wanted for `prompt_logprobs`."""
+        if self.request.params.prompt_logprobs is None or self.num_output_tokens + self.num_pending:
+            return 0
+        return max(min(length, self.num_prompt_tokens - 1 - self.num_computed), 0)
+
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def rank(self) -> tuple[float, int]:
+        """Sort key among the sequences of one client."""
+        return self.request.rank
+
+    def place(self) -> tuple[int, tuple[float, int]]:
+        """Sort key among the running sequences."""
+        return self.turn, self.request.rank
+
+    @property
+    def num_expected(self) -> int:
+        """How many tokens of its answer the client is charged for when the sequence is admitted."""
+        room = self.request.max_tokens - (self.num_at_start - self.num_prompt_tokens)
+        return min(room, EXPECTED_TOKENS)
 
     def start(self, slot: int, pages: list[int], num_shared: int, page_size: int) -> None:
         """The sequence has been admitted. Its first `num_shared` pages hold the keys and values of its first tokens already."""
@@ -107,19 +137,30 @@ class SequenceState:
         """The sequence holds more pages."""
         self.pages += pages
 
-    def advance(self, length: int, samples: bool) -> None:
-        """A step that computes the next `length` tokens has been scheduled; it may sample one more."""
+    def advance(self, length: int, samples: bool, num_drafts: int = 0) -> None:
+        """A step that computes the next `length` tokens and drafts has been scheduled; it may sample one more token."""
         self.num_computed += length
         self.num_pending += samples
+        self.num_drafts = num_drafts
+
+    def receive(self, num_accepted: int = 0) -> None:
+        """The outcome of a step that samples is known, or will never be known because the step was rolled back.
+
+        num_accepted: its first drafts were right, so that their keys and values are those of the next tokens
+        """
+        self.num_pending -= 1
+        if self.num_drafts:  # else there are none, or the sequence was preempted meanwhile
+            self.num_computed += num_accepted
+            self.num_drafts = 0
 
     def append(self, token: int) -> None:
-        """A pending token is known now."""
-        self.num_pending -= 1
+        """A token that was sampled."""
         self.tokens.append(token)
 
-    def drop_pending(self) -> None:
-        """A pending token will never come, because its step was rolled back."""
-        self.num_pending -= 1
+    def drop_last(self, count: int) -> None:
+        """The last tokens do not belong to the answer, because it has ended before them."""
+        if count:
+            del self.tokens[-count:]
 
     def offer(self, num_pages: int) -> None:
         """The first `num_pages` pages are registered in the prefix cache."""
@@ -134,6 +175,7 @@ class SequenceState:
         self.slot = -1
         self.pages = []
         self.num_computed = 0
+        self.num_drafts = 0
         self.num_shared = 0
         self.num_offered = 0
         self.num_released = 0

@@ -6,6 +6,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """A snapshot of the counters of speculation.
+
+    num_drafts:       verified drafts, one for each sequence and step
+    num_draft_tokens: their tokens
+    accepted_at:      how often the first, the second, ... token of a draft was right and all before it too
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Tokens of drafts that were right."""
+        return sum(self.accepted_at)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of the engine. All counters start at 0 with the engine.
 
@@ -17,6 +36,7 @@ class EngineStats:
     num_cached_tokens: those of them whose keys and values came from the prefix cache
     num_output_tokens: sampled tokens
     num_preemptions:   how often a sequence lost its pages to another one
+    speculation:       drafts, and how many of them were right
     """
 
     num_running: int
@@ -28,3 +48,4 @@ class EngineStats:
     num_cached_tokens: int
     num_output_tokens: int
     num_preemptions: int
+    speculation: SpeculationStats = SpeculationStats()

@@ -12,6 +12,9 @@ grammar also builds the tables of the tokenizer. Therefore engine_loop.py compil
 process that can be limited and killed (grammar_trials.py). Several threads fill the masks of a step while the device runs the
 forward of the step.
 
+A step waits for its masks. A mask takes some tens of microseconds, but 50 ms and more behind a hundred tokens of an ambiguous
+grammar. Therefore each request has a budget for slow masks, and its matchers report an error when it is spent.
+
 Compiled grammars are kept for later requests, up to a number of bytes. Grammars that are not used for IDLE_SECONDS are kept
 only up to a smaller number.
 
@@ -22,7 +25,6 @@ a mask meets the logits (sampler.py). Source: llguidance, https://github.com/gui
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import threading
@@ -30,6 +32,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -53,6 +56,12 @@ BYTES_PER_CHARACTER = 400
 IDLE_SECONDS = 15.0
 IDLE_SHARE = 32
 """Grammars that are idle are kept up to this part of the bytes for all grammars."""
+USUAL_SECONDS = 0.002
+"""Processor time of a mask, or of a token that a matcher takes in, which no request is charged for."""
+SLOW_SECONDS = 0.25
+"""Processor time beyond the usual one that the masks and tokens of a request may take together."""
+SLOW_STEP_SECONDS = 0.01
+"""If the masks of a step take longer, those of the next step are computed one by one, so that each request is charged."""
 _STACK_SIZE_LOCK = threading.Lock()
 
 
@@ -64,6 +73,58 @@ class _Kept:
     error: str
     num_bytes: int
     used: float = field(default_factory=time.monotonic)
+
+
+class Matcher:
+    """The state of one answer: an LLMatcher of llguidance, and the time that following the grammar has taken.
+
+    slow: seconds beyond the usual ones, in a list that the answers of one request share
+    """
+
+    def __init__(self, inner: Any, slow: list[float] | None = None) -> None:
+        self._inner = inner
+        self._slow = [0.0] if slow is None else slow
+
+    def deep_copy(self) -> Matcher:
+        """The same state, for another answer of the same request."""
+        return Matcher(self._inner.deep_copy(), self._slow)
+
+    def consume_token(self, token: int) -> None:
+        begin = time.thread_time()
+        self._inner.consume_token(token)
+        self.charge(time.thread_time() - begin)
+
+    def fill(self, address: int, num_bytes: int) -> float:
+        """Compute the mask of the next token. Returns the seconds that it has taken. Nothing is filled after an error."""
+        if self.is_error():
+            return 0.0
+        begin = time.thread_time()
+        self._inner.unsafe_compute_mask_ptr(address, num_bytes)
+        seconds = time.thread_time() - begin
+        self.charge(seconds)
+        return seconds
+
+    def charge(self, seconds: float) -> None:
+        """Count the time of a mask or of a token."""
+        self._slow[0] += max(seconds - USUAL_SECONDS, 0.0)
+
+    @property
+    def inner(self) -> Any:
+        """The LLMatcher."""
+        return self._inner
+
+    def is_stopped(self) -> bool:
+        """Whether the answer is complete. It is not if there is an error."""
+        return bool(self._inner.is_stopped()) and not self.is_error()
+
+    def is_error(self) -> bool:
+        return self._slow[0] > SLOW_SECONDS or bool(self._inner.is_error())
+
+    def get_error(self) -> str:
+        """Why the grammar cannot be followed any further, or ""."""
+        if self._slow[0] > SLOW_SECONDS:
+            return f"its masks have taken {SLOW_SECONDS:g} s more than usual masks"
+        return str(self._inner.get_error())
 
 
 class Grammars:
@@ -82,6 +143,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._tables: Any = None
         self._executor: Any = None
+        self._one_by_one = False
         self._trials: GrammarTrials | None = None
         # At most `cache_bytes`, the least recently used first. Grammars with an error are kept as well.
         self._compiled: OrderedDict[str, _Kept] = OrderedDict()
@@ -93,8 +155,8 @@ class Grammars:
         assert self._trials is not None
         return self._trials.trial()
 
-    def matcher(self, structured: StructuredOutput, trial: Trial | None = None) -> Any:
-        """A new LLMatcher at the start of its answer.
+    def matcher(self, structured: StructuredOutput, trial: Trial | None = None) -> Matcher:
+        """A new matcher at the start of its answer.
 
         trial: compiles the grammar first, under limits; without one there is no limit
 
@@ -103,7 +165,15 @@ class Grammars:
         """
         import llguidance
 
-        field, grammar = _grammar(llguidance.LLMatcher, structured)
+        if isinstance(structured.json_schema, str) and len(structured.json_schema) > MAX_LENGTH:  # before it is parsed
+            raise ParameterError("json_schema", f"have at most {MAX_LENGTH} characters", len(structured.json_schema))
+        try:
+            field, grammar = _grammar(llguidance.LLMatcher, structured)
+        except ValueError as error:
+            if isinstance(error, ParameterError):
+                raise
+            reason = str(error)[:MAX_REASON]
+            raise ParameterError("structured", f"be a structure that llguidance can read ({reason})", structured) from None
         if len(grammar) > MAX_LENGTH:
             raise ParameterError(field, f"have at most {MAX_LENGTH} characters", len(grammar))
         tables = self._load(structured)
@@ -130,10 +200,10 @@ class Grammars:
             self._keep(grammar, kept)
         if kept.matcher is None:
             raise ParameterError(field, f"be a structure that can be followed ({kept.error})", getattr(structured, field))
-        return kept.matcher.deep_copy()
+        return Matcher(kept.matcher.deep_copy())
 
     def sweep(self) -> None:
-        """Let go of grammars that are not used, and give free memory back to the system."""
+        """Let go of grammars that are not used."""
         with self._lock:
             idle = time.monotonic() - IDLE_SECONDS
             while (
@@ -141,7 +211,6 @@ class Grammars:
                 and next(iter(self._compiled.values())).used < idle
             ):
                 self._drop_oldest()
-        _trim()
 
     def close(self) -> None:
         """End every trial at once."""
@@ -161,13 +230,48 @@ class Grammars:
         _, dropped = self._compiled.popitem(last=False)
         self.num_bytes -= dropped.num_bytes
 
-    def masks(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
-        """(n, ceil(vocab_size / 32)): bit t % 32 of word t // 32 is 1 if token t may come next in the n-th answer."""
-        words = np.zeros((len(matchers), -(-self._vocab_size // 32)), dtype=np.int32)
-        self._executor.unsafe_compute_mask_ptr(
-            [(matcher, row) for row, matcher in enumerate(matchers)], words.ctypes.data, words.shape[1] * 4, len(matchers)
-        )
+    def masks(self, matchers: Sequence[Matcher], drafts: Sequence[list[int]] | None = None) -> NDArray[np.int32]:
+        """(n, ceil(vocab_size / 32)): bit t % 32 of word t // 32 is 1 if token t may come next in the answer of a row.
+
+        drafts: guesses of each answer's next tokens; an answer with k of them has 1 + k rows, the last k of them for the
+                tokens after each draft. Rows after a draft that may not come allow every token. The matchers do not advance
+
+        A matcher with an error has no tokens.
+        """
+        drafts = drafts or [[]] * len(matchers)
+        ends = list(accumulate(1 + len(own) for own in drafts))
+        words = np.full((ends[-1], -(-self._vocab_size // 32)), -1, dtype=np.int32)
+        plain: list[tuple[Matcher, int]] = []
+        guessed: list[tuple[Matcher, int, list[int]]] = []
+        for matcher, own, end in zip(matchers, drafts, ends, strict=True):
+            row = end - 1 - len(own)
+            if matcher.is_error():
+                words[row:end] = 0
+            elif own:
+                guessed.append((matcher, row, own))
+            else:
+                plain.append((matcher, row))
+        begin = time.perf_counter()
+        if self._one_by_one:
+            for matcher, row in plain:
+                matcher.fill(words[row].ctypes.data, words.shape[1] * 4)
+            for each in guessed:
+                each[0].charge(self._fill_guessed([each], words))
+        else:
+            if plain:
+                rows = [(matcher.inner, row) for matcher, row in plain]
+                self._executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, words.shape[1] * 4, len(words))
+            if guessed:
+                self._fill_guessed(guessed, words)
+        self._one_by_one = time.perf_counter() - begin > SLOW_STEP_SECONDS
         return words
+
+    def _fill_guessed(self, guessed: Sequence[tuple[Matcher, int, list[int]]], words: NDArray[np.int32]) -> float:
+        """Fill the rows of answers with drafts. Returns the seconds that it has taken."""
+        begin = time.perf_counter()
+        rows = [(matcher.inner, row, drafts) for matcher, row, drafts in guessed]
+        self._executor.unsafe_compute_mask_ptr_with_draft_token(rows, words.ctypes.data, words.shape[1] * 4, len(words))
+        return time.perf_counter() - begin
 
     def _load(self, structured: StructuredOutput) -> Any:
         """The tables of the tokenizer, made at the first call."""
@@ -213,12 +317,6 @@ def _compile(llguidance: Any, tables: Any, grammar: str) -> Any:
             threading.stack_size(before)
     thread.join()
     return results[0]
-
-
-def _trim() -> None:
-    """Give memory that is free back to the system. The C library keeps it otherwise: 48 regexes left 120 MB behind."""
-    with contextlib.suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _grammar(matcher: Any, structured: StructuredOutput) -> tuple[str, str]:

@@ -38,6 +38,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine import Engine
 from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs
 from fa_serve.engine.events import OnPhase, Phase, log_phase
+from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
 from fa_serve.engine.loading import load_tokenizer
 from fa_serve.engine.stats import EngineStats
 
@@ -262,6 +263,7 @@ class ProcessWorker:
 
 def _main(config: EngineConfig, connection: Connection) -> None:
     """The process: its main thread runs the engine, one thread reads commands and one writes what goes to the parent."""
+    limit_host_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which finishes requests and then stops us
     commands: Commands = queue.SimpleQueue()
     outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -285,6 +287,7 @@ def _main(config: EngineConfig, connection: Connection) -> None:
         outgoing.put(Ready(engine.config, engine.vocab_size, engine.stats(), None))
         loop = EngineLoop(engine, commands, deliver)
         threading.Thread(target=_beat, args=(loop, outgoing), daemon=True).start()
+        MemoryTrimmer().start()
         try:
             loop.run()
         except Exception:

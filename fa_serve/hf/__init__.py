@@ -15,7 +15,6 @@ as it is.
     masks.py           ImplicitMask, and the mask function
     translate.py       transformers' words -> one LayerCall; the one place that knows which keys a call sees
     attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
-    traced.py          attention as one node of a compiled, exported or traced graph
     paged.py           the engine's forward over packed tokens and a paged cache
     continuous.py      transformers' own continuous batching (`generate_batch`)
     info.py            what a model asks of attention, from its config alone

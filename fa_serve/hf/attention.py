@@ -12,8 +12,6 @@ Left out: what the words of transformers mean, which `translate.py` knows, and t
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any, TypeGuard
 
 import torch
@@ -21,13 +19,11 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from fa_serve import api
-from fa_serve.hf import traced
 from fa_serve.hf.continuous import paged_attention
 from fa_serve.hf.masks import ImplicitMask, PackedKeys
 from fa_serve.hf.translate import AttendsBatch, LayerCall, translate
 from fa_serve.spec import UnsupportedModelError
 
-logger = logging.getLogger(__name__)
 # The outputs that a model collects by hooks in this forward, without an argument that says so.
 _collector: Any = output_capturing._active_collector
 
@@ -87,7 +83,7 @@ def attention_forward(
 
 
 def _needs_no_translation(mask: Tensor | ImplicitMask | None, words: dict[str, Any]) -> TypeGuard[ImplicitMask]:
-    """Whether the mask alone says which keys are seen, and nothing is packed, recorded or differentiated.
+    """Whether the mask alone says which keys are seen, and nothing is packed or differentiated.
 
     This holds in nearly every layer of every token of `generate`, where the device waits for the host.
     """
@@ -96,7 +92,7 @@ def _needs_no_translation(mask: Tensor | ImplicitMask | None, words: dict[str, A
         and mask.is_dense
         and words.get("position_bias") is None
         and words.get("cu_seq_lens_q") is None
-        and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing())
+        and not torch.is_grad_enabled()
     )
 
 
@@ -120,8 +116,6 @@ def _attend_directly(
 def _attend(call: LayerCall) -> Tensor:
     """Compute a call from its own keys and values -> out (batch, seqlen_q, num_heads, head_dim_v), contiguous."""
     needs_grad = torch.is_grad_enabled() and (call.query.requires_grad or call.key.requires_grad or call.value.requires_grad)
-    if needs_grad and call.query.is_cuda and not torch.compiler.is_compiling():
-        _warn_about_gradients()
     mask = call.mask
     packed_keys = None
     if isinstance(mask, ImplicitMask):
@@ -136,54 +130,57 @@ def _attend(call: LayerCall) -> Tensor:
         return _attend_packed_keys(call, packed_keys)
     if call.position_bias is not None:
         mask = _combine(call.position_bias, mask)
-    return traced.attention(
+    out = api.attention(
         call.query.transpose(1, 2),
         call.key.transpose(1, 2),
         call.value.transpose(1, 2),
-        mask,
-        call.sinks,
-        call.softmax_scale,
-        _needed_window(call.visible_window, call.key.shape[2]),
-        call.softcap,
+        mask=mask,
+        sinks=call.sinks,
+        softmax_scale=call.softmax_scale,
+        window_size=_needed_window(call.visible_window, call.key.shape[2]),
+        softcap=call.softcap,
     )
+    return out.contiguous()  # models view it as they like, and the sdpa backend may compute heads before tokens
 
 
 def _attend_packed(call: LayerCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
     """Sequences packed end to end in a batch of 1."""
-    out = traced.attention_varlen(
+    out: Any = api.attention_varlen(
         call.query[0].transpose(0, 1),
         call.key[0].transpose(0, 1),
         call.value[0].transpose(0, 1),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        call.max_seqlen_q,
-        call.max_seqlen_k,
-        call.sinks,
-        call.softmax_scale,
-        _needed_window(call.visible_window, call.key.shape[2]),
-        call.softcap,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        sinks=call.sinks,
+        softmax_scale=call.softmax_scale,
+        window_size=_needed_window(call.visible_window, call.key.shape[2]),
+        softcap=call.softcap,
     )
-    return out[None]
+    packed: Tensor = out[None]
+    return packed
 
 
 def _attend_packed_keys(call: LayerCall, keys: PackedKeys) -> Tensor:
     """A padded batch: all queries, and the keys that are not padding, gathered and packed end to end."""
     q = call.query.transpose(1, 2)
     batch, seqlen_q = q.shape[:2]
-    out = traced.attention_varlen(
+    out: Any = api.attention_varlen(
         q.flatten(0, 1),
         call.key.transpose(1, 2)[keys.rows, keys.columns],
         call.value.transpose(1, 2)[keys.rows, keys.columns],
-        keys.cu_seqlens_q,
-        keys.cu_seqlens_k,
-        seqlen_q,
-        keys.max_seqlen_k,
-        call.sinks,
-        call.softmax_scale,
-        _needed_window(call.visible_window, call.key.shape[2]),
-        call.softcap,
+        cu_seqlens_q=keys.cu_seqlens_q,
+        cu_seqlens_k=keys.cu_seqlens_k,
+        max_seqlen_q=seqlen_q,
+        max_seqlen_k=keys.max_seqlen_k,
+        sinks=call.sinks,
+        softmax_scale=call.softmax_scale,
+        window_size=_needed_window(call.visible_window, call.key.shape[2]),
+        softcap=call.softcap,
     )
-    return out.view(batch, seqlen_q, *out.shape[1:])
+    padded: Tensor = out.view(batch, seqlen_q, *out.shape[1:])
+    return padded
 
 
 def _needed_window(window_size: tuple[int, int], seqlen_k: int) -> tuple[int, int]:
@@ -192,14 +189,6 @@ def _needed_window(window_size: tuple[int, int], seqlen_k: int) -> tuple[int, in
     if left < 0 and right <= 0:
         return window_size
     return (-1 if left + 1 >= seqlen_k else left, -1 if right >= seqlen_k else right)
-
-
-@functools.lru_cache(maxsize=1)
-def _warn_about_gradients() -> None:
-    logger.warning(
-        "fa_serve's kernels have no backward pass, so attention that needs gradients runs on PyTorch's "
-        "scaled_dot_product_attention. For inference, call the model under torch.no_grad() or torch.inference_mode()"
-    )
 
 
 def _same_sequence(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:

@@ -31,7 +31,7 @@ class ChatAnswer(Answer):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
-    prefix = "chatcmpl"
+    prefix = "chatcmpl-"
     _prompt_field = "messages"
     _body: ChatRequest
 
@@ -89,11 +89,15 @@ class ChatAnswer(Answer):
         return 1
 
     async def _encode(self) -> list[list[int]]:
+        tokens, self._text = await self._tokenization.encode_chat(self._template, self._body, self._tools, self._variables())
+        return [tokens]
+
+    def _variables(self) -> dict[str, Any]:
+        """The variables of the chat template."""
         variables = dict(self._body.chat_template_kwargs or {})
         if self._body.reasoning_effort is not None:
             variables["reasoning_effort"] = self._body.reasoning_effort
-        tokens, self._text = await self._tokenization.encode_chat(self._template, self._body, self._tools, variables)
-        return [tokens]
+        return variables
 
     def _structured(self) -> StructuredOutput | None:
         """The request's output itself, or a grammar in which thoughts come before it and calls may take its place."""
@@ -181,5 +185,6 @@ class ChatAnswer(Answer):
         if output is not None:
             common["finish_reason"] = self._reader(index).finish_reason(output.finish_reason)
         if output is not None and output.logprobs:
-            common["logprobs"] = {"content": for_chat(self._tokenization.token_texts, output.logprobs), "refusal": None}
+            scores = for_chat(self._tokenization.token_texts, output.logprobs, bool(self._body.return_tokens_as_token_ids))
+            common["logprobs"] = {"content": scores, "refusal": None}
         return common

@@ -7,37 +7,48 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from ..schemas import NonEmpty, SamplingRequest
 from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error
+
+MAX_ARGUMENTS = 1 << 17  # characters of the arguments of one call: JSON inside of a text, whose values nothing has counted
+MAX_CALLS = 1024
 
 
 class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+def _json_object(text: str) -> str:
+    try:
+        if isinstance(from_json(text or "{}"), dict):
+            return text
+    except ValueError:
+        pass
+    raise PydanticCustomError("arguments", "must be a JSON object")
+
+
+Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS), AfterValidator(_json_object)]
+
 
 class CalledFunction(StrictModel):
     name: NonEmpty
-    arguments: str
+    arguments: Arguments
 
-    @field_validator("arguments")
-    @classmethod
-    def _check_arguments(cls, text: str) -> str:
-        try:
-            if isinstance(from_json(text or "{}"), dict):
-                return text
-        except ValueError:
-            pass
-        raise PydanticCustomError("arguments", "must be a JSON object")
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
 
 class ToolCall(StrictModel):
     id: NonEmpty
     type: Literal["function"]
     function: CalledFunction
+
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
     def rendered(self) -> dict[str, Any]:
         """Templates expect the arguments as an object, not as text."""
@@ -46,13 +57,17 @@ class ToolCall(StrictModel):
 
 
 class Message(StrictModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str = Field(
+        pattern=r"^[a-zA-Z0-9_.-]{1,64}$",
+        description="system, developer, user, assistant, tool, or another one that the chat template writes.",
+    )
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="For the chat template, which may leave old thoughts out.")
 
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
     UNSUPPORTED: ClassVar[Unsupported] = {"annotations": ([],), "audio": NOTHING, "function_call": NOTHING, "refusal": NOTHING}
 
     @model_validator(mode="after")
@@ -161,6 +176,7 @@ class ChatRequest(TemplateFields, SamplingRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     UNSUPPORTED: ClassVar[Unsupported] = {
+        **SamplingRequest.UNSUPPORTED,
         "audio": NOTHING,
         "function_call": ("none",),
         "functions": ([],),
@@ -207,6 +223,7 @@ class TokenizeRequest(TemplateFields):
     add_special_tokens: bool | None = Field(
         None, description="Whether the prompt gets the special tokens that the tokenizer adds to plain text."
     )
+    return_token_strs: bool | None = Field(None, description="Adds token_strs, the tokens as the vocabulary writes them.")
 
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeRequest:

@@ -22,6 +22,7 @@ from .reasoning import CLOSING
 from .tools import ToolFormat, detect_format
 
 MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
+ROLES = {"system", "user", "assistant", "tool"}  # which every template knows or refuses
 RESERVED = {"conversation", "messages", "self", "tools"}
 # what a template can raise for a conversation or a variable that is not of the kind that it expects
 FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -67,6 +68,10 @@ class Template:
             )
         except FAILURES as error:
             raise BadRequest(f"The chat template refuses these messages: {error}.", param="messages") from None
+        for message in messages:
+            if message["role"] not in ROLES and message["content"].strip() not in str(prompt):
+                text = f"This model's chat template leaves out messages of the role {message['role']!r}."
+                raise BadRequest(text, param="messages", code="invalid_value")
         return str(prompt)
 
     def _check_variables(self, variables: dict[str, Any]) -> None:

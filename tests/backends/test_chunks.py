@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fa_serve
-from fa_serve import api
+from fa_serve import dispatch
 from fa_serve.backends import select_backend
 from fa_serve.backends.chunks import divides_keys
 from fa_serve.backends.plan import PlanTable
@@ -38,7 +38,15 @@ def test_few_tiles_behind_many_keys(batch: int, heads: int, seqlen_q: int, seqle
 
 
 def test_only_what_has_tiles_of_64_rows() -> None:
-    for change in ({"arch": 80}, {"arch": 100}, {"dtype": torch.float32}, {"head_dim": 256}, {"head_dim_v": 192}):
+    for change in (
+        {"arch": 80},
+        {"arch": 100},
+        {"dtype": torch.float32},
+        {"head_dim": 256},
+        {"head_dim_v": 192},
+        {"needs_grad": True},
+        {"attention_chunk": True},
+    ):
         changed: dict[str, Any] = change
         assert not divides_keys(replace(H200, **changed), 1, 256, 4096, 132)
     assert not divides_keys(H200, 1, 256, 4096, 0), "not on a CPU"
@@ -58,9 +66,9 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(spec.op)
         return select_backend(spec, backend)
 
-    monkeypatch.setattr(api, "divides_keys", lambda *_: True)
-    monkeypatch.setattr(api, "select_backend", select)
-    monkeypatch.setattr(api, "PLANS", PlanTable())
+    monkeypatch.setattr(dispatch, "divides_keys", lambda *_: True)
+    monkeypatch.setattr(dispatch, "select_backend", select)
+    monkeypatch.setattr(dispatch, "PLANS", PlanTable())
     return names
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import getsource, signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,13 @@ class Kernel:
         self.launched: list[tuple[Any, ...]] = []
         self.watched: list[tuple[Any, ...]] = []
         self.run = SimpleNamespace(
-            launch=self.native, global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=True
+            launch=self.native,
+            global_scratch_size=0,
+            profile_scratch_size=0,
+            launch_cooperative_grid=False,
+            launch_pdl=True,
+            arg_annotations="annotations",
+            kernel_signature="signature",
         )
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -58,8 +65,14 @@ class Kernel:
 
     def native(self, x: int, y: int, z: int, *args: Any) -> None:
         """As Triton's launcher in C takes them: no scratch memory, no description, no hooks."""
-        assert args[:10] == (77, "function", False, True, None, None, "metadata", None, None, None)
-        self.launched.append(((x, y, z), args[10:]))
+        if module._FLAT_ARGUMENTS:
+            assert args[:10] == (77, "function", False, True, None, None, "metadata", None, None, None)
+            self.launched.append(((x, y, z), args[10:]))
+        else:
+            *fixed, arguments = args
+            assert fixed[:4] == [77, "function", False, True]
+            assert fixed[4:] == ["metadata", None, None, None, None, None, "annotations", "signature"]
+            self.launched.append(((x, y, z), arguments))
 
 
 class Compiled:
@@ -79,11 +92,17 @@ def encoded() -> list[tuple[Any, ...]]:
     return []
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch, encoded: list[tuple[Any, ...]]) -> Kernel:
+@pytest.fixture(params=["flat", "packed"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, encoded: list[tuple[Any, ...]]) -> Kernel:
+    """Launched as Triton 3.6 (flat) and as later releases (packed) launch, whichever is installed."""
+    is_flat = request.param == "flat"
+    monkeypatch.setattr(module, "_FLAT_ARGUMENTS", is_flat)
+    monkeypatch.setattr(module, "_HAS_KNOWN_LAUNCHER", True)
+    monkeypatch.setattr(Launch, "_send", Launch._send_flat if is_flat else Launch._send_packed)
     monkeypatch.setattr(module, "_COMPILED", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    utils = SimpleNamespace(fill_tma_descriptor=lambda *args: encoded.append(args) or f"map {args[0]}")
+    encoder = "fill_tma_descriptor" if is_flat else "fill_tma_descriptor_tiled"
+    utils = SimpleNamespace(**{encoder: lambda *args: encoded.append(args) or f"map {args[0]}"})
     active = SimpleNamespace(utils=utils, get_current_stream=lambda device: 77 + device)
     monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(hopper, "TensorDescriptor", lambda *args: ("descriptor", *args))
@@ -171,7 +190,13 @@ def wrapped(launcher: Callable[..., None], tensordesc_meta: Any) -> Callable[...
 
 @pytest.mark.parametrize(
     "change",
-    [{"global_scratch_size": 8}, {"profile_scratch_size": 8}, {"launch": wrapped(print, [None])}, {"launch_pdl": None}],
+    [
+        {"global_scratch_size": 8},
+        {"profile_scratch_size": 8},
+        {"launch": wrapped(print, [None])},
+        {"launch_pdl": None},
+        {"gsan_enabled": True},
+    ],
     ids="".join,
 )
 def test_an_unknown_launcher_is_left_to_triton(kernel: Kernel, change: dict[str, Any]) -> None:
@@ -191,8 +216,21 @@ def test_another_release_of_triton_is_launched_as_it_documents(kernel: Kernel, m
 
 
 def test_what_is_called_is_tritons_own_launcher() -> None:
-    """The grid, a stream, the code, two switches, scratch, metadata, the launch's own, two hooks; numbers pass for pointers."""
+    """The grid, a stream, the code, two switches, then scratch, metadata, the launch's own and two hooks in the order of the
+    release; numbers pass for pointers."""
     assert list(signature(nvidia.CudaLauncher.__call__).parameters)[1:6] == ["gridX", "gridY", "gridZ", "stream", "function"]
+    assert "launch_pdl" not in getsource(HIPLauncher), "would be taken for NVIDIA's"
+    if not module._FLAT_ARGUMENTS:
+        source = (Path(nvidia.__file__).parent / "driver.c").read_text()
+        assert '"iiiKKpp(iii)OOOOOOy*O"' in source
+        order = ["&launch_pdl,", "&num_warps,", "&launch_metadata,", "&launch_enter_hook,", "&global_scratch_obj,"]
+        order += ["&profile_scratch_obj,", "&arg_annotations,", "&signature,", "&kernel_args)"]
+        call = source[source.index('"iiiKKpp(iii)OOOOOOy*O"') :]
+        assert sorted(order, key=call.index) == order
+        pointer = source[source.index("extractPointer(void *ptr") :]
+        assert pointer.index("PyLong_Check(obj)") < pointer.index("cuPointerGetAttribute")
+        assert "KiiiOOOi" in source, "the arguments of the encoder of descriptors"
+        return
     assert nvidia._BASE_ARGS_FORMAT == "iiiKKppOOOOOO"
     source = getsource(nvidia.make_launcher)
     order = [
@@ -209,7 +247,6 @@ def test_what_is_called_is_tritons_own_launcher() -> None:
     ]
     assert sorted(order, key=source.index) == order
     assert "if (PyLong_Check(obj)) {{\n    ptr_info.dev_ptr = PyLong_AsUnsignedLongLong(obj);" in source
-    assert "launch_pdl" not in getsource(HIPLauncher), "would be taken for NVIDIA's"
 
 
 def test_a_stride_that_grows_with_a_cache_is_of_one_kind(kernel: Kernel) -> None:
@@ -288,7 +325,8 @@ def test_descriptors_are_encoded_once_for_an_address(kernel: Kernel, encoded: li
     for address in (4096, 4096, 8192, 4096):
         kept((Pointer(address), Pointer(), Pointer(32)))
     [(grid, (descriptor, none, pointer, *numbers), options)] = kernel.first
-    assert (grid, none, pointer.address, numbers, options) == ((5, 1, 1), None, 32, [3.5, 7, "variant"], {"num_warps": 4})
+    assert (grid, none, pointer.address, numbers) == ((5, 1, 1), None, 32, [3.5, 7, "variant"])
+    assert options == {"enable_fp_fusion": True, "num_warps": 4}
     assert descriptor[0] == "descriptor"
     assert descriptor[2:] == VIEW
     rest = (*VIEW[0], *VIEW[1], None, 32, 3.5, 7, "variant")

@@ -12,7 +12,7 @@ from hopper_cases import Case, PagedCall
 from hopper_emulator import emulated
 from torch import Tensor
 
-from fa_serve import api
+from fa_serve import api, dispatch
 from fa_serve.backends import Backend
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.mixed import plan_mixed
@@ -32,6 +32,7 @@ class RowsOfReference:
     """
 
     name = "rows of the reference"
+    differentiable = False
 
     def __init__(self, mixed_rows: int | None = None) -> None:
         self.mixed_rows = mixed_rows
@@ -125,8 +126,8 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Call:
             assert name == "auto", "the Hopper backend refuses the op"
             return decoder
 
-        monkeypatch.setattr(api, "select_backend", select)
-        monkeypatch.setattr(api, "PLANS", PlanTable())
+        monkeypatch.setattr(dispatch, "select_backend", select)
+        monkeypatch.setattr(dispatch, "PLANS", PlanTable())
         t = call.tensors
         with emulated():
             return api.attention_paged(

@@ -71,3 +71,21 @@ def test_it_computes_in_float32_or_wider() -> None:
     assert attention_reference(q, k, v, softmax_scale=SCALE)[0].dtype == torch.float64
     halves = (x.bfloat16() for x in (q, k, v))
     assert attention_reference(*halves, softmax_scale=SCALE)[0].dtype == torch.float32
+
+
+def test_chunks_are_counted_from_the_first_key() -> None:
+    """Three queries behind four keys, in chunks of three: positions 4, 5 and 6, of which 6 begins a chunk."""
+    keep = visible_keys(3, 7, (-1, 0), torch.device("cpu"), attention_chunk=3)
+    assert [row.nonzero().flatten().tolist() for row in keep] == [[3, 4], [3, 4, 5], [6]]
+
+
+def test_alibi_falls_with_the_distance() -> None:
+    """With keys of zeros only the bias is left, and its softmax can be written down."""
+    q, k, v = inputs(2, 3)
+    slopes = torch.tensor([0.5, 1.0, 2.0, -1.0], dtype=torch.float64)[: q.shape[2]]
+    out, lse = attention_reference(q, k * 0, v, softmax_scale=SCALE, alibi_slopes=slopes)
+    distance = torch.tensor([[1, 0, 1], [2, 1, 0]], dtype=torch.float64)
+    bias = -slopes[:, None, None] * distance
+    torch.testing.assert_close(lse, bias.logsumexp(-1).expand_as(lse))
+    values = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2).transpose(1, 2)
+    torch.testing.assert_close(out.transpose(1, 2), bias.softmax(-1) @ values)

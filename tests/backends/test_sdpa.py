@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DENSE, PAGED, VARLEN, Case, check, params
+from cases import DENSE, PAGED, VARLEN, Case, check, check_without_keys, params
 
 import fa_serve
 from fa_serve.backends import sdpa
@@ -36,6 +36,22 @@ def test_many_queries_are_cut_in_chunks() -> None:
     """Longer than a chunk: the masks of later chunks start where the window does."""
     check(Case((1100,), (1300,), heads=2, kv_heads=1, causal=True, window=(300, -1)), "sdpa", torch.float32)
     check(Case((1100,), (1100,), heads=2, kv_heads=1, causal=True, softcap=20.0), "sdpa", torch.float32)
+
+
+def test_without_keys() -> None:
+    check_without_keys("sdpa", torch.float32)
+
+
+def test_gradients_of_alibi_slopes_match_the_reference() -> None:
+    q, k, v = make_qkv(2, 20, 33, 4, 2, 16, dtype=torch.float64)
+    grads = []
+    for backend in ("sdpa", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, torch.linspace(0.1, 0.8, 8).view(2, 4))]
+        out = fa_serve.attention(*leaves[:3], alibi_slopes=leaves[3], causal=True, attention_chunk=12, backend=backend)
+        out.square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for ours, exact in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)
 
 
 def test_gradients_match_the_reference() -> None:

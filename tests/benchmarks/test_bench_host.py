@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CASES = {"dense", "varlen", "paged", "layer prompt", "layer token"}
+CASES |= {f"flash_attn {name}" for name in ("dense", "varlen", "paged")}
 ENGINE = {f"engine {batch} {what}" for batch in (1, 2) for what in ("host", "wall")}
 
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import random
 import subprocess
 import sys
 
 import pytest
 
-from fa_serve.client.bench import Load, LoadError, run
+from fa_serve.client.bench import Load, LoadError, _body, run
 
 EVENTS = [b'{"choices":[{"text":"a"}]}', b'{"usage":{"completion_tokens":1}}', b"[DONE]"]
 
@@ -53,6 +54,17 @@ def test_a_connection_is_used_again_if_the_server_keeps_it(header, connections):
 def test_an_answer_that_is_cut_off_has_failed():
     found, _ = asyncio.run(report(events=EVENTS[:1], cut=True))
     assert (found["failed"], found["errors"]) == (6, ["the stream ended without [DONE]"])
+
+
+def test_lengths_are_drawn_around_their_means():
+    rng = random.Random(0)
+    bodies = [json.loads(_body(Load(model="m", prompt_tokens=100, output_tokens=10, spread=0.8), rng)) for _ in range(300)]
+    lengths = [len(body["prompt"]) for body in bodies]
+    assert 20 <= min(lengths) < 25
+    assert 175 < max(lengths) <= 180
+    assert {body["max_tokens"] for body in bodies} == set(range(2, 19))
+    [fixed] = {len(json.loads(_body(Load(model="m"), rng))["prompt"]) for _ in range(9)}
+    assert fixed == 128
 
 
 def bench(served, *arguments):

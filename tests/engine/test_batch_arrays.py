@@ -10,7 +10,7 @@ from fa_serve.engine.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.block_table import BlockTable
 from fa_serve.engine.cuda_graphs import Shape, padding
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduler import Chunk, ScheduledBatch
+from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 
 
@@ -78,3 +78,32 @@ def test_names_and_dtypes_are_those_of_the_graphs(deterministic) -> None:
     inputs = make_arrays(Chunk(sequence, 2, 0, 3, True), deterministic=deterministic).inputs
     expected = padding(Shape(4, 4, 4, 4))
     assert {name: array.dtype for name, array in inputs.items()} == {name: array.dtype for name, array in expected.items()}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_chunk_with_drafts_has_a_row_for_each_of_its_tokens(deterministic) -> None:
+    plain = make_sequence("a", [1, 2, 3], slot=1, pages=[0])
+    guessed = make_sequence("b", [4, 5, 6, 7], slot=2, pages=[1, 2], presence_penalty=1.0, logprobs=1)
+    arrays = make_arrays(Chunk(plain, 1, 2, 1, True), Chunk(guessed, 2, 3, 3, True, drafts=[8, 9]), deterministic=deterministic)
+    assert arrays.inputs["input_ids"].tolist() == [3, 7, 8, 9]
+    assert arrays.inputs["position_ids"].tolist() == [2, 3, 4, 5]
+    assert arrays.inputs["slot_mapping"].tolist() == [2, 7, 8, 9]
+    assert arrays.inputs["logits_indices"].tolist() == [0, 1, 2, 3]
+    assert arrays.sequences == [plain, guessed, guessed, guessed]
+    assert arrays.rows["sampled_slots"].tolist() == [1, 2, 2, 2]
+    assert arrays.rows["logprob_rows"].tolist() == [1, 2, 3]
+    assert arrays.sampling["draft_index"].tolist() == [208, 308, 309]
+    assert arrays.sampling["next_drafts"].tolist() == [-1, 8, 9, -1]
+    assert arrays.sampling["first_rows"].tolist() == [0, 1, 1, 1]
+    assert arrays.decoding
+    assert arrays.inputs["seqused_k"].tolist() == ([3, 4, 5, 6] if deterministic else [3, 6])
+    assert arrays.max_seqlen_q == (1 if deterministic else 3)
+
+
+def test_drafts_beside_a_chunk_that_does_not_sample() -> None:
+    prompt = make_sequence("a", [1, 2, 3, 4], slot=0, pages=[0])
+    guessed = make_sequence("b", [4, 5, 6], slot=2, pages=[1, 2])
+    arrays = make_arrays(Chunk(prompt, 0, 0, 3, False), Chunk(guessed, 2, 2, 2, True, drafts=[8]))
+    assert arrays.inputs["logits_indices"].tolist() == [3, 4]
+    assert arrays.sequences == [guessed, guessed]
+    assert not arrays.decoding

@@ -258,8 +258,8 @@ def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, repla
     lengths: list[list[int]] = []
     shape_for = graphs.shape_for
 
-    def watched(tokens, batch, longest, *, decoding):
-        shape = shape_for(tokens, batch, longest, decoding=decoding)
+    def watched(tokens, batch, longest, *, decoding, **queries):
+        shape = shape_for(tokens, batch, longest, decoding=decoding, **queries)
         if not decoding:
             lengths.append([tokens, batch, 0 if shape is None else shape.batch])
         return shape
@@ -354,3 +354,57 @@ def test_padding_holds_no_keys_and_writes_none() -> None:
         "cu_seqlens_q": [0, 1, 3, 4, 5, 5, 5],
         "logits_indices": [2, 0, 0, 0, 0, 0],
     }
+
+
+def verified(engine) -> list[tuple[int, int, int]]:
+    """(sequences, tokens, tokens of a sequence) of the captured steps that verify drafts, in order."""
+    return [(x.batch, x.tokens, x.queries) for x in engine._runner._graphs._replays if x.kind == "drafts"]
+
+
+def test_steps_that_verify_drafts_are_replayed(make_engine, replays) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.0, allowed_token_ids=(5, 6), frequency_penalty=0.01, logprobs=0)
+    prompts = [[5, 6] * 6, [5] * 9, [6, 5, 5] * 3]
+    expected = make_engine().generate(prompts, params)
+    engine = make_engine(max_num_seqs=5, max_num_batched_tokens=64, speculative="ngram", num_speculative_tokens=3)
+    engine._depth = 1
+    engine._runner.make_graphs()
+    launches = []
+    run = engine._runner._graphs.run
+    engine._runner._graphs.run = lambda shape: launches.append(shape) or run(shape)
+    found = engine.generate(prompts, params)
+    assert [x.token_ids for x in found] == [x.token_ids for x in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [x.logprob for x in ours.logprobs] == pytest.approx([x.logprob for x in theirs.logprobs], abs=1e-4)
+    assert engine.stats().speculation.num_accepted_tokens > 0
+    assert {(batch, tokens, queries) for batch, tokens, queries in verified(engine)} <= {(n, 4 * n, 4) for n in (1, 2, 4)}
+    assert sum(shape.kind == "drafts" for shape in launches) >= 4, "and not eager steps"
+    engine.check_integrity()
+
+
+def test_the_sizes_of_steps_that_verify_drafts(make_engine, replays) -> None:
+    engine = make_engine(max_num_seqs=72, num_pages=600, speculative="ngram")
+    engine._runner.make_graphs()
+    graphs = engine._runner._graphs
+    assert graphs._queries == {1: 8, 2: 8, 4: 8, 8: 8, 16: 8, 24: 7, 32: 5, 40: 3, 48: 3, 56: 2, 64: 2}
+    assert graphs._logits.shape[0] == 24 * 7
+    # 5 sequences with 17 tokens, at most 6 of one sequence
+    assert graphs.shape_for(17, 5, 100, decoding=True, queries=6) == Shape(64, 8, 8, 256)
+    assert graphs.shape_for(40, 20, 100, decoding=True, queries=7) == Shape(24 * 7, 24, 7, 256)
+    assert graphs.shape_for(40, 20, 100, decoding=True, queries=8) is None, "more than so many sequences may draft"
+    assert graphs.shape_for(70, 66, 100, decoding=True, queries=2) is None
+    assert graphs.shape_for(100, 73, 100, decoding=False) is None, "a step with prompts that samples for 73 rows"
+    assert make_engine(deterministic=True, speculative="ngram")._runner._max_drafts == 0
+
+
+def test_the_fields_of_a_step_with_drafts_are_padded() -> None:
+    """Two sequences, with two drafts and without drafts, in a step for four sequences of three tokens."""
+    inputs = {
+        "input_ids": np.array([7, 8, 9, 5]),
+        "slots": np.array([3, 1]),
+        "cu_seqlens_q": np.array([0, 3, 4]),
+        "logits_indices": np.array([0, 1, 2, 3]),
+    }
+    padded = pad(inputs, Shape(12, 4, 3, 64))
+    assert padded["input_ids"].tolist() == [7, 8, 9, 5] + [0] * 8
+    assert padded["cu_seqlens_q"].tolist() == [0, 3, 4, 5, 6]
+    assert padded["logits_indices"].tolist() == [0, 1, 2, 3] + [0] * 8

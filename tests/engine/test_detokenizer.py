@@ -18,7 +18,7 @@ def stream(tokens: list[int], **options) -> tuple[list[str], TextStream]:
     parts = []
     for token in tokens:
         parts.append(texts.push(token))
-        if texts.stopped:
+        if texts.stop_string is not None:
             break
     parts.append(texts.flush())
     return parts, texts
@@ -73,9 +73,10 @@ def test_nothing_of_a_stop_string_is_ever_shown(text, stops) -> None:
     tokens = TOKENIZER.encode(text).ids
     parts, texts = stream(tokens, stop=stops)
     ends = [(text.index(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
-    assert texts.stopped == bool(ends)
+    assert (texts.stop_string is not None) == bool(ends)
     if ends:
         end, length = min(ends)
+        assert texts.stop_string == text[end + length : end]
         assert "".join(parts) == text[: end + length]
     else:
         assert "".join(parts) == text

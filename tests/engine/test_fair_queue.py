@@ -112,3 +112,25 @@ def test_a_priority_goes_first_among_the_requests_of_its_client() -> None:
     for serial, rank in enumerate((5.0, -5.0, 0.0)):
         queue.add(make_sequence("a", serial, rank))
     assert [admit(queue, 1).request.rank[0] for _ in range(3)] == [-5.0, 0.0, 5.0]
+
+
+def test_a_client_that_runs_nothing_goes_before_one_whose_sequences_take_the_pages() -> None:
+    queue = FairQueue()
+    for serial in range(3):
+        queue.add(make_sequence("many", serial))
+    running = [admit(queue, 10) for _ in range(3)]
+    queue.add(make_sequence("idle", 0))
+    queue.add(make_sequence("idle", 1))
+    queue.give_back(running.pop())
+    assert queue.first().request.client == "many", "its turn came first"
+    queue.prefer_idle()
+    assert queue.first().request.client == "idle"
+    queue.prefer_idle()
+    queue.check_integrity(running)
+    assert queue.crowding(running) is running[-1]
+    running.append(admit(queue, 10))
+    assert queue.first().request.client == "many"
+    queue.prefer_idle()
+    assert queue.first().request.client == "many", "no client runs nothing"
+    assert queue.crowding(running) is None
+    queue.check_integrity(running)

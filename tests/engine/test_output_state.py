@@ -25,13 +25,12 @@ def make_state(tokenizer, **params) -> OutputState:
 def test_a_stop_string_completes_an_answer_after_min_tokens(tokenizer) -> None:
     state = make_state(tokenizer, stop=("q",), min_tokens=1)
     letter = tokenizer.backend_tokenizer.token_to_id("q")
-    assert state.push(letter) == ("q", False), "no token is known on the host yet, so min_tokens is not reached"
-    state.sequence.advance(1, samples=True)
-    state.sequence.append(letter)
-    state.sequence.advance(1, samples=True)
-    state.sequence.append(letter)
-    assert state.push(letter) == ("", True)
+    assert state.push(letter, 1) == ("q", False), "min_tokens is not exceeded"
+    assert state.push(letter, 2) == ("", True)
     assert state.flush() == ""
+    assert state.output("", [letter], None).stop_string is None, "the sequence has not ended yet"
+    state.sequence.finish("stop")
+    assert state.output("", [letter], None).stop_string == "q"
 
 
 def test_prompt_logprobs_that_come_twice_are_taken_once(tokenizer) -> None:

@@ -13,7 +13,7 @@ PROMPT = [5, 6, 7, 8, 9, 5, 6]
 PLAIN = greedy(make_model(), PROMPT, 16)
 FIRST = RequestOutput("a", [1, 2], "he", [7], [TokenLogprob(7, -0.5, [(7, -0.5)])], num_prompt_tokens=2, num_output_tokens=1)
 LAST = RequestOutput(
-    "a", [1, 2], "llo", [8, 9], None, True, "error", RequestError("timeout", "too late"), 2, 3, 1, 0, None, 0.25
+    "a", [1, 2], "llo", [8, 9], None, True, "error", RequestError("timeout", "too late"), 2, 3, 1, 0, None, 0.25, "END"
 )
 
 
@@ -29,6 +29,7 @@ def test_a_completion_is_the_sum_of_its_outputs() -> None:
     whole = pickle.loads(pickle.dumps(FIRST))
     whole.absorb(LAST)
     assert (whole.text, whole.token_ids, whole.queue_time, whole.num_output_tokens) == ("hello", [7, 8, 9], 0.25, 3)
+    assert whole.stop_string == "END"
     completion = Completion.of(whole)
     assert (completion.text, completion.finish_reason, completion.error.code) == ("hello", "error", "timeout")
 

@@ -26,8 +26,8 @@ def test_log_probabilities_find_their_sequences() -> None:
     result = pending.read()
     assert result.tokens == [9, 4, 7]
     assert result.logprobs == {
-        few: TokenLogprob(9, -1.0, [(8, -0.5)]),
-        many: TokenLogprob(7, -2.0, [(7, -2.0), (6, -3.0)]),
+        few: [TokenLogprob(9, -1.0, [(8, -0.5)])],
+        many: [TokenLogprob(7, -2.0, [(7, -2.0), (6, -3.0)])],
     }
     entries = [TokenLogprob(6, -4.0, [(3, -1.5)]), TokenLogprob(7, -5.0, [(4, -2.5)])]
     assert result.prompt_logprobs == [(prompt, 1, entries)]
@@ -36,3 +36,10 @@ def test_log_probabilities_find_their_sequences() -> None:
 def test_a_step_without_log_probabilities_has_only_tokens() -> None:
     result = PendingResult(torch.tensor([9, 4])).read()
     assert (result.tokens, result.logprobs, result.prompt_logprobs) == ([9, 4], {}, [])
+
+
+def test_a_sequence_with_drafts_has_several_rows() -> None:
+    sequence = make_sequence(logprobs=0)
+    logprobs = (torch.tensor([-1.0, -2.0]), torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.int64))
+    result = PendingResult(torch.tensor([3, 9, 4]), [(1, sequence), (2, sequence)], logprobs).read()
+    assert result.logprobs == {sequence: [TokenLogprob(9, -1.0, []), TokenLogprob(4, -2.0, [])]}

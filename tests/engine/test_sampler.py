@@ -9,7 +9,7 @@ from chi_square import assert_distribution
 
 from fa_serve import ops
 from fa_serve.engine import SamplingParams
-from fa_serve.engine.sampler import SampleParams, log_probabilities, random_keys, sample
+from fa_serve.engine.sampler import SampleParams, TokenCounts, draft_arrays, log_probabilities, random_keys, sample
 from fa_serve.engine.scheduler import INVALID_TOKEN, NO_TOKEN
 
 DRAWS = 20_000
@@ -88,3 +88,33 @@ def test_log_probabilities_are_those_of_the_softmax() -> None:
     assert torch.allclose(chosen[:3].double(), exact[range(3), tokens[:3]], atol=1e-6)
     assert torch.allclose(values.double(), exact.topk(5).values, atol=1e-6)
     assert torch.equal(exact.gather(1, ids), exact.topk(5).values)
+
+
+def penalties(count: int, **drafts: torch.Tensor) -> SampleParams:
+    values = {"presence": 0.5, "frequency": 0.25, "repetition": 1.5}
+    return SampleParams(**{name: torch.full((count,), value) for name, value in values.items()}, **drafts)
+
+
+def test_penalties_count_the_drafts_before_a_row() -> None:
+    """Three rows of one sequence with the drafts 4, 4 have the scores of three steps that draw 4, 4."""
+    scores = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    fields = {name: torch.from_numpy(array) for name, array in draft_arrays([[4, 4]], 8).items()}
+    at_once, in_turn = (TokenCounts(2, 8, torch.device("cpu")) for _ in range(2))
+    for counts in (at_once, in_turn):
+        counts.start(1, [2, 3], 1)
+    slots = torch.tensor([1])
+    expected = []
+    for row in scores:
+        expected.append(in_turn.penalise(row[None], slots, penalties(1)))
+        in_turn.record(slots, torch.tensor([4]), penalties(1))
+    assert torch.equal(at_once.penalise(scores, slots.repeat(3), penalties(3, **fields)), torch.cat(expected))
+    assert at_once.generated[1].tolist() == [0, 0, 0, 1, 0, 0, 0, 0], "drafts are not recorded before they are accepted"
+
+
+def test_tokens_are_recorded_up_to_the_first_that_differs_from_its_draft() -> None:
+    fields = {name: torch.from_numpy(array) for name, array in draft_arrays([[4, 5], [], [1, 1]], 8).items()}
+    counts = TokenCounts(3, 8, torch.device("cpu"))
+    slots = torch.tensor([0, 0, 0, 1, 2, 2, 2])
+    counts.record(slots, torch.tensor([4, 6, 7, 3, 1, 1, 1]), penalties(7, **fields))
+    assert counts.generated.tolist() == [[0, 0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 0, 0, 0, 0], [0, 3, 0, 0, 0, 0, 0, 0]]
+    assert counts.present.tolist() == (counts.generated > 0).tolist()

@@ -11,83 +11,14 @@ from collections import deque
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scheduling import Device, Guesses, expected_output, make_request, make_scheduler
 
 from fa_serve.engine import RequestError, SamplingParams
-from fa_serve.engine.pages import PageTable
-from fa_serve.engine.request import Request
-from fa_serve.engine.scheduler import EXPECTED_TOKENS, INVALID_TOKEN, NO_TOKEN, ScheduledBatch, Scheduler
-from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler import INVALID_TOKEN, NO_TOKEN, Scheduler
+from fa_serve.engine.sequence import EXPECTED_TOKENS, SequenceState
 
 FAILURE = RequestError("step_failed", "the step failed")
-
-
-def make_request(name: str, prompt: list[int], max_tokens: int = 8, serial: int = 0, **fields: object) -> Request:
-    return Request(name, list(prompt), **{"params": SamplingParams(), "max_tokens": max_tokens, "rank": (0.0, serial)} | fields)
-
-
-def make_scheduler(
-    num_pages: int = 16,
-    page_size: int = 4,
-    seqs: int = 4,
-    tokens: int = 16,
-    caching: bool = True,
-    window: int | None = None,
-    keys_per_tile: int = 8,
-) -> Scheduler:
-    return Scheduler(
-        PageTable(num_pages, page_size, prefix_caching=caching),
-        max_num_seqs=seqs,
-        max_num_batched_tokens=tokens,
-        keys_per_tile=keys_per_tile,
-        window=window,
-    )
-
-
-def next_token(tokens: list[int]) -> int:
-    """A model: the next token is a function of all tokens before it. There are few tokens, so that prefixes repeat."""
-    return hash(tuple(tokens)) % 3
-
-
-class Device:
-    """Runs launched steps in order. Memory is written when a step runs; a sampled token stays here until it is read."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.memory: dict[tuple[int, int], int] = {}
-        self.last_token: dict[int, int] = {}
-
-    def launch(self, batch: ScheduledBatch) -> list[int]:
-        size = self.scheduler.pages.page_size
-        assert 0 < batch.num_tokens <= self.scheduler.max_num_batched_tokens
-        assert len({chunk.slot for chunk in batch.chunks}) == len(batch.chunks)
-        sampled = []
-        for chunk in batch.chunks:  # a layer writes the keys of the whole step before it reads any
-            sequence = chunk.sequence
-            pages = sequence.pages
-            most = sequence.num_prompt_tokens + sequence.request.max_tokens
-            assert chunk.start + chunk.length < most, "more than was asked for"
-            for position in range(chunk.start, chunk.start + chunk.length):
-                known = position < len(sequence.tokens)
-                token = sequence.tokens[position] if known else self.last_token[chunk.slot]
-                self.memory[pages[position // size], position % size] = token
-        for chunk in batch.chunks:
-            sequence = chunk.sequence
-            pages = sequence.pages
-            tokens = [self.memory[pages[i // size], i % size] for i in range(chunk.start + chunk.length)]
-            assert tokens[: len(sequence.tokens)] == sequence.tokens[: len(tokens)], "a sequence does not find its own tokens"
-            if chunk.samples:
-                self.last_token[chunk.slot] = next_token(tokens)
-                sampled.append(self.last_token[chunk.slot])
-        return sampled
-
-
-def expected_output(prompt: list[int], max_tokens: int, end_ids: frozenset[int]) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < max_tokens:
-        tokens.append(next_token(tokens))
-        if tokens[-1] in end_ids:
-            break
-    return tokens[len(prompt) :]
 
 
 arrivals = st.lists(
@@ -119,6 +50,7 @@ ONE = (0, [0], 1, frozenset(), 0, None, 0)
     caching=False,
     failing=set(),
     rolled_back={10},
+    guesses=None,
 )
 @given(
     arrivals=arrivals,
@@ -129,9 +61,11 @@ ONE = (0, [0], 1, frozenset(), 0, None, 0)
     caching=st.booleans(),
     failing=st.sets(st.integers(0, 30), max_size=2),
     rolled_back=st.sets(st.integers(0, 30), max_size=2),
+    guesses=st.none() | st.tuples(st.integers(1, 7), st.sets(st.integers(0, 6), max_size=3)),
 )
-def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, caching, failing, rolled_back) -> None:
-    scheduler = make_scheduler(num_pages, 4, max_num_seqs, budget, caching)
+def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, caching, failing, rolled_back, guesses) -> None:
+    speculation = None if guesses is None else Guesses(*guesses)
+    scheduler = make_scheduler(num_pages, 4, max_num_seqs, budget, caching, speculation=speculation)
     device = Device(scheduler)
     inflight: deque[tuple[ScheduledBatch, list[int]]] = deque()
     sequences: dict[str, SequenceState] = {}
@@ -140,6 +74,13 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
 
     def finish(sequence: SequenceState) -> None:
         ended.append(sequence.request.request_id)
+
+    def take_in() -> None:
+        changed = scheduler.commit(*inflight.popleft())
+        for sequence, token in changed:
+            output[sequence.request.request_id].append(token)
+        for sequence in {sequence for sequence, _ in changed if sequence.finished}:
+            finish(sequence)
 
     step = 0
     while step <= 20 or scheduler.sequences or inflight:
@@ -155,6 +96,8 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
                 finish(aborted)
                 assert aborted.pages == []
                 scheduler.check_integrity()
+        if inflight and scheduler.needs_results():
+            take_in()
         batch = scheduler.schedule()
         scheduler.check_integrity()
         if batch and step in failing:
@@ -165,15 +108,13 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
         elif batch:
             inflight.append((batch, device.launch(batch)))
         if inflight and (len(inflight) > depth or not batch):
-            for sequence, token in scheduler.commit(*inflight.popleft()):
-                output[sequence.request.request_id].append(token)
-                if sequence.finished:
-                    finish(sequence)
+            take_in()
         scheduler.check_integrity()
         step += 1
 
     assert sorted(ended) == sorted(sequences), "a request did not end exactly once"
     assert scheduler.pages.num_held == 0
+    assert speculation is None or not speculation._drafters
     for index, (_, prompt, max_tokens, end_ids, *_) in enumerate(arrivals):
         expected = expected_output(prompt, max_tokens, end_ids)
         got = output[str(index)]
@@ -386,6 +327,44 @@ def test_a_client_that_holds_every_slot_gives_one_to_a_client_that_has_none() ->
     assert scheduler.num_preemptions == 1
     run_to_end(scheduler, device)
     assert own[2].tokens[2:] == expected_output([1, 2], 40, frozenset())
+
+
+def steps_until_done(scheduler: Scheduler, sequence: SequenceState, limit: int = 2000) -> int:
+    for step in range(limit):
+        if sequence.finished:
+            return step
+        scheduler.commit(batch := scheduler.schedule(), [3] * sum(chunk.samples for chunk in batch.chunks))
+    return limit
+
+
+@pytest.mark.parametrize("steps_before", [2, 20, 60, 200])
+@pytest.mark.parametrize("prompt", [1, 60])
+def test_a_client_whose_sequences_fill_all_pages_holds_up_nobody(steps_before, prompt) -> None:
+    """It wants eight times the pages that there are, so that it always has preempted sequences which came first.
+
+    Without `prefer_idle` and room in pages, the other client waited for 70 to 300 steps: until sequences of the first ended.
+    """
+    scheduler = make_scheduler(num_pages=128, seqs=32, tokens=256)
+    for serial in range(60):
+        scheduler.add(make_request(f"flood-{serial}", [4, serial], 300, serial, client="flood", rank=(-1000.0, serial)))
+    for _ in range(steps_before):
+        scheduler.commit(batch := scheduler.schedule(), [3] * sum(chunk.samples for chunk in batch.chunks))
+    for serial in range(3):  # one after the other
+        other = scheduler.add(make_request(f"other-{serial}", [serial + 5] * prompt, 4, 100 + serial, client="other"))
+        assert steps_until_done(scheduler, other) <= 8
+        scheduler.check_integrity()
+
+
+def test_pages_are_taken_from_the_client_with_the_most_sequences() -> None:
+    """A client with one sequence keeps it, although it has the last turn."""
+    scheduler = make_scheduler(num_pages=40, seqs=16, tokens=64, caching=False)
+    for serial in range(8):
+        scheduler.add(make_request(f"flood-{serial}", [4], 60, serial, client="flood"))
+    for _ in range(3):
+        scheduler.commit(batch := scheduler.schedule(), [3] * len(batch.chunks))
+    other = scheduler.add(make_request("other", [5], 60, 9, client="other"))
+    assert steps_until_done(scheduler, other) == 60
+    assert scheduler.num_preemptions > 0
 
 
 @settings(max_examples=100, deadline=None)

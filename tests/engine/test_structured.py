@@ -13,6 +13,7 @@ import pytest
 from tiny_models import VOCAB, greedy, make_model
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams, StructuredOutput, structured
+from fa_serve.spec import ParameterError
 
 pytest.importorskip("llguidance")
 
@@ -144,6 +145,29 @@ def test_exactly_one_field_says_what_is_wanted(values) -> None:
         StructuredOutput(**values)
 
 
+def test_masks_follow_drafts_and_leave_the_matcher_where_it_is(make_engine, tokenizer) -> None:
+    grammars = make_engine().grammars
+    digits = grammars.matcher(StructuredOutput(regex="[0-9]{3}"))
+    letters = grammars.matcher(StructuredOutput(regex="a[bc]"))
+    others = letters.deep_copy()
+    one, a, b, x = (tokenizer.convert_tokens_to_ids(letter) for letter in "1abx")
+
+    def allows(row: int, token: int) -> bool:
+        return bool(words[row][token // 32] >> (token % 32) & 1)
+
+    for _ in range(2):
+        words = grammars.masks([letters, digits, others], [[a, b], [], [x, b]])
+        assert words.shape[0] == 3 + 1 + 3
+        assert [allows(row, a) for row in range(4)] == [True, False, False, False]
+        assert [allows(row, b) for row in range(4)] == [False, True, False, False]
+        assert allows(3, one)
+        assert not allows(4, x)
+        assert allows(5, x), "after a draft that may not come, the row does not matter"
+    assert not letters.is_error()
+    assert not others.is_error()
+    assert grammars.masks([digits, letters]).shape[0] == 2
+
+
 def test_a_mask_that_leaves_nothing_fails_its_request_alone(with_end) -> None:
     digits = tuple(range(2, VOCAB))
     bad = params("regex", bad_token_ids=digits)
@@ -189,3 +213,45 @@ def test_streams_of_schemas_rejections_and_aborts(process) -> None:
         await engine.shutdown()
 
     asyncio.run(main())
+
+
+AMBIGUOUS = 'start: s\ns: s s | s s s | s s s s | t\nt: t t | "a" | "b" | "ab"'
+
+
+def test_an_ambiguous_grammar_ends_when_its_masks_have_taken_too_long(with_end) -> None:
+    """Behind a hundred tokens one mask takes 50 ms and more, and each step waits for it. All answers share the budget."""
+    engine = with_end()
+    slow = SamplingParams(
+        max_tokens=120, structured=StructuredOutput(grammar=AMBIGUOUS), temperature=1.0, n=4, logit_bias={1: -100.0}
+    )
+    engine.add_request("slow", [5, 6], slow)
+    engine.add_request("usual", [5, 6], params("json_schema"))
+    ended = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.finished:
+                ended[output.request_id, output.index] = output
+    assert ended.pop(("usual", 0)).finish_reason == "stop"
+    assert len(ended) == 4
+    for output in ended.values():
+        assert output.error is not None
+        assert output.error.code == "grammar"
+        assert "usual masks" in output.error.message
+        assert 1 < output.num_output_tokens < 120
+    engine.check_integrity()
+
+
+def test_an_answer_whose_matcher_gives_up_is_not_complete(with_end) -> None:
+    """llguidance says of a matcher with an error that it has stopped. 10,000 choices have more items than it allows."""
+    choices = StructuredOutput(choice=tuple(f"choice {i} {i * i}" for i in range(9_000)))
+    answer = with_end().generate([[5, 6]], SamplingParams(max_tokens=50, structured=choices))[0]
+    assert answer.finish_reason == "error"
+    assert answer.error is not None
+    assert answer.error.code == "grammar"
+
+
+def test_numbers_that_llguidance_cannot_read_are_refused(make_engine) -> None:
+    with pytest.raises(ParameterError, match="llguidance can read") as refused:
+        make_engine().add_request("a", [5], SamplingParams(structured=StructuredOutput(json_schema={"minimum": -(10**300)})))
+    assert refused.value.field == "structured"
+    assert len(str(refused.value)) < 1000

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from cases import DENSE, PAGED, VARLEN, Case, check, params
+from cases import DENSE, PAGED, VARLEN, Case, check, check_without_keys, params
 
 import fa_serve
 from fa_serve.testing import make_qkv
@@ -84,3 +84,40 @@ def test_no_host_synchronisation(no_synchronisation: Callable[[], AbstractContex
     everything()
     with no_synchronisation():
         everything()
+
+
+@pytest.mark.parametrize("backend", ["triton", "sdpa"])
+def test_without_keys(backend: str) -> None:
+    check_without_keys(backend, torch.bfloat16, "cuda")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_calls_in_a_compiled_graph(compiler: str, dynamic: bool) -> None:
+    """Each public function is one operator, and the graph computes what the eager calls compute."""
+
+    def step(
+        q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cu: torch.Tensor, slots: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
+        dense = fa_serve.attention(q[None], q[None], q[None], causal=True)[0]
+        packed = fa_serve.attention_varlen(
+            q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=q.shape[0], max_seqlen_k=q.shape[0], causal=True
+        )
+        fa_serve.store_kv(q, q, keys, values, slots)
+        paged = fa_serve.attention_paged(
+            q, keys, values, block_table=table, seqused_k=cu[1:], cu_seqlens_q=cu, max_seqlen_q=q.shape[0]
+        )
+        return dense + packed + paged
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=compiler, dynamic=dynamic)
+    for length in (48, 80):
+        q = torch.randn(length, 4, 64, device="cuda", dtype=torch.bfloat16)
+        cache = torch.zeros(8, 16, 4, 64, device="cuda", dtype=torch.bfloat16)
+        cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+        slots = torch.arange(length, device="cuda")
+        table = torch.arange(8, dtype=torch.int32, device="cuda")[None]
+        expected = step(q, cache.clone(), cache.clone(), cu, slots, table)
+        actual = compiled(q, cache.clone(), cache.clone(), cu, slots, table)
+        torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)

@@ -30,7 +30,7 @@ def make_engine(family: str = "llama", **settings: Any) -> Engine:
 def captured_prompts(engine: Engine) -> list[Any]:
     graphs = engine._runner._graphs
     assert graphs is not None
-    return [shape for shape in graphs._replays if shape.queries > 1]
+    return [shape for shape in graphs._replays if shape.kind == "prompts"]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -150,3 +150,32 @@ def test_a_long_run_loses_no_request_no_page_and_no_memory() -> None:
     report = long_run(engine, 2000, alive=40, longest=120)
     assert set(report["answers"]) >= {"length", "abort"}
     assert report["preemptions"] > 0
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"eager": True}], ids=["graphs", "deterministic", "eager"])
+def test_speculation_changes_no_answer(family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are the tokens of an engine without speculation, one in five replaced; one step ahead, by graphs."""
+    asked = random_prompts(8, 60)
+    draw = random.Random(0)
+    for params in (
+        GREEDY,
+        SamplingParams(max_tokens=24, temperature=0.8, seed=3, top_p=0.9, frequency_penalty=0.3, logprobs=0),
+    ):
+        expected = make_engine(family, **settings).generate(asked, params)
+        answers = {tuple(prompt): [*prompt, *x.token_ids] for prompt, x in zip(asked, expected, strict=True)}
+
+        def propose(_: Any, drafter: Any, sequence: Any, count: int, answers: Any = answers) -> list[int]:
+            rest = answers[tuple(sequence.request.prompt)][len(sequence.tokens) :][:count]
+            return [token if draw.random() < 0.8 else (token + 1) % 320 for token in rest]
+
+        monkeypatch.setattr("fa_serve.engine.speculation.Speculation._propose", propose)
+        engine = make_engine(family, speculative="ngram", **settings)
+        found = engine.generate(asked, params)
+        assert [x.token_ids for x in found] == [x.token_ids for x in expected]
+        if "deterministic" in settings:
+            assert found == expected
+        assert engine.stats().speculation.num_accepted_tokens > 50
+        graphs = engine._runner._graphs
+        assert settings or (graphs is not None and any(shape.kind == "drafts" for shape in graphs._replays))
+        engine.check_integrity()

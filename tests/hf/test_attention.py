@@ -127,14 +127,6 @@ def test_gradients_of_one_token_behind_a_cache(kernels: bool) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_warning_about_gradients_comes_once(caplog: pytest.LogCaptureFixture) -> None:
-    attention._warn_about_gradients.cache_clear()
-    for _ in range(2):
-        attention._warn_about_gradients()
-    assert [record.message for record in caplog.records if "no backward pass" in record.message] == caplog.messages
-    assert len(caplog.messages) == 1
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_gradients(family: str) -> None:
     mask = torch.ones(2, 12, dtype=torch.int64)

@@ -12,8 +12,13 @@ FLOORS = {
     "fa_serve.backends": 1,
     "fa_serve.ops": 2,
     "fa_serve.argument_checks": 2,
+    "fa_serve.autograd": 2,
+    "fa_serve.dispatch": 2,
+    "fa_serve.operators": 2,
     "fa_serve.api": 2,
     "fa_serve.hf": 3,
+    "fa_serve.flash_attn": 3,
+    "fa_serve.vllm": 3,
     "fa_serve": 3,  # the package itself, not the modules in it
     "fa_serve.engine": 4,
     "fa_serve.server": 5,
@@ -35,6 +40,7 @@ GUESTS: dict[str, tuple[str, ...]] = {
         "fa_serve.engine.kv_cache",
         "fa_serve.engine.fusion",
     ),
+    "vllm": ("fa_serve.vllm",),
     "llguidance": ("fa_serve.engine.structured", "fa_serve.engine.grammar_process"),
     "fastapi": ("fa_serve.server",),
     "starlette": ("fa_serve.server",),
@@ -53,7 +59,9 @@ LAZY = {"triton": ("fa_serve.ops",)}
 BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))
 
 CLOSED = {
-    "fa_serve.engine": ("fa_serve.backends",),
+    "fa_serve.flash_attn": ("fa_serve.backends", "fa_serve.hf", "fa_serve.vllm"),
+    "fa_serve.vllm": ("fa_serve.backends", "fa_serve.hf", "fa_serve.flash_attn"),
+    "fa_serve.engine": ("fa_serve.backends", "fa_serve.flash_attn", "fa_serve.vllm"),
     "fa_serve.server": ("fa_serve.backends", "fa_serve.api", "fa_serve.ops", "fa_serve.hf"),
     "fa_serve.client": (
         "fa_serve.backends",
@@ -165,6 +173,7 @@ PLANTED: list[Planted] = [
     (imports_point_down, {"fa_serve/attic.py": ""}, "fa_serve.attic stands on no floor"),
     (guests_stay_in_their_rooms, {"fa_serve/api.py": "import triton.language as tl"}, "fa_serve.api imports triton.language"),
     (guests_stay_in_their_rooms, {"fa_serve/ops/__init__.py": "import triton"}, "fa_serve.ops imports triton"),
+    (guests_stay_in_their_rooms, {"fa_serve/api.py": "from vllm import x"}, "fa_serve.api imports vllm.x"),
     (guests_stay_in_their_rooms, {"fa_serve/engine/pages.py": "from transformers import x"}, "pages imports transformers.x"),
     (guests_stay_in_their_rooms, {"fa_serve/__main__.py": "from fastapi import FastAPI"}, "__main__ imports fastapi.FastAPI"),
     (guests_stay_in_their_rooms, {"fa_serve/client/chat.py": "import pydantic"}, "client.chat imports pydantic"),
@@ -201,6 +210,11 @@ PLANTED: list[Planted] = [
         rooms_are_reached_through_their_doors,
         {"fa_serve/client/bench.py": "from fa_serve.engine import Engine"},
         "fa_serve.client.bench imports fa_serve.engine.Engine",
+    ),
+    (
+        rooms_are_reached_through_their_doors,
+        {"fa_serve/flash_attn/__init__.py": "from fa_serve.backends.plan import PLANS"},
+        "fa_serve.flash_attn imports fa_serve.backends.plan.PLANS",
     ),
     (the_service_and_its_clients_keep_apart, {"server/app.py": "from fa_serve.client import x"}, "server.app imports"),
     (server_imports_itself_relatively, {"server/app.py": "from fa_serve.server import errors"}, "by its full name"),

@@ -21,12 +21,19 @@ SHARED_STEMS = {
 SMALL = 80
 """Lines. A module up to this size may be tested through the modules that use it."""
 
+TEST_FOLDERS = {"flash_attn": "flash_attention", "vllm": "vllm_plugin"}
+"""Packages whose tests are in a folder of another name. tests/ is on the path, so `import vllm` would find tests/vllm."""
+
 TESTED_BY = {
     "fa_serve": ("tests/test_import.py", "the tests start fresh interpreters, which is what importing is about"),
     "fa_serve.__main__": ("tests/test_cli.py", "the commands are run as a user runs them"),
     "fa_serve.backends.triton.primitives": (
         "tests/backends/triton/test_forward_interpreted.py",
         "device functions run inside of a kernel only",
+    ),
+    "fa_serve.backends.triton.backward_kernels": (
+        "tests/backends/triton/test_backward_interpreted.py",
+        "the plans of the module `backward` launch them",
     ),
     "fa_serve.backends.triton.splits": (
         "tests/backends/triton/test_decode_interpreted.py",
@@ -92,9 +99,10 @@ def tests_mirror_the_source(house: House) -> Iterator[str]:
                 yield f"{module.name} has no {path}"
             continue
         *rooms, name = module.name.split(".")[1:]
+        rooms = [TEST_FOLDERS.get(room, room) for room in rooms]
         folders = [house.root.joinpath("tests", *rooms)]
         if module.is_package:
-            folders.append(house.root.joinpath("tests", *rooms, name))
+            folders.append(house.root.joinpath("tests", *rooms, TEST_FOLDERS.get(name, name)))
         tests = [path for folder in folders for path in folder.glob(f"test_{name}*.py")]
         if not any(re.fullmatch(rf"test_{name}(_\w+)?", path.stem) for path in tests):
             yield f"{module.name} has no {folders[0].relative_to(house.root).as_posix()}/test_{name}.py"
@@ -166,6 +174,8 @@ def imports_are_declared(house: House) -> Iterator[str]:
         declared = plain
         if inside(module.name, "fa_serve.server", "fa_serve.client", "fa_serve.info_tables", "fa_serve.__main__"):
             declared = plain | extra
+        elif inside(module.name, "fa_serve.vllm"):
+            declared = plain | {"vllm"} if "vllm" in extras else plain
         for target, relative in module.imports:
             name = target.partition(".")[0]
             ours = relative or name == "fa_serve" or name in sys.stdlib_module_names
@@ -211,6 +221,11 @@ PLANTED: list[Planted] = [
     (tests_mirror_the_source, {"fa_serve/engine/pages.py": LONG}, "pages has no tests/engine/test_pages.py"),
     (
         tests_mirror_the_source,
+        {"fa_serve/flash_attn/rotary.py": LONG, "tests/flash_attn/test_rotary.py": ""},
+        "fa_serve.flash_attn.rotary has no tests/flash_attention/test_rotary.py",
+    ),
+    (
+        tests_mirror_the_source,
         {"server/app.py": LONG, "tests/server/test_application.py": ""},
         "app has no tests/server/test_app.py",
     ),
@@ -230,6 +245,7 @@ PLANTED: list[Planted] = [
     (versions_agree, {"fa_serve/__init__.py": ""}, "fa_serve.__version__ is None"),
     (imports_are_declared, {"fa_serve/api.py": "import fastapi"}, "fa_serve.api imports fastapi"),
     (imports_are_declared, {"fa_serve/engine/engine.py": "import httpx"}, "engine.engine imports httpx"),
+    (imports_are_declared, {"fa_serve/vllm/__init__.py": "import vllm"}, "fa_serve.vllm imports vllm"),
     (imports_are_declared, {"server/app.py": "from numpy.typing import NDArray"}, "fa_serve.server.app imports numpy"),
     (
         configuration_is_read,

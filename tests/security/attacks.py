@@ -7,6 +7,7 @@ tests run each of them alone, and benchmarks/abuse.py mixes them.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import json
 import socket
@@ -18,6 +19,8 @@ from typing import Any
 MODEL = "fa-serve-demo"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 Address = tuple[str, int]
 _fresh = itertools.count()  # so that no cache has seen a body before
 
@@ -39,6 +42,15 @@ def _with(path: str, field: str, value: bytes) -> tuple[str, bytes]:
 
 def empty_messages(count: int = 3_300_000) -> tuple[str, bytes]:
     return CHAT, b'{"model":"%b","messages":[%b]}' % (MODEL.encode(), b",".join([b"{}"] * count))
+
+
+def empty_items(count: int = 3_300_000) -> tuple[str, bytes]:
+    return RESPONSES, b'{"model":"%b","input":[%b]}' % (MODEL.encode(), b",".join([b"{}"] * count))
+
+
+def empty_blocks(count: int = 3_300_000) -> tuple[str, bytes]:
+    content = b'{"role":"user","content":[%b]}' % b",".join([b"{}"] * count)
+    return MESSAGES, b'{"model":"%b","max_tokens":4,"messages":[%b]}' % (MODEL.encode(), content)
 
 
 def unknown_keys(count: int = 1_400_000) -> tuple[str, bytes]:
@@ -65,9 +77,42 @@ def hostile_regex() -> str:
     return f"((({letters}{{100}}){{100}}){{100}})z"
 
 
+def deep_schema(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def doubling_references(levels: int = 40) -> dict[str, Any]:
+    """A schema whose references stand for 2^levels strings."""
+    definitions: dict[str, Any] = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(levels)}
+    return {"$defs": definitions | {f"a{levels}": {"type": "string"}}, "$ref": "#/$defs/a0"}
+
+
+def product_of_alternatives(factors: int = 12, size: int = 6) -> dict[str, Any]:
+    """allOf over anyOf: size^factors combinations."""
+
+    def one(i: int, j: int) -> dict[str, Any]:
+        return {"type": "object", "properties": {f"p{i}_{j}": {"type": "string"}}, "required": [f"p{i}_{j}"]}
+
+    return {"allOf": [{"anyOf": [one(i, j) for j in range(size)]} for i in range(factors)]}
+
+
+def tool_call(arguments: str) -> tuple[str, bytes]:
+    """A chat in which the assistant has called a function with these arguments, JSON inside of a text."""
+    call = {"id": "\r\n\x00", "type": "function", "function": {"name": "f\n", "arguments": arguments}}
+    return chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}])
+
+
+AMBIGUOUS = 'start: s\ns: s s | s s s | s s s s | t\nt: t t | "a" | "b" | "ab"'
+LONG_ANSWER = {"max_tokens": 1900, "temperature": 1.5}
+
 BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     # the shape of the body
     "empty-messages": empty_messages,
+    "empty-items": empty_items,
+    "empty-blocks": empty_blocks,
     "unknown-keys": unknown_keys,
     "unknown-keys-of-a-message": lambda: (CHAT, b'{"messages":[%b]}' % unknown_keys(700_000)[1]),
     "nested-lists": lambda: _with(CHAT, "tools", b"[" * 100_000 + b"]" * 100_000),
@@ -113,6 +158,34 @@ BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     "large-echo": lambda: completion(prompt=[[7] * 2_000] * 64, echo=True, logprobs=20, prompt_logprobs=20),
     "detokenize": lambda: ("/detokenize", json.dumps({"tokens": [7] * 4_000_000}).encode()),
     "bad-detokenize": lambda: ("/detokenize", json.dumps({"tokens": [-7] * 2_000_000}).encode()),
+    "log-probabilities-of-many": lambda: chat(n=128, logprobs=True, top_logprobs=20, max_tokens=1900),
+    "best-of-with-log-probabilities": lambda: completion(n=128, best_of=128, logprobs=20, max_tokens=1900),
+    # JSON and grammars that are worse than they are long
+    "lone-surrogates": lambda: _with(COMPLETIONS, "user", b'"' + b"\\ud800" * 1000 + b'"'),
+    "numbers-that-are-none": lambda: _with(COMPLETIONS, "logit_bias", b'{"5":Infinity}'),
+    "gzip": lambda: (COMPLETIONS, gzip.compress(b" " * 50_000_000)),
+    "arguments-of-a-tool-call": lambda: tool_call('{"a":[' + "{}," * 3_000_000 + "{}]}"),
+    "nested-arguments-of-a-tool-call": lambda: tool_call('{"a":' * 100_000 + "1" + "}" * 100_000),
+    "schema-in-a-string": lambda: completion(guided_json='{"a":[' + "{}," * 3_000_000 + "{}]}"),
+    "schema-with-large-numbers": lambda: completion(
+        guided_json={"type": "number", "minimum": -(10**300), "multipleOf": 1e-300}
+    ),
+    "deep-tools": lambda: chat(
+        tools=[{"type": "function", "function": {"name": f"f{i}", "parameters": deep_schema(85)}} for i in range(100)],
+        tool_choice="required",
+    ),
+    "cycle-of-references": lambda: completion(
+        guided_json={"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    ),
+    "reference-to-a-file": lambda: completion(guided_json={"$ref": "file:///etc/passwd"}),
+    "doubling-references": lambda: completion(guided_json=doubling_references()),
+    "product-of-alternatives": lambda: completion(guided_json=product_of_alternatives()),
+    "counted-regex": lambda: completion(guided_regex="a{2147483647}"),
+    "regex-with-many-states": lambda: completion(guided_regex="(.*[aeiou].{30}){3}", **LONG_ANSWER),
+    "endless-grammar": lambda: completion(guided_grammar="start: start"),
+    "left-recursive-grammar": lambda: completion(guided_grammar='start: start "a" | "a"', **LONG_ANSWER),
+    "ambiguous-grammar": lambda: completion(guided_grammar=AMBIGUOUS, logit_bias={"0": -100, "2": -100}, n=4, **LONG_ANSWER),
+    "many-long-choices": lambda: completion(guided_choice=[f"choice {i} {i * i}" for i in range(9_000)], **LONG_ANSWER),
     "tokenize": lambda: ("/tokenize", json.dumps({"prompt": "a b" * 5_000_000}).encode()),
     "tokenize-without-spaces": lambda: ("/tokenize", json.dumps({"prompt": "a" * 4_000_000}).encode()),
 }

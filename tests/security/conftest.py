@@ -26,6 +26,7 @@ from security.probe import (
     ProbeReport,
     measure,
     memory_of,
+    warm_up,
 )
 
 # Attacks measure what another client waits for, which a busy machine spoils. They run when they are asked for, with
@@ -42,7 +43,7 @@ FULL = os.environ.get("FA_SERVE_LOAD") == "full"
 ATTACKER = "attackers-key"
 HONEST = "honest-key"
 MODEL = "fa-serve-demo"
-CALM_SECONDS = 10.0 if FULL else 3.0
+CALM_SECONDS = 10.0 if FULL else 6.0  # the server gives back free memory each 5 s
 SETTLE_SECONDS = 30.0
 # A short attack has tens of probes, so that its p99 is its slowest probe, on a machine that may run other tests meanwhile.
 SHORT_SLACK = {"health": 0.0 if FULL else 0.5, "completion": 0.0 if FULL else 1.0}
@@ -102,10 +103,13 @@ class Fortress:
         return {"health": health + SHORT_SLACK["health"], "completion": completion + SHORT_SLACK["completion"]}
 
     @contextmanager
-    def under_attack(self, what: str, *, memory: bool = True, growth: int | None = None) -> Iterator[None]:
+    def under_attack(
+        self, what: str, *, memory: bool = True, latency: bool = True, growth: int | None = None
+    ) -> Iterator[None]:
         """Probe while the block attacks; afterwards assert that the honest client noticed nothing and the memory came back.
 
         memory: whether the memory has to come back
+        latency: whether the probes' latencies are bounded; the probes must succeed in any case
         growth: bytes that the memory may grow by meanwhile; by default it may grow by any amount
         """
         probe = Probe(self.url, HONEST)
@@ -126,7 +130,7 @@ class Fortress:
             print(f"\n{what}: {json.dumps({'seconds': round(seconds, 1)} | report.figures() | megabytes)}")
         failures = report.failures
         assert not failures, failures[:3]
-        for name, allowed in self.limits().items():
+        for name, allowed in self.limits().items() if latency else ():
             p99 = getattr(report, name).p99
             assert p99 <= allowed, f"{name} p99 {p99:.3f} s under attack, allowed {allowed:.3f} s"
         grown = peak - self.calm_memory
@@ -161,7 +165,7 @@ def _start(log: Path, *flags: str, keys: bool = True, **environment: str) -> For
     names = {"FA_SERVE_API_KEYS": f"{ATTACKER},{HONEST}"} if keys else {}
     process = server_process.start(*flags, log=log, **(names | environment))
     key = HONEST if keys else None
-    measure(process.url, key, 1.0)  # the first requests compile and import
+    warm_up(process.url, key)
     return Fortress(process, log, measure(process.url, key, CALM_SECONDS), memory_of(process.process.pid))
 
 

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -95,6 +96,28 @@ def measure(url: str, key: str | None, seconds: float) -> ProbeReport:
     return probe.stop()
 
 
+def warm_up(url: str, key: str | None, model: str = "fa-serve-demo") -> None:
+    """Use what an honest client may use, so that memory that a server takes once is taken: all pages of the KV cache, which
+    the system gives when they are written, a grammar, and the kernels of many batch sizes."""
+    prompts = [{"prompt": [5 + (i * 7 + j * (i + 3)) % 2000 for j in range(1000)]} for i in range(18)]
+    grammars = [{"structured_outputs": {"regex": "[a-f]{3}"}}]
+    together = [{"prompt": f"def f{i}(x):", "max_tokens": 8 + i} for i in range(48)]
+    with ThreadPoolExecutor(48) as threads:
+        for bodies in (prompts, grammars, together, together):
+            list(threads.map(lambda fields: _complete(url, key, {"model": model, "prompt": "x"} | fields), bodies))
+
+
+def _complete(url: str, key: str | None, body: dict) -> None:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120)
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        reply = connection.getresponse()
+        assert reply.status == 200, reply.read()
+        reply.read()
+
+
 def process_tree(pid: int) -> list[int]:
     """The process and all its descendants."""
     children: dict[int, list[int]] = {}
@@ -110,12 +133,16 @@ def process_tree(pid: int) -> list[int]:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of memory of the process and its descendants; a page that n processes share counts as 1/n in each."""
+    """Bytes of memory of the process and its descendants; a page that n processes share counts as 1/n in each.
+
+    Mapped files are not counted: the kernel can drop them, and what they count depends on who else has mapped them.
+    """
     total = 0
     for each in process_tree(pid):
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
-            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss:", "SwapPss:")))
+            values = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines[1:])}
+            total += values["Pss"] - values.get("Pss_File", 0) + values.get("SwapPss", 0)
     return total
 
 

@@ -14,8 +14,10 @@ from security.probe import Probe
 
 CHAT_HEAD = b'{"model":"%b","messages":[' % MODEL.encode()
 TEXT_HEAD = b'{"model":"%b","prompt":"a",' % MODEL.encode()
+ITEMS_HEAD = b'{"model":"%b","input":[' % MODEL.encode()
+TURNS_HEAD = b'{"model":"%b","max_tokens":4,"messages":[' % MODEL.encode()
 NEAR_A_BOUND = {
-    "messages that are numbers": (attacks.CHAT, CHAT_HEAD + b"1," * 450_000 + b"1]}", "messages[0]"),
+    "messages that are numbers": (attacks.CHAT, CHAT_HEAD + b"1," * 450_000 + b"1]}", "messages"),
     "unknown fields": (attacks.CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(45_000)) + b"}", "0"),
     "valid messages": (attacks.CHAT, CHAT_HEAD + b",".join([b'{"role":"user","content":"a"}'] * 9_500) + b"]}", "messages"),
     "biases": (
@@ -24,6 +26,14 @@ NEAR_A_BOUND = {
         "logit_bias",
     ),
     "token ids": (attacks.COMPLETIONS, TEXT_HEAD + b'"stop_token_ids":[' + b"1," * 450_000 + b"1]}", "stop_token_ids"),
+    "items that are numbers": (attacks.RESPONSES, ITEMS_HEAD + b"1," * 450_000 + b"1]}", "input"),
+    "valid items": (attacks.RESPONSES, ITEMS_HEAD + b",".join([b'{"role":"user","content":"a"}'] * 9_500) + b"]}", "input"),
+    "turns that are numbers": (attacks.MESSAGES, TURNS_HEAD + b"1," * 450_000 + b"1]}", None),
+    "blocks without a type": (
+        attacks.MESSAGES,
+        TURNS_HEAD + b'{"role":"user","content":[' + b"{}," * 45_000 + b"{}]}]}",
+        None,
+    ),
     "choices": (attacks.COMPLETIONS, TEXT_HEAD + b'"guided_choice":[' + b'"",' * 45_000 + b'""]}', "guided_choice[0]"),
 }
 
@@ -35,7 +45,8 @@ def test_a_body_that_is_just_within_the_bounds(fortress, kind):
         replies = attacks.together(lambda: fortress.post(path, body), 4)
         time.sleep(0.5)
     for reply in replies:
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text[:200]
+        # Anthropic's errors name the field in their message alone
+        assert (reply.status_code, reply.json()["error"].get("param")) == (400, param), reply.text[:200]
 
 
 def test_the_largest_answers_do_not_hold_up_the_event_loop(fortress):

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fa_serve.engine import RequestError, RequestOutput, TokenLogprob
 from fa_serve.engine.prompts import PromptReader
+from fa_serve.engine.stats import SpeculationStats
 from fa_serve.engine.worker import Pulse
 
 __all__ = ["served", "start_server"]
@@ -83,6 +84,7 @@ class FakeEngine:
             num_cached_tokens=7,
             num_output_tokens=8,
             num_preemptions=9,
+            speculation=SpeculationStats(10, 20, (8, 4)),
         )
 
     def _logprobs(self, token: int, count: int | None) -> list[TokenLogprob] | None:

@@ -55,6 +55,15 @@ async def test_a_stream_that_fails_later_ends_with_an_error_event(serving, engin
     conforms("ErrorResponse", json.loads(last))
 
 
+async def test_a_grammar_that_takes_too_much_is_the_clients_error(serving, engine):
+    engine.error = RequestError("grammar", "lexer error: too many states: 50000")
+    async with serving() as client:
+        response = await client.post("/v1/completions", json={**TEXT, "guided_regex": "a+"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "guided_regex", "grammar_too_complex")
+    assert "lexer" not in error["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [

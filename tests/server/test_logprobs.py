@@ -75,7 +75,7 @@ def test_for_chat(texts: TokenTexts) -> None:
     """JSON has no infinity; the bytes are exact where the text is not."""
     broken = {"token": "\ufffd", "logprob": LOWEST, "bytes": [0xC3]}
     umlaut = {"token": "ö", "logprob": -0.25, "bytes": [0xC3, 0xB6]}
-    [first, second] = for_chat(texts, ENTRIES)
+    [first, second] = for_chat(texts, ENTRIES, as_ids=False)
     assert first == {"token": " a", "logprob": -0.5, "bytes": [0x20, 0x61], "top_logprobs": [umlaut, broken]}
     assert (second["token"], second["logprob"]) == ("ö", LOWEST)
     assert [(top["token"], top["logprob"]) for top in second["top_logprobs"]] == [("ö", LOWEST), (" a", -1.5)]
@@ -83,7 +83,7 @@ def test_for_chat(texts: TokenTexts) -> None:
 
 def test_for_completion(texts: TokenTexts) -> None:
     """Offsets count characters. The actual token is reported besides the `count` most likely ones."""
-    logprobs, end = for_completion(texts, [2, 0, 1], [None, *ENTRIES], offset=10, count=1)
+    logprobs, end = for_completion(texts, [2, 0, 1], [None, *ENTRIES], offset=10, count=1, as_ids=False)
     assert logprobs == {
         "text_offset": [10, 11, 13],
         "token_logprobs": [None, -0.5, LOWEST],

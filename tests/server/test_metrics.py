@@ -61,6 +61,10 @@ async def test_metrics_have_vllms_names(serving):
         "num_preemptions_total",
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+        "spec_decode_num_accepted_tokens_per_pos_total",
         "prompt_tokens_total",
         "generation_tokens_total",
         "request_success_total",
@@ -73,6 +77,8 @@ async def test_metrics_have_vllms_names(serving):
     }
     assert {f"fa_serve:{name}" for name in vllms} <= names(text)
     assert 'fa_serve:request_queue_time_seconds_sum{model_name="fake"} 0.25' in text
+    assert 'fa_serve:spec_decode_num_accepted_tokens_total{model_name="fake"} 12.0' in text
+    assert 'fa_serve:spec_decode_num_accepted_tokens_per_pos_total{model_name="fake",position="1"} 4.0' in text
     assert 'fa_serve:http_responses_total{path="/v1/completions",status="200"} 1.0' in text
     assert 'fa_serve:http_responses_total{path="/v1/models/{model:path}",status="404"} 1.0' in text
     assert 'fa_serve:http_responses_total{path="other",status="404"} 1.0' in text, "paths are the client's to make up"

@@ -38,7 +38,11 @@ CHECKS = (
     "unsupported_method",
     "missing_required_header",
 )
-TOGETHER = {"stream_options": "stream", "top_logprobs": "logprobs"}  # the first is refused without the second
+TOGETHER = {
+    "stream_options": "stream",
+    "top_logprobs": "logprobs",
+    "truncation_side": "truncate_prompt_tokens",
+}  # the first is refused without the second
 ALONE = {"/tokenize": ("messages",), "/v1/completions": ("suffix", "best_of")}
 # fields whose values depend on the vocabulary, the chat template or the grammar, which the document does not describe
 MEANT_FOR = (
@@ -55,7 +59,15 @@ MEANT_FOR = (
     "guided_regex",
     "guided_grammar",
     "response_format",
+    "output_config",
+    "text",
 )
+LIMITS = {
+    "/v1/completions": {"max_tokens": 4},
+    "/v1/chat/completions": {"max_tokens": 4},
+    "/v1/messages": {"max_tokens": 4},
+    "/v1/responses": {"max_output_tokens": 4},
+}  # fields that bound an answer
 SHORT = 4
 
 
@@ -112,9 +124,13 @@ def allowed(case) -> bool:
 
 
 def put_in_order(body: dict, path: str) -> None:
-    if path.startswith("/v1"):
-        body |= {"n": 1 + ((body.get("n") or 1) - 1) % 2, "max_tokens": SHORT, "stream": len(str(body)) % 3 == 0}
+    if path in LIMITS:
+        body |= {**LIMITS[path], "stream": len(str(body)) % 3 == 0}
+    if path.endswith("completions"):
+        body["n"] = 1 + ((body.get("n") or 1) - 1) % 2
         body.pop("max_completion_tokens", None)
+        if body.get("truncate_prompt_tokens") == 0:
+            body.pop("truncate_prompt_tokens")
         if body.get("min_tokens"):
             body["min_tokens"] = 1
     for name, other in TOGETHER.items():
@@ -127,13 +143,27 @@ def put_in_order(body: dict, path: str) -> None:
         body.pop("add_special_tokens", None)
     if body.get("prompt") == []:
         body["prompt"] = "import"
-    body.update({name: shortened(body[name]) for name in ("prompt", "tokens", "messages") if body.get(name)})
+    shorter = ("prompt", "tokens", "messages", "input", "system", "instructions")
+    body.update({name: shortened(body[name]) for name in shorter if body.get(name)})
     for name in (*MEANT_FOR, *(["prompt_logprobs"] if body.get("stream") else [])):
         body.pop(name, None)
+    if path.startswith("/v1/messages") or path == "/v1/responses":
+        turns = body.get("messages", body.get("input"))
+        for turn in turns if isinstance(turns, list) else ():
+            put_turn_in_order(turn)
+        return
     for message in body.get("messages") or []:
         for name in ("tool_calls", "tool_call_id", "name", *(["reasoning_content"] if message["role"] != "assistant" else [])):
             message.pop(name, None)
         message |= {"role": "user" if message["role"] == "tool" else message["role"], "content": message.get("content") or "a"}
+
+
+def put_turn_in_order(turn: dict) -> None:
+    """Blocks and items that belong to a turn of the assistant or to a tool need others before them."""
+    content = turn.get("content")
+    texts = [part for part in content if part.get("type") in ("text", "input_text")] if isinstance(content, list) else content
+    turn.clear()
+    turn.update(role="user", content=texts or "a")
 
 
 def shortened(value):
@@ -170,7 +200,7 @@ def test_the_service_does_what_its_document_says(start_server):
         served.end()
     assert found.failures == {}
     assert found.streams > 5
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in (*LIMITS, "/v1/messages/count_tokens", "/tokenize", "/detokenize"):
         assert found.statuses[path][200] > 0.5 * found.statuses[path].total(), f"{path}: {found.statuses[path]}"
 
 
@@ -216,7 +246,7 @@ def errors_are_fastapis_own(monkeypatch):
 
 
 class Plain(errors.BadRequest):
-    def response(self):
+    def response(self, scope):
         return JSONResponse({"detail": self.message}, 422)
 
 

@@ -13,7 +13,14 @@ TEXT = {"model": "fake", "prompt": "Hi"}
 
 async def test_sampling_reaches_the_engine(serving, engine):
     wanted = {"temperature": 0, "top_p": 0.5, "top_k": -1, "seed": 7, "stop": "x", "stop_token_ids": [3], "ignore_eos": True}
-    same = {"min_p": 0.1, "presence_penalty": -1, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 2}
+    same = {
+        "min_p": 0.1,
+        "presence_penalty": -1,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "speculative": False,
+    }
     wanted |= {**same, "logit_bias": {"5": -100}, "allowed_token_ids": [5, 6], "max_tokens": 9, "priority": -3}
     async with serving() as client:
         assert (await client.post("/v1/completions", json={**TEXT, **wanted})).status_code == 200

@@ -99,8 +99,9 @@ async def test_tokenize(serving, engine):
             await client.post("/tokenize", json={"messages": CHAT["messages"], "add_special_tokens": True}),
             await client.post("/detokenize", json={"tokens": [10_000]}),
             await client.post("/detokenize", json={"tokens": [2**80]}),
+            await client.post("/detokenize", json={"tokens": [5] * 65}),
         ]
-        assert [response.status_code for response in bad] == [400] * 5
+        assert [response.status_code for response in bad] == [400] * 6
         assert (await client.post("/tokenize", json={"prompt": "", "model": "other"})).status_code == 404
 
 

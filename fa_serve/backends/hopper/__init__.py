@@ -6,11 +6,12 @@ kernel_types    what these warps hand to one another
 tile_schedule   which tile comes next
 hopper_tiles    the shape of tiles
 descriptors     how the copy engine addresses tensors
+gluon_names     what releases of Triton call by different names
 
-Left out: decoding, float8 caches and explicit masks, which the portable kernels have, and the backward pass.
+Left out: decoding, float8 caches, explicit masks and the backward pass, which the portable kernels have.
 
 Gluon is Triton's experimental layer and changes with every release. The modules with kernels are therefore imported only when a
-call is planned, after `supports` has seen the release that they are written for.
+call is planned, after `supports` has seen a release that they are written for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from fa_serve.backends.hopper.hopper_tiles import MAX_HEAD_DIM
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 
-GLUON_OF_TRITON = "3.6."
+RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
+"""The releases of Triton in whose Gluon the kernel compiles, see `gluon_names`."""
 
 
 class HopperBackend:
@@ -30,19 +32,21 @@ class HopperBackend:
 
     name = "hopper"
     mixed_rows: int | None = None
+    differentiable = False
 
     def supports(self, spec: AttentionSpec) -> str | None:
         if spec.device != "cuda" or spec.arch != 90:
             got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
             return f"runs on Hopper (compute capability 9.0) only, got {got}"
+        if spec.op == "backward":
+            return "has no backward pass; the portable kernels compute the gradients of its calls"
         if spec.op != "attention":
             return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
-        if not triton.__version__.startswith(GLUON_OF_TRITON):
-            return f"is written in the Gluon of Triton {GLUON_OF_TRITON}x, got Triton {triton.__version__}"
+        if not triton.__version__.startswith(RELEASES):
+            known = ", ".join(f"{release}x" for release in RELEASES)
+            return f"is written in the Gluon of Triton {known}, got Triton {triton.__version__}"
         if triton.knobs.runtime.interpret:
             return "cannot run in Triton's interpreter, and TRITON_INTERPRET is set"
-        if spec.op != "attention":
-            return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
         if spec.dtype not in (torch.float16, torch.bfloat16):
             return f"computes float16 and bfloat16, got {dtype_name(spec.dtype)}"
         if spec.layout == "paged" and (reason := _cannot_page(spec)):
@@ -51,7 +55,13 @@ class HopperBackend:
             return f"has head sizes of a multiple of 8 up to {MAX_HEAD_DIM}, got {dims(spec.head_dim, spec.head_dim_v)}"
         if spec.mask is not None:
             return f"supports causality and windows but no explicit mask, got a {spec.mask} mask"
-        return "has no backward pass, and an input requires gradients" if spec.needs_grad else None
+        if spec.alibi:
+            return "supports no ALiBi, and alibi_slopes were given"
+        if spec.attention_chunk:
+            return "supports windows but no attention_chunk, and one was given"
+        if spec.layout == "paged" and spec.needs_grad:
+            return "has no backward pass through a paged cache, and an input requires gradients"
+        return None
 
     def plan(self, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions) -> Run:
         """As in `backends.Backend`. Any strides and addresses are right; those that TMA cannot address cost a copy per call."""

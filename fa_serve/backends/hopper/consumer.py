@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_serve.backends.hopper.gluon_names import async_store, sync_threads
 from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
 from fa_serve.backends.hopper.producer import unpack_tile
 
@@ -315,7 +316,7 @@ def _process_block(
 def _wait_output_copies():
     """Wait until the copies to global memory have read their shared memory."""
     tma.store_wait(0)
-    gl.thread_barrier()
+    sync_threads()
 
 
 @gluon.jit
@@ -324,11 +325,9 @@ def _copy_output(values, tile, row, column: gl.constexpr, width: gl.constexpr, b
     buffer.reshape([64, width]).store(values)
     fence_async_shared()
     if varlen:
-        tma.async_copy_shared_to_global(
-            desc, [RAGGED, tile.origin + tile.q_len, RAGGED - tile.q_len + row, tile.head, column], buffer
-        )
+        async_store(desc, [RAGGED, tile.origin + tile.q_len, RAGGED - tile.q_len + row, tile.head, column], buffer)
     else:
-        tma.async_copy_shared_to_global(desc, [tile.origin, row, tile.head, column], buffer)
+        async_store(desc, [tile.origin, row, tile.head, column], buffer)
 
 
 @gluon.jit

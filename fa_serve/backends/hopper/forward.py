@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.hopper.consumer import consumer
 from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
+from fa_serve.backends.hopper.gluon_names import HAS_REINTERPRET
 from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig, forward_tiles, head_group, key_columns, value_columns
 from fa_serve.backends.hopper.kernel_types import Barriers, ConsumerArgs, Descriptors, ProducerArgs, SharedMemory, Variant
 from fa_serve.backends.hopper.producer import producer
@@ -92,7 +93,11 @@ def _ring(width: gl.constexpr, desc, var: gl.constexpr):
         KEYS: gl.constexpr = gl.NVMMASharedLayout(2 * CHUNK, 16, rank=2)
         BOXES: gl.constexpr = STAGES * (var.tiles.block_n // var.page_rows) * (width // CHUNK)
         ring = gl.allocate_shared_memory(desc.dtype, [STAGES, var.tiles.block_n, width], KEYS)
-        return ring, ring._reinterpret(desc.dtype, [BOXES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+        if HAS_REINTERPRET:
+            boxes = ring.reinterpret(desc.dtype, [BOXES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+        else:
+            boxes = ring._reinterpret(desc.dtype, [BOXES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+        return ring, boxes
     else:  # noqa: RET505
         ring = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
         return ring, ring
@@ -465,7 +470,7 @@ def _run_launches(launches: _Launches, out_shape: tuple[int, ...], lse_shape: tu
     attention, table_of, max_tiles, counted = launches
 
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse = tensors
+        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse, _ = tensors
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or (out is not None and out.data_ptr() & 15):
             return _run_on_copies(run, tensors)
         if out is None:

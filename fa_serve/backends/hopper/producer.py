@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from fa_serve.backends.hopper.gluon_names import async_load
 from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
 
 TILE_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
@@ -132,9 +133,9 @@ def _next_index(args, var: gl.constexpr):
 def _load(desc, origin, length, row, head, column: gl.constexpr, full, buffer, varlen: gl.constexpr):
     """Start copying rows [row, ...) of one head. Rows from `length` on arrive as zeros."""
     if varlen:
-        tma.async_copy_global_to_shared(desc, [RAGGED, origin + length, RAGGED - length + row, head, column], full, buffer)
+        async_load(desc, [RAGGED, origin + length, RAGGED - length + row, head, column], full, buffer)
     else:
-        tma.async_copy_global_to_shared(desc, [origin, row, head, column], full, buffer)
+        async_load(desc, [origin, row, head, column], full, buffer)
 
 
 @gluon.jit

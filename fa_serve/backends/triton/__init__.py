@@ -1,12 +1,13 @@
 """Portable Triton kernels: any GPU that Triton compiles for, and Triton's interpreter on a CPU.
 
-`forward` is the FlashAttention-2 forward pass over dense, packed and paged keys. `decode` divides one sequence's keys, paged or
-dense, among programs when the queries are few; `splits` cuts the keys and merges the results, `key_pages` finds them, and
-`float8_conversions` reads a quantised cache. `store_kv` writes the paged cache. `primitives` are the steps of the algorithm
-that kernels share, and `triton_tiles` chooses tiles.
+`forward` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward`, with its `backward_kernels`,
+the gradients of dense and packed calls. `decode` divides one sequence's keys, paged or dense, among programs when the queries
+are few; `splits` cuts the keys and merges the results, `key_pages` finds them, and `float8_conversions` reads a quantised
+cache. `store_kv` writes the paged cache. `primitives` are the steps of the algorithm that kernels share, and `triton_tiles`
+chooses tiles.
 
-This package leaves out the backward pass, everything that only Hopper has (`backends.hopper`), and what a decoder layer
-computes beside attention (`fa_serve.ops`).
+This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes beside attention
+(`fa_serve.ops`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import triton
 
 from fa_serve.backends.plan import AttentionOptions, Run
+from fa_serve.backends.triton.backward import plan_backward
 from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.forward import plan_forward
 from fa_serve.backends.triton.store_kv import plan_store_kv
@@ -32,6 +34,7 @@ class TritonBackend:
 
     name = "triton"
     mixed_rows: int | None = DECODE_MIN_ROWS
+    differentiable = False
 
     def supports(self, spec: AttentionSpec) -> str | None:
         interpreted = triton.knobs.runtime.interpret
@@ -47,10 +50,16 @@ class TritonBackend:
             return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
         if max(spec.head_dim, spec.head_dim_v) > _MAX_HEAD_DIM:
             return f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {max(spec.head_dim, spec.head_dim_v)}"
-        return "has no backward pass, and an input requires gradients" if spec.needs_grad else None
+        if spec.layout == "paged" and spec.needs_grad:
+            return "has no backward pass through a paged cache, and an input requires gradients"
+        if (spec.needs_grad or spec.op == "backward") and (spec.alibi or spec.attention_chunk):
+            return "has no backward pass for alibi_slopes and attention_chunk, and an input requires gradients"
+        return None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:
         if spec.op == "store_kv":
             return plan_store_kv(tensors)
         assert options is not None
+        if spec.op == "backward":
+            return plan_backward(tensors, options)
         return plan_decode(tensors, options) if spec.op == "decode" else plan_forward(tensors, options)

@@ -36,9 +36,12 @@ from fa_serve.backends.triton.float8_conversions import fit_float16, half_of_pai
 from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import (
     LOG2E,
+    add_alibi,
     finish_softmax,
+    first_visible,
     online_softmax_update,
     softcap_scores,
+    softmax_update_by_columns,
     wait_for_previous_kernel,
 )
 from fa_serve.backends.triton.splits import (
@@ -67,6 +70,7 @@ class DecodeVariant:
     pairs:        float8 values are read in pairs of columns
     by_rows:      scores have queries as rows, not keys
     ptx:          inline PTX is available
+    alibi:        "none", "heads" or "batch", see `forward.ForwardVariant`
     """
 
     split: SplitVariant
@@ -81,6 +85,7 @@ class DecodeVariant:
     pairs: bool
     by_rows: bool
     ptx: bool
+    alibi: str
 
 
 @triton.jit
@@ -96,17 +101,9 @@ def _of_queries(x, BY_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _softmax_update_by_columns(s, factor, row_max, row_sum):
-    """`primitives.online_softmax_update` with keys as rows: s [BLOCK_N, BLOCK_M], row_max and row_sum [BLOCK_M]."""
-    new_max = tl.maximum(row_max, tl.max(s, 0) * factor)
-    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s * factor - safe_max[None, :])
-    alpha = tl.exp2(row_max - safe_max)
-    return p, new_max, row_sum * alpha + tl.sum(p, 0), alpha
-
-
-@triton.jit
-def _walk(q, row_scale, row_max, row_sum, span, pointers, seq, positions, lengths, scaling, window, strides, var: tl.constexpr):
+def _walk(
+    q, row_scale, slopes, row_max, row_sum, span, pointers, seq, positions, lengths, scaling, window, strides, var: tl.constexpr
+):
     """The inner loop over the key blocks of one split. q: [BLOCK_D, BLOCK_M], or [BLOCK_M, BLOCK_D] by rows.
 
     -> out [BLOCK_M, BLOCK_DV], which is not divided yet, the largest score and the sum of exponentials [BLOCK_M].
@@ -137,7 +134,8 @@ def _walk(q, row_scale, row_max, row_sum, span, pointers, seq, positions, length
         if var.has_right:
             inner_end = tl.minimum(inner_end, tl.maximum(tl.min(positions, 0) + window_right + 1, 0) // BLOCK_N)
         if var.split.has_left:
-            inner_begin = (tl.maximum(tl.max(positions, 0) - window_left, 0) + BLOCK_N - 1) // BLOCK_N
+            last_first = first_visible(tl.max(positions, 0), window_left, var.split.chunked)
+            inner_begin = (tl.maximum(last_first, 0) + BLOCK_N - 1) // BLOCK_N
     next_page = seq.to(tl.int64)
     if var.page_size > 0:
         next_page = read_pages(table_ptr, begin, offs_n, first_key, kv_len, var)
@@ -172,6 +170,10 @@ def _walk(q, row_scale, row_max, row_sum, span, pointers, seq, positions, length
         if var.has_softcap:
             s = softcap_scores(s, scale, softcap, PRECISION == "ieee", var.ptx)
             factor = 1.0
+        if slopes is not None:
+            distances = _of_queries(positions, BY_ROWS) - _of_keys(cols, BY_ROWS)
+            s = add_alibi(s, factor, _of_queries(slopes, BY_ROWS), distances)
+            factor = 1.0
         hidden = True
         if BY_ROWS and mask_ptr is None:
             # Most blocks are visible to every row, and all threads skip their mask together.
@@ -181,12 +183,13 @@ def _walk(q, row_scale, row_max, row_sum, span, pointers, seq, positions, length
             if var.has_right:
                 keep = keep & (_of_keys(cols, BY_ROWS) <= _of_queries(positions, BY_ROWS) + window_right)
             if var.split.has_left:
-                keep = keep & (_of_keys(cols, BY_ROWS) >= _of_queries(positions, BY_ROWS) - window_left)
+                first = first_visible(positions, window_left, var.split.chunked)
+                keep = keep & (_of_keys(cols, BY_ROWS) >= _of_queries(first, BY_ROWS))
             s = tl.where(keep, s, float("-inf"))
         if BY_ROWS:
             p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
         else:
-            p, row_max, row_sum, alpha = _softmax_update_by_columns(s, factor, row_max, row_sum)
+            p, row_max, row_sum, alpha = softmax_update_by_columns(s, factor, row_max, row_sum)
         p = p.to(q.dtype)
         if BY_ROWS:
             keep_v = owned[:, None] & (offs_v < var.split.dim_v)[None, :]
@@ -240,6 +243,7 @@ def _decode(
     mask_ptr,
     k_descale_ptr,
     v_descale_ptr,
+    alibi_ptr,
     max_k,
     stride_mb,
     stride_kp,
@@ -340,6 +344,12 @@ def _decode(
                 row_max = tl.where(split == 0, sink, row_max)
                 row_sum = tl.where(split == 0, 1.0, row_sum)
 
+            slopes = None
+            if var.alibi == "heads":
+                slopes = tl.load(alibi_ptr + head, mask=live, other=0.0) * LOG2E
+            if var.alibi == "batch":
+                slopes = tl.load(alibi_ptr + seq * (units // tiles_per_head * GROUPS) + head, mask=live, other=0.0) * LOG2E
+
             offset = kv_len - q_len
             begin += first_block
             end = tl.minimum(end + first_block, (kv_len + BLOCK_N - 1) // BLOCK_N)
@@ -355,6 +365,7 @@ def _decode(
             acc, row_max, row_sum = _walk(
                 q if var.by_rows else tl.trans(q),
                 row_scale,
+                slopes,
                 row_max,
                 row_sum,
                 (begin, end),
@@ -461,7 +472,7 @@ class _DecodePlan:
             splits=tiles.splits,
             min_blocks=tiles.min_blocks,
             max_q=max_seqlen_q,
-            left=options.window_size[0],
+            left=options.left,
         )
         variant = _variant(tensors, options, tiles, arch, groups, batch, k, v)
         out_strides = out.stride()[-3:-1] if out is not None and self._takes_out else (num_heads * dim_v, dim_v)
@@ -493,7 +504,7 @@ class _DecodePlan:
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse = tensors
+        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse, alibi_slopes = tensors
         if not self._takes_q:
             q = _rows_of(q)
         result = out if self._takes_out and out is not None else q.new_empty(self._out_shape)
@@ -508,8 +519,8 @@ class _DecodePlan:
             splits = None if self._combine is None else q.new_empty(self._split_size, dtype=torch.float32)
             if mask is not None:
                 mask = mask.view(torch.uint8)
-            pointers = (q, k, v, result, lse, splits, block_table, keys, cu_seqlens_q, sinks, mask, k_descale, v_descale)
-            self._decode(pointers, *late)
+            pointers = (q, k, v, result, lse, splits, block_table, keys, cu_seqlens_q, sinks, mask)
+            self._decode((*pointers, k_descale, v_descale, alibi_slopes), *late)
             if self._combine is not None:
                 self._combine((result, lse, splits, keys, cu_seqlens_q), late[0])
         if lse is not None and self._is_dense:
@@ -553,8 +564,9 @@ def _variant(
     dtype = tensors.q.dtype
     k_strides = k.stride()[:3]
     v_strides = v.stride()[:3]
-    left, right = options.window_size
+    right = options.window_size[1]
     float8 = k.element_size() == 1
+    even = dim_v % 2 == 0 and all(s % 2 == 0 for s in v_strides)
     return DecodeVariant(
         split=SplitVariant(
             groups=groups,
@@ -564,8 +576,9 @@ def _variant(
             block_n=tiles.block_n,
             batch_block=batch_block(batch) if tiles.balanced else 1,
             balanced=tiles.balanced,
-            has_left=left >= 0,
+            has_left=options.left >= 0,
             pdl=arch >= 90,
+            chunked=options.attention_chunk > 0,
         ),
         dim=dim,
         block_d=padded_dim(dim),
@@ -576,12 +589,8 @@ def _variant(
         aligned=all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])),
         precision="ieee" if dtype == torch.float32 else "tf32",
         # pairs of columns need an even number of columns at even addresses
-        pairs=arch >= 89
-        and float8
-        and dim_v % 2 == 0
-        and dtype.itemsize == 2
-        and not tiles.by_rows
-        and all(s % 2 == 0 for s in v_strides),
+        pairs=arch >= 89 and float8 and even and dtype.itemsize == 2 and not tiles.by_rows,
         by_rows=tiles.by_rows,
         ptx=arch >= 89,
+        alibi="none" if tensors.alibi_slopes is None else "heads" if tensors.alibi_slopes.dim() == 1 else "batch",
     )

@@ -24,9 +24,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.launch import Launch, on_device_of
+from fa_serve.backends.launch import FUSED, Launch, on_device_of
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
-from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, online_softmax_update, softcap_scores, window_keep
+from fa_serve.backends.triton.primitives import (
+    LOG2E,
+    add_alibi,
+    finish_softmax,
+    first_visible,
+    online_softmax_update,
+    softcap_scores,
+    window_keep,
+)
 from fa_serve.backends.triton.triton_tiles import TileConfig, batch_block, forward_tiles, padded_dim
 
 _L2_BYTES = 32 << 20  # how much of the L2 cache the keys and values of concurrent programs may fill
@@ -44,6 +52,8 @@ class ForwardVariant:
     precision:   input precision of the products
     ptx:         inline PTX is available
     batch_block: with `skip_q`, the width of the prefix sum that finds a program's tile, else 0
+    chunked:     the left limit is a chunk and not a window
+    alibi:       "none", "heads" or "batch": slopes for each head, or for each sequence and head
     """
 
     num_heads: int
@@ -64,6 +74,8 @@ class ForwardVariant:
     precision: str
     ptx: bool
     batch_block: int
+    chunked: bool
+    alibi: str
 
 
 @triton.jit
@@ -105,7 +117,7 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
     acc, row_max, row_sum = state
     lo, inner_lo, inner_hi, hi, kv_len = span
     q_rows, q_len, offset = rows
-    scale, softcap = scaling
+    scale, softcap, slope = scaling
     window_left, window_right = window
     mask_ptr, stride_mq, stride_mk = mask_tensor
     for n in tl.range(lo, hi, BLOCK_N):
@@ -127,8 +139,20 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
             else:
                 s = s * factor + given.to(tl.float32) * LOG2E
                 factor = 1.0
+        if var.alibi != "none":
+            s = add_alibi(s, factor, slope, (q_rows + offset)[:, None] - cols[None, :])
+            factor = 1.0
         if edge:
-            keep = window_keep(q_rows + offset, cols, kv_len, window_left, window_right, var.has_left, var.has_right)
+            keep = window_keep(
+                (q_rows + offset)[:, None],
+                cols[None, :],
+                kv_len,
+                window_left,
+                window_right,
+                var.has_left,
+                var.has_right,
+                var.chunked,
+            )
             s = tl.where(keep, s, float("-inf"))
         p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
         v = _load_tile(v_tensor, n, cols, kv_len, where, edge, var.dim_v, var.block_dv, var)
@@ -162,6 +186,7 @@ def _attn_fwd(
     lse_ptr,
     sinks_ptr,
     mask_ptr,
+    alibi_ptr,
     k_desc,
     v_desc,
     cu_q_ptr,
@@ -275,6 +300,12 @@ def _attn_fwd(
         row_max = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
 
+    slope = 0.0
+    if var.alibi == "heads":
+        slope = tl.load(alibi_ptr + head) * LOG2E
+    if var.alibi == "batch":
+        slope = tl.load(alibi_ptr + batch * var.num_heads + head) * LOG2E
+
     # the band of visible keys for this block of rows, and the part of it where every row sees every key
     offset = kv_len - q_len
     last_row = tl.minimum(m0 + BLOCK_M, q_len) - 1
@@ -283,8 +314,8 @@ def _attn_fwd(
     hi = kv_len
     inner_hi = kv_len // BLOCK_N * BLOCK_N
     if var.has_left:
-        lo = tl.maximum(m0 + offset - window_left, 0) // BLOCK_N * BLOCK_N
-        inner_lo = tl.maximum(last_row + offset - window_left, 0)
+        lo = tl.maximum(first_visible(m0 + offset, window_left, var.chunked), 0) // BLOCK_N * BLOCK_N
+        inner_lo = tl.maximum(first_visible(last_row + offset, window_left, var.chunked), 0)
     if var.has_right:
         hi = tl.maximum(tl.minimum(kv_len, last_row + offset + window_right + 1), 0)
         inner_hi = tl.maximum(tl.minimum(kv_len, m0 + offset + window_right + 1), 0) // BLOCK_N * BLOCK_N
@@ -297,7 +328,7 @@ def _attn_fwd(
         (mask_ptr, stride_mq, stride_mk),
         (batch, head_kv, k_row0, table_ptr),
         (q_rows, q_len, offset),
-        (scale, softcap),
+        (scale, softcap, slope),
         (window_left, window_right),
         var,
     )
@@ -364,7 +395,9 @@ class _ForwardPlan:
         self._out_shape = (*q.shape[:-1], v.shape[-1])
         self._needs_lse = options.return_lse
         self._lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        self._uses_tma = tiles.tma and not paged and _tma_strides(k) and _tma_strides(v)
+        # A tensor without elements has no descriptor. Through pointers nothing of it is read.
+        has_keys = k.numel() > 0 and v.numel() > 0
+        self._uses_tma = tiles.tma and not paged and has_keys and _tma_strides(k) and _tma_strides(v)
         out = tensors.out if tensors.out is not None and tensors.out.stride(-1) == 1 else None
         self._launch = self._make_launch(tensors._replace(q=q, k=k, v=v, out=out), options)
 
@@ -389,7 +422,7 @@ class _ForwardPlan:
                     _descriptor(k, self._tiles.block_n, self._block_d),
                     _descriptor(v, self._tiles.block_n, self._block_dv),
                 )
-            pointers = (q, k, v, result, lse, tensors.sinks, mask, *descriptors)
+            pointers = (q, k, v, result, lse, tensors.sinks, mask, tensors.alibi_slopes, *descriptors)
             self._launch((*pointers, tensors.cu_seqlens_q, cu_seqlens_k, seqused_k, tensors.block_table))
         if out is not None and result is not out:
             result = out.copy_(result)
@@ -414,7 +447,8 @@ class _ForwardPlan:
         varying = (
             float(options.softmax_scale),
             float(options.softcap),
-            *options.window_size,
+            options.left,
+            options.window_size[1],
             options.max_seqlen_q,
             options.max_seqlen_k,
             num_m,
@@ -444,13 +478,15 @@ class _ForwardPlan:
             page_size=tensors.k.shape[1] if self._layout == "paged" else 0,
             tma=self._uses_tma,
             varlen=self._layout != "dense",
-            has_left=options.window_size[0] >= 0,
+            has_left=options.left >= 0,
             has_right=options.window_size[1] >= 0,
             has_softcap=options.softcap != 0.0,
             mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
             precision="ieee" if tensors.q.dtype == torch.float32 else "tf32",
             ptx=spec.arch_of(tensors.q.device) >= 80,
             batch_block=batch_block(batch) if options.skip_q else 0,
+            chunked=options.attention_chunk > 0,
+            alibi=_alibi_of(tensors),
         )
 
     def _strides(self, tensors: AttentionTensors, dense: bool) -> tuple[int, ...]:
@@ -485,11 +521,16 @@ class _TmaLaunch:
     def __init__(self, grid: int, numbers: tuple[Any, ...], options: dict[str, Any]) -> None:
         self._grid = grid
         self._numbers = numbers
-        self._options = options
+        self._options = {**FUSED, **options}
 
     def __call__(self, pointers: tuple[Any, ...]) -> None:
         with on_device_of(pointers[0]):
             _attn_fwd[self._grid,](*pointers, *self._numbers, **self._options)
+
+
+def _alibi_of(tensors: AttentionTensors) -> str:
+    slopes = tensors.alibi_slopes
+    return "none" if slopes is None else "heads" if slopes.dim() == 1 else "batch"
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:

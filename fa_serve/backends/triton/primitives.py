@@ -47,13 +47,42 @@ def softcap_scores(s, scale, softcap, EXACT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def window_keep(rows, cols, kv_len, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """[BLOCK_M, BLOCK_N]: which keys each query sees. `rows` includes the bottom-right offset: query index + kv_len - q_len."""
-    keep = (cols < kv_len)[None, :]
+def first_visible(position, left, CHUNKED: tl.constexpr):
+    """The first key that the query at this position may see: of its window, or of its chunk of `left` keys.
+
+    It is negative or meaningless for a window that begins before the first key, and for a negative position.
+    """
+    if CHUNKED:
+        return position // left * left
+    return position - left
+
+
+@triton.jit
+def add_alibi(s, factor, slopes, distance):
+    """Scores in base 2 with ALiBi's bias. `factor` turns s into base 2, `slopes` are in base 2, `distance` is signed."""
+    return s * factor - slopes * tl.abs(distance).to(tl.float32)
+
+
+@triton.jit
+def window_keep(
+    rows,
+    cols,
+    kv_len,
+    window_left,
+    window_right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    CHUNKED: tl.constexpr = False,
+):
+    """Which keys each query sees. `rows` and `cols` broadcast to the shape of the scores, [BLOCK_M, BLOCK_N] or transposed.
+
+    `rows` includes the bottom-right offset: query index + kv_len - q_len.
+    """
+    keep = cols < kv_len
     if HAS_RIGHT:
-        keep = keep & (cols[None, :] <= rows[:, None] + window_right)
+        keep = keep & (cols <= rows + window_right)
     if HAS_LEFT:
-        keep = keep & (cols[None, :] >= rows[:, None] - window_left)
+        keep = keep & (cols >= first_visible(rows, window_left, CHUNKED))
     return keep
 
 
@@ -72,6 +101,16 @@ def online_softmax_update(s, factor, row_max, row_sum):
     p = tl.exp2(s * factor - safe_max[:, None])
     alpha = tl.exp2(row_max - safe_max)
     return p, new_max, row_sum * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def softmax_update_by_columns(s, factor, row_max, row_sum):
+    """`online_softmax_update` with keys as rows: s [BLOCK_N, BLOCK_M], row_max and row_sum [BLOCK_M]."""
+    new_max = tl.maximum(row_max, tl.max(s, 0) * factor)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * factor - safe_max[None, :])
+    alpha = tl.exp2(row_max - safe_max)
+    return p, new_max, row_sum * alpha + tl.sum(p, 0), alpha
 
 
 @triton.jit

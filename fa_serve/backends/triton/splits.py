@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fa_serve.backends.launch import Launch, launch_options
-from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, wait_for_previous_kernel
+from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, first_visible, wait_for_previous_kernel
 from fa_serve.backends.triton.triton_tiles import combine_tiles
 
 
@@ -29,7 +29,7 @@ class SplitVariant:
     block_n:     keys per block
     batch_block: width of the prefix sum over the batch, 1 if not balanced
     balanced:    the key blocks of the batch are cut into equal shares
-    has_left:    there is a window to the left
+    has_left:    there is a limit to the left, a window or, if `chunked`, a chunk
     pdl:         both kernels are launched programmatically
     """
 
@@ -42,6 +42,7 @@ class SplitVariant:
     balanced: bool
     has_left: bool
     pdl: bool
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class SplitCounts:
     splits:         splits per sequence or, if balanced, shares of the whole batch
     min_blocks:     the least number of key blocks per split
     max_q:          sequences with more queries are left alone
-    left:           window to the left, -1 for none
+    left:           window to the left or length of a chunk, -1 for neither
     """
 
     batch: int
@@ -87,7 +88,7 @@ def visible_blocks(q_len, kv_len, window_left, var: tl.constexpr):
     """-> the first key that any query of the sequence sees, its block, and the number of blocks from there on."""
     first_key = kv_len * 0
     if var.has_left:
-        first_key = tl.maximum(kv_len - q_len - window_left, 0)
+        first_key = tl.maximum(first_visible(kv_len - q_len, window_left, var.chunked), 0)
     first_block = first_key // var.block_n
     return first_key, first_block, tl.maximum((kv_len + var.block_n - 1) // var.block_n - first_block, 0)
 

@@ -21,7 +21,7 @@ FAULTS = {
         "    _take_turn(group, var)\n    if": "    _take_turn(group, var)\n" + RELEASE_K + "    if",
         RELEASE_K + "    p, state": "    p, state",
     },
-    "queries released before O has left their buffer": {"    tma.store_wait(0)\n    gl.thread_barrier()\n": ""},
+    "queries released before O has left their buffer": {"    tma.store_wait(0)\n    sync_threads()\n": ""},
     "no mask": {"keep = columns < gl.expand_dims(limits.last, 1)": "keep = columns >= 0"},
     "a mask that begins one block late": {"if (block >= limits.high)": "if (block > limits.high)"},
     "the output of the wrong tile": {"_write_output(acc, state, tile, ": "_write_output(acc, state, upcoming, "},

@@ -50,7 +50,10 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"head_dim": 128, "head_dim_v": 60}, "got 128/60"),
         ({"head_dim": 264, "head_dim_v": 128}, "got 264/128"),
         ({"mask": "bool"}, "explicit mask"),
-        ({"needs_grad": True}, "gradients"),
+        ({"alibi": True}, "no ALiBi"),
+        ({"attention_chunk": True}, "no attention_chunk"),
+        ({"op": "backward"}, "portable kernels compute the gradients"),
+        ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
     ],
 )
 def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -> None:
@@ -60,8 +63,14 @@ def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -
 
 
 def test_refuses_another_release_of_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "__version__", "3.7.0")
-    assert "3.7.0" in str(HopperBackend().supports(H200))
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    assert "3.10.0" in str(HopperBackend().supports(H200))
+
+
+@pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
+def test_knows_the_releases_of_gluon(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", release)
+    assert HopperBackend().supports(H200) is None
 
 
 def test_refuses_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

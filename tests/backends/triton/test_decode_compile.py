@@ -226,7 +226,7 @@ def test_a_changing_batch_compiles_nothing_new() -> None:
 
 def test_mixed_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonBackend, "supports", lambda self, spec: None)  # which refuses the CPU tensors
-    monkeypatch.setattr("fa_serve.api.PLANS", PlanTable())
+    monkeypatch.setattr("fa_serve.dispatch.PLANS", PlanTable())
     cache = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
     with compiling_for("sm90") as kernels:
         fa_serve.attention_paged(

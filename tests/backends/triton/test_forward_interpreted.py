@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import DENSE, PAGED, VARLEN, Case, check, params
+from cases import DENSE, PAGED, VARLEN, Case, check, check_without_keys, params
 
 from fa_serve.backends.triton.forward import plan_forward
 from fa_serve.backends.triton.triton_tiles import TileConfig
@@ -32,6 +32,10 @@ def test_varlen(case: Case) -> None:
 @pytest.mark.parametrize("case", params([case for case in PAGED if max(case.lengths_q) > 16]))
 def test_paged(case: Case) -> None:
     check(case, "triton", torch.float32, layout="paged")
+
+
+def test_without_keys() -> None:
+    check_without_keys("triton", torch.float32)
 
 
 def test_float16() -> None:

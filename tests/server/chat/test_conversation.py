@@ -194,3 +194,14 @@ def test_bad_requests_for_tokens_are_refused(name: str) -> None:
 def test_requests_for_tokens() -> None:
     assert TokenizeRequest.model_validate({"prompt": "", "add_special_tokens": False}).prompt == ""
     assert TokenizeRequest.model_validate({"messages": [USER], "tools": [ADD]}).messages[0].content == "Hi"
+
+
+def test_json_inside_of_a_text_is_bounded_before_it_is_parsed() -> None:
+    long = '{"a":[' + "{}," * 50_000 + "{}]}"
+    call = CALL | {"function": {"name": "add", "arguments": long}}
+    with pytest.raises(ValidationError, match="at most 131072 characters"):
+        Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    with pytest.raises(ValidationError, match="at most 1024 items"):
+        Message.model_validate({"role": "assistant", "tool_calls": [CALL] * 1025})
+    with pytest.raises(ValidationError, match="at most 262144 characters"):
+        ChatRequest.model_validate(CHAT | {"guided_json": long + " " * 200_000})

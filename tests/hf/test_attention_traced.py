@@ -13,7 +13,8 @@ from transformers import CompileConfig, StaticCache
 from transformers.integrations.executorch import convert_and_export_with_cache
 
 import fa_serve
-from fa_serve.hf import attention, traced
+from fa_serve import api
+from fa_serve.hf import attention
 from fa_serve.testing import make_qkv
 
 
@@ -146,7 +147,7 @@ def test_an_export_asks_nothing_of_the_number_of_queries() -> None:
 def test_a_trace_holds_the_attention(packed: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that is launched past PyTorch would not be recorded, and the trace would return unwritten memory.
 
-    On a CPU, and with gradients, PyTorch's own operators compute attention and are recorded as they are.
+    On a CPU, PyTorch's own operators compute attention and are recorded as they are.
     """
 
     class Layer(torch.nn.Module):
@@ -158,10 +159,10 @@ def test_a_trace_holds_the_attention(packed: bool, gpu: bool, monkeypatch: pytes
     for needs_grad in (False, True):
         with monkeypatch.context() as patch:
             if gpu:
-                patch.setattr(traced, "is_traced", lambda *qkv, is_traced=traced.is_traced: is_traced(*map(_on_a_gpu, qkv)))
+                patch.setattr(api, "is_traced", lambda *qkv, is_traced=api.is_traced: is_traced(*map(_on_a_gpu, qkv)))
             trace: Any = torch.jit.trace(Layer(), (q.clone().requires_grad_(needs_grad), k), check_trace=False)
         held = str(trace.inlined_graph).count("fa_serve::attention")
-        assert held == (1 if gpu and not needs_grad else 0)
+        assert held == (1 if gpu else 0)
         torch.testing.assert_close(trace(other, k), Layer()(other, k))
         other = other.detach().requires_grad_()
     trace(other, k).sum().backward()

@@ -1,0 +1,265 @@
+"""From the tensors and options of one call to the backend that computes it, through the table of plans.
+
+    out, lse = run_dense(AttentionTensors(q, k, v), options)
+
+`fa_serve.api` has the public functions, which pack their arguments; `fa_serve.operators` has the same functions as operators of
+PyTorch, for graphs. Both end here. Calls that look alike are decided once: their arguments are checked, a backend is selected,
+and its plan is kept (see `backends.plan`). This module leaves out what the checks are (`argument_checks`) and what a plan does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_serve.argument_checks import (
+    SoftmaxOptions,
+    check_alibi,
+    check_block_table,
+    check_cache,
+    check_descale,
+    check_index,
+    check_lengths,
+    check_mask,
+    check_out,
+    check_qkv,
+    check_store,
+    effective_chunk,
+    softmax_options,
+)
+from fa_serve.autograd import attention_gradients, plan_differentiable
+from fa_serve.backends import Backend, select_backend
+from fa_serve.backends.chunks import divides_keys
+from fa_serve.backends.mixed import plan_mixed
+from fa_serve.backends.plan import (
+    PLANS,
+    AttentionOptions,
+    AttentionTensors,
+    BackwardTensors,
+    Gradients,
+    Run,
+    StoreTensors,
+    facts,
+    growing_facts,
+)
+from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, arch_of
+
+Options = tuple[bool, float | None, tuple[int, ...], float, int, bool, str]
+"""causal, softmax_scale, window_size, softcap, attention_chunk, return_lse and backend, as they were given."""
+Result = tuple[Tensor, Tensor | None]
+"""out, and lse if it was asked for."""
+
+
+def run_dense(tensors: AttentionTensors, options: Options) -> Result:
+    """Compute a call of `fa_serve.attention`."""
+    q, k, v, sinks, mask = tensors[:5]
+    # One query per sequence behind a cache that grows: the calls of all steps look alike.
+    growing = growing_facts(q, k, v, mask) if q.dim() == 4 and q.shape[1] == 1 and tensors.out is None else None
+    key: tuple[Any, ...]
+    if growing is None:
+        key = ("dense", facts(q, k, v, sinks, mask, tensors.out, tensors.alibi_slopes), options)
+    else:
+        key = ("growing", growing, facts(sinks, tensors.alibi_slopes), options)
+    run = PLANS.get(key)
+    if run is None:
+        run = PLANS.add(key, _plan_dense(tensors, options))
+    result: Result = run(tensors)
+    return result
+
+
+def run_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -> Result:
+    """Compute a call of `fa_serve.attention_varlen`."""
+    q, k, v, sinks, _, cu_seqlens_q, cu_seqlens_k = tensors[:7]
+    seen = facts(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, tensors.out, tensors.alibi_slopes)
+    key = ("varlen", seen, max_seqlen_q, max_seqlen_k, options)
+    run = PLANS.get(key)
+    if run is None:
+        run = PLANS.add(key, _plan_varlen(tensors, max_seqlen_q, max_seqlen_k, options))
+    result: Result = run(tensors)
+    return result
+
+
+def run_paged(
+    tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, options: Options
+) -> Result:
+    """Compute a call of `fa_serve.attention_paged`."""
+    is_aligned = not (tensors[1].data_ptr() | tensors[2].data_ptr()) & 15
+    key = ("paged", facts(*tensors), max_seqlen_q, max_seqlen_k, num_splits, is_aligned, options)
+    run = PLANS.get(key)
+    if run is None:
+        run = PLANS.add(key, _plan_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, options))
+    result: Result = run(tensors)
+    return result
+
+
+def run_store(tensors: StoreTensors, backend: str) -> None:
+    """Compute a call of `fa_serve.store_kv`."""
+    key = ("store", facts(*tensors), backend)
+    run = PLANS.get(key)
+    if run is None:
+        run = PLANS.add(key, _plan_store(tensors, backend))
+    run(tensors)
+
+
+def run_backward(tensors: BackwardTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Gradients:
+    """The gradients of a call of `fa_serve.attention` or, with cu_seqlens, `fa_serve.attention_varlen`, which was checked."""
+    causal, scale, window_size, softcap, chunk, _, _ = given
+    options = softmax_options(tensors.q, causal, scale, window_size, softcap, tensors.sinks)
+    chunk = effective_chunk(chunk, options.window_size, max_seqlen_k)
+    layout: Layout = "dense" if tensors.cu_seqlens_q is None else "varlen"
+    spec = _spec(layout, "backward", AttentionTensors(*tensors[:5], alibi_slopes=tensors.alibi_slopes), options, chunk)
+    complete = AttentionOptions(*options, max_seqlen_q, max_seqlen_k, True, attention_chunk=chunk)
+    return attention_gradients(spec, tensors, complete)
+
+
+def _plan(chosen: Backend, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions) -> Run:
+    if spec.needs_grad and not chosen.differentiable:
+        return plan_differentiable(chosen, spec, tensors, options)
+    return chosen.plan(spec, tensors, options)
+
+
+def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
+    q, k, v, sinks, mask = tensors[:5]
+    causal, scale, window_size, softcap, chunk, return_lse, backend = given
+    check_qkv("dense", q, k, v)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}")
+    options = softmax_options(q, causal, scale, window_size, softcap, sinks)
+    if chunk != 0:  # a plan for a cache that grows serves every number of keys with this bit length
+        chunk = effective_chunk(chunk, options.window_size, (1 << k.shape[1].bit_length()) - 1)
+    if mask is not None:
+        check_mask(mask, q, k)
+    check_alibi(tensors.alibi_slopes, q, q.shape[0])
+    check_out(tensors.out, q, v)
+    over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
+    few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not needs_grad(tensors)
+    op: Op = "decode" if few and over_keys else "attention"
+    spec = _spec("dense", op, tensors, options, chunk)
+    if backend == "auto" and over_keys and divides_keys(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
+        spec = replace(spec, op="decode")
+    complete = AttentionOptions(*options, q.shape[1], k.shape[1], return_lse, attention_chunk=chunk)
+    return _plan(select_backend(spec, backend), spec, tensors, complete)
+
+
+def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Run:
+    q, k, v, sinks = tensors[:4]
+    causal, scale, window_size, softcap, chunk, return_lse, backend = given
+    assert tensors.cu_seqlens_q is not None
+    assert tensors.keys is not None
+    check_qkv("varlen", q, k, v)
+    options = softmax_options(q, causal, scale, window_size, softcap, sinks)
+    check_index("cu_seqlens_q", tensors.cu_seqlens_q, q, None)
+    check_index("cu_seqlens_k", tensors.keys, q, tensors.cu_seqlens_q.shape[0])
+    check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    chunk = effective_chunk(chunk, options.window_size, max_seqlen_k)
+    check_alibi(tensors.alibi_slopes, q, tensors.cu_seqlens_q.shape[0] - 1)
+    check_out(tensors.out, q, v)
+    spec = _spec("varlen", "attention", tensors, options, chunk)
+    complete = AttentionOptions(*options, max_seqlen_q, max_seqlen_k, return_lse, attention_chunk=chunk)
+    return _plan(select_backend(spec, backend), spec, tensors, complete)
+
+
+def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: Options) -> Run:
+    q, k_cache, v_cache, sinks = tensors[:4]
+    causal, scale, window_size, softcap, chunk, return_lse, backend = given
+    assert tensors.cu_seqlens_q is not None
+    assert tensors.keys is not None
+    assert tensors.block_table is not None
+    check_qkv("paged", q, k_cache, v_cache)
+    options = softmax_options(q, causal, scale, window_size, softcap, sinks)
+    check_index("cu_seqlens_q", tensors.cu_seqlens_q, q, None)
+    batch = tensors.cu_seqlens_q.shape[0] - 1
+    check_index("seqused_k", tensors.keys, q, batch)
+    check_block_table(tensors.block_table, q, batch)
+    capacity = tensors.block_table.shape[1] * k_cache.shape[1]
+    length = capacity if max_seqlen_k is None else max_seqlen_k
+    check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=length)
+    if length > capacity:
+        raise ValueError(f"max_seqlen_k must be at most max_pages * page_size = {capacity}, got {length}")
+    chunk = effective_chunk(chunk, options.window_size, length)
+    if num_splits < 0:
+        raise ValueError(f"num_splits must be 0 (heuristic) or positive, got {num_splits}")
+    check_cache(k_cache, v_cache)
+    check_descale(k_cache, tensors.k_descale, tensors.v_descale)
+    check_alibi(tensors.alibi_slopes, q, batch)
+    check_out(tensors.out, q, v_cache)
+    decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or k_cache.dtype != q.dtype
+    spec = _spec("paged", "decode" if decodes else "attention", tensors, options, chunk)
+    unequal = q.shape[0] < batch * max_seqlen_q
+    if backend == "auto" and not unequal and divides_keys(spec, batch, max_seqlen_q, length, _multiprocessors(q)):
+        spec = replace(spec, op="decode")
+    complete = AttentionOptions(*options, max_seqlen_q, length, return_lse, num_splits, attention_chunk=chunk)
+    chosen = select_backend(spec, backend)
+    if not decodes and unequal:
+        # Some sequences have fewer queries than the longest one, and may be decoding.
+        decode_spec = _spec("paged", "decode", tensors, options, chunk)
+        decoder = select_backend(decode_spec, backend) if backend == "auto" else chosen
+        if decoder.mixed_rows is not None and decoder.supports(decode_spec) is None:
+            return plan_mixed(decoder, chosen, spec, tensors, complete)
+    return chosen.plan(spec, tensors, complete)
+
+
+def _multiprocessors(q: Tensor) -> int:
+    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
+
+
+def _plan_store(tensors: StoreTensors, backend: str) -> Run:
+    k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale = tensors
+    check_store(k, v, k_cache, v_cache, slot_mapping)
+    check_cache(k_cache, v_cache)
+    check_descale(k_cache, k_descale, v_descale)
+    spec = AttentionSpec(
+        layout="paged",
+        device=k.device.type,
+        arch=arch_of(k.device),
+        dtype=k.dtype,
+        kv_dtype=k_cache.dtype,
+        head_dim=k.shape[2],
+        head_dim_v=v.shape[2],
+        num_heads=k.shape[1],
+        num_kv_heads=k.shape[1],
+        page_size=k_cache.shape[1],
+        op="store_kv",
+    )
+    return select_backend(spec, backend).plan(spec, tensors, None)
+
+
+def _spec(layout: Layout, op: Op, tensors: AttentionTensors, options: SoftmaxOptions, chunk: int) -> AttentionSpec:
+    q, k, v, sinks, mask = tensors[:5]
+    paged = layout == "paged"
+    return AttentionSpec(
+        layout=layout,
+        device=q.device.type,
+        arch=arch_of(q.device),
+        dtype=q.dtype,
+        kv_dtype=k.dtype,
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        num_heads=q.shape[-2],
+        num_kv_heads=k.shape[-2],
+        window_size=options.window_size,
+        softcap=options.softcap != 0.0,
+        sinks=sinks is not None,
+        alibi=tensors.alibi_slopes is not None,
+        attention_chunk=chunk > 0,
+        mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
+        page_size=k.shape[1] if paged else 0,
+        needs_grad=needs_grad(tensors),
+        op=op,
+        whole_rows=not paged or (_has_whole_rows(k) and _has_whole_rows(v)),
+    )
+
+
+def needs_grad(tensors: AttentionTensors) -> bool:
+    """Whether autograd will ask for gradients of this call."""
+    differentiable = (*tensors[:5], tensors.alibi_slopes)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
+
+
+def _has_whole_rows(cache: Tensor) -> bool:
+    """Whether tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens."""
+    page, token, head, _ = cache.stride()
+    return token > 0 and page % token == 0 and not ((token | head) * cache.element_size() | cache.data_ptr()) & 15

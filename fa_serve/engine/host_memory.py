@@ -1,0 +1,78 @@
+"""Memory of the host that the process has freed goes back to the system, although the C library would keep it.
+
+    limit_host_memory()                      # before other threads start, and before the first forward
+    MemoryTrimmer().start()                  # a thread that looks every few seconds
+
+glibc keeps what is freed for later allocations, in as many as eight arenas for each core, and returns only the free end of the
+oldest one. After a burst of large requests a server would keep hundreds of megabytes that nothing uses. `malloc_trim` returns
+every free page. It takes 0.4 ms if there is none and 5 to 15 ms for 100 MB, so it is called only while the process is larger
+than it once was. Other C libraries have neither function, and nothing happens there.
+
+On a CPU, oneDNN and the layer of torch above it keep what they have prepared for each shape of a matrix product, 1024 shapes
+each. A step has as many rows as tokens, so clients decide how many shapes there are: 800 took 430 MB. The caches are bounded
+to a number that the usual steps of a server fit into. Sources: mallopt(3), malloc_trim(3), oneDNN's "Primitive Cache".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from contextlib import suppress
+
+M_ARENA_MAX = -8
+ARENAS = 2
+"""Arenas for all threads. Few threads allocate tensors and bodies, and Python's small objects have memory of their own."""
+SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Environment variables of oneDNN and of torch. Both caches hold the same shapes: bounding one of them frees little."""
+SHAPES = 128
+"""Shapes of matrix products, of which a step has about five. They take 70 MB in both caches."""
+INTERVAL_SECONDS = 5.0
+GROWTH = 8 << 20
+"""Bytes above the least resident memory so far that make a trim worth while."""
+
+
+def limit_host_memory() -> None:
+    """Bound what the C library and torch keep in this process and in processes that it starts.
+
+    malloc uses few arenas, so that what one thread frees serves the others. Variables that the operator has set win.
+    """
+    for name in SHAPE_CACHES:
+        os.environ.setdefault(name, str(SHAPES))
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with suppress(OSError, AttributeError):  # glibc only
+            ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
+
+
+def resident_bytes() -> int:
+    """Memory of this process, shared memory included; 0 where the system does not say."""
+    with suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+class MemoryTrimmer:
+    """Calls malloc_trim every INTERVAL_SECONDS while the process is larger than it once was. One for a process."""
+
+    def __init__(self) -> None:
+        self._least = 0
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="fa_serve-trim", daemon=True).start()
+
+    def look(self) -> bool:
+        """Trim if the process has grown. Returns whether it did so."""
+        resident = resident_bytes()
+        if self._least and resident < self._least + GROWTH:
+            self._least = min(self._least, resident)
+            return False
+        with suppress(OSError, AttributeError):  # glibc only
+            ctypes.CDLL(None).malloc_trim(0)
+        self._least = min(self._least or resident, resident_bytes())
+        return True
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(INTERVAL_SECONDS)
+            self.look()

@@ -1,0 +1,55 @@
+"""What one step computes, as the scheduler decides it. Plain data, no torch.
+
+for chunk in batch.chunks: ...           # of prompts, or the last token of a sequence and its drafts
+batch.num_tokens
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fa_serve.engine.sequence import SequenceState
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens start .. start + length - 1 of one sequence.
+
+    samples: whether the chunk reaches the last token, so that the step samples the next one
+    num_prompt_logits: number of tokens, from the first of the chunk on, whose logits are wanted for `prompt_logprobs`
+    drafts: guesses of the tokens after the last one, which are computed as the last tokens of the chunk; the step then samples
+            one token after the last known one and one after each draft
+    """
+
+    sequence: SequenceState
+    slot: int
+    start: int
+    length: int
+    samples: bool
+    num_prompt_logits: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the step samples for this chunk."""
+        return self.samples + len(self.drafts)
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """What one step computes. `admitted` are the sequences that have been given a slot for this step."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[SequenceState] = field(default_factory=list)
+    num_tokens: int = 0
+    num_prompt_logits: int = 0
+    num_drafts: int = 0
+
+    def append(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.num_tokens += chunk.length
+        self.num_prompt_logits += chunk.num_prompt_logits
+        self.num_drafts += len(chunk.drafts)
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks)

@@ -1,0 +1,209 @@
+"""Speculation: guesses of a sequence's next tokens (drafts), which one step of the model verifies. Plain Python, no torch.
+
+    speculation = Speculation(num_tokens=7)                      # for each sequence and step
+    if speculation.waits(sequence, num_running): ...             # its newest token is worth waiting for
+    drafts = speculation.draft(sequence, num_running, most=7)    # [] when there is nothing to guess from
+    accepted = num_accepted(drafts, draws)                       # the step has computed 1 + len(drafts) draws
+    speculation.record(sequence, len(drafts), accepted)
+
+A draw depends on the tokens before it, the request's seed and the position alone. A step that computes the last token and k
+drafts therefore makes k + 1 draws, and a draft is right exactly if it equals the draw in its place. The draws are kept up to
+and including the first one that differs from its draft. The tokens are those that the model draws one by one; only their
+number per step changes.
+
+The guesses come from prompt lookup: it finds the longest recent n-gram that occurred earlier in the prompt or the answer, and
+proposes what came after it (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
+
+Speculation turns itself off in two ways. The rows of a step, sequences times 1 + drafts, stay within MAX_ROWS, so that each
+sequence gets fewer drafts the more sequences run, and none beyond half of MAX_ROWS. A sequence whose drafts are all wrong
+drafts nothing for its next 2, 4, ... MAX_PAUSE tokens. Left out: pages and steps (scheduler.py), draws (sampler.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.stats import SpeculationStats
+
+MAX_ROWS = 128
+"""Rows of a step up to which drafts are verified. Up to about so many rows, products take the time of reading the weights."""
+MAX_PAUSE = 64
+"""Tokens for which a sequence whose drafts were wrong many times in a row drafts nothing."""
+MIN_MATCH = 3
+"""Tokens of an n-gram that must have occurred before."""
+MAX_MATCH = 16
+"""Tokens up to which a longer match is better."""
+MAX_CANDIDATES = 8
+"""Earlier occurrences of an n-gram that are compared, the newest first."""
+CATCH_UP = 1024
+"""Tokens that enter an index at once, about half a millisecond of work. A long prompt is indexed over several steps."""
+MAX_NGRAMS = 1 << 16
+"""Different n-grams in an index. When there are more, the index starts anew, so that older tokens are not found any more."""
+
+
+def draft_limit(num_tokens: int, num_running: int) -> int:
+    """How many tokens each of so many sequences may draft in a step. num_tokens: the most that a sequence may draft"""
+    return min(num_tokens, max(MAX_ROWS // max(num_running, 1) - 1, 0))
+
+
+class NgramIndex:
+    """Where the n-grams of MIN_MATCH tokens occur in one sequence of tokens. Appending and looking up are O(1) per token."""
+
+    def __init__(self) -> None:
+        self._newest: dict[tuple[int, ...], int] = {}  # by n-gram: the position after its newest occurrence
+        self._previous = array("q")  # by position after an occurrence: that of the occurrence before, or 0
+
+    def extend(self, tokens: Sequence[int]) -> bool:
+        """Take in the tokens that are new. `tokens` is the whole sequence, which only grows. Returns whether all are in now.
+
+        The last n-gram stays out, because nothing is known to follow it.
+        """
+        first = len(self._previous)
+        last = min(len(tokens), first + CATCH_UP)
+        newest = self._newest
+        for end in range(first, last):
+            key = tuple(tokens[end - MIN_MATCH : end]) if end >= MIN_MATCH else ()
+            self._previous.append(newest.get(key, 0) if key else 0)
+            if key:
+                newest[key] = end
+        if len(newest) > MAX_NGRAMS:
+            newest.clear()
+        return last == len(tokens)
+
+    def continuation(self, tokens: Sequence[int], count: int) -> list[int]:
+        """`count` tokens that came after the longest earlier occurrence of the last tokens; [] without an occurrence.
+
+        If these tokens reach the end of the sequence, they repeat from there on.
+        """
+        length = len(tokens)
+        if length <= MIN_MATCH:
+            return []
+        position = self._newest.get(tuple(tokens[-MIN_MATCH:]), 0)
+        found = 0
+        longest = 0
+        for _ in range(MAX_CANDIDATES):
+            if not position:
+                break
+            match = MIN_MATCH
+            while match < min(MAX_MATCH, position) and tokens[position - 1 - match] == tokens[length - 1 - match]:
+                match += 1
+            if match > longest:
+                found = position
+                longest = match
+            position = self._previous[position]
+        if not found:
+            return []
+        period = length - found
+        if period >= count:
+            return list(tokens[found : found + count])
+        return [tokens[found + index % period] for index in range(count)]
+
+
+@dataclass(slots=True)
+class Drafter:
+    """What speculation remembers of one sequence.
+
+    failures:  how many times in a row all drafts were wrong
+    resume_at: number of tokens from which on it drafts again
+    checked_at: number of tokens for which `waiting` was decided
+    waiting:   whether it was held back for its newest token
+    """
+
+    index: NgramIndex = field(default_factory=NgramIndex)
+    failures: int = 0
+    resume_at: int = 0
+    checked_at: int = 0
+    waiting: bool = False
+
+
+class Speculation:
+    """Owner of the drafters of unfinished sequences.
+
+    num_tokens: largest number of drafts of a sequence in one step
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._accepted_at = [0] * num_tokens
+        self._drafters: dict[SequenceState, Drafter] = {}
+
+    def is_on(self, num_running: int) -> bool:
+        """Whether each of so many sequences may draft a token."""
+        return self.num_tokens > 0 and num_running <= MAX_ROWS // 2
+
+    def waits(self, sequence: SequenceState, num_running: int) -> bool:
+        """Whether a sequence whose newest token is not known yet should wait for it, because a match promises drafts."""
+        if not self.is_on(num_running) or not sequence.num_pending or not self._may_draft(sequence):
+            return False
+        drafter = self._drafter(sequence)
+        length = len(sequence.tokens)
+        if drafter.checked_at != length:
+            drafter.checked_at = length
+            enough = sequence.num_output_tokens + 2 < sequence.request.max_tokens
+            drafter.waiting = enough and bool(self._propose(drafter, sequence, 2))
+        return drafter.waiting
+
+    def draft(self, sequence: SequenceState, num_running: int, most: int) -> list[int]:
+        """At most `most` guesses of the tokens after the last one; [] unless the next step computes only that one."""
+        if not sequence.num_output_tokens or sequence.num_pending:
+            return []
+        left = sequence.request.max_tokens - sequence.num_output_tokens
+        count = min(draft_limit(self.num_tokens, num_running), most, left - 1)
+        if sequence.num_computed + 1 != len(sequence.tokens) or count < 1 or not self._may_draft(sequence):
+            return []
+        drafter = self._drafter(sequence)
+        drafts = self._propose(drafter, sequence, count)
+        if drafter.waiting and not drafts:
+            self._pause(drafter, sequence)  # it has waited in vain
+        drafter.waiting = False
+        return drafts
+
+    def record(self, sequence: SequenceState, num_drafts: int, accepted: int) -> None:
+        """The first `accepted` of `num_drafts` drafts were right."""
+        self._num_drafts += 1
+        self._num_draft_tokens += num_drafts
+        for position in range(accepted):
+            self._accepted_at[position] += 1
+        drafter = self._drafter(sequence)
+        if accepted:
+            drafter.failures = 0
+        else:
+            self._pause(drafter, sequence)
+
+    def forget(self, sequence: SequenceState) -> None:
+        """The sequence has ended."""
+        self._drafters.pop(sequence, None)
+
+    def snapshot(self) -> SpeculationStats:
+        return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_at))
+
+    def _propose(self, drafter: Drafter, sequence: SequenceState, count: int) -> list[int]:
+        if not drafter.index.extend(sequence.tokens):
+            return []
+        return drafter.index.continuation(sequence.tokens, count)
+
+    def _pause(self, drafter: Drafter, sequence: SequenceState) -> None:
+        drafter.failures += 1
+        drafter.resume_at = len(sequence.tokens) + min(2**drafter.failures, MAX_PAUSE)
+
+    def _may_draft(self, sequence: SequenceState) -> bool:
+        if not sequence.request.params.speculative:
+            return False
+        drafter = self._drafters.get(sequence)
+        return drafter is None or len(sequence.tokens) >= drafter.resume_at
+
+    def _drafter(self, sequence: SequenceState) -> Drafter:
+        return self._drafters.setdefault(sequence, Drafter())
+
+
+def num_accepted(drafts: Sequence[int], draws: Sequence[int]) -> int:
+    """How many drafts, from the first one on, equal their draws."""
+    for index, draft in enumerate(drafts):
+        if draft != draws[index]:
+            return index
+    return len(drafts)

@@ -1,0 +1,49 @@
+"""The masks of one step: which tokens the structured outputs of its sequences allow, by row of the logits.
+
+    masks, failed = step_masks(grammars, batch, output_states)
+    pending = runner.sample(forward, masks)
+
+To be called when every token before the step is known on the host. Left out: how a mask is computed (structured.py) and where
+it meets the logits (sampler.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa_serve.engine.errors import RequestError
+from fa_serve.engine.output_state import OutputState
+from fa_serve.engine.scheduled_batch import ScheduledBatch
+from fa_serve.engine.structured import Grammars
+
+
+def step_masks(
+    grammars: Grammars, batch: ScheduledBatch, states: Mapping[str, OutputState]
+) -> tuple[dict[int, NDArray[np.int32]], list[tuple[OutputState, RequestError]]]:
+    """Masks by row, as `ModelRunner.sample` takes them, and the answers whose matchers have given up.
+
+    states: those of unfinished requests, by request id; a step may compute sequences that have ended
+    """
+    rows: list[int] = []
+    drafts: list[list[int]] = []
+    constrained: list[OutputState] = []
+    first = 0
+    for chunk in batch.chunks:
+        state = states.get(chunk.sequence.request.request_id)
+        if chunk.samples and state is not None and state.matcher is not None:
+            rows += range(first, first + chunk.num_samples)
+            drafts.append(chunk.drafts)
+            constrained.append(state)
+        first += chunk.num_samples
+    if not rows:
+        return {}, []
+    masks = grammars.masks([state.matcher for state in constrained], drafts)
+    failed = []
+    for state in constrained:
+        if state.matcher.is_error():
+            reason = state.matcher.get_error()[:200]
+            failed.append((state, RequestError("grammar", f"the matcher of the structured output failed: {reason}")))
+    return dict(zip(rows, masks, strict=True)), failed

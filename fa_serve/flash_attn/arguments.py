@@ -1,0 +1,76 @@
+"""What the signatures of FlashAttention-2 and -3 share: the arguments of the softmax, and arguments that are refused.
+
+The functions of `fa_serve.api` take the same options under the same names. This module translates values that flash-attn allows
+and fa_serve does not: a window in a list or a tensor, negative numbers for "unlimited" and "off".
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from fa_serve import api
+from fa_serve.spec import ParameterError
+
+UNLIMITED = (-1, -1)
+"""The default of `window_size`."""
+
+TAKES_ALIBI = {
+    function: "alibi_slopes" in inspect.signature(function).parameters
+    for function in (api.attention, api.attention_varlen, api.attention_paged)
+}
+"""Which functions of the API take `alibi_slopes`."""
+
+
+def softmax_arguments(
+    function: Callable[..., Any],
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int] | Tensor,
+    softcap: float,
+    alibi_slopes: Tensor | None = None,
+) -> dict[str, Any]:
+    """The options of the softmax as keywords of `function`, which is a function of `fa_serve.api`.
+
+    window_size:  (left, right), negative numbers are unlimited; softcap: off unless it is positive
+    alibi_slopes: (num_heads,) or (batch, num_heads), float32
+    """
+    if window_size is not UNLIMITED:
+        left, right = window_size
+        window_size = (max(int(left), -1), max(int(right), -1))
+    arguments: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap if softcap > 0.0 else 0.0,
+    }
+    if alibi_slopes is not None:
+        if not TAKES_ALIBI[function]:
+            refuse("alibi_slopes", "be None, because the kernels have no ALiBi bias", tuple(alibi_slopes.shape))
+        arguments["alibi_slopes"] = alibi_slopes
+    return arguments
+
+
+def refuse(field: str, rule: str, value: object) -> NoReturn:
+    """Raise the error for an argument of flash-attn that fa_serve cannot honour."""
+    raise ParameterError(field, rule, value, code="unsupported")
+
+
+def refuse_dropout(dropout_p: float) -> NoReturn:
+    """Raise the error for a probability of dropout that is not 0."""
+    rule = "be 0, because the kernels have no dropout; call model.eval() or set the model's dropout to 0"
+    refuse("dropout_p", rule, dropout_p)
+
+
+def refuse_tensor(field: str, why: str, given: Tensor | None) -> None:
+    """A tensor that the kernels cannot use must be None."""
+    if given is not None:
+        refuse(field, f"be None, because {why}", tuple(given.shape))
+
+
+def host_integer(length: Any) -> int:
+    """A maximal length as an int. A tensor on a GPU is read, which waits for the device, as it does in flash-attn."""
+    return length if type(length) is int else int(length)

@@ -1,0 +1,286 @@
+"""What clients send to /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API.
+
+A request becomes a ChatRequest: `system` is its first message, a `tool_result` is a message of the role tool, and `tool_use`
+and `thinking` blocks are fields of the assistant's message. Texts of several blocks are joined by a line break, the assistant's
+without one. Coding agents always send `cache_control`, a budget for thoughts and an effort; docs/api.md says what becomes of
+these. Images, documents, citations, server tools and answers that begin with given text are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag, model_validator
+from pydantic_core import to_json
+
+from ..chat.conversation import (
+    CalledFunction,
+    ChatRequest,
+    Function,
+    FunctionName,
+    Message,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from ..schemas import NonEmpty
+from ..strict import NOTHING, StrictModel, Unsupported, field_error
+from .dialect import Translated, by_type, message
+
+CacheControl = Annotated[
+    dict[str, Any] | None, Field(description="Accepted without an effect: prefixes are cached for every request.")
+]
+
+
+class TextBlock(StrictModel):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl = None
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"citations": ([],)}
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+class ThinkingBlock(StrictModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = Field(None, description="Not checked.")
+
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+class ToolUseBlock(StrictModel):
+    type: Literal["tool_use"]
+    id: NonEmpty
+    name: NonEmpty
+    input: dict[str, Any]
+    cache_control: CacheControl = None
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"caller": ({"type": "direct"},), "toolset_name": NOTHING}
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+class ToolResultBlock(StrictModel):
+    type: Literal["tool_result"]
+    tool_use_id: NonEmpty
+    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    is_error: bool | None = Field(None, description="The template gets the content behind `Error: `.")
+    cache_control: CacheControl = None
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"toolset_name": NOTHING}
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+    def text(self) -> str:
+        return ("Error: " if self.is_error else "") + _text(self.content or "")
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    by_type("must be text, thinking, tool_use or tool_result, because this server supports no other blocks"),
+]
+Texts = str | Annotated[list[TextBlock], Field(fail_fast=True)]
+ALLOWED = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+    "system": ("text",),
+}  # types of blocks by the role of their message
+
+
+class Turn(StrictModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
+
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Turn:
+        allowed = ALLOWED[self.role]
+        for number, block in enumerate(self._blocks()):
+            if block.type not in allowed:
+                raise field_error(f"content[{number}].type", f"must be {' or '.join(allowed)} in messages of the {self.role}")
+        return self
+
+    def _blocks(self) -> list[Any]:
+        return [] if isinstance(self.content, str) else self.content
+
+    def messages(self) -> list[Message]:
+        """The messages of a chat that say the same."""
+        if isinstance(self.content, str):
+            return [message(self.role, content=self.content)]
+        if self.role == "assistant":
+            return [self._assistant()]
+        messages: list[Message] = []
+        texts: list[TextBlock] = []
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                texts.append(block)
+                continue
+            if texts:
+                messages.append(message(self.role, content=_text(texts)))
+                texts = []
+            assert isinstance(block, ToolResultBlock)  # by _check_blocks
+            messages.append(message("tool", tool_call_id=block.tool_use_id, content=block.text()))
+        if texts or not messages:
+            messages.append(message(self.role, content=_text(texts)))
+        return messages
+
+    def _assistant(self) -> Message:
+        by_kind: dict[str, list[Any]] = {"text": [], "thinking": [], "tool_use": []}
+        for block in self._blocks():
+            by_kind[block.type].append(block)
+        calls = [
+            ToolCall(
+                id=block.id,
+                type="function",
+                function=CalledFunction(name=block.name, arguments=to_json(block.input).decode()),
+            )
+            for block in by_kind["tool_use"]
+        ]
+        return message(
+            "assistant",
+            content="".join(block.text for block in by_kind["text"]),
+            tool_calls=calls or None,
+            reasoning_content="\n".join(block.thinking for block in by_kind["thinking"]) or None,
+        )
+
+
+class ToolDefinition(StrictModel):
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    eager_input_streaming: bool | None = Field(None, description="Inputs always stream as the model writes them.")
+    cache_control: CacheControl = None
+
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        "allowed_callers": (["direct"],),
+        "defer_loading": (False,),
+        "input_examples": ([],),
+    }
+
+    def tool(self) -> Tool:
+        function = Function(name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict)
+        return Tool(type="function", function=function)
+
+
+class ToolSelection(StrictModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: NonEmpty | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolSelection:
+        if (self.type == "tool") != (self.name is not None):
+            raise field_error("name", "must be given with the type tool, and with no other type")
+        return self
+
+    def choice(self) -> ToolChoice:
+        if self.name is not None:
+            return NamedTool(type="function", function=FunctionName(name=self.name))
+        choices: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+        return choices[self.type]
+
+
+class Thinking(StrictModel):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1, description="Accepted without an effect.")
+    display: Literal["summarized", "omitted"] | None = Field(None, description="Thoughts are complete unless omitted.")
+
+
+class OutputFormat(StrictModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(StrictModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For the chat template, if it reads reasoning_effort."
+    )
+    format: OutputFormat | None = None
+
+
+class Metadata(StrictModel):
+    user_id: str | None = Field(None, max_length=512, description="Written to the access log.")
+
+
+class CountTokensRequest(Translated):
+    model: str
+    messages: list[Turn] = Field(min_length=1, fail_fast=True)
+    system: Texts | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: ToolSelection | None = None
+    thinking: Thinking | None = Field(None, description="For the chat template, if it reads enable_thinking.")
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl = None
+
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        "container": NOTHING,
+        "context_management": NOTHING,
+        "diagnostics": NOTHING,
+        "inference_geo": NOTHING,
+        "mcp_servers": ([],),
+        "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
+        "user_profile_id": NOTHING,
+        "workspace_id": NOTHING,
+    }
+
+    @model_validator(mode="after")
+    def _check_last(self) -> CountTokensRequest:
+        if self.messages[-1].role == "assistant":
+            raise field_error("messages", "must not end with a message of the assistant, whose text cannot be continued")
+        return self
+
+    def translated(self) -> ChatRequest:
+        return ChatRequest(**self._chat_fields())
+
+    def _chat_fields(self) -> dict[str, Any]:
+        messages = [message("system", content=_text(self.system))] if self.system else []
+        for turn in self.messages:
+            messages += turn.messages()
+        chosen = self.tool_choice
+        output = self.output_config and self.output_config.format
+        schema = {"type": "json_schema", "json_schema": {"name": "output", "schema": output.schema_}} if output else None
+        return {
+            "model": self.model,
+            "messages": messages,
+            "tools": [definition.tool() for definition in self.tools or ()],
+            "tool_choice": chosen and chosen.choice(),
+            "parallel_tool_calls": False if chosen and chosen.disable_parallel_tool_use else None,
+            "response_format": schema and ResponseFormat.model_validate(schema),
+        }
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int = Field(ge=1, description="Lowered to what the model's context has room for.")
+    stop_sequences: Annotated[list[NonEmpty], Field(max_length=16, fail_fast=True)] | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    stream: bool | None = None
+    metadata: Metadata | None = None
+
+    @property
+    def user(self) -> str | None:
+        return None if self.metadata is None else self.metadata.user_id
+
+    def translated(self) -> ChatRequest:
+        return ChatRequest(
+            **self._chat_fields(),
+            max_completion_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stream=self.stream,
+        )
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)

@@ -1,0 +1,192 @@
+"""What the dialects share: a request that becomes a ChatRequest, and an answer that is a ChatAnswer in other words.
+
+    class Request(Translated): def translated(self) -> ChatRequest: ...
+    class Reply(DialectAnswer): ...
+    for change, part, text in parts.read(delta): ...
+
+A part of an answer is its thoughts, a text, or a tool call. `Parts` turns the deltas of chat/messages.py into changes of parts,
+because both dialects announce each part, fill it, and close it before the next one begins.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import Discriminator, PrivateAttr, ValidationError, model_validator
+from pydantic_core import to_json
+
+from fa_serve.engine import RequestOutput
+
+from ..chat.chat_answer import ChatAnswer
+from ..chat.conversation import ChatRequest, Message
+from ..errors import ApiError
+from ..service import Service
+from ..strict import StrictModel, field_error
+
+
+def by_type(rule: str, default: str | None = None) -> Discriminator:
+    """Members of a union have a Tag of their type's name in angle brackets. Another type gets one error with this rule.
+
+    default: the type of an object without the field `type`
+    """
+
+    def tag(value: Any) -> str:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        # angle brackets make it no identifier, so that the location of an error leaves it out
+        return f"<{kind}>" if isinstance(kind, str) else "<>"
+
+    return Discriminator(tag, custom_error_type="unknown_type", custom_error_message=rule)
+
+
+def message(role: str, **fields: Any) -> Message:
+    return Message.model_validate({"role": role} | fields)
+
+
+class Translated(StrictModel):
+    """A request with the meaning of a ChatRequest. It is translated while it is validated, beside the event loop if large."""
+
+    _chat: ChatRequest = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _translate(self) -> Translated:
+        try:
+            self._chat = self.translated()
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            context = first.get("ctx", {})
+            field = context.get("field") or str(first["loc"][0])
+            raise field_error(field, context.get("rule") or first["msg"]) from None
+        return self
+
+    @property
+    def chat(self) -> ChatRequest:
+        return self._chat
+
+    def translated(self) -> ChatRequest:
+        """The same request as one for chat completions. Raises a custom error of pydantic, which names the field."""
+        raise NotImplementedError
+
+
+@dataclass
+class Part:
+    """number: among the parts of the answer; identity, name: of a call; text: so far, the arguments of a call"""
+
+    kind: Literal["thoughts", "text", "call"]
+    number: int
+    identity: str = ""
+    name: str = ""
+    text: str = ""
+
+
+Change = tuple[Literal["begin", "more", "end"], Part, str]
+
+
+class Parts:
+    """The parts of one answer. `read` gives the changes that a delta makes; `more` carries the text that is new."""
+
+    def __init__(self) -> None:
+        self.all: list[Part] = []
+        self._open = False
+
+    def read(self, delta: Mapping[str, Any]) -> Iterator[Change]:
+        calls = list(delta.get("tool_calls", ()))
+        if thoughts := delta.get("reasoning_content"):
+            yield from self._text("thoughts", thoughts)
+        while calls and "id" not in calls[0]:  # more of the call that is open, which precedes any new text
+            yield from self._more(calls.pop(0)["function"]["arguments"])
+        if text := delta.get("content"):
+            yield from self._text("text", text)
+        for call in calls:
+            if "id" in call:
+                yield from self._begin(Part("call", len(self.all), call["id"], call["function"]["name"]))
+            yield from self._more(call["function"]["arguments"])
+
+    def end(self) -> Iterator[Change]:
+        """Close the last part."""
+        if self._open:
+            self._open = False
+            yield "end", self.all[-1], ""
+
+    def _text(self, kind: Literal["thoughts", "text"], text: str) -> Iterator[Change]:
+        if not self._open or self.all[-1].kind != kind:
+            yield from self._begin(Part(kind, len(self.all)))
+        yield from self._more(text)
+
+    def _begin(self, part: Part) -> Iterator[Change]:
+        yield from self.end()
+        self.all.append(part)
+        self._open = True
+        yield "begin", replace(part), ""  # as it is now, without the text that follows
+
+    def _more(self, text: str) -> Iterator[Change]:
+        if text:
+            self.all[-1].text += text
+            yield "more", self.all[-1], text
+
+
+class DialectAnswer(ChatAnswer):
+    """The answer to a request of a dialect.
+
+    FIELDS: the dialect's names of the fields of a ChatRequest that have another name there, for errors
+    _parts: of the answer, which is one choice
+    _changes: what the newest output has changed in the parts
+    _num_thought_tokens: generated before any part that is no thoughts
+    """
+
+    FIELDS: ClassVar[dict[str, str]]
+    event_begin = b"event: "
+    stream_end = b""
+
+    def __init__(self, request: Translated, service: Service, key: str | None):
+        self._parts = Parts()
+        self._changes: list[Change] = []
+        self._num_thought_tokens = 0
+        with self._renamed():
+            super().__init__(request.chat, service, key)
+
+    @contextmanager
+    def _renamed(self) -> Iterator[None]:
+        """Errors name the fields of the dialect."""
+        try:
+            yield
+        except ApiError as error:
+            error.param = self.FIELDS.get(error.param or "", error.param)
+            raise
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        with self._renamed():
+            async with aclosing(super()._outputs()) as outputs:
+                async for index, output in outputs:
+                    self._read(output)
+                    yield index, output
+
+    def _constraints(self) -> dict[str, dict[str, Any]]:
+        return {self.FIELDS.get(field, field): kinds for field, kinds in super()._constraints().items()}
+
+    def _variables(self) -> dict[str, Any]:
+        """Whether to think, and how much, are wishes: they reach a chat template that reads such a variable."""
+        wishes = {"enable_thinking": self._wants_thoughts(), "reasoning_effort": self._wanted_effort()}
+        given = {name: value for name, value in wishes.items() if value is not None and self._template.reads(name)}
+        return super()._variables() | given
+
+    @abstractmethod
+    def _wants_thoughts(self) -> bool | None: ...
+
+    @abstractmethod
+    def _wanted_effort(self) -> str | None: ...
+
+    def _read(self, output: RequestOutput) -> None:
+        self._changes = list(self._parts.read(self._reader(0).read(output.text, output.finished)))
+        if self._parts.all and all(part.kind == "thoughts" for part in self._parts.all):
+            self._num_thought_tokens = output.num_output_tokens
+        if output.finished:
+            self._changes += self._parts.end()
+
+
+def event(name: str, fields: Mapping[str, Any]) -> bytes:
+    """A server-sent event behind "event: ", without the empty line at its end."""
+    return name.encode() + b"\ndata: " + to_json({"type": name} | dict(fields))

@@ -1,0 +1,327 @@
+"""What clients send to /v1/responses, OpenAI's Responses API, without state.
+
+A request becomes a ChatRequest: `instructions` are its first message. Reasoning, a message of the assistant and function calls
+that follow each other are one message of the assistant, and an output of a function is a message of the role tool. What needs
+stored responses, such as `previous_response_id`, is refused; a client sends the whole conversation each time, as it does with
+`store: false`. Images, files, references to items and the built-in tools are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PrivateAttr, Tag, model_validator
+from pydantic_core import to_json
+
+from ..chat.conversation import (
+    Arguments,
+    CalledFunction,
+    ChatRequest,
+    Function,
+    FunctionName,
+    JsonSchemaFormat,
+    Message,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from ..schemas import NonEmpty
+from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error
+from .dialect import Translated, by_type, message
+
+MAX_RETURNED = 1 << 18  # bytes of the request's tools and schema that each of a response's objects repeats
+Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Field(description="Without an effect.")]
+Identity = Annotated[str | None, Field(description="Without an effect.")]
+
+
+class TextItem(StrictModel):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"annotations": ([],), "logprobs": ([],), "prompt_cache_breakpoint": NOTHING}
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+ItemTexts = str | Annotated[list[TextItem], Field(fail_fast=True)]
+
+
+class MessageItem(StrictModel):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: ItemTexts
+    id: Identity = None
+    status: Status = None
+    phase: Literal["commentary", "final_answer"] | None = Field(None, description="Without an effect.")
+
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+class FunctionCallItem(StrictModel):
+    type: Literal["function_call"]
+    call_id: NonEmpty
+    name: NonEmpty
+    arguments: Arguments
+    id: Identity = None
+    status: Status = None
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"async": (False,), "caller": ({"type": "direct"},), "namespace": NOTHING}
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+    def call(self) -> ToolCall:
+        return ToolCall(id=self.call_id, type="function", function=CalledFunction(name=self.name, arguments=self.arguments))
+
+
+class FunctionCallOutputItem(StrictModel):
+    type: Literal["function_call_output"]
+    call_id: NonEmpty
+    output: ItemTexts
+    id: Identity = None
+    status: Status = None
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"caller": ({"type": "direct"},), "name": NOTHING, "namespace": NOTHING}
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+class SummaryText(StrictModel):
+    type: Literal["summary_text"]
+    text: str
+
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+class ReasoningText(StrictModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+class ReasoningItem(StrictModel):
+    type: Literal["reasoning"]
+    summary: Annotated[list[SummaryText], Field(fail_fast=True)] | None = Field(None, description="Without an effect.")
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    id: Identity = None
+    status: Status = None
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"encrypted_content": NOTHING}
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    by_type(
+        "must be message, function_call, function_call_output or reasoning, because this server supports no other items",
+        default="message",
+    ),
+]
+Input = Annotated[
+    NonEmpty | Annotated[list[Item], Field(min_length=1, fail_fast=True)], Field(description="A text is a message of the user.")
+]
+
+
+class FunctionTool(StrictModel):
+    type: Literal["function"]
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Null is false.")
+
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        "allowed_callers": (["direct"],),
+        "async": (False,),
+        "defer_loading": (False,),
+        "output_schema": NOTHING,
+    }
+
+    def tool(self) -> Tool:
+        function = Function(name=self.name, description=self.description, parameters=self.parameters, strict=self.strict)
+        return Tool(type="function", function=function)
+
+
+class ChosenFunction(StrictModel):
+    type: Literal["function"]
+    name: NonEmpty
+
+
+FunctionChoice = Annotated[
+    Literal["none", "auto", "required"] | ChosenFunction,
+    one_error('"none", "auto", "required" or {"type": "function", "name": ...}'),
+]
+
+
+class TextFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="The answer follows the schema whether or not this is true.")
+
+    @model_validator(mode="after")
+    def _check_type(self) -> TextFormat:
+        for field, value in (("schema", self.schema_), ("name", self.name)):
+            if (self.type == "json_schema") != (value is not None):
+                raise field_error(field, "must be given with the type json_schema, and with no other type")
+        return self
+
+    def response_format(self) -> ResponseFormat:
+        if self.type != "json_schema":
+            return ResponseFormat(type=self.type)
+        schema = JsonSchemaFormat.model_validate({"name": self.name, "schema": self.schema_})
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+class TextConfig(StrictModel):
+    format: TextFormat | None = None
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"verbosity": ("medium",)}
+
+
+class Reasoning(StrictModel):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For the chat template, if it reads reasoning_effort, or enable_thinking for none."
+    )
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="Without an effect: reasoning is complete, and has no summary."
+    )
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"context": ("auto",), "generate_summary": NOTHING, "mode": ("standard",)}
+
+
+class ResponsesStreamOptions(StrictModel):
+    UNSUPPORTED: ClassVar[Unsupported] = {"include_obfuscation": (False,)}
+
+
+class ResponsesRequest(Translated):
+    _returned: dict[str, Any] = PrivateAttr()
+
+    model: str
+    input: Input
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=16, fail_fast=True)] | None = Field(
+        None, description="Without an effect: reasoning comes as plain text, and may be sent back so."
+    )
+    prompt_cache_key: str | None = Field(
+        None, max_length=512, description="Returned, without an effect: prefixes are cached for every request."
+    )
+    user: str | None = Field(None, max_length=512, description="Written to the access log.")
+    safety_identifier: str | None = Field(None, max_length=512, description="Written to the access log, like user.")
+
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        "access_programs": NOTHING,
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": NOTHING,
+        "image": NOTHING,
+        "max_tool_calls": NOTHING,
+        "metadata": ({},),
+        "moderation": NOTHING,
+        "previous_response_id": NOTHING,
+        "prompt": NOTHING,
+        "prompt_cache_options": NOTHING,
+        "prompt_cache_retention": NOTHING,
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> ResponsesRequest:
+        if self.stream_options is not None and not self.stream:
+            raise field_error("stream_options", "is only allowed when stream is true")
+        return self
+
+    @property
+    def returned(self) -> dict[str, Any]:
+        """The fields that come back with the response, as JSON."""
+        return self._returned
+
+    def translated(self) -> ChatRequest:
+        self._returned = self.model_dump(mode="json", by_alias=True, include={"reasoning", "text", "tool_choice", "tools"})
+        if len(to_json(self._returned)) > MAX_RETURNED:
+            self._returned |= {"text": None, "tools": None}
+        chosen = self.tool_choice
+        choice: ToolChoice | None
+        if isinstance(chosen, ChosenFunction):
+            choice = NamedTool(type="function", function=FunctionName(name=chosen.name))
+        else:
+            choice = chosen
+        form = self.text and self.text.format
+        fields: dict[str, Any] = {
+            "messages": self._messages(),
+            "tools": [each.tool() for each in self.tools or ()],
+            "tool_choice": choice,
+            "response_format": form and form.response_format(),
+        }
+        return ChatRequest(
+            model=self.model,
+            parallel_tool_calls=self.parallel_tool_calls,
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+            **fields,
+        )
+
+    def _messages(self) -> list[Message]:
+        messages = [message("system", content=self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*messages, message("user", content=self.input)]
+        turn = AssistantTurn()
+        for item in self.input:
+            if turn.takes(item):
+                continue
+            messages += turn.end()
+            if isinstance(item, MessageItem) and item.role != "assistant":
+                messages.append(message(item.role, content=_text(item.content)))
+            elif isinstance(item, FunctionCallOutputItem):
+                messages.append(message("tool", tool_call_id=item.call_id, content=_text(item.output)))
+            else:
+                turn.takes(item)
+        return messages + turn.end()
+
+
+class AssistantTurn:
+    """Items that are one message of the assistant: reasoning, then a text, then calls, any of them."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, Any] = {}
+
+    def takes(self, item: Any) -> bool:
+        """Whether the item belongs to the same message as those before. It has been added then."""
+        fields = self._fields
+        if isinstance(item, ReasoningItem) and not {"content", "tool_calls"} & fields.keys():
+            thoughts = "".join(part.text for part in item.content or ())
+            fields["reasoning_content"] = fields.get("reasoning_content", "") + thoughts
+        elif isinstance(item, MessageItem) and item.role == "assistant" and not {"content", "tool_calls"} & fields.keys():
+            fields["content"] = _text(item.content)
+        elif isinstance(item, FunctionCallItem):
+            fields.setdefault("tool_calls", []).append(item.call())
+        else:
+            return False
+        return True
+
+    def end(self) -> list[Message]:
+        """The message, if there is one. What comes next belongs to another one."""
+        fields = self._fields
+        self._fields = {}
+        return [message("assistant", **{"content": ""} | fields)] if any(fields.values()) else []
+
+
+def _text(content: str | list[TextItem]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

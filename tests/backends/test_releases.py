@@ -1,0 +1,65 @@
+"""A few kernels with the release of Triton that is installed: `make test-triton` runs this file with each release.
+
+The full matrix of variants and targets is compiled with one release, by the other files of this folder.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from cross_compile import compiling_for
+
+from fa_serve.backends import launch
+from fa_serve.backends.hopper import HopperBackend
+from fa_serve.backends.hopper.forward import plan_forward as plan_hopper
+from fa_serve.backends.triton.decode import plan_decode
+from fa_serve.backends.triton.forward import plan_forward as plan_portable
+from fa_serve.spec import AttentionSpec
+from fa_serve.testing import cu_seqlens, make_qkv, run_plan
+
+OPTIONS = {"softmax_scale": 0.1, "window_size": (-1, 0), "softcap": 0.0, "sinks": None, "out": None, "return_lse": True}
+
+
+def test_this_release_is_known() -> None:
+    """Both what the kernel is written in, and how a kernel is launched without the JIT."""
+    llama = AttentionSpec("varlen", "cuda", 90, torch.bfloat16, torch.bfloat16, 128, 128, 32, 8, (-1, 0))
+    assert HopperBackend().supports(llama) is None
+    assert launch._HAS_KNOWN_LAUNCHER
+    assert triton.__version__.startswith("3.6.") == launch._FLAT_ARGUMENTS
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_hopper_kernel(head_dim: int) -> None:
+    q, k, v = make_qkv(1, 2048, 2048, 4, 2, head_dim, dtype=torch.bfloat16)
+    with compiling_for("sm90") as kernels:
+        run_plan(plan_hopper, q, k, v, **OPTIONS)
+    [kernel] = kernels
+    found = kernel.instructions
+    assert min(found["HGMMA"], found["UTMALDG"], found["UTMASTG"]) > 0
+    assert found["HMMA"] == 0
+    assert kernel.spill_bytes <= 24, "the budget of test_forward_compiled.py, outside of the loop"
+    assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
+
+
+def test_the_hopper_kernel_over_pages() -> None:
+    """The rings of shared memory are reinterpreted as boxes of a page."""
+    q, k, v = (x.flatten(0, 1) for x in make_qkv(1, 512, 512, 4, 2, 128, dtype=torch.bfloat16))
+    k, v = (x.unflatten(0, (32, 16)) for x in (k, v))
+    table = torch.zeros(1, 32, dtype=torch.int32)
+    lengths = {"cu_seqlens_q": cu_seqlens([512]), "seqused_k": torch.tensor([512], dtype=torch.int32)}
+    with compiling_for("sm90") as kernels:
+        run_plan(plan_hopper, q, k, v, block_table=table, max_seqlen_q=512, max_seqlen_k=512, **lengths, **OPTIONS)
+    table_kernel, kernel = kernels
+    assert (table_kernel.name, kernel.name) == ("_tile_table", "_attention_forward")
+    assert kernel.instructions["UTMALDG"] > 0
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_the_portable_kernels(target: str) -> None:
+    q, k, v = make_qkv(2, 256, 256, 8, 2, 128, dtype=torch.bfloat16)
+    with compiling_for(target) as kernels:
+        run_plan(plan_portable, q, k, v, **OPTIONS)
+        run_plan(plan_decode, q[:, :1].contiguous(), k, v, **OPTIONS)
+    assert [kernel.name for kernel in kernels][:2] == ["_attn_fwd", "_decode"]
+    assert all(kernel.spill_bytes <= 32 for kernel in kernels)

@@ -1,0 +1,120 @@
+"""Freed memory goes back to the system, and caches are bounded: separate processes allocate, free, and look."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fa_serve.engine import host_memory
+from fa_serve.engine.host_memory import GROWTH, MemoryTrimmer
+
+BURST = """
+import ctypes, runpy, sys, threading
+module = runpy.run_path(sys.argv[1])  # without the rest of the engine
+resident_bytes = module["resident_bytes"]
+if "arenas" in sys.argv:
+    module["limit_host_memory"]()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+trimmer = module["MemoryTrimmer"]()
+trimmer.look()
+calm = resident_bytes()
+barrier = threading.Barrier(8)
+def burst():
+    barrier.wait()
+    blocks = [libc.malloc(4096) for _ in range(2000)]
+    for block in blocks:
+        ctypes.memset(block, 1, 4096)
+    barrier.wait()
+    kept = blocks[-1]  # the end of the arena stays in use, so free() returns nothing
+    for block in blocks[:-1]:
+        libc.free(block)
+threads = [threading.Thread(target=burst) for _ in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+peak = resident_bytes()
+if "trim" in sys.argv:
+    assert trimmer.look()
+print(calm >> 20, peak >> 20, resident_bytes() >> 20, open("/proc/self/maps").read().count(" ---p 00000000 00:00 0"))
+"""
+
+
+def burst(*arguments: str) -> list[int]:
+    """MiB that are resident before a burst of 62 MiB on eight threads, after it, and after a trim; and the reserved ranges."""
+    command = [sys.executable, "-c", BURST, host_memory.__file__, *arguments]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [int(each) for each in printed.split()]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc and /proc")
+def test_a_burst_is_given_back() -> None:
+    _, peak, kept, _ = burst()
+    assert kept > peak - 8, "malloc keeps what is freed"
+    calm, peak, kept, _ = burst("trim")
+    assert peak > calm + 50
+    assert kept < calm + 12
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc and /proc")
+def test_threads_share_few_arenas() -> None:
+    assert burst("arenas")[3] < burst()[3]
+
+
+def test_what_an_operator_has_set_is_kept(monkeypatch) -> None:
+    monkeypatch.setattr(host_memory.os, "environ", environ := {"MALLOC_ARENA_MAX": "7", "LRU_CACHE_CAPACITY": "5"})
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda _: pytest.fail("mallopt must not be called"))
+    host_memory.limit_host_memory()
+    assert environ == {"MALLOC_ARENA_MAX": "7", "LRU_CACHE_CAPACITY": "5", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+
+
+PRODUCTS = """
+import runpy, sys
+import torch
+module = runpy.run_path(sys.argv[1])
+if "limit" in sys.argv:
+    module["limit_host_memory"]()
+weights = [torch.ones(256, columns, dtype=torch.bfloat16) for columns in (64, 128, 192, 256)]
+with torch.inference_mode():
+    for weight in weights:
+        torch.nn.functional.linear(torch.ones(1, weight.shape[1], dtype=torch.bfloat16), weight)
+    calm = module["resident_bytes"]()
+    for rows in range(2, 100):
+        for weight in weights:
+            torch.nn.functional.linear(torch.ones(rows, weight.shape[1], dtype=torch.bfloat16), weight)
+module["MemoryTrimmer"]().look()
+print(module["resident_bytes"]() - calm >> 20)
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a torch with oneDNN")
+def test_batches_of_many_sizes_do_not_fill_the_memory(monkeypatch) -> None:
+    """392 shapes. Without the bound they took 100 to 210 MB."""
+    for name in host_memory.SHAPE_CACHES:
+        monkeypatch.delenv(name, raising=False)
+    kept = []
+    for arguments in ([], ["limit"]):
+        command = [sys.executable, "-c", PRODUCTS, host_memory.__file__, *arguments]
+        kept.append(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    print(kept)
+    if kept[0] < 60:
+        pytest.skip("this processor needs no prepared products")
+    assert kept[1] < kept[0] / 2
+
+
+def test_only_a_process_that_has_grown_is_trimmed(monkeypatch) -> None:
+    resident = 100 << 20
+    monkeypatch.setattr(host_memory, "resident_bytes", lambda: resident)
+    trimmer = MemoryTrimmer()
+    assert trimmer.look(), "the first look finds out the least"
+    assert not trimmer.look()
+    resident += GROWTH
+    assert trimmer.look()
+    assert trimmer.look(), "what is in use now may be free at the next look"
+    resident -= 50 << 20
+    assert not trimmer.look()
+    resident += GROWTH
+    assert trimmer.look(), "the least is that of the last look"

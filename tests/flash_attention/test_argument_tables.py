@@ -1,0 +1,127 @@
+"""The tables of docs/moving/flash-attn.md name every argument of every function, and say what becomes of it.
+
+To generate the tables again: FA_SERVE_WRITE_DOCS=1 pytest tests/flash_attention/test_argument_tables.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fa_serve.flash_attn as fa2
+from fa_serve.flash_attn import arguments
+from fa_serve.flash_attn import interface as fa3
+
+PAGE = Path(__file__).parents[2] / "docs" / "moving" / "flash-attn.md"
+PREFIX = "flash_attn_"
+FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
+    "FlashAttention-2": [getattr(fa2, name) for name in fa2.__all__ if name.startswith(PREFIX)],
+    "FlashAttention-3": [
+        fa3.flash_attn_func,
+        fa3.flash_attn_qkvpacked_func,
+        fa3.flash_attn_varlen_func,
+        fa3.flash_attn_with_kvcache,
+    ],
+}
+YES = "supported"
+NO_EFFECT = "accepted, no effect"
+REFUSED = "refused unless None"
+ALIBI = YES if all(arguments.TAKES_ALIBI.values()) else REFUSED
+CACHE_ONLY = "supported with a KV cache, else refused"
+
+NOTES: dict[str, tuple[str, str]] = {
+    "q": (YES, "float16, bfloat16, and also float32; any head_dim"),
+    "k": (YES, "with a KV cache: the new keys, which are appended"),
+    "v": (YES, "as `k`; its head_dim may differ"),
+    "qkv": (YES, "read in place"),
+    "kv": (YES, "read in place"),
+    "k_cache": (YES, "contiguous or paged; float8_e4m3fn with descales"),
+    "v_cache": (YES, "as `k_cache`"),
+    "cu_seqlens": (YES, "int32"),
+    "cu_seqlens_q": (YES, "int32"),
+    "cu_seqlens_k": (YES, "int32"),
+    "cu_seqlens_k_new": (YES, "int32"),
+    "max_seqlen": (YES, "an upper bound"),
+    "max_seqlen_q": (YES, "an upper bound"),
+    "max_seqlen_k": (YES, "an upper bound"),
+    "seqused_q": (YES, "rows that are not used are 0"),
+    "seqused_k": (YES, "copies k and v"),
+    "softmax_scale": (YES, "must be positive"),
+    "causal": (YES, "aligned to the bottom right"),
+    "window_size": (YES, ""),
+    "softcap": (YES, ""),
+    "alibi_slopes": (ALIBI, "(num_heads,) or (batch, num_heads), float32"),
+    "dropout_p": ("refused unless 0", ""),
+    "deterministic": (NO_EFFECT, "the forward pass is always deterministic"),
+    "return_attn_probs": (YES, "returns the lse; probabilities are an empty tensor"),
+    "return_softmax_lse": (YES, ""),
+    "block_table": (YES, "any page size"),
+    "page_table": (YES, "any page size"),
+    "rotary_cos": (YES, "PyTorch rotates, in a few launches"),
+    "rotary_sin": (YES, "as `rotary_cos`"),
+    "rotary_interleaved": (YES, ""),
+    "rotary_seqlens": (YES, ""),
+    "cache_seqlens": (YES, "an int, a tensor, or None for a full cache"),
+    "cache_batch_idx": (YES, "also with pages"),
+    "cache_leftpad": (YES, "also with pages; reads keys one by one"),
+    "num_splits": (YES, "with a KV cache; dense and packed calls do not split the keys"),
+    "qv": (REFUSED, ""),
+    "q_descale": (REFUSED, "no float8 queries"),
+    "k_descale": (CACHE_ONLY, "one number per head of keys, for a float8 cache"),
+    "v_descale": (CACHE_ONLY, "as `k_descale`"),
+    "attention_chunk": ("refused unless 0", ""),
+    "num_heads_q": (YES, "for qkv of four dimensions"),
+    "pack_gqa": (NO_EFFECT, "the kernels choose"),
+    "sm_margin": (NO_EFFECT, "the kernels choose"),
+    "scheduler_metadata": (NO_EFFECT, "`get_scheduler_metadata` returns None"),
+}
+
+
+def parameters(functions: list[Callable[..., Any]]) -> dict[str, list[str]]:
+    """The functions that take each argument, in the order of their signatures."""
+    found: dict[str, list[str]] = {}
+    for function in functions:
+        for name in inspect.signature(function).parameters:
+            found.setdefault(name, []).append(function.__name__.removeprefix(PREFIX))
+    return found
+
+
+def table(functions: list[Callable[..., Any]]) -> Iterator[str]:
+    yield "| argument | functions | fa_serve | note |"
+    yield "|---|---|---|---|"
+    for name, users in parameters(functions).items():
+        where = "all" if len(users) == len(functions) else ", ".join(f"`{user}`" for user in users)
+        support, note = NOTES[name]
+        yield f"| `{name}` | {where} | {support} | {note} |"
+
+
+def test_the_documented_arguments_are_the_arguments() -> None:
+    text = PAGE.read_text()
+    for title, functions in FUNCTIONS.items():
+        begin = f"<!-- arguments of {title} -->\n"
+        end = f"<!-- end of arguments of {title} -->"
+        before, rest = text.split(begin)
+        after = rest.split(end)[1]
+        text = f"{before}{begin}\n" + "\n".join(table(functions)) + f"\n\n{end}{after}"
+    if os.environ.get("FA_SERVE_WRITE_DOCS"):
+        PAGE.write_text(text)
+    assert PAGE.read_text() == text
+
+
+def test_every_note_is_used() -> None:
+    used = {name for functions in FUNCTIONS.values() for name in parameters(functions)}
+    assert used == set(NOTES)
+
+
+def test_the_two_interfaces_agree_where_they_have_the_same_argument() -> None:
+    """A default that differs would be a surprise; `num_splits` of FlashAttention-3's dense calls is 1 in flash-attn too."""
+    defaults: dict[str, set[str]] = {}
+    for functions in FUNCTIONS.values():
+        for function in functions:
+            for name, parameter in inspect.signature(function).parameters.items():
+                if name not in ("k", "v", "num_splits", "max_seqlen_q", "cu_seqlens_q"):
+                    defaults.setdefault(name, set()).add(repr(parameter.default))
+    assert {name: values for name, values in defaults.items() if len(values) > 1} == {}

@@ -1,0 +1,215 @@
+"""flash-attention's own tests, on `fa_serve.flash_attn` in the place of flash-attn.
+
+    python tests/upstream/run_flash_attn.py [--cases 40] [--seed 0] [--suites fa2,fa3] [--out tests/upstream/flash_attn.json]
+
+The script fetches flash-attn's source distribution and the package that its tests need, once, into --cache. It imports the
+files of tests unchanged, draws combinations from the grid of each test until --cases of them were not skipped, and calls the
+test with them. A case passes, is skipped by the test, is refused by fa_serve (by the name of the argument), computes a wrong
+result, or fails with another error. The exit status is 1 if a case is wrong or fails.
+
+On a machine without a GPU the tests' device "cuda" means the CPU, and only short sequences and narrow heads are drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import itertools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tarfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import fa_serve.flash_attn
+from fa_serve.spec import ParameterError, UnsupportedError
+
+VERSION = "2.8.3"
+SUITES = {"fa2": "tests/test_flash_attn.py", "fa3": "hopper/test_flash_attn.py"}
+NOT_OURS = {"test_flash3_bw_compatibility": "asks for the schemas of FlashAttention-3's operators"}
+NOT_ON_A_CPU = {"fa3 test_flash_attn_race_condition": "allocates 70 GiB"}
+TOOLS = ["einops==0.8.1"]
+SKIPPED = 12
+"""Cases that are drawn for one that the test does not skip."""
+SHORT = 300
+"""Upper bounds for a CPU: the product of the lengths is at most its square."""
+
+
+def fetch(cache: Path) -> Path:
+    """The folder of the unpacked distribution; its tests can be imported afterwards."""
+    source = cache / f"flash_attn-{VERSION}"
+    tools = cache / "flash-attn-tools"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    if not source.exists():
+        options = ["--no-deps", "--no-build-isolation", "--no-binary", ":all:", "--dest", str(cache)]
+        environment = os.environ | {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
+        subprocess.run([*pip, "download", "-q", *options, f"flash-attn=={VERSION}"], check=True, env=environment)
+        with tarfile.open(cache / f"flash_attn-{VERSION}.tar.gz") as archive:
+            folders = tuple(f"flash_attn-{VERSION}/{name}/" for name in ("tests", "hopper"))
+            archive.extractall(cache, [m for m in archive if m.name.startswith(folders)], filter="data")
+    if not tools.exists():
+        subprocess.run([*pip, "install", "-q", "--no-deps", "--target", str(tools), *TOOLS], check=True)
+    sys.path.append(str(tools))
+    return source
+
+
+class OnCpu(TorchFunctionMode):
+    """The device "cuda" means the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def load(path: Path) -> ModuleType:
+    """The test file as a module. Its folder can be imported from, as under pytest."""
+    sys.path.insert(0, str(path.parent))
+    # files of both suites have the same names
+    for name in ("test_util", "padding"):
+        sys.modules.pop(name, None)
+    spec = importlib.util.spec_from_file_location(f"upstream_{path.parent.name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path.remove(str(path.parent))
+    return module
+
+
+def grid(test: Any) -> list[list[dict[str, Any]]]:
+    """The axes of a test's grid, each a list of keyword arguments."""
+    axes = []
+    for mark in getattr(test, "pytestmark", []):
+        if mark.name != "parametrize":
+            continue
+        names = [name.strip() for name in mark.args[0].split(",")]
+        axes.append([dict(zip(names, value if len(names) > 1 else (value,), strict=True)) for value in mark.args[1]])
+    return axes
+
+
+def draw(axes: list[list[dict[str, Any]]], count: int, rng: random.Random, small: bool) -> list[dict[str, Any]]:
+    """Different combinations of the axes, at most `count`; all of them if there are fewer."""
+    if small:
+        axes = [[value for value in axis if _is_small(value)] or axis[:1] for axis in axes]
+    total = math.prod(len(axis) for axis in axes)
+    if total <= count:
+        return [_merged(choice) for choice in itertools.product(*axes)]
+    chosen = []
+    for number in rng.sample(range(total), count):
+        choice = []
+        for axis in axes:
+            number, place = divmod(number, len(axis))
+            choice.append(axis[place])
+        chosen.append(_merged(choice))
+    return chosen
+
+
+def _merged(choice: Any) -> dict[str, Any]:
+    return {name: value for part in choice for name, value in part.items()}
+
+
+def _is_small(value: dict[str, Any]) -> bool:
+    lengths = [n for name, n in value.items() if name.startswith("seqlen") and not isinstance(n, bool)]
+    return math.prod(lengths) <= SHORT ** len(lengths) and value.get("d", 0) <= 128
+
+
+def run(test: Any, case: dict[str, Any]) -> tuple[str, str]:
+    """(what came of it, detail)."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            test(**case)
+    except pytest.skip.Exception:
+        return "skipped", ""
+    except ParameterError as error:
+        return ("refused", error.field) if error.code == "unsupported" else ("error", traceback.format_exc())
+    except UnsupportedError:
+        return "refused", "no backend"
+    except AssertionError:
+        return "wrong", traceback.format_exc()
+    except Exception:  # whatever a foreign test raises is counted and shown
+        return "error", traceback.format_exc()
+    return "passed", ""
+
+
+def run_suite(suite: str, source: Path, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    module = load(source / SUITES[suite])
+    on_cpu = not torch.cuda.is_available()
+    results: dict[str, dict[str, Any]] = {}
+    for name, test in vars(module).items():
+        if not name.startswith("test_") or name in NOT_OURS or args.match not in name:
+            continue
+        if on_cpu and f"{suite} {name}" in NOT_ON_A_CPU:
+            continue
+        begin = time.monotonic()
+        counts: Counter[str] = Counter()
+        refused: Counter[str] = Counter()
+        shown = ""
+        for case in draw(grid(test), SKIPPED * args.cases, random.Random(f"{args.seed} {name}"), on_cpu):
+            what, detail = run(test, case)
+            counts[what] += 1
+            if what == "refused":
+                refused[detail] += 1
+            elif detail:
+                shown = shown or f"{case}\n{detail}"
+            if counts.total() - counts["skipped"] >= args.cases or time.monotonic() - begin > args.seconds:
+                break
+        results[name] = dict(counts) | {"refused": dict(refused)}
+        words = "  ".join(f"{what} {counts[what]}" for what in ("passed", "skipped", "refused", "wrong", "error"))
+        reasons = "  ".join(f"{field}: {n}" for field, n in refused.most_common())
+        print(f"{suite} {name:<38} {words}  {time.monotonic() - begin:6.1f} s  {reasons}", flush=True)
+        if shown:
+            print(shown, flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=40, help="cases of each test")
+    parser.add_argument("--seconds", type=float, default=600, help="upper bound for each test")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--suites", default="fa2,fa3")
+    parser.add_argument("--match", default="", help="a part of the names of tests")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "fa_serve" / "upstream")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    args.cache.mkdir(parents=True, exist_ok=True)
+    source = fetch(args.cache)
+    os.environ["FLASH_ATTENTION_DISABLE_LOCAL"] = "TRUE"  # without it nearly every test of FA3 also asks for attention_chunk
+    fa_serve.flash_attn.install()
+    # the tests import it to read a dropout mask, and dropout is refused
+    sys.modules["flash_attn.flash_attn_interface"].__dict__["_get_block_size_n"] = lambda *_: 128
+    results = {}
+    if torch.cuda.is_available():
+        for suite in args.suites.split(","):
+            results[suite] = run_suite(suite, source, args)
+    else:
+        with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)), OnCpu():
+            for suite in args.suites.split(","):
+                results[suite] = run_suite(suite, source, args)
+    if args.out:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        versions = {"flash-attn": VERSION, "torch": torch.__version__, "device": device, "seed": args.seed}
+        args.out.write_text(json.dumps({"versions": versions, "suites": results}, indent=1) + "\n")
+    failed = sum(test.get("wrong", 0) + test.get("error", 0) for tests in results.values() for test in tests.values())
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
