@@ -6,6 +6,9 @@
     python benchmarks/bench_attention.py window                       # sliding windows over 16k tokens
     python benchmarks/bench_attention.py decode                       # paged: 45 cells, uneven lengths, float8; dense caches
     python benchmarks/bench_attention.py mixed                        # 32 sequences decoding and one mid-prompt, in one call
+    python benchmarks/bench_attention.py models                       # heads, head sizes and options of 20 models, four batches
+    python benchmarks/bench_attention.py chunk                        # 64 to 2048 queries behind 1k to 64k keys, paged
+    python benchmarks/bench_attention.py verify                       # 2 to 16 queries per sequence, as in speculative decoding
     python benchmarks/bench_attention.py tune --head-dims 128         # tiles of the Triton kernel; decode has tune_decode.py
 
 The prefill grid is that of the FlashAttention papers: 16k tokens in all, hidden size 2048, bfloat16. TFLOPS count 4 * batch *
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -49,6 +52,47 @@ DECODE_CELLS = (
     (256, 512),
     (256, 4096),
 )
+
+# name, query heads, KV heads, head_dim, head_dim_v, window (left, right), softcap
+MODELS = (
+    ("llama-3.1-8b", 32, 8, 128, 128, (-1, 0), 0.0),
+    ("qwen3-32b", 64, 8, 128, 128, (-1, 0), 0.0),
+    ("qwen2.5-7b", 28, 4, 128, 128, (-1, 0), 0.0),
+    ("gemma-2-9b", 16, 8, 256, 256, (-1, 0), 50.0),
+    ("gemma-2-9b-local", 16, 8, 256, 256, (4095, 0), 50.0),
+    ("gemma-3-4b", 8, 4, 256, 256, (-1, 0), 0.0),
+    ("gemma-3-4b-local", 8, 4, 256, 256, (1023, 0), 0.0),
+    ("phi-3-mini", 32, 32, 96, 96, (-1, 0), 0.0),
+    ("gpt-neox-20b", 64, 64, 96, 96, (-1, 0), 0.0),
+    ("stablelm-3b", 32, 32, 80, 80, (-1, 0), 0.0),
+    ("deepseek-v3", 32, 32, 192, 128, (-1, 0), 0.0),
+    ("nemotron-192", 32, 8, 192, 192, (-1, 0), 0.0),
+    ("falcon-7b", 71, 1, 64, 64, (-1, 0), 0.0),
+    ("gpt-oss-20b", 64, 8, 64, 64, (-1, 0), 0.0),
+    ("gpt-oss-20b-local", 64, 8, 64, 64, (127, 0), 0.0),
+    ("vit-l", 16, 16, 64, 64, (-1, -1), 0.0),
+    ("siglip-so400m", 16, 16, 72, 72, (-1, -1), 0.0),
+    ("bert-large", 16, 16, 64, 64, (-1, -1), 0.0),
+    ("modernbert-local", 12, 12, 64, 64, (64, 64), 0.0),
+    ("whisper-large", 20, 20, 64, 64, (-1, -1), 0.0),
+)
+CHUNK_HEADS = ((32, 8, 128), (16, 8, 128), (16, 2, 128), (64, 8, 64))
+# queries, keys before them, sequences
+CHUNK_CELLS = (
+    (64, 4096, 1),
+    (128, 32768, 1),
+    (256, 1024, 1),
+    (256, 4096, 1),
+    (256, 4096, 4),
+    (512, 8192, 1),
+    (512, 8192, 2),
+    (1024, 4096, 2),
+    (2048, 16384, 1),
+    (2048, 65536, 1),
+)
+VERIFY_HEADS = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (28, 4, 128), (64, 8, 64))
+# queries, keys, sequences
+VERIFY_CELLS = ((2, 4096, 32), (4, 4096, 32), (4, 1024, 128), (8, 4096, 32), (8, 8192, 1), (16, 2048, 16))
 
 
 def gate(head_dim: int, window: tuple[int, int], **options: object) -> None:
@@ -271,6 +315,94 @@ def mixed(args: argparse.Namespace) -> None:
     results.write()
 
 
+def models(args: argparse.Namespace) -> None:
+    """Packed prompts of real models; the peers are FA3 on the same input and, for equal lengths, cuDNN.
+
+    TFLOPS count the products of visible keys. Each sequence of one batch is compared with float64 first.
+    """
+    results = Results("models", args.out)
+    flash3 = fa3()
+    generator = torch.Generator().manual_seed(0)
+    ragged = (torch.rand(32, generator=generator) * math.log(4096 / 64)).exp().mul(64).int().tolist()
+    batches = {"64x197": [197] * 64, "8x2048": [2048] * 8, "2x8192": [8192] * 2, "ragged": ragged}
+    for name, heads, kv_heads, dim, dim_v, window_size, softcap in MODELS:
+        options = {"window_size": window_size, "softcap": softcap}
+        exact_options = {**options, "softmax_scale": dim**-0.5}
+        for case, lengths in ({"gate": [333, 1, 200]} | batches).items():
+            total = sum(lengths)
+            q = torch.randn(total, heads, dim, device="cuda", dtype=torch.bfloat16)
+            k = torch.randn(total, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+            v = torch.randn(total, kv_heads, dim_v, device="cuda", dtype=torch.bfloat16)
+            cu = cu_seqlens(lengths, "cuda")
+            ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+            ours = partial(fa_serve.attention_varlen, q, k, v, backend=args.backend, **ends, **options)
+            if case == "gate":
+                for out, *one in zip(*(x.split(lengths) for x in (ours(), q, k, v)), strict=True):
+                    exact, _ = attention_reference(*(x[None].double() for x in one), **exact_options)
+                    assert_matches_reference(out[None], exact, eager_attention(*(x[None] for x in one), **exact_options), name)
+                continue
+            calls: dict[str, Callable[[], torch.Tensor]] = {}
+            if flash3 is not None:
+                causal = window_size[1] == 0
+                calls["fa3"] = partial(
+                    flash3, q, k, v, fa_version=3, causal=causal, window_size=list(window_size), softcap=softcap, **ends
+                )
+            if len(set(lengths)) == 1 and window_size[0] < 0 and not softcap:
+                dense = [x.unflatten(0, (len(lengths), -1)) for x in (q, k, v)]
+                calls["cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION, *dense, window_size[1] == 0)
+            operations = 2 * heads * (dim + dim_v) * sum(visible_pairs(n, window_size) for n in lengths)
+            rates = {n: operations / ms * 1e-9 for n, ms in in_turns({"ours": ours} | served(calls)).items()}
+            mine = rates.pop("ours")
+            ratio = results.add(f"{name}_{case}", "TFLOPS", mine, rates)
+            shown = "  ".join(f"{peer} {rate:.0f}" for peer, rate in rates.items())
+            print(f"{name + ' ' + case:<28} ours {mine:.0f}  {shown}  ratio {ratio:.2f}", flush=True)
+    results.write()
+
+
+def served(calls: dict[str, Callable[[], torch.Tensor]]) -> dict[str, Callable[[], torch.Tensor]]:
+    """The calls of peers that support their arguments."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"  {name}: {str(error).splitlines()[0][:100]}")
+        else:
+            found[name] = call
+    return found
+
+
+def visible_pairs(seqlen: int, window_size: tuple[int, int]) -> int:
+    """Pairs of a query and a key that it sees, in one sequence of `seqlen` queries and keys."""
+    left, right = (seqlen if side < 0 else min(side, seqlen) for side in window_size)
+    hidden = sum((seqlen - side) * (seqlen - side - 1) // 2 for side in (left, right) if side < seqlen)
+    return seqlen * seqlen - hidden
+
+
+def chunk(args: argparse.Namespace) -> None:
+    """A chunk of a prompt behind the keys of its earlier chunks, in a paged cache."""
+    few_queries("chunk", CHUNK_HEADS, [(q, before + q, batch) for q, before, batch in CHUNK_CELLS], args)
+
+
+def verify(args: argparse.Namespace) -> None:
+    """Several queries per sequence over a paged cache: drafts that are verified, or the tail of a chunk."""
+    few_queries("verify", VERIFY_HEADS, VERIFY_CELLS, args)
+
+
+def few_queries(
+    bench: str, layouts: Sequence[tuple[int, int, int]], cells: Sequence[tuple[int, int, int]], args: argparse.Namespace
+) -> None:
+    results = Results(bench, args.out)
+    print(f"{'case':<28}{'ours us':>9}{'peer us':>9}{'TB/s':>7}{'ratio':>7}")
+    pool = pools()
+    for heads, kv_heads, dim in layouts:
+        for queries, keys, batch in cells:
+            problem = Problem.make([keys] * batch, heads, kv_heads, dim, queries=queries, pool=pool(kv_heads, dim))
+            paged_cell(results, f"{heads}_{kv_heads}_d{dim}_{queries}_of_{keys}x{batch}", problem)
+    results.write()
+
+
 def tune(args: argparse.Namespace) -> None:
     """Time every tile that fits over the grid; the branches of `forward_tiles` quote this table."""
     from fa_serve.backends.plan import AttentionOptions, AttentionTensors
@@ -311,7 +443,8 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bench", choices=["prefill", "varlen", "window", "decode", "mixed", "tune"])
+    benches = {bench.__name__: bench for bench in (prefill, varlen, window, decode, mixed, models, chunk, verify, tune)}
+    parser.add_argument("bench", choices=list(benches))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="flash,cudnn,fa3")
     parser.add_argument("--head-dims", type=lambda s: [int(x) for x in s.split(",")], default=[64, 128, 256])
@@ -319,7 +452,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     torch.manual_seed(0)
-    {"prefill": prefill, "varlen": varlen, "window": window, "decode": decode, "mixed": mixed, "tune": tune}[args.bench](args)
+    benches[args.bench](args)
 
 
 if __name__ == "__main__":

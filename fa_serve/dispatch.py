@@ -9,6 +9,7 @@ and its plan is kept (see `backends.plan`). This module leaves out what the chec
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from fa_serve.argument_checks import (
 )
 from fa_serve.autograd import attention_gradients, plan_differentiable
 from fa_serve.backends import Backend, select_backend
+from fa_serve.backends.chunks import divides_keys
 from fa_serve.backends.mixed import plan_mixed
 from fa_serve.backends.plan import (
     PLANS,
@@ -136,6 +138,8 @@ def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
     few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not needs_grad(tensors)
     op: Op = "decode" if few and over_keys else "attention"
     spec = _spec("dense", op, tensors, options, chunk)
+    if backend == "auto" and over_keys and divides_keys(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
+        spec = replace(spec, op="decode")
     complete = AttentionOptions(*options, q.shape[1], k.shape[1], return_lse, attention_chunk=chunk)
     return _plan(select_backend(spec, backend), spec, tensors, complete)
 
@@ -184,15 +188,22 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
     check_out(tensors.out, q, v_cache)
     decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or k_cache.dtype != q.dtype
     spec = _spec("paged", "decode" if decodes else "attention", tensors, options, chunk)
+    unequal = q.shape[0] < batch * max_seqlen_q
+    if backend == "auto" and not unequal and divides_keys(spec, batch, max_seqlen_q, length, _multiprocessors(q)):
+        spec = replace(spec, op="decode")
     complete = AttentionOptions(*options, max_seqlen_q, length, return_lse, num_splits, attention_chunk=chunk)
     chosen = select_backend(spec, backend)
-    if not decodes and q.shape[0] < batch * max_seqlen_q:
+    if not decodes and unequal:
         # Some sequences have fewer queries than the longest one, and may be decoding.
         decode_spec = _spec("paged", "decode", tensors, options, chunk)
         decoder = select_backend(decode_spec, backend) if backend == "auto" else chosen
         if decoder.mixed_rows is not None and decoder.supports(decode_spec) is None:
             return plan_mixed(decoder, chosen, spec, tensors, complete)
     return chosen.plan(spec, tensors, complete)
+
+
+def _multiprocessors(q: Tensor) -> int:
+    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
 
 
 def _plan_store(tensors: StoreTensors, backend: str) -> Run:

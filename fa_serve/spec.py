@@ -90,8 +90,8 @@ class AttentionSpec:
     mask:        dtype of an explicit mask ("bool" keeps where True, "float" is added to the scores), or None
     needs_grad:  autograd will ask for gradients of a tensor of this call
     op:          "attention": any number of queries per sequence
-                 "decode": at most FEW_QUERIES queries per sequence, a fixed number of splits, or a quantised cache; a mask
-                 depends on the key alone
+                 "decode": at most FEW_QUERIES queries per sequence, a fixed number of splits, a quantised cache, or prompts
+                 whose keys are divided as well (see `backends.chunks`); a mask depends on the key alone
                  "store_kv": write keys and values into a paged cache
                  "backward": the gradients of a dense or packed "attention"
     whole_rows:  (paged) tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens

@@ -2,8 +2,9 @@
 
 `forward` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward`, with its `backward_kernels`,
 the gradients of dense and packed calls. `decode` divides one sequence's keys, paged or dense, among programs when the queries
-are few; `splits` cuts the keys and merges the results, and `float8_conversions` reads a quantised cache. `store_kv` writes the
-paged cache. `primitives` are the steps of the algorithm that kernels share, and `triton_tiles` chooses tiles.
+are few; `splits` cuts the keys and merges the results, `key_pages` finds them, and `float8_conversions` reads a quantised
+cache. `store_kv` writes the paged cache. `primitives` are the steps of the algorithm that kernels share, and `triton_tiles`
+chooses tiles.
 
 This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes beside attention
 (`fa_serve.ops`).

@@ -48,3 +48,12 @@ def test_backward_tiles_fit_the_padding_of_row_statistics() -> None:
     for arch, itemsize, dim in product(ARCHS, (2, 4), DIMS):
         tiles = backward_tiles(arch, itemsize, dim, dim)
         assert 128 % tiles.keys.block_m == 128 % tiles.queries.block_m == 0
+
+
+def test_verify_steps_of_a_hopper_gpu_have_one_tile_of_64_rows() -> None:
+    """16 queries of 4 query heads, or 8 of 4, read each key once."""
+    for max_q, rows in ((2, 8), (4, 16), (5, 64), (8, 64), (16, 64)):
+        tiles = decode_tiles(90, 132, 2, 2, 128, 128, 32, 8, 32, max_q, 4096, 0)
+        assert (tiles.block_m, tiles.by_rows) == (rows, rows == 64)
+    for arch, kv_itemsize, dim in ((80, 2, 128), (100, 2, 128), (90, 1, 128), (90, 2, 256)):
+        assert decode_tiles(arch, 132, 2, kv_itemsize, dim, dim, 32, 8, 32, 8, 4096, 0).block_m == 32
