@@ -10,11 +10,11 @@ The scheduler's half, tokens and pages, is `SequenceState`, which this class onl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.outputs import RequestOutput, TokenLogprob
 from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.structured import Matcher
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +29,7 @@ class OutputState:
 
     sequence: SequenceState
     stream: TextStream | None = None
-    matcher: Matcher | None = None
+    matcher: Any = None
     queue_time: float | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
 

@@ -169,10 +169,10 @@ class Grammars:
             raise ParameterError("json_schema", f"have at most {MAX_LENGTH} characters", len(structured.json_schema))
         try:
             field, grammar = _grammar(llguidance.LLMatcher, structured)
-        except ValueError as error:
-            if isinstance(error, ParameterError):
-                raise
-            reason = str(error)[:MAX_REASON]
+        except ParameterError:
+            raise
+        except ValueError as unreadable:
+            reason = str(unreadable)[:MAX_REASON]
             raise ParameterError("structured", f"be a structure that llguidance can read ({reason})", structured) from None
         if len(grammar) > MAX_LENGTH:
             raise ParameterError(field, f"have at most {MAX_LENGTH} characters", len(grammar))
