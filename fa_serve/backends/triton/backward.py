@@ -92,6 +92,7 @@ class _BackwardPlan:
             mask_grad=tensors.needs_dmask,
             tma=self._tma_keys,
             precision="ieee" if q.dtype == torch.float32 else "tf32",
+            ptx=arch >= 80,
         )
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         padded = _padded_rows(options.max_seqlen_q)
