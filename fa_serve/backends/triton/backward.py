@@ -67,8 +67,8 @@ class _BackwardPlan:
         q, k, v = tensors[:3]
         mask = tensors.mask
         varlen = tensors.cu_seqlens_q is not None
+        arch = spec.arch_of(q.device)
         if tiles is None:
-            arch = spec.arch_of(q.device)
             tiles = backward_tiles(arch, q.element_size(), q.shape[-1], v.shape[-1])
         self._options = options
         self._tiles = tiles
