@@ -2,7 +2,7 @@
 
 A prompt kernel gives each multiprocessor some rows of one head and all their keys. 256 queries of 16 heads are 32 such tiles
 for 132 multiprocessors. The decoding kernel divides the keys as well, so its programs fill the GPU, although each of them is
-slower. `divides_keys` says for which calls it is the faster one; `fa_serve.api` plans these calls as decoding. The choice
+slower. `divides_keys` says for which calls it is the faster one; `fa_serve.dispatch` plans these calls as decoding. The choice
 depends on shapes alone, and both kernels add in a fixed order. This module leaves out batches of unequal prompts (`mixed`).
 """
 
@@ -20,9 +20,10 @@ def divides_keys(spec: AttentionSpec, batch: int, seqlen_q: int, seqlen_k: int, 
     """Whether the decoding kernel is the faster one for `batch` sequences of `seqlen_q` queries and up to `seqlen_k` keys.
 
     On one H200 the Hopper kernel takes 57 us for 256 queries behind 4096 keys and 374 us for 128 behind 32,768 (16/8 and 16/2
-    heads of 128), which is a quarter and an eighth of its speed in a full GPU. The decoding kernel with 64 rows reaches more
-    than half of that speed, in any shape, so it is chosen where tiles fill less than half of the multiprocessors. Its tiles of
-    64 rows exist for 16-bit heads of up to 128 on compute capability 9.0.
+    heads of 128), which is a quarter and an eighth of its speed in a full GPU. By its machine code, the decoding kernel with 64
+    rows should reach more than half of that speed in any shape, so it is chosen where tiles fill less than half of the
+    multiprocessors; this bound has not been measured. Its tiles of 64 rows exist for 16-bit heads of up to 128 on compute
+    capability 9.0.
     """
     if spec.arch != 90 or spec.dtype.itemsize != 2 or max(spec.head_dim, spec.head_dim_v) > 128:
         return False
