@@ -202,6 +202,9 @@ class BoundedProtocol(HalfClosedProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if [name for name, _ in self.headers].count(b"host") > 1:  # a proxy in front may have read the other one
+            self._refuse(400, "invalid_http", "The request has more than one Host header.")
+            raise RefusedError
         self._head_is_whole = True
         self._disarm()
         if self.pipeline:

@@ -85,8 +85,9 @@ LONG = b"y" * 3000
         ((POST + b"Transfer-Encoding: chunked\r\n\r\n1;", *[b"a=b;" * 100_000] * 4), (413, "request_too_large")),
         ((POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n" * 500, b"\r\n"), (431, "headers_too_large")),
         ((b"\x16\x03\x01\x02\x00\r\n\r\n",), (400, "invalid_http")),
+        ((HEALTH + b"Host: other\r\n" + CLOSE,), (400, "invalid_http")),
     ],
-    ids=["url", "url in parts", "header", "header in parts", "headers", "chunks", "extension", "trailers", "TLS"],
+    ids=["url", "url in parts", "header", "header in parts", "headers", "chunks", "extension", "trailers", "TLS", "two hosts"],
 )
 async def test_too_many_bytes(listening, parts, expected):
     async with listening(max_url_bytes=2000, max_header_bytes=2500, max_body_bytes=10_000) as connect:
