@@ -257,7 +257,7 @@ def test_a_sequence_waits_for_its_newest_token_only_if_more_may_follow() -> None
 
 def test_wrong_drafts_pause_a_sequence_longer_and_longer() -> None:
     guesses = Speculation(7)
-    sequence = make_sequence([1, 1, 1, 1, 1])
+    sequence = make_sequence([1, 1, 1, 1, 1], max_tokens=1000)
     pauses = []
     for _ in range(8):
         drafts = guesses.draft(sequence, 1, 9)
