@@ -250,6 +250,7 @@ class Grammars:
             elif own:
                 guessed.append((matcher, row, own))
             else:
+                words[row] = 0  # what stays if the mask ends with an error
                 plain.append((matcher, row))
         begin = time.perf_counter()
         if self._one_by_one:
