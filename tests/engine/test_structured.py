@@ -168,6 +168,20 @@ def test_masks_follow_drafts_and_leave_the_matcher_where_it_is(make_engine, toke
     assert grammars.masks([digits, letters]).shape[0] == 2
 
 
+def test_masks_behind_slow_ones_are_the_same_and_a_spent_budget_leaves_no_token(make_engine, tokenizer) -> None:
+    grammars = make_engine().grammars
+    digits = grammars.matcher(StructuredOutput(regex="[0-9]{3}"))
+    letters = grammars.matcher(StructuredOutput(regex="a[bc]"))
+    drafts = [[tokenizer.convert_tokens_to_ids("a")], []]
+    together = grammars.masks([letters, digits], drafts)
+    grammars._one_by_one = True
+    assert (grammars.masks([letters, digits], drafts) == together).all()
+    letters.charge(10.0)
+    words = grammars.masks([letters, digits], drafts)
+    assert not words[:2].any()
+    assert (words[2] == together[2]).all()
+
+
 def test_a_mask_that_leaves_nothing_fails_its_request_alone(with_end) -> None:
     digits = tuple(range(2, VOCAB))
     bad = params("regex", bad_token_ids=digits)
