@@ -46,8 +46,9 @@ class HalfClosedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """True keeps the connection open for writing."""
         answered = self.answered
-        waits = answered is not None and not answered.response_complete and not answered.more_body
-        if not waits or sys.platform != "linux" or answered.scope["http_version"] != "1.1":
+        if answered is None or answered.response_complete or answered.more_body:
+            return None
+        if sys.platform != "linux" or answered.scope["http_version"] != "1.1":
             return None
         if self.cycle.more_body:  # a pipelined request that will never be whole
             self.pipeline.clear()

@@ -299,7 +299,9 @@ class Engine:
             if any(x.request.params.structured is not None for x in forward.sequences):
                 while self._inflight:  # what may come next depends on every token before
                     outputs += self._commit(*self._inflight.popleft())
-                masks, failed = step_masks(self.grammars, batch, self._output_states)
+                masks, failed, late = step_masks(self.grammars, batch, self._output_states)
+                for chunk in late:
+                    self._scheduler.postpone(chunk)
                 for state, reason in failed:
                     self._scheduler.finish(state.sequence, "error", reason)
                     outputs.append(self._output(state.sequence))

@@ -1,6 +1,6 @@
 """The masks of one step: which tokens the structured outputs of its sequences allow, by row of the logits.
 
-    masks, failed = step_masks(grammars, batch, output_states)
+    masks, failed, late = step_masks(grammars, batch, output_states)
     pending = runner.sample(forward, masks)
 
 To be called when every token before the step is known on the host. Left out: how a mask is computed (structured.py) and where
@@ -16,34 +16,37 @@ from numpy.typing import NDArray
 
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.output_state import OutputState
-from fa_serve.engine.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.structured import Grammars
 
 
 def step_masks(
     grammars: Grammars, batch: ScheduledBatch, states: Mapping[str, OutputState]
-) -> tuple[dict[int, NDArray[np.int32]], list[tuple[OutputState, RequestError]]]:
-    """Masks by row, as `ModelRunner.sample` takes them, and the answers whose matchers have given up.
+) -> tuple[dict[int, NDArray[np.int32]], list[tuple[OutputState, RequestError]], list[Chunk]]:
+    """Masks by row, as `ModelRunner.sample` takes them, the answers whose matchers have given up, and the chunks whose masks
+    were not ready in time. The rows of these allow no token; `Scheduler.postpone` says so to the scheduler.
 
     states: those of unfinished requests, by request id; a step may compute sequences that have ended
     """
     rows: list[int] = []
-    drafts: list[list[int]] = []
+    chunks: list[Chunk] = []
     constrained: list[OutputState] = []
     first = 0
     for chunk in batch.chunks:
         state = states.get(chunk.sequence.request.request_id)
         if chunk.samples and state is not None and state.matcher is not None:
             rows += range(first, first + chunk.num_samples)
-            drafts.append(chunk.drafts)
+            chunks.append(chunk)
             constrained.append(state)
         first += chunk.num_samples
     if not rows:
-        return {}, []
-    masks = grammars.masks([state.matcher for state in constrained], drafts)
+        return {}, [], []
+    matchers = [state.matcher for state in constrained]
+    clients = [chunk.sequence.request.client for chunk in chunks]
+    masks, late = grammars.masks(matchers, clients, [chunk.drafts for chunk in chunks])
     failed = []
     for state in constrained:
         if state.matcher.is_error():
             reason = state.matcher.get_error()[:200]
             failed.append((state, RequestError("grammar", f"the matcher of the structured output failed: {reason}")))
-    return dict(zip(rows, masks, strict=True)), failed
+    return dict(zip(rows, masks, strict=True)), failed, [chunks[index] for index in late]
