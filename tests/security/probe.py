@@ -98,11 +98,14 @@ def measure(url: str, key: str | None, seconds: float) -> ProbeReport:
 
 def warm_up(url: str, key: str | None, model: str = "fa-serve-demo") -> None:
     """Use what an honest client may use, so that memory that a server takes once is taken: all pages of the KV cache, which
-    the system gives when they are written, a grammar, and the kernels of many batch sizes."""
+    the system gives when they are written, a grammar, and the kernels of as many batch sizes as oneDNN's cache holds."""
+    lengths = [{"prompt": [7] * length, "max_tokens": 1} for length in range(9, 777, 6)]
     prompts = [{"prompt": [5 + (i * 7 + j * (i + 3)) % 2000 for j in range(1000)]} for i in range(18)]
     grammars = [{"structured_outputs": {"regex": "[a-f]{3}"}}]
     together = [{"prompt": f"def f{i}(x):", "max_tokens": 8 + i} for i in range(48)]
     with ThreadPoolExecutor(48) as threads:
+        for body in lengths:  # one after the other, so that each is a step
+            _complete(url, key, {"model": model} | body)
         for bodies in (prompts, grammars, together, together):
             list(threads.map(lambda fields: _complete(url, key, {"model": model, "prompt": "x"} | fields), bodies))
 
