@@ -247,11 +247,10 @@ def _quantize_rows(
     x = tl.load(x_ptr + row * WIDTH + cols, mask=keep, other=0.0).to(tl.float32)
     if norm_ptr is not None:
         x *= tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * (tl.load(norm_ptr + cols, mask=keep, other=0.0).to(tl.float32) + offset)
+    # the least normal number keeps a row of zeros from dividing by zero
+    scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1.1754943508222875e-38)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
-    else:
-        # the least normal number keeps a row of zeros from dividing by zero
-        scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1.1754943508222875e-38)
     y = tl.clamp(x / scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out_ptr + row * WIDTH + cols, y.to(out_ptr.dtype.element_ty), mask=keep)
     tl.store(scales_ptr + row, scale)

@@ -98,7 +98,6 @@ def merge_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         ("widths", [weight.width for weight in weights]),
         ("group sizes", [weight.group_size for weight in weights]),
         ("scales", [weight.scales.dtype for weight in weights]),
-        ("zero points", [weight.zeros is None for weight in weights]),
         ("input scales", [weight.input_scale is None for weight in weights]),
         ("orders of columns", [weight.columns is None for weight in weights]),
     ):
@@ -107,20 +106,27 @@ def merge_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     if first.columns is not None and any(not torch.equal(first.columns, w.columns) for w in weights if w.columns is not None):
         raise ValueError("quantised projections can be merged only if they agree, but their orders of columns differ")
     input_scales = [weight.input_scale for weight in weights if weight.input_scale is not None]
-    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    zeros = None
+    if any(weight.zeros is not None for weight in weights):
+        zeros = torch.cat([_zeros(weight) for weight in weights])
     return replace(
         first,
         data=torch.cat([weight.data for weight in weights]),
         scales=torch.cat([weight.scales for weight in weights]),
-        zeros=torch.cat(zeros) if zeros else None,
+        zeros=zeros,
         input_scale=torch.stack(input_scales).amax(0) if input_scales else None,
     )
+
+
+def _zeros(weight: QuantizedWeight) -> Tensor:
+    """The zero points of a weight of 4-bit values, (n, groups) uint8."""
+    return torch.full_like(weight.scales, SYMMETRIC_ZERO, dtype=torch.uint8) if weight.zeros is None else weight.zeros
 
 
 def pack_int4(values: Tensor) -> Tensor:
     """(n, k) integers from 0 to 15 -> (n, 32 * ceil(k / 256)) int32. Columns from k on are 0."""
     n, k = values.shape
-    runs = torch.nn.functional.pad(values, (0, -k % BLOCK)).view(n, -1, BLOCK // RUN, RUN)
+    runs = torch.nn.functional.pad(values, (0, -k % BLOCK)).reshape(n, -1, BLOCK // RUN, RUN)
     words = torch.zeros(n, runs.shape[1], RUN, dtype=torch.int32, device=values.device)
     for i in range(BLOCK // RUN):
         words |= runs[:, :, i].int() << 4 * i

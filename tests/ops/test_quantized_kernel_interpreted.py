@@ -1,8 +1,8 @@
 """The kernels of products with quantised weights in Triton's interpreter, against float64.
 
-The interpreter of Triton 3.6 cuts numbers off where they become bfloat16 and rounds carries wrongly where they become float8. So
-weights that become 16-bit numbers are tested in float16, and float8 numbers are such that need no rounding. The GPU suite tests
-the others.
+The interpreter of Triton 3.6 cuts numbers off where they become bfloat16 and rounds carries wrongly where they become float8.
+So weights that become 16-bit numbers are tested in float16, and float8 numbers are such that need no rounding. The GPU suite
+tests the others.
 """
 
 from __future__ import annotations

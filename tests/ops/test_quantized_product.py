@@ -1,4 +1,4 @@
-"""Which way a product with a quantised weight takes on a GPU, and what it then computes, with kernels that are stood in for."""
+"""What a product with a quantised weight launches on a GPU, and what it then computes, with kernels that are stood in for."""
 
 from __future__ import annotations
 
@@ -9,30 +9,7 @@ from torch import Tensor
 
 from fa_serve import ops, spec
 from fa_serve.ops import quantized_product, triton_ops
-from fa_serve.ops.quantized_product import MANY_TOKENS, choose
 from fa_serve.ops.triton_ops import TritonOps
-
-
-@pytest.mark.parametrize(
-    ("packed", "groups", "tokens", "dtype", "arch", "way"),
-    [
-        pytest.param(True, 32, 2, torch.bfloat16, 90, "kernel", id="int4"),
-        pytest.param(True, 32, MANY_TOKENS, torch.float16, 80, "kernel", id="int4-sm80"),
-        pytest.param(True, 32, MANY_TOKENS + 1, torch.float16, 80, "dequantized", id="int4-many"),
-        pytest.param(True, 32, 2, torch.bfloat16, 0, "kernel", id="int4-amd"),
-        pytest.param(False, 1, 2, torch.bfloat16, 90, "scaled_mm", id="float8"),
-        pytest.param(False, 1, 9000, torch.bfloat16, 100, "scaled_mm", id="float8-many"),
-        pytest.param(False, 1, 2, torch.bfloat16, 120, "kernel", id="float8-sm120"),
-        pytest.param(False, 1, 2, torch.float16, 90, "kernel", id="float8-half"),
-        pytest.param(False, 1, 2, torch.float32, 90, "kernel", id="float8-float32"),
-        pytest.param(False, 32, 2, torch.bfloat16, 90, "kernel", id="float8-blocks"),
-        pytest.param(False, 32, 9000, torch.bfloat16, 90, "dequantized", id="float8-blocks-many"),
-        pytest.param(False, 1, 2, torch.bfloat16, 86, "dequantized", id="float8-sm86"),
-        pytest.param(False, 1, 2, torch.bfloat16, 0, "dequantized", id="float8-amd"),
-    ],
-)
-def test_the_way(packed: bool, groups: int, tokens: int, dtype: torch.dtype, arch: int, way: str) -> None:
-    assert choose(packed, groups, tokens, dtype, arch) == way
 
 
 @pytest.fixture

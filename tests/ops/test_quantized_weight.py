@@ -60,6 +60,12 @@ def test_merged_rows_are_the_rows(make) -> None:
     assert merged.rows(5, 8).data.untyped_storage().data_ptr() == merged.data.untyped_storage().data_ptr()
 
 
+def test_merged_rows_have_zero_points_if_one_part_has_them() -> None:
+    parts = [int4_weight(4, 256, group_size=128, zeros=zeros) for zeros in (False, True)]
+    expected = torch.cat([part.dequantize(torch.float32) for part in parts])
+    assert torch.equal(merge_rows(parts).dequantize(torch.float32), expected)
+
+
 def test_merged_rows_share_the_largest_input_scale() -> None:
     parts = [float8_weight(4, 64, group_size=64, input_scale=x) for x in (0.5, 2.0, 1.0)]
     assert merge_rows(parts).input_scale.tolist() == [2.0]
@@ -69,7 +75,6 @@ def test_merged_rows_share_the_largest_input_scale() -> None:
     ("other", "what"),
     [
         (int4_weight(4, 256, group_size=64), "group sizes"),
-        (int4_weight(4, 256, group_size=128, zeros=True), "zero points"),
         (int4_weight(4, 256, group_size=128, act_order=True), "orders of columns"),
         (float8_weight(4, 256, group_size=128), "data"),
     ],
