@@ -151,7 +151,7 @@ class Quantizer(HfQuantizer):
     ) -> None:
         source = self.quantization_config.source
         if source is not None:
-            _refuse_experts(checkpoint_files or ())
+            _refuse_experts(checkpoint_files or (), type(model).__name__)
         replace_linears(model, _rounding(model) if source is None else read_config(source), dtype or torch.get_default_dtype())
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
@@ -203,7 +203,7 @@ def replace_linears(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype
         raise ParameterError("model", f"have linear layers that its {FIELD} ({plan.format}) names", type(model).__name__)
 
 
-def _refuse_experts(files: Sequence[str]) -> None:
+def _refuse_experts(files: Sequence[str], model: str) -> None:
     """Raise ParameterError for quantised weights of experts, from the headers of the files."""
     tails = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
     for file in files:
@@ -212,7 +212,7 @@ def _refuse_experts(files: Sequence[str]) -> None:
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - it is not a dictionary
                 if ".experts." in key and key.endswith(tails):
-                    raise ParameterError("model", "have experts that are not quantised, or no experts", key)
+                    raise ParameterError("model", f"have no quantised weights of experts, but its files have {key}", model)
 
 
 def finish(model: PreTrainedModel, missing: Collection[str]) -> None:
