@@ -19,7 +19,7 @@ from fa_serve.hf import patch
 from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.spec import ParameterError
 
-PROMPTS = [list(range(40, 75)), list(range(40, 70)) + [9, 8, 7], [5, 6, 7], list(range(300, 321))]
+PROMPTS = [list(range(40, 75)), [*range(40, 70), 9, 8, 7], [5, 6, 7], list(range(300, 321))]
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 
 

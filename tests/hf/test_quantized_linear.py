@@ -142,7 +142,7 @@ def test_a_truncated_file_is_named(folder) -> None:
     path = folder("awq")
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(OSError, match="the model's file .*model.safetensors cannot be read"):
+    with pytest.raises(OSError, match=r"the model's file .*model.safetensors cannot be read"):
         load(path)
 
 
@@ -196,7 +196,8 @@ def test_info_says_what_weights_are_and_who_computes_them(copies: Path) -> None:
     assert described.engine is None
     int4, plain = described.weights.items()
     assert int4[0] == (
-        "4 bits in groups of 64 with zero points (AWQ), computed by triton up to 512 tokens, PyTorch with dequantised weights above"
+        "4 bits in groups of 64 with zero points (AWQ), "
+        "computed by triton up to 512 tokens, PyTorch with dequantised weights above"
     )
     assert int4[1].startswith("model.layers.*.self_attn.q_proj (6), model.layers.*.self_attn.k_proj (6), ")
     assert plain == ("bfloat16", "lm_head")
