@@ -40,7 +40,8 @@ Tensors = dict[str, Tensor]
 def round_to_int4(weight: Tensor, group_size: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Values from 0 to 15 (n, k), zero points (n, groups) and scales (n, groups) of a matrix (n, k)."""
     groups = weight.float().unflatten(1, (-1, group_size))
-    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    low = groups.amin(2).clamp(max=0)
+    high = groups.amax(2).clamp(min=0)
     if symmetric:
         high = torch.maximum(-low, high)
         low = -high

@@ -22,7 +22,7 @@ from fa_serve.spec import ParameterError
 
 FIELD = "quantization_config"
 PASSED_ON = ("bitsandbytes", "mxfp4", "torchao")
-"""Formats that transformers loads into modules of its own, which run as they are."""
+"""Formats that transformers loads into other modules, which run as they are."""
 
 Chooses = Callable[[str, nn.Module], bool]
 

@@ -72,6 +72,8 @@ class QuantizedLinear(nn.Module):
             assert tensor is not None
             if tensor.shape != wanted.shape and not tensor.numel() == wanted.numel() == 1:
                 raise ParameterError(f"{layer}.{name}", f"have the shape {list(wanted.shape)}", list(tensor.shape))
+            if tensor.is_floating_point() != wanted.is_floating_point():
+                raise ParameterError(f"{layer}.{name}", f"have the dtype {dtype_name(wanted.dtype)}", dtype_name(tensor.dtype))
         data = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
         try:
             self.weight = self.scheme.read(data, self.out_features, self.in_features)
@@ -120,7 +122,7 @@ def with_quantized_linears(config: PreTrainedConfig, quantization: str | None) -
 
 
 def quantized_elsewhere(config: PreTrainedConfig) -> str | None:
-    """The format of a checkpoint that transformers loads into modules of its own; None for every other checkpoint."""
+    """The format of a checkpoint that transformers loads into other modules; None for every other checkpoint."""
     source = source_config(config)
     if source is None or source.get("quant_method") == NAME or is_ours(source):
         return None

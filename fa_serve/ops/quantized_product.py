@@ -31,7 +31,10 @@ def quantized_product(
 
     x, residual: contiguous
     """
-    way = choose(weight.is_packed, weight.scales.shape[1] == 1, x.shape[0], x.dtype, spec.arch_of(x.device))
+    n, k = weight.shape
+    # torch._scaled_mm takes sizes that are multiples of 16 only
+    by_row = weight.scales.shape[1] == 1 and n % 16 == 0 and k % 16 == 0
+    way = choose(weight.is_packed, by_row, x.shape[0], x.dtype, spec.arch_of(x.device))
     if way == "scaled_mm":
         return _scaled_mm(x, weight, bias, norm, residual, alpha)
     if norm is not None:

@@ -65,6 +65,7 @@ class TritonOps:
         residual: Tensor | None,
         alpha: float,
     ) -> Tensor:
+        x = x.contiguous()
         if x.shape[0] == 1 and has_kernels(weight):
             return launch_quantized_row(x, weight, bias, norm, activation, residual, alpha)
         y = quantized_product(x, weight, bias, norm, residual, alpha)

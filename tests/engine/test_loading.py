@@ -58,6 +58,22 @@ def test_an_error_that_is_not_a_files_stays_as_it_is(tmp_path) -> None:
         load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
 
 
+def test_weights_that_transformers_computes_are_said_in_the_log(tmp_path, monkeypatch, caplog) -> None:
+    shutil.copytree(model_path(), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = {"quantization_config": {"quant_method": "torchao", "quant_type": "int8_weight_only"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    model = load_model(EngineConfig(device="cpu"))
+    given = []
+    report = {"missing_keys": set()}
+    fake = lambda path, config, **options: given.append(config) or (model, report)  # noqa: E731
+    monkeypatch.setattr("fa_serve.engine.loading.AutoModelForCausalLM.from_pretrained", fake)
+    with caplog.at_level("INFO", "fa_serve.engine"):
+        load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
+    assert given[0].quantization_config["quant_method"] == "torchao"
+    assert "the format torchao are computed by transformers' own modules, in layers that are not fused" in caplog.text
+
+
 def test_pages_beyond_the_memory_are_refused_with_the_arithmetic(make_engine, monkeypatch) -> None:
     size = 4 * 2 * 2 * (16 + 16) * 4  # tokens, layers, heads, dimensions of keys and values, bytes
     monkeypatch.setattr(kv_cache, "reclaimable_memory", lambda: 100 * size + 1)

@@ -77,7 +77,7 @@ def test_layers_whose_projections_differ_are_left_alone(copies: Path, caplog: py
 
 
 class Kept(torch.nn.Parameter):
-    """A parameter that keeps its numbers in a way of its own, as torchao's do."""
+    """A parameter that keeps its numbers in another way, as torchao's do."""
 
 
 def test_a_parameter_of_another_kind_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -131,6 +131,13 @@ def test_a_tensor_of_another_shape_is_named(folder, name: str, tensor: str, shap
     assert error.value.field == f"{NAME}.{tensor}"
 
 
+def test_a_tensor_of_another_kind_is_named(folder) -> None:
+    path = folder("fp8")
+    spoil(path, lambda tensors: tensors.update({f"{NAME}.weight": tensors[f"{NAME}.weight"].view(torch.int8)}))
+    with pytest.raises(ParameterError, match=f"{NAME}.weight must have the dtype float8_e4m3fn, got 'int8'"):
+        load(path)
+
+
 def test_content_that_cannot_be_is_refused_with_the_layer(folder) -> None:
     path = folder("gptq")
     spoil(path, lambda tensors: tensors[f"{NAME}.g_idx"].zero_())

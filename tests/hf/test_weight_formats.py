@@ -15,7 +15,8 @@ from fa_serve.hf.weight_formats import Awq, Float8, Gptq, PackQuantized, Rounded
 from fa_serve.ops.quantized_weight import FLOAT8
 from fa_serve.spec import ParameterError
 
-N, K = 48, 320
+N = 48
+K = 320
 SIZES = [32, 64, -1]
 SHIFTS = torch.arange(0, 32, 4)
 
@@ -154,7 +155,8 @@ def test_float8_in_blocks_as_deepseek_reads_them() -> None:
     """inference/kernel.py: the number at (i, j) times the scale at (i // 128, j // 128)."""
     scheme = Float8("weight_scale_inv", (128, 128))
     tensors = random_tensors(scheme, n=200)
-    i, j = torch.arange(200)[:, None] // 128, torch.arange(K)[None, :] // 128
+    i = torch.arange(200)[:, None] // 128
+    j = torch.arange(K)[None, :] // 128
     expected = tensors["weight"].float() * tensors["weight_scale_inv"][i, j]
     assert torch.equal(scheme.read(tensors, 200, K).dequantize(torch.float32), expected)
 

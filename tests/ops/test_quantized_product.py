@@ -66,13 +66,15 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (float8_weight(64, 128, group_size=128), 3, ["launch_quantize_rows", "_scaled_mm"]),
         (float8_weight(64, 128, group_size=128, input_scale=0.02), 600, ["launch_quantize_rows", "_scaled_mm"]),
         (float8_weight(64, 128, group_size=64), 3, ["launch_rms_norm", "launch_quantized_linear"]),
+        (float8_weight(64, 136, group_size=136), 3, ["launch_rms_norm", "launch_quantized_linear"]),
     ],
-    ids=["int4-1", "int4-3", "int4-600", "float8-1", "float8-3", "float8-static-600", "float8-groups-3"],
+    ids=["int4-1", "int4-3", "int4-600", "float8-1", "float8-3", "float8-static-600", "float8-groups-3", "float8-odd-3"],
 )
 @pytest.mark.parametrize("end", ["bias", "residual", "gate"])
 def test_what_is_launched_and_computed(hopper: list[str], weight, tokens: int, names: list[str], end: str) -> None:
-    x = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    norm = ops.Norm(torch.rand(128, generator=torch.Generator().manual_seed(1)).bfloat16(), 1e-6)
+    width = weight.shape[1]
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    norm = ops.Norm(torch.rand(width, generator=torch.Generator().manual_seed(1)).bfloat16(), 1e-6)
     bias = torch.linspace(-1, 1, 64).bfloat16()
     residual = torch.ones(tokens, 64).bfloat16() if end == "residual" else None
     activation = "silu" if end == "gate" else None

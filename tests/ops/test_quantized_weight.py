@@ -33,7 +33,8 @@ def test_dequantised_is_the_formula() -> None:
 
 
 def test_a_float8_weight_has_one_scale_a_row_or_scales_in_groups() -> None:
-    one, many = float8_weight(6, 256, group_size=256), float8_weight(6, 256, group_size=128)
+    one = float8_weight(6, 256, group_size=256)
+    many = float8_weight(6, 256, group_size=128)
     assert torch.equal(one.dequantize(torch.float32), one.data.float() * one.scales)
     assert torch.equal(many.dequantize(torch.float32)[:, 128:], many.data[:, 128:].float() * many.scales[:, 1:])
 
