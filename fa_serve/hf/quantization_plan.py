@@ -158,11 +158,11 @@ def _names(targets: Sequence[str]) -> Chooses:
 def _compressed_scheme(group: Mapping[str, Any], layout: str | None, where: str) -> Scheme:
     weights = group.get("weights") or {}
     kind = _require({"format": layout}, "format", ("pack-quantized", "float-quantized", "naive-quantized"), where=where)
-    inputs = group.get("input_activations")
+    inputs: Mapping[str, Any] = group.get("input_activations") or {}
     _require(group, "output_activations", (None,), where=where)
     where = f"{where}.weights"
     if kind == "pack-quantized":
-        _require({"input_activations": inputs}, "input_activations", (None,), where=where.removesuffix(".weights"))
+        _require({"input_activations": inputs}, "input_activations", ({},), where=where.removesuffix(".weights"))
         _require(weights, "num_bits", (4,), where=where)
         _require(weights, "type", ("int",), where=where)
         strategy = _require(weights, "strategy", ("group", "channel"), where=where)
@@ -173,7 +173,7 @@ def _compressed_scheme(group: Mapping[str, Any], layout: str | None, where: str)
     _require(weights, "type", ("float",), where=where)
     _require(weights, "symmetric", (True,), True, where=where)
     strategy = _require(weights, "strategy", ("tensor", "channel", "block"), where=where)
-    static = inputs is not None and inputs.get("dynamic") is False
+    static = bool(inputs) and inputs.get("dynamic") is False
     if static:
         _require(inputs, "strategy", ("tensor",), where=where.replace(".weights", ".input_activations"))
     block = (0, 0) if strategy == "tensor" else (1, 0)

@@ -97,7 +97,7 @@ class Awq(_Int4):
         order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], device=tensors["qweight"].device)
 
         def ordered(words: Tensor) -> Tensor:
-            return _nibbles(words).unflatten(1, (-1, 8))[:, :, order].flatten(1)
+            return _nibbles(words).view(len(words), -1, 8)[:, :, order].flatten(1)
 
         return QuantizedWeight(
             data=pack_int4(ordered(tensors["qweight"]).t()),
