@@ -156,7 +156,13 @@ def formats(group_size: int) -> dict[str, tuple[Callable[[Tensor], Tensors], dic
 
 def quantise(model: str, name: str, out: Path, group_size: int = 64) -> None:
     """Write the model, its config and its tokenizer to the folder `out`."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    write(AutoModelForCausalLM.from_pretrained(model, dtype="auto"), name, out, group_size)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+
+
+@torch.no_grad()
+def write(loaded: Any, name: str, out: Path, group_size: int) -> None:
+    """Write a model that has been loaded, in a format, and its config."""
     convert, config = formats(group_size)[name]
     inside = {id(linear) for layer in loaded.modules() if hasattr(layer, "self_attn") for linear in layer.modules()}
     tensors = {key: value for key, value in loaded.state_dict().items() if key != "lm_head.weight" or not _is_tied(loaded)}
@@ -167,7 +173,6 @@ def quantise(model: str, name: str, out: Path, group_size: int = 64) -> None:
     out.mkdir(parents=True, exist_ok=True)
     loaded.config.save_pretrained(out)
     loaded.generation_config.save_pretrained(out)
-    AutoTokenizer.from_pretrained(model).save_pretrained(out)
     file = out / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}, indent=2) + "\n")
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, out / "model.safetensors", {"format": "pt"})

@@ -162,7 +162,7 @@ def _compressed_scheme(group: Mapping[str, Any], layout: str | None, where: str)
     _require(group, "output_activations", (None,), where=where)
     where = f"{where}.weights"
     if kind == "pack-quantized":
-        _require({"input_activations": inputs}, "input_activations", ({},), where=where.removesuffix(".weights"))
+        _require(group, "input_activations", (None, {}), where=where.removesuffix(".weights"))
         _require(weights, "num_bits", (4,), where=where)
         _require(weights, "type", ("int",), where=where)
         strategy = _require(weights, "strategy", ("group", "channel"), where=where)
