@@ -68,7 +68,7 @@ def test_nothing_but_the_checkpoints_bytes_is_kept(copies: Path, name: str) -> N
 
 
 def test_floats_are_rounded_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One matrix at a time: when a matrix is rounded, no other one that will be rounded is in memory."""
+    """Each matrix is rounded once, from the dtype of the checkpoint. The head stays as it is."""
     seen = []
     rounded = quantized_linear.quantize_float8
     monkeypatch.setattr(quantized_linear, "quantize_float8", lambda x: seen.append(x.dtype) or rounded(x))
