@@ -41,8 +41,9 @@ def load_tokenizer(config: EngineConfig) -> Any:
 def load_model(config: EngineConfig) -> PreTrainedModel:
     """The model on its device, with fa_serve as its attention.
 
-    Raises what transformers raises, ParameterError for quantised weights that fa_serve does not know or that are not complete,
-    or OSError that names a file that cannot be read: the readers of weights do not say which file they were reading.
+    Raises what transformers raises, ParameterError for a format of weights that fa_serve does not know or for a tensor that is
+    missing or has a wrong shape, or OSError that names a file that cannot be read: the readers of weights do not say which
+    file they were reading.
     """
     path = config.model_path()
     try:
@@ -54,6 +55,7 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
             attn_implementation=NAME,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `finish` refuses them with a sentence
         )
     except ParameterError:
         raise  # the files can be read, but not be used
@@ -61,7 +63,7 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         _name_bad_file(path, error)
         raise
     model, report = loaded
-    finish(model.to(config.resolve_device()), report["missing_keys"])
+    finish(model.to(config.resolve_device()), report)
     if passed_on := quantized_elsewhere(known):
         log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)

@@ -3,7 +3,7 @@
     config = AutoConfig.from_pretrained(path)
     with_quantized_linears(config, None)                   # transformers' loader will make these layers
     model, report = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True)
-    finish(model.to(device), report["missing_keys"])       # the tensors of the checkpoint become the weights of fa_serve.ops
+    finish(model.to(device), report)                       # the tensors of the checkpoint become the weights of fa_serve.ops
 
 transformers asks a quantizer to replace layers before weights are loaded, and loads what their parameters are called. Ours is
 registered under the name "fa_serve" and takes the place of the checkpoint's own, so no other package is needed. A layer is
@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -217,18 +217,21 @@ def _refuse_experts(files: Sequence[str], model: str) -> None:
                     raise ParameterError("model", f"have no quantised weights of experts, but its files have {key}", model)
 
 
-def finish(model: PreTrainedModel, missing: Collection[str]) -> None:
-    """Convert the tensors of every QuantizedLinear, which are on their device.
+def finish(model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Check that a checkpoint was complete, and convert the tensors of every QuantizedLinear, which are on their device.
 
-    missing: names of parameters that the checkpoint did not have
+    report: what transformers says about loading: names of missing parameters, and (name, shape, expected shape) of wrong ones
 
     Raises ParameterError that names the first tensor which is missing or has a wrong shape.
     """
-    quantized = [(layer, module) for layer, module in model.named_modules() if isinstance(module, QuantizedLinear)]
-    if quantized and missing:
+    missing = report["missing_keys"]
+    if missing:
         raise ParameterError("model", f"have the tensor {min(missing)} in its files", f"{len(missing)} missing tensors")
-    for layer, module in quantized:
-        module.finish(layer)
+    for name, shape, expected in sorted(report["mismatched_keys"])[:1]:
+        raise ParameterError(name, f"have the shape {list(expected)}", list(shape))
+    for layer, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            module.finish(layer)
 
 
 def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[str, str]:
