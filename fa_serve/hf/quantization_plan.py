@@ -96,7 +96,9 @@ def _awq(config: Mapping[str, Any]) -> QuantizationPlan:
 def _gptq(config: Mapping[str, Any]) -> QuantizationPlan:
     _require(config, "bits", (4,))
     _require(config, "dynamic", (None, {}))
-    layout = _require(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    _require(config, "pack_dtype", (None, "int32"))
+    _require(config, "is_marlin_format", (None, False))
+    layout = _require(config, "checkpoint_format", ("gptq", "gptq_v2"), config.get("format", "gptq"))
     scheme = Gptq(_group_size(config.get("group_size", 128), FIELD), layout == "gptq")
     inside = [name for block in config.get("modules_in_block_to_quantize") or () for name in _listed(block)]
     every = (lambda name, module: True) if config.get("lm_head") else _without(None)

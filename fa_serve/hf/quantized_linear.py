@@ -184,8 +184,8 @@ class _Round(ConversionOps):
 
 
 def _rounding(model: PreTrainedModel) -> QuantizationPlan:
-    """Every linear layer of the decoder layers, because the head and what stands outside of them are more sensitive."""
-    layers = {id(linear) for m in model.modules() if hasattr(m, "self_attn") for linear in m.modules()}
+    """Every linear layer inside of the layers of a model, because the head and others outside of them are more sensitive."""
+    layers = {id(linear) for m in model.modules() if isinstance(m, nn.ModuleList) for linear in m.modules()}
     return QuantizationPlan("fp8", [(lambda name, module: id(module) in layers, _ROUNDED)])
 
 

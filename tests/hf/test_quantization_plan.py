@@ -37,6 +37,7 @@ def scheme(config: dict[str, Any], name: str = UP) -> Any:
         (AWQ | {"group_size": -1}, Awq(-1)),
         (GPTQ, Gptq(128, True)),
         (GPTQ | {"checkpoint_format": "gptq_v2"}, Gptq(128, False)),
+        (GPTQ | {"format": "gptq_v2"}, Gptq(128, False)),
         (FP8, Float8("weight_scale_inv", (128, 128))),
         (
             FP8 | {"weight_block_size": None, "activation_scheme": "static"},
@@ -105,6 +106,9 @@ def test_groups_choose_their_layers() -> None:
         (GPTQ | {"bits": 8}, "bits"),
         (GPTQ | {"dynamic": {"-:lm_head": {}}}, "dynamic"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format"),
+        (GPTQ | {"format": "marlin"}, "checkpoint_format"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
+        (GPTQ | {"pack_dtype": "int8"}, "pack_dtype"),
         (GPTQ | {"group_size": None}, "group_size"),
         (FP8 | {"activation_scheme": "sometimes"}, "activation_scheme"),
         (FP8 | {"weight_block_size": [128, 100]}, "weight_block_size"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_families import BY_NAME
 from quantised_copies import FORMATS, change_config, copy_of, dequantised, layers, load
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -196,6 +197,20 @@ def test_experts_stay_as_they_are_when_floats_are_rounded(tmp_path: Path) -> Non
     model = load(tmp_path, quantization="fp8")
     assert {name.split(".")[-1] for name in layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert model.model.layers[0].mlp.experts.gate_up_proj.dtype == torch.float32
+
+
+def test_layers_of_other_names_are_rounded_too(tmp_path: Path) -> None:
+    """GPT-NeoX, whose layers have neither `self_attn` nor `q_proj`, and which is not fused."""
+    model = BY_NAME["gpt-neox"].build()
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, quantization="fp8")
+    names = {name.split(".")[-1] for name in layers(loaded)}
+    assert names == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        rounded = loaded(ids).logits
+        assert torch.equal(rounded, dequantised(loaded)(ids).logits)
+        assert 0 < float((rounded - model(ids).logits).abs().max()) < 0.1 * float(rounded.abs().max())
 
 
 def test_info_says_what_weights_are_and_who_computes_them(copies: Path) -> None:
