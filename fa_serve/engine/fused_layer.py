@@ -29,7 +29,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Product(NamedTuple):
     """A linear projection: x @ weight.T + bias."""
 
-    weight: Tensor
+    weight: ops.Weight
     bias: Tensor | None
 
 

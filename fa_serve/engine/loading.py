@@ -9,6 +9,7 @@ Left out: which models can be served at all (fa_serve.hf).
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, cast
 from zipfile import is_zipfile
@@ -16,12 +17,15 @@ from zipfile import is_zipfile
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.hf import NAME
+from fa_serve.hf.quantized_linear import finish, quantized_elsewhere, with_quantized_linears
 from fa_serve.spec import ParameterError
+
+log = logging.getLogger("fa_serve.engine")
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
@@ -37,18 +41,31 @@ def load_tokenizer(config: EngineConfig) -> Any:
 def load_model(config: EngineConfig) -> PreTrainedModel:
     """The model on its device, with fa_serve as its attention.
 
-    Raises what transformers raises, or OSError that names a file that cannot be read: the readers of weights do not say which
+    Raises what transformers raises, ParameterError for a format of weights that fa_serve does not know or for a tensor that is
+    missing or has a wrong shape, or OSError that names a file that cannot be read: the readers of weights do not say which
     file they were reading.
     """
     path = config.model_path()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=config.dtype, attn_implementation=NAME, trust_remote_code=config.trust_remote_code
+        known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=with_quantized_linears(known, config.quantization),
+            dtype=config.dtype,
+            attn_implementation=NAME,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `finish` refuses them with a sentence
         )
+    except ParameterError:
+        raise  # the files can be read, but not be used
     except Exception as error:
         _name_bad_file(path, error)
         raise
-    cast(torch.nn.Module, model).to(config.resolve_device())
+    model, report = loaded
+    finish(model.to(config.resolve_device()), report)
+    if passed_on := quantized_elsewhere(known):
+        log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)
 
 

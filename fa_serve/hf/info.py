@@ -24,8 +24,9 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 
 from fa_serve.hf.models import NAME, check_class, prepare_model
 from fa_serve.hf.paged import check_model
+from fa_serve.hf.quantized_linear import describe_weights
 from fa_serve.hf.translate import spec_of, translate
-from fa_serve.spec import AttentionSpec, UnsupportedModelError
+from fa_serve.spec import AttentionSpec, ParameterError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Description:
-    """The parts of a model, and why the engine cannot run it (None: it can)."""
+    """The parts of a model, and why the engine cannot run it (None: it can).
+
+    weights: how the weights of linear layers are kept and who computes them, and the layers; empty if that is refused
+    """
 
     parts: list[Part]
     engine: str | None
+    weights: dict[str, str] = field(default_factory=dict)
 
 
 def describe(model_or_config: str | PreTrainedConfig, device: str = "cpu", arch: int = 0) -> Description:
@@ -87,12 +92,14 @@ def describe(model_or_config: str | PreTrainedConfig, device: str = "cpu", arch:
     with torch.device("meta"):
         whole: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=config.dtype or torch.bfloat16)
     parts = {part.name: part for part in (_examine(*each, device, arch) for each in _models(whole))}
+    weights: dict[str, str] = {}
+    engine = None
     try:
         check_model(loaded)
-        engine = None
-    except UnsupportedModelError as error:
+        weights = describe_weights(loaded, device, arch)
+    except (UnsupportedModelError, ParameterError) as error:
         engine = str(error)
-    return Description(list(parts.values()), engine)
+    return Description(list(parts.values()), engine, weights)
 
 
 def decoding(spec: AttentionSpec) -> AttentionSpec:
