@@ -3,8 +3,8 @@
 `forward` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward`, with its `backward_kernels`,
 the gradients of dense and packed calls. `decode` divides one sequence's keys, paged or dense, among programs when the queries
 are few; `splits` cuts the keys and merges the results, `key_pages` finds them, and `float8_conversions` reads a quantised
-cache. `store_kv` writes the paged cache. `primitives` are the steps of the algorithm that kernels share, and `triton_tiles`
-chooses tiles.
+cache. `block_sparse` walks over lists of key blocks, for prompts and for decoding. `store_kv` writes the paged cache.
+`primitives` are the steps of the algorithm that kernels share, and `triton_tiles` chooses tiles.
 
 This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes beside attention
 (`fa_serve.ops`).
@@ -19,6 +19,7 @@ import triton
 
 from fa_serve.backends.plan import AttentionOptions, Run
 from fa_serve.backends.triton.backward import plan_backward
+from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.forward import plan_forward
 from fa_serve.backends.triton.store_kv import plan_store_kv
@@ -54,6 +55,8 @@ class TritonBackend:
             return "has no backward pass through a paged cache, and an input requires gradients"
         if (spec.needs_grad or spec.op == "backward") and (spec.alibi or spec.attention_chunk):
             return "has no backward pass for alibi_slopes and attention_chunk, and an input requires gradients"
+        if spec.needs_grad and spec.block_mask:
+            return "has no backward pass for a block_mask, and an input requires gradients"
         return None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:
@@ -62,4 +65,6 @@ class TritonBackend:
         assert options is not None
         if spec.op == "backward":
             return plan_backward(tensors, options)
+        if spec.block_mask:
+            return plan_block_sparse(tensors, options)
         return plan_decode(tensors, options) if spec.op == "decode" else plan_forward(tensors, options)

@@ -1,6 +1,7 @@
 """Which tiles the portable kernels use: pure functions of what the host knows. Nothing is tuned on the serving path.
 
-`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for merging splits. Each
+`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for merging splits,
+`sparse_tiles` for block-sparse calls. Each
 branch carries the measurement behind it; `python benchmarks/bench_attention.py tune` and `python benchmarks/tune_decode.py`
 repeat them.
 """
@@ -70,6 +71,20 @@ class DecodeTiles:
     def by_rows(self) -> bool:
         """Scores have queries as rows; with fewer rows they have keys as rows."""
         return self.block_m >= 64
+
+
+@dataclass(frozen=True, slots=True)
+class SparseTiles:
+    """Tiles of the block-sparse kernel: block_m packed query rows by block_n keys, which divide the blocks of the lists.
+
+    splits: splits of the lists of each block of queries
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +267,37 @@ def _pipeline_bytes(arch: int) -> int:
     if arch in (90, 100):
         return 100 << 10
     return 72 << 10 if arch == 80 else 40 << 10 if arch else 24 << 10
+
+
+def sparse_tiles(
+    arch: int,
+    num_sms: int,
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    block_rows: int,
+    block_keys: int,
+    rows: int,
+    lists: int,
+    split_keys: int,
+    num_splits: int,
+) -> SparseTiles:
+    """The tile of one block-sparse call. None of it is measured: these are the forward kernel's tiles for pointer loads.
+
+    block_rows: packed rows per block of queries; block_keys: keys per block
+    rows:       packed rows of the longest sequence; lists: sequences times heads that have lists
+    split_keys: the most keys in a list that may be cut into splits, 0 where programs are many enough without
+    """
+    found = forward_tiles(arch, itemsize, head_dim, head_dim_v, rows, block_keys, causal=True, paged=True, masked=True)
+    block_m = min(found.block_m, max(16, power_of_2(rows)))
+    while block_rows % block_m:
+        block_m //= 2
+    block_n = min(found.block_n, block_keys)
+    splits = num_splits
+    if not splits:
+        programs = lists * triton.cdiv(rows, block_m)
+        splits = max(1, min(2 * num_sms // programs, split_keys // (2 * block_n)))
+    return SparseTiles(block_m, block_n, found.num_warps, found.num_stages, splits)
 
 
 def combine_tiles(balanced: bool, splits: int, block_dv: int, rows: int) -> CombineTiles:
