@@ -128,9 +128,9 @@ def check_block_lists(blocks: BlockLists | None, q: Tensor, k: Tensor, batch: in
     num = blocks.kv_num_blocks
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "partial_bits")
     for name, rank, x in zip(names, (3, 4, 3, 4, 6), blocks.tensors, strict=True):
-        if x is not None and not (
-            x.dtype == torch.int32 and x.device == q.device and x.dim() == rank and x.shape[:3] == num.shape
-        ):
+        if x is None:
+            continue
+        if x.dtype != torch.int32 or x.device != q.device or x.dim() != rank or x.shape[:3] != num.shape:
             rule = f"have {name} of int32 with {rank} dimensions on {q.device}, which begin with those of kv_num_blocks"
             raise ParameterError("block_mask", rule, f"{_shown(x)} on {x.device}")
     heads = (1, k.shape[-2], q.shape[-2])

@@ -7,6 +7,7 @@ plain Python, computes the float64 oracle with that mask, and applies the 2x rul
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -211,5 +212,5 @@ def _run_sparse(
         pages = {"block_table": table, "seqused_k": used, "num_splits": case.num_splits}
         out, lse = fa_serve.attention_paged(q, k_cache, v_cache, **pages, **scales, **longest, block_mask=lists, **options)
     ends = longest["cu_seqlens_q"].tolist()
-    pairs = list(zip(ends, ends[1:], strict=False))
+    pairs = list(pairwise(ends))
     return [out[a:b] for a, b in pairs], [lse[:, a:b] for a, b in pairs]

@@ -117,18 +117,17 @@ def _walk(q, row_scale, slopes, state, span, lists, pointers, band, rows, scalin
     positions = queries + offset
     begin, end = span
     next_tile = _tile_at(begin, lists, var)
-    tile_behind = _tile_at(begin + 1, lists, var)
     next_page = seq64
     if var.page_size > 0:
         next_page = read_pages(table_ptr, next_tile, offs_n, lo, hi, var)
     for place in tl.range(begin, end):
-        # The list and the page are read ahead of the iteration that needs their address, which leaves all stages to K and V.
+        # The list and the page are read one iteration before their address is needed, which leaves all the stages to K and V.
+        # Triton pipelines no loop that carries a value over two iterations.
         tile = next_tile
         page = next_page
-        next_tile = tile_behind
+        next_tile = _tile_at(place + 1, lists, var)
         if var.page_size > 0:
             next_page = read_pages(table_ptr, next_tile, offs_n, lo, hi, var)
-        tile_behind = _tile_at(place + 2, lists, var)
         n = tile * BLOCK_N
         cols = n + offs_n
         owned = (cols >= lo) & (cols < hi)
@@ -250,6 +249,7 @@ def _block_sparse(
     SPLIT: tl.constexpr = var.split
     BLOCK_M: tl.constexpr = var.split.block_m
     BLOCK_N: tl.constexpr = var.split.block_n
+    BLOCK_DV: tl.constexpr = var.split.block_dv
     GROUPS: tl.constexpr = var.split.groups
     TILES: tl.constexpr = var.block_k // BLOCK_N
     # Neighbours in launch order are tiles of one head, whose lists overlap in most patterns. Late rows, which see the most
@@ -305,6 +305,7 @@ def _block_sparse(
     row_scale = None
     if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
         q, row_scale = fit_float16(q)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
@@ -346,7 +347,7 @@ def _block_sparse(
         q,
         row_scale,
         slopes,
-        (tl.zeros([BLOCK_M, SPLIT.block_dv], tl.float32), row_max, row_sum),
+        (acc, row_max, row_sum),
         (total * split // splits, total * (split + 1) // splits),
         lists,
         (k_ptr, v_ptr, None if table_ptr is None else table_ptr + seq64 * stride_table, bits_ptr, seq64),

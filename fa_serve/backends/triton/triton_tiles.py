@@ -282,7 +282,8 @@ def sparse_tiles(
     split_keys: int,
     num_splits: int,
 ) -> SparseTiles:
-    """The tile of one block-sparse call. None of it is measured: these are the forward kernel's tiles for pointer loads.
+    """The tile of one block-sparse call. None of it is measured: these are the forward kernel's tiles for pointer loads, with
+    fewer keys where those spill registers.
 
     block_rows: packed rows per block of queries; block_keys: keys per block
     rows:       packed rows of the longest sequence; lists: sequences times heads that have lists
@@ -293,6 +294,8 @@ def sparse_tiles(
     while block_rows % block_m:
         block_m //= 2
     block_n = min(found.block_n, block_keys)
+    if arch not in (0, 90) and max(head_dim, head_dim_v) > 64:
+        block_n = min(block_n, 32)  # 64 keys spill up to 160 bytes on sm80 to sm120
     splits = num_splits
     if not splits:
         programs = lists * triton.cdiv(rows, block_m)
