@@ -12,7 +12,6 @@ out which blocks are worth keeping, which is the caller's choice (examples/spars
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +74,7 @@ class BlockLists(NamedTuple):
         The host waits for the device once, to read the largest number of partial blocks, and each partial block takes 2 kB at
         128 x 128. Build it once for each mask, and not at each call.
         """
-        lists = cls(*_four_tensors(block_mask), block_size=tuple(block_mask.BLOCK_SIZE))
+        lists = _lists_of(block_mask)
         rows, keys = lists.block_size
         width = int(lists.kv_num_blocks.max()) if lists.kv_num_blocks.numel() else 0
         shape = (*lists.kv_num_blocks.shape, width, rows, keys // WORD)
@@ -86,7 +85,7 @@ class BlockLists(NamedTuple):
         evaluate = block_mask.mask_mod
         for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
             evaluate = torch.vmap(evaluate, in_dims=dims)
-        for some in entries.split(_EVALUATED_TOGETHER):
+        for some in torch.split(entries, _EVALUATED_TOGETHER):
             batch, head, block, place = some.unbind(1)
             # indices past the end would read past the end of tensors that mask_mod reads; no query or key is there
             i = (block[:, None] * rows + torch.arange(rows, device=bits.device)).clamp(max=last_query)
@@ -135,24 +134,27 @@ def as_block_lists(block_mask: Any) -> BlockLists:
         if len(block_mask) != 4:
             raise ParameterError("block_mask", _FORMS, f"{len(block_mask)} values")
         return BlockLists(*block_mask)
-    four = _four_tensors(block_mask)
+    lists = _lists_of(block_mask)
     mask_mod = getattr(block_mask, "mask_mod", None)
     if getattr(mask_mod, "__name__", "noop_mask") != "noop_mask":
         raise ParameterError("block_mask", _NO_MASK_MOD, mask_mod)
-    return BlockLists(*four, block_size=tuple(block_mask.BLOCK_SIZE))
+    return lists
 
 
 def pack_bits(keep: Tensor) -> Tensor:
     """bool (..., keys) -> int32 (..., keys // 32), as `BlockLists.partial_bits` has them."""
-    words = keep.unflatten(-1, (-1, WORD)).to(torch.int64)
+    words = keep.reshape(*keep.shape[:-1], -1, WORD).to(torch.int64)
     return (words << torch.arange(WORD, device=keep.device)).sum(-1).to(torch.int32)
 
 
-def _four_tensors(block_mask: Any) -> Sequence[Tensor]:
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+def _lists_of(block_mask: Any) -> BlockLists:
+    """The four tensors of a BlockMask, whatever its mask_mod is."""
+    names = BlockLists._fields[:4]
     if not all(hasattr(block_mask, name) for name in (*names, "BLOCK_SIZE")):
         raise ParameterError("block_mask", _FORMS, type(block_mask).__name__)
-    return [getattr(block_mask, name) for name in names]
+    num, indices, full_num, full_indices = (getattr(block_mask, name) for name in names)
+    queries, keys = block_mask.BLOCK_SIZE
+    return BlockLists(num, indices, full_num, full_indices, (queries, keys))
 
 
 def _expanded(

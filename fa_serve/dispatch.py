@@ -89,7 +89,8 @@ def run_paged(
 ) -> Result:
     """Compute a call of `fa_serve.attention_paged`."""
     is_aligned = not (tensors[1].data_ptr() | tensors[2].data_ptr()) & 15
-    key = ("paged", facts(*tensors), max_seqlen_q, max_seqlen_k, num_splits, is_aligned, options)
+    seen = facts(*tensors)  # type: ignore[arg-type]  # `blocks` is None here
+    key = ("paged", seen, max_seqlen_q, max_seqlen_k, num_splits, is_aligned, options)
     run = PLANS.get(key)
     if run is None:
         run = PLANS.add(key, _plan_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, options))

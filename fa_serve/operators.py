@@ -175,11 +175,12 @@ def _run_paged(out: Tensor | None, *given: Any) -> Result:
 
 def _run_block_sparse(out: Tensor | None, *given: Any) -> Result:
     q, k, v, sinks, alibi_slopes = given[:5]
-    mask, *paged = given[5:11]
+    mask, cu_seqlens_q, keys, block_table, k_descale, v_descale = given[5:11]
     num, indices, full_num, full_indices, bits, block_q, block_k = given[11:18]
     max_seqlen_q, max_seqlen_k, num_splits, *options = given[18:]
     blocks = BlockLists(num, indices, full_num, full_indices, (block_q, block_k), bits)
-    tensors = AttentionTensors(q, k, v, sinks, mask, *paged, out, None, alibi_slopes, blocks)
+    lengths = (cu_seqlens_q, keys, block_table)
+    tensors = AttentionTensors(q, k, v, sinks, mask, *lengths, k_descale, v_descale, out, None, alibi_slopes, blocks)
     return run_block_sparse(tensors, max_seqlen_q, max_seqlen_k, num_splits, _packed(tuple(options)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from block_sparse_cases import SparseCase, make_lists
@@ -23,9 +25,9 @@ SHARED_BYTES = {  # what one program may ask for
     "gfx942": 64 << 10,
 }
 BF16 = torch.bfloat16
-PROMPT = {"lengths_q": (256,), "lengths_k": (256,), "heads": 8, "window": (-1, 0)}
-DECODE = {**PROMPT, "lengths_q": (1,), "layout": "paged", "list_heads": "kv"}
-EVERYTHING = {"window": (64, 0), "softcap": 30.0, "sinks": True, "alibi": True, "bits": True}
+PROMPT: dict[str, Any] = {"lengths_q": (256,), "lengths_k": (256,), "heads": 8, "window": (-1, 0)}
+DECODE: dict[str, Any] = {**PROMPT, "lengths_q": (1,), "layout": "paged", "list_heads": "kv"}
+EVERYTHING: dict[str, Any] = {"window": (64, 0), "softcap": 30.0, "sinks": True, "alibi": True, "bits": True}
 CASES = {
     **{f"D{dim}": (SparseCase(head_dim=dim, **PROMPT), BF16) for dim in (64, 128, 256)},
     **{f"D{dim}-bits": (SparseCase(head_dim=dim, **PROMPT, bits=True, list_heads="q"), BF16) for dim in (64, 128, 256)},
@@ -43,7 +45,7 @@ CASES = {
 def _compile(case: SparseCase, dtype: torch.dtype, target: str) -> list[Kernel]:
     dims = (case.heads, case.kv_heads, case.head_dim, case.head_dim_v or None)
     q, k, v = make_qkv(1, case.lengths_q[0], case.lengths_k[0], *dims, dtype=dtype)
-    given = {
+    given: dict[str, Any] = {
         "blocks": make_lists(case)[0],
         "softmax_scale": 0.1,
         "window_size": case.window,
