@@ -9,6 +9,7 @@
     python benchmarks/bench_attention.py models                       # heads, head sizes and options of 20 models, four batches
     python benchmarks/bench_attention.py chunk                        # 64 to 2048 queries behind 1k to 64k keys, paged
     python benchmarks/bench_attention.py verify                       # 2 to 16 queries per sequence, as in speculative decoding
+    python benchmarks/bench_attention.py sparse                       # block-sparse: 10 and 25% of the blocks, 16k and 64k tokens
     python benchmarks/bench_attention.py tune --head-dims 128         # tiles of the Triton kernel; decode has tune_decode.py
 
 The prefill grid is that of the FlashAttention papers: 16k tokens in all, hidden size 2048, bfloat16. TFLOPS count 4 * batch *
@@ -30,6 +31,7 @@ from pathlib import Path
 import torch
 from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa
 from paged_problem import Problem, pools, uneven
+from sparse_problem import SparseProblem
 from torch.nn.attention import SDPBackend
 
 import fa_serve
@@ -93,6 +95,9 @@ CHUNK_CELLS = (
 VERIFY_HEADS = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (28, 4, 128), (64, 8, 64))
 # queries, keys, sequences
 VERIFY_CELLS = ((2, 4096, 32), (4, 4096, 32), (4, 1024, 128), (8, 4096, 32), (8, 8192, 1), (16, 2048, 16))
+
+SPARSE_SEQLENS = (16384, 65536)
+SPARSE_PARTS = (0.1, 0.25)
 
 
 def gate(head_dim: int, window: tuple[int, int], **options: object) -> None:
@@ -403,6 +408,40 @@ def few_queries(
     results.write()
 
 
+def sparse(args: argparse.Namespace) -> None:
+    """Block-sparse calls in milliseconds, beside compiled FlexAttention on the same blocks and our dense call.
+
+    The last column is the speed over dense, times the part that is kept: 1.00 if time falls with the blocks and nothing else.
+    """
+    results = Results("sparse", args.out)
+    print(f"{'case':<28}{'ours ms':>9}{'flex ms':>9}{'dense ms':>9}{'kept':>7}{'ratio':>7}{'scaled':>8}")
+    for head_dim in args.head_dims:
+        heads = HIDDEN // head_dim
+        for causal in (False, True):
+            make = partial(SparseProblem.make, causal=causal, dtype=torch.bfloat16, device="cuda")
+            gated = make(1000, 4, head_dim, 0.4)
+            gated.check(gated.ours(args.backend)(), f"d{head_dim} gate")
+            for seqlen in SPARSE_SEQLENS:
+                for part in SPARSE_PARTS:
+                    case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}_{part:.0%}"
+                    problem = make(seqlen, heads, head_dim, part)
+                    ours = problem.ours(args.backend)
+                    problem.check(ours(), case)
+                    calls = served({"flex": problem.flex()})
+                    for name, call in calls.items():
+                        worst = (ours().float() - call().float()).abs().max().item()
+                        assert worst < 0.05, f"{name} and ours differ by {worst}"
+                    times = in_turns({"ours": ours, "dense": problem.dense()} | calls)
+                    mine = times.pop("ours")
+                    results.add(case, "ms", mine, times)
+                    flex = times.get("flex", float("nan"))
+                    scaled = times["dense"] / mine * problem.part
+                    cells = f"{mine:9.3f}{flex:9.3f}{times['dense']:9.3f}{problem.part:7.1%}"
+                    print(f"{case:<28}{cells}{flex / mine:7.2f}{scaled:8.2f}", flush=True)
+                torch.compiler.reset()
+    results.write()
+
+
 def tune(args: argparse.Namespace) -> None:
     """Time every tile that fits over the grid; the branches of `forward_tiles` quote this table."""
     from fa_serve.backends.plan import AttentionOptions, AttentionTensors
@@ -443,7 +482,7 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    benches = {bench.__name__: bench for bench in (prefill, varlen, window, decode, mixed, models, chunk, verify, tune)}
+    benches = {bench.__name__: bench for bench in (prefill, varlen, window, decode, mixed, models, chunk, verify, sparse, tune)}
     parser.add_argument("bench", choices=list(benches))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="flash,cudnn,fa3")

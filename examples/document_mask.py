@@ -2,10 +2,10 @@
 
     python examples/document_mask.py
 
-Training data is packed: several documents lie end to end in one row. FlexAttention describes who sees whom as a Python function.
-fa_serve's kernels cannot include it, so `BlockLists.from_block_mask` evaluates it once, in the blocks that are partly visible,
-and keeps bits. The lists then serve every layer and step. The script checks the result against one call for each document,
-and uses a GPU if there is one.
+Training data is packed: several documents lie end to end in one row. FlexAttention describes who sees whom as a Python
+function. fa_serve's kernels cannot include it, so `BlockLists.from_block_mask` evaluates it once, in the blocks that are partly
+visible, and keeps bits. The lists then serve every layer and step. The script checks the result against one call for each
+document, and uses a GPU if there is one.
 """
 
 import torch

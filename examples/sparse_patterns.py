@@ -2,11 +2,11 @@
 
     python examples/sparse_patterns.py
 
-A pattern says which key blocks a block of queries attends to. The local and global pattern (Longformer, BigBird) has a window of
-blocks and a few blocks that everyone sees. The butterfly is the pattern of FlashAttention's block-sparse experiments (section
-3.3; Pixelated Butterfly, Chen et al. 2021): block i attends to the blocks whose number differs from i in one bit, so log n
-blocks connect every block with every other one in log n layers. Both are causal here. The script compares each pattern with
-the same mask of elements, and uses a GPU if there is one.
+A pattern says which key blocks a block of queries attends to. The local and global pattern (Longformer, BigBird) has a window
+of blocks and a few blocks that everyone sees. The butterfly is the pattern of FlashAttention's block-sparse experiments
+(section 3.3; Pixelated Butterfly, Chen et al. 2021): block i attends to the blocks whose number differs from i in one bit, so
+log n blocks connect every block with every other one in log n layers. Both are causal here. The script compares each pattern
+with the same mask of elements, and uses a GPU if there is one.
 """
 
 import torch
