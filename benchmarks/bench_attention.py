@@ -9,7 +9,7 @@
     python benchmarks/bench_attention.py models                       # heads, head sizes and options of 20 models, four batches
     python benchmarks/bench_attention.py chunk                        # 64 to 2048 queries behind 1k to 64k keys, paged
     python benchmarks/bench_attention.py verify                       # 2 to 16 queries per sequence, as in speculative decoding
-    python benchmarks/bench_attention.py sparse                       # block-sparse: 10 and 25% of the blocks, 16k and 64k tokens
+    python benchmarks/bench_attention.py sparse                       # block-sparse, beside FlexAttention and dense calls
     python benchmarks/bench_attention.py tune --head-dims 128         # tiles of the Triton kernel; decode has tune_decode.py
 
 The prefill grid is that of the FlashAttention papers: 16k tokens in all, hidden size 2048, bfloat16. TFLOPS count 4 * batch *
