@@ -49,6 +49,18 @@ def test_other_blocks_are_not_read(keys: int) -> None:
     assert bool(expected.isfinite().all())
 
 
+def test_listed_keys_that_no_query_sees_are_not_read() -> None:
+    """Their page may belong to another sequence by now: NaN before the window leaves no trace."""
+    q, k, v = make_qkv(1, 40, 320, 4, 2, 32)
+    lists = fa_serve.BlockLists.from_blocks(torch.ones(1, 1, 1, 5, dtype=torch.bool), (64, 64))
+    options = {"window_size": (50, 0), "block_mask": lists, "backend": "triton"}
+    expected = fa_serve.attention(q, k, v, **options)
+    for x in (k, v):
+        x[:, :230] = float("nan")
+    assert torch.equal(fa_serve.attention(q, k, v, **options), expected)
+    assert bool(expected.isfinite().all())
+
+
 def test_strided_inputs_lists_and_out() -> None:
     """Head-first storage, lists that are a slice, and a slice of a wider buffer as `out`."""
     lists, _ = make_lists(replace(BASE, list_heads="kv", bits=True))
