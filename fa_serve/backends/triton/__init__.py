@@ -27,7 +27,8 @@ from fa_serve.backends.triton.triton_tiles import DECODE_MIN_ROWS
 from fa_serve.spec import AttentionSpec, dtype_name
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
+_MAX_HEAD_DIM_OF_GRADIENTS = 256
 
 
 class TritonBackend:
@@ -49,8 +50,11 @@ class TritonBackend:
             return f"reads a cache of q's dtype or float8_e4m3fn, got {dtype_name(spec.kv_dtype)}"
         if spec.kv_dtype == torch.float8_e4m3fn and 0 < spec.arch < 89:
             return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
-        if max(spec.head_dim, spec.head_dim_v) > _MAX_HEAD_DIM:
-            return f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {max(spec.head_dim, spec.head_dim_v)}"
+        widest = max(spec.head_dim, spec.head_dim_v)
+        if widest > _MAX_HEAD_DIM:
+            return f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {widest}"
+        if (spec.needs_grad or spec.op == "backward") and widest > _MAX_HEAD_DIM_OF_GRADIENTS:
+            return f"computes gradients for a head_dim up to {_MAX_HEAD_DIM_OF_GRADIENTS}, got {widest}"
         if spec.layout == "paged" and spec.needs_grad:
             return "has no backward pass through a paged cache, and an input requires gradients"
         if (spec.needs_grad or spec.op == "backward") and (spec.alibi or spec.attention_chunk):

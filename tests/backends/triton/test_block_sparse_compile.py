@@ -29,13 +29,13 @@ PROMPT: dict[str, Any] = {"lengths_q": (256,), "lengths_k": (256,), "heads": 8, 
 DECODE: dict[str, Any] = {**PROMPT, "lengths_q": (1,), "layout": "paged", "list_heads": "kv"}
 EVERYTHING: dict[str, Any] = {"window": (64, 0), "softcap": 30.0, "sinks": True, "alibi": True, "bits": True}
 CASES = {
-    **{f"D{dim}": (SparseCase(head_dim=dim, **PROMPT), BF16) for dim in (64, 128, 256)},
-    **{f"D{dim}-bits": (SparseCase(head_dim=dim, **PROMPT, bits=True, list_heads="q"), BF16) for dim in (64, 128, 256)},
+    **{f"D{dim}": (SparseCase(head_dim=dim, **PROMPT), BF16) for dim in (64, 128, 256, 512)},
+    **{f"D{dim}-bits": (SparseCase(head_dim=dim, **PROMPT, bits=True, list_heads="q"), BF16) for dim in (64, 128, 256, 512)},
     "D192-128-varlen": (SparseCase(head_dim=192, head_dim_v=128, **PROMPT, layout="varlen"), BF16),
     "D128-paged": (SparseCase(head_dim=128, **PROMPT, layout="paged"), BF16),
     "D128-everything": (SparseCase(head_dim=128, **(PROMPT | EVERYTHING)), torch.float16),
     "D128-float32": (SparseCase(head_dim=128, **PROMPT, bits=True), torch.float32),
-    **{f"D{dim}-decode": (SparseCase(head_dim=dim, **DECODE), BF16) for dim in (64, 128, 256)},
+    **{f"D{dim}-decode": (SparseCase(head_dim=dim, **DECODE), BF16) for dim in (64, 128, 256, 512)},
     "D128-decode-pages-of-64": (SparseCase(head_dim=128, **DECODE, page_size=64, block_size=(128, 128)), BF16),
     "D128-decode-float8": (SparseCase(head_dim=128, **DECODE, float8=True), BF16),
     "D128-prompt-float8": (SparseCase(head_dim=128, **PROMPT, layout="paged", float8=True), BF16),
