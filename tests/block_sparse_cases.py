@@ -87,7 +87,7 @@ CASES = [
     replace(BASE, block_size=(64, 128), bits=True, head_dim=80, head_dim_v=24),
     replace(BASE, block_size=(128, 64), causal=True, bits=True, heads=8, kv_heads=1),
     replace(BASE, lengths_q=(33,), head_dim=256, causal=True, bits=True),
-    replace(BASE, lengths_q=(33,), head_dim=512, causal=True, bits=True),
+    replace(BASE, lengths_q=(20,), lengths_k=(90,), heads=2, head_dim=512, causal=True, bits=True, kept=0.8),
     replace(BASE, lengths_q=(3, 3), lengths_k=(300, 300), heads=8, causal=True, bits=True, list_heads="kv"),
     replace(BASE, lengths_q=(1,), lengths_k=(400,), heads=16, kv_heads=1, kept=0.3),
     replace(BASE, layout="varlen", lengths_q=(70, 0, 130, 5), lengths_k=(70, 9, 130, 0), causal=True, bits=True),
