@@ -9,6 +9,8 @@
     python benchmarks/bench_attention.py models                       # heads, head sizes and options of 20 models, four batches
     python benchmarks/bench_attention.py chunk                        # 64 to 2048 queries behind 1k to 64k keys, paged
     python benchmarks/bench_attention.py verify                       # 2 to 16 queries per sequence, as in speculative decoding
+    python benchmarks/bench_attention.py sparse                       # block-sparse, beside FlexAttention and dense calls
+    python benchmarks/bench_attention.py backward                     # gradients over the grid of prefill; SDPA-flash, cuDNN
     python benchmarks/bench_attention.py tune --head-dims 128         # tiles of the Triton kernel; decode has tune_decode.py
 
 The prefill grid is that of the FlashAttention papers: 16k tokens in all, hidden size 2048, bfloat16. TFLOPS count 4 * batch *
@@ -28,71 +30,29 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from attention_cells import (
+    CHUNK_CELLS,
+    CHUNK_HEADS,
+    DECODE_CELLS,
+    HIDDEN,
+    MODELS,
+    PAGED_HEADS,
+    SEQLENS,
+    SPARSE_PARTS,
+    SPARSE_SEQLENS,
+    TOKENS,
+    VERIFY_CELLS,
+    VERIFY_HEADS,
+    WINDOWS,
+)
 from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa
 from paged_problem import Problem, pools, uneven
+from sparse_problem import SparseProblem
 from torch.nn.attention import SDPBackend
 
 import fa_serve
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention, make_qkv
-
-TOKENS = 16384
-HIDDEN = 2048
-SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
-WINDOWS = (128, 512, 1024, 4096)
-PAGED_HEADS = ((32, 8, 128), (32, 32, 128), (64, 8, 128), (16, 8, 128), (64, 8, 64))
-DECODE_CELLS = (
-    (1, 1024),
-    (1, 16384),
-    (1, 131072),
-    (8, 8192),
-    (32, 4096),
-    (64, 8192),
-    (128, 1024),
-    (256, 512),
-    (256, 4096),
-)
-
-# name, query heads, KV heads, head_dim, head_dim_v, window (left, right), softcap
-MODELS = (
-    ("llama-3.1-8b", 32, 8, 128, 128, (-1, 0), 0.0),
-    ("qwen3-32b", 64, 8, 128, 128, (-1, 0), 0.0),
-    ("qwen2.5-7b", 28, 4, 128, 128, (-1, 0), 0.0),
-    ("gemma-2-9b", 16, 8, 256, 256, (-1, 0), 50.0),
-    ("gemma-2-9b-local", 16, 8, 256, 256, (4095, 0), 50.0),
-    ("gemma-3-4b", 8, 4, 256, 256, (-1, 0), 0.0),
-    ("gemma-3-4b-local", 8, 4, 256, 256, (1023, 0), 0.0),
-    ("phi-3-mini", 32, 32, 96, 96, (-1, 0), 0.0),
-    ("gpt-neox-20b", 64, 64, 96, 96, (-1, 0), 0.0),
-    ("stablelm-3b", 32, 32, 80, 80, (-1, 0), 0.0),
-    ("deepseek-v3", 32, 32, 192, 128, (-1, 0), 0.0),
-    ("nemotron-192", 32, 8, 192, 192, (-1, 0), 0.0),
-    ("falcon-7b", 71, 1, 64, 64, (-1, 0), 0.0),
-    ("gpt-oss-20b", 64, 8, 64, 64, (-1, 0), 0.0),
-    ("gpt-oss-20b-local", 64, 8, 64, 64, (127, 0), 0.0),
-    ("vit-l", 16, 16, 64, 64, (-1, -1), 0.0),
-    ("siglip-so400m", 16, 16, 72, 72, (-1, -1), 0.0),
-    ("bert-large", 16, 16, 64, 64, (-1, -1), 0.0),
-    ("modernbert-local", 12, 12, 64, 64, (64, 64), 0.0),
-    ("whisper-large", 20, 20, 64, 64, (-1, -1), 0.0),
-)
-CHUNK_HEADS = ((32, 8, 128), (16, 8, 128), (16, 2, 128), (64, 8, 64))
-# queries, keys before them, sequences
-CHUNK_CELLS = (
-    (64, 4096, 1),
-    (128, 32768, 1),
-    (256, 1024, 1),
-    (256, 4096, 1),
-    (256, 4096, 4),
-    (512, 8192, 1),
-    (512, 8192, 2),
-    (1024, 4096, 2),
-    (2048, 16384, 1),
-    (2048, 65536, 1),
-)
-VERIFY_HEADS = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (28, 4, 128), (64, 8, 64))
-# queries, keys, sequences
-VERIFY_CELLS = ((2, 4096, 32), (4, 4096, 32), (4, 1024, 128), (8, 4096, 32), (8, 8192, 1), (16, 2048, 16))
 
 
 def gate(head_dim: int, window: tuple[int, int], **options: object) -> None:
@@ -403,6 +363,85 @@ def few_queries(
     results.write()
 
 
+def sparse(args: argparse.Namespace) -> None:
+    """Block-sparse calls in milliseconds, beside compiled FlexAttention on the same blocks and our dense call.
+
+    The last column is the speed over dense, times the part that is kept: 1.00 if time falls with the blocks and nothing else.
+    """
+    results = Results("sparse", args.out)
+    print(f"{'case':<28}{'ours ms':>9}{'flex ms':>9}{'dense ms':>9}{'kept':>7}{'ratio':>7}{'scaled':>8}")
+    for head_dim in args.head_dims:
+        heads = HIDDEN // head_dim
+        for causal in (False, True):
+            make = partial(SparseProblem.make, causal=causal, dtype=torch.bfloat16, device="cuda")
+            gated = make(1000, 4, head_dim, 0.4)
+            gated.check(gated.ours(args.backend)(), f"d{head_dim} gate")
+            for seqlen in SPARSE_SEQLENS:
+                for part in SPARSE_PARTS:
+                    case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}_{part:.0%}"
+                    problem = make(seqlen, heads, head_dim, part)
+                    ours = problem.ours(args.backend)
+                    problem.check(ours(), case)
+                    calls = served({"flex": problem.flex()})
+                    for name, call in calls.items():
+                        worst = (ours().float() - call().float()).abs().max().item()
+                        assert worst < 0.05, f"{name} and ours differ by {worst}"
+                    times = in_turns({"ours": ours, "dense": problem.dense()} | calls)
+                    mine = times.pop("ours")
+                    results.add(case, "ms", mine, times)
+                    flex = times.get("flex", float("nan"))
+                    scaled = times["dense"] / mine * problem.part
+                    cells = f"{mine:9.3f}{flex:9.3f}{times['dense']:9.3f}{problem.part:7.1%}"
+                    print(f"{case:<28}{cells}{flex / mine:7.2f}{scaled:8.2f}", flush=True)
+                torch.compiler.reset()
+    results.write()
+
+
+def gradients_gate(head_dim: int, causal: bool) -> None:
+    """Compare the gradients of q, k and v with those of the float64 oracle; AssertionError if the 2x rule is broken."""
+    case = {"softmax_scale": head_dim**-0.5, "window_size": (-1, 0 if causal else -1)}
+    given = make_qkv(2, 333, 333, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    dout = torch.randn_like(given[0])
+    found = []
+    for attend, dtype in ((fa_serve.attention, None), (attention_reference, torch.float64), (eager_attention, None)):
+        leaves = [x.to(dtype or x.dtype).requires_grad_() for x in given]
+        result = attend(*leaves, **case)
+        out = result[0] if isinstance(result, tuple) else result
+        found.append(torch.autograd.grad(out, leaves, dout.to(out.dtype)))
+    for name, ours, exact, eager in zip(("dq", "dk", "dv"), *found, strict=True):
+        assert_matches_reference(ours, exact, eager, f"{name} D{head_dim}")
+
+
+def backward(args: argparse.Namespace) -> None:
+    """Gradients of q, k and v over the papers' grid. TFLOPS count five products, 2.5 times those of a forward pass."""
+    kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    peers = [name for name in args.peers.split(",") if name in kinds]
+    results = Results("backward", args.out)
+    print("case                 " + "".join(f"{name:>8}" for name in ["ours", *peers]) + "   ratio")
+    for head_dim in args.head_dims:
+        for causal in (False, True):
+            gradients_gate(head_dim, causal)
+            for seqlen in args.seqlens:
+                shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
+                q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+                dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+                out = fa_serve.attention(q, k, v, causal=causal)
+                calls = {"ours": partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)}
+                for name in peers:
+                    theirs = sdpa(kinds[name], q, k, v, causal)().transpose(1, 2)
+                    calls[name] = partial(torch.autograd.grad, theirs, (q, k, v), dout, retain_graph=True)
+                    for ours, other in zip(calls["ours"](), calls[name](), strict=True):
+                        worst = (ours.float() - other.float()).abs().max().item()
+                        assert worst < 0.02 * other.abs().max().item() + 0.02, f"{name} and ours differ by {worst}"
+                case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}"
+                rates = {name: 2.5 * tflops(seqlen, causal, ms) for name, ms in in_turns(calls).items()}
+                mine = rates.pop("ours")
+                ratio = results.add(case, "TFLOPS", mine, rates)
+                cells = "".join(f"{x:8.0f}" for x in [mine, *rates.values()])
+                print(f"{case:<21}{cells}{ratio:8.2f}", flush=True)
+    results.write()
+
+
 def tune(args: argparse.Namespace) -> None:
     """Time every tile that fits over the grid; the branches of `forward_tiles` quote this table."""
     from fa_serve.backends.plan import AttentionOptions, AttentionTensors
@@ -443,7 +482,8 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    benches = {bench.__name__: bench for bench in (prefill, varlen, window, decode, mixed, models, chunk, verify, tune)}
+    modes = (prefill, varlen, window, decode, mixed, models, chunk, verify, sparse, backward, tune)
+    benches = {mode.__name__: mode for mode in modes}
     parser.add_argument("bench", choices=list(benches))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="flash,cudnn,fa3")

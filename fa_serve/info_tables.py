@@ -169,6 +169,7 @@ def common_cases(device: str, arch: int) -> list[tuple[str, AttentionSpec]]:
         ("prefill, DeepSeek", spec(**deepseek)),
         ("dense, BERT", spec(**bert)),
         ("dense, explicit mask", spec(**dense, window_size=(-1, -1), mask="bool")),
+        ("dense, block-sparse", spec(**dense, block_mask=True)),
         ("dense, training", spec(**dense, needs_grad=True)),
         ("dense, gradients", spec(**dense, op="backward")),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,19 @@ def test_parts_of_a_composite_model() -> None:
 
 
 def test_heads_too_large_for_a_kernel() -> None:
-    """Gemma 4 has heads of 512 in its full layers: the portable kernel says why it does not take them, and sdpa serves."""
+    """Gemma 4 has heads of 512 in its full layers: Hopper's kernel says why it does not take them, the portable one does."""
     text = describe(AutoConfig.for_model("gemma4"), "cuda", 90).parts[-1]
     window, full = (layer.spec for layer, _ in text.kinds())
     assert (window.head_dim, full.head_dim) == (256, 512)
     assert explain(window)["hopper"] is None
-    assert explain(full)["triton"] == "has kernels for a head_dim up to 256, got 512"
-    assert explain(decoding(full))["sdpa"] is None
+    assert explain(full)["hopper"] == "has head sizes of a multiple of 8 up to 256, got 512"
+    assert explain(full)["triton"] is None
+    assert explain(decoding(full))["triton"] is None
+    wider = replace(full, head_dim=520)
+    assert explain(wider)["triton"] == "has kernels for a head_dim up to 512, got 520"
+    trained = replace(full, layout="dense", needs_grad=True)
+    assert explain(trained)["triton"] == "computes gradients for a head_dim up to 256, got 512"
+    assert explain(wider)["sdpa"] is None
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -503,7 +503,7 @@ class _DecodePlan:
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse, alibi_slopes = tensors
+        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse, alibi_slopes, _ = tensors
         if not self._takes_q:
             q = _rows_of(q)
         result = out if self._takes_out and out is not None else q.new_empty(self._out_shape)

@@ -52,6 +52,10 @@ class Shape:
 EVERYWHERE = [
     Shape(),
     Shape(heads=(64, 8), head_dim=64, head_dim_v=64, max_seqlen_q=4, dtype=torch.float16, every_option=True),
+    Shape(heads=(8, 2), head_dim=512, head_dim_v=512),
+    Shape(heads=(16, 2), head_dim=512, head_dim_v=512, max_seqlen_q=16, every_option=True),
+    Shape(heads=(8, 4), head_dim=512, head_dim_v=512, num_splits=40),
+    Shape(heads=(8, 4), head_dim=512, head_dim_v=512, dtype=torch.float32),
 ]
 ON_HOPPER = [
     Shape(heads=(32, 32), head_dim=64, head_dim_v=64),

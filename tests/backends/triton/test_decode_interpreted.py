@@ -156,6 +156,8 @@ SHAPES = [
     Case(heads=(6, 2), head_dim=96, page_size=33, dtype=torch.float16),
     Case(heads=(4, 2), head_dim=192, head_dim_v=128, page_size=64, num_splits=3, dtype=torch.float16),
     Case(heads=(2, 1), head_dim=256, page_size=32, dtype=torch.float16),
+    Case(heads=(4, 1), head_dim=512, num_splits=2, dtype=torch.float16),
+    Case(heads=(2, 2), head_dim=512, head_dim_v=288, page_size=7),
     Case(heads=(71, 1), head_dim=64),
     Case(heads=(2, 2), head_dim=5, head_dim_v=9),
 ]
