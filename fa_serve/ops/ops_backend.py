@@ -6,6 +6,7 @@ out the choice among backends (`__init__.py`) and their code (`torch_ops.py`, `t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -27,6 +28,38 @@ class Norm(NamedTuple):
     weight: Tensor
     eps: float
     offset: float = 0.0
+
+
+class Gate(NamedTuple):
+    """How an expert makes one number of a gate and an up value: f(min(gate, limit)) * (clamp(up, -limit, limit) + offset).
+
+    f is x -> activation(slope * x) / slope. With SiLU that is x * sigmoid(slope * x).
+
+    activation:  one of ACTIVATIONS
+    interleaved: rows 2n and 2n + 1 of the weights give gate and up n; else rows n and width + n
+    """
+
+    activation: str
+    interleaved: bool = False
+    slope: float = 1.0
+    limit: float = math.inf
+    offset: float = 0.0
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of a mixture's experts.
+
+    gate_up:      (num_experts, 2 * width, hidden), any strides: transposed weights are a view
+    gate_up_bias: (num_experts, 2 * width), last dimension contiguous
+    down:         (num_experts, hidden, width), any strides
+    down_bias:    (num_experts, hidden), last dimension contiguous
+    """
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    gate: Gate
 
 
 class OpsBackend(Protocol):
@@ -82,6 +115,10 @@ class OpsBackend(Protocol):
         last_tokens: Tensor | None,
         largest_top_k: int | None,
         /,
+    ) -> Tensor: ...
+
+    def experts(
+        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool, /
     ) -> Tensor: ...
 
     def invariant_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor: ...

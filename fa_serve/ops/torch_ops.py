@@ -1,6 +1,7 @@
 """The backend of ops for any device, in plain PyTorch.
 
-It computes in float32, or in float64 for float64 input, and rounds the result once. Sampling is in `torch_sampling.py`.
+It computes in float32, or in float64 for float64 input, and rounds the result once. Sampling is in `torch_sampling.py`,
+experts are in `torch_experts.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fa_serve.api import store_kv
 from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.torch_experts import activate, experts
 from fa_serve.ops.torch_sampling import sample_rows
 from fa_serve.spec import OpSpec
 
@@ -19,6 +21,7 @@ class TorchOps:
 
     name = "torch"
     sample_rows = staticmethod(sample_rows)
+    experts = staticmethod(experts)
 
     def supports(self, spec: OpSpec) -> str | None:
         return None
@@ -74,11 +77,7 @@ class TorchOps:
 
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor:
         gate, up = _wide(x).chunk(2, dim=1)
-        if activation == "silu":
-            gate = torch.nn.functional.silu(gate)
-        else:
-            gate = torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-        return (gate * up).to(x.dtype)
+        return (activate(gate, activation) * up).to(x.dtype)
 
     def invariant_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor:
         if len(x) == 0:

@@ -1,4 +1,4 @@
-"""The backend of ops for GPUs: each op is one Triton kernel, except products of several tokens.
+"""The backend of ops for GPUs: each op is one Triton kernel, except products of several tokens and experts.
 
 Each kernel stands with its launcher in a file `*_kernel.py`. A launcher keeps what it decides about a call (grid, blocks,
 strides) in `PLANS`, by those facts of the tensors that decide it; calls that look alike compute it once.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa_serve.ops.activation_kernel import launch_act_and_mul
+from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.ops_backend import Norm
@@ -27,6 +28,7 @@ class TritonOps:
     rotary_store_kv = staticmethod(launch_rotary_store_kv)
     act_and_mul = staticmethod(launch_act_and_mul)
     sample_rows = staticmethod(launch_sample_rows)
+    experts = staticmethod(launch_experts)
     invariant_linear = staticmethod(launch_invariant_linear)
     invariant_sum = staticmethod(launch_invariant_sum)
 

@@ -1,0 +1,54 @@
+"""The experts of a mixture in plain PyTorch, for devices without the kernels of `experts_kernel.py`.
+
+Each expert that is taken computes its tokens in one product, so which experts these are is read back from the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_serve.ops.ops_backend import ExpertWeights, Gate
+
+
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool) -> Tensor:
+    """Arguments and result are those of `fa_serve.ops.experts`."""
+    if not invariant or len(x) == 0:
+        return _mixed(x, top_k_index, top_k_weights, experts)
+    # a library chooses its algorithm by the number of rows, so each row is computed alone
+    rows = zip(x.split(1), top_k_index.split(1), top_k_weights.split(1), strict=True)
+    return torch.cat([_mixed(*row, experts) for row in rows])
+
+
+def _mixed(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> Tensor:
+    num_experts, hidden, _ = experts.down.shape
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parts = torch.zeros(*top_k_index.shape, hidden, dtype=wide, device=x.device)
+    for expert in top_k_index.unique().tolist():
+        if not 0 <= expert < num_experts:
+            continue
+        gate_up_bias, down_bias = (None if b is None else b[expert] for b in (experts.gate_up_bias, experts.down_bias))
+        tokens, places = torch.where(top_k_index == expert)
+        gate_up = torch.nn.functional.linear(x[tokens], experts.gate_up[expert], gate_up_bias)
+        h = gated(gate_up.to(wide), experts.gate).to(x.dtype)
+        y = torch.nn.functional.linear(h, experts.down[expert], down_bias)
+        parts[tokens, places] = y.to(wide) * top_k_weights[tokens, places, None].to(wide)
+    return parts.sum(1).to(x.dtype)
+
+
+def gated(gate_up: Tensor, gate: Gate) -> Tensor:
+    """`ops.Gate` of products with the gate and up weights: (..., 2 * width) -> (..., width)."""
+    if gate.interleaved:
+        values, up = gate_up[..., ::2], gate_up[..., 1::2]
+    else:
+        values, up = gate_up.chunk(2, dim=-1)
+    values = values.clamp(max=gate.limit) * gate.slope
+    up = up.clamp(min=-gate.limit, max=gate.limit)
+    return activate(values, gate.activation) / gate.slope * (up + gate.offset)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """One of `fa_serve.ops.ACTIVATIONS`."""
+    if activation == "silu":
+        return torch.nn.functional.silu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
