@@ -39,7 +39,7 @@ from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import draft_limit
 from fa_serve.engine.transfer import packed_size, send
-from fa_serve.hf import PagedBatch, attention_layers, paged_forward
+from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -91,6 +91,8 @@ class ModelRunner:
         self.fuses = config.fusion and not config.eager and not config.deterministic
         self.max_num_seqs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
+        if self.fuses or config.deterministic:
+            take_experts(model)
         self.layers = attention_layers(model)
         self._deterministic = config.deterministic
         # in deterministic mode each draft is a sequence of the forward

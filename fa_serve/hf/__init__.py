@@ -15,6 +15,7 @@ as it is.
     masks.py           ImplicitMask, and the mask function
     translate.py       transformers' words -> one LayerCall; the one place that knows which keys a call sees
     attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
+    experts.py         the experts function, and the gates of experts
     paged.py           the engine's forward over packed tokens and a paged cache
     continuous.py      transformers' own continuous batching (`generate_batch`)
     info.py            what a model asks of attention, from its config alone
@@ -34,6 +35,7 @@ except ImportError as error:
     ) from error
 
 from fa_serve.hf.attention import attention_forward
+from fa_serve.hf.experts import experts_forward, take_experts
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
 from fa_serve.hf.paged import PagedBatch, attention_layers, check_model, paged_forward
@@ -48,10 +50,12 @@ __all__ = [
     "attention_forward",
     "attention_layers",
     "check_model",
+    "experts_forward",
     "mask_forward",
     "paged_forward",
     "patch",
     "register",
+    "take_experts",
 ]
 
 register()

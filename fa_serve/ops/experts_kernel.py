@@ -61,6 +61,15 @@ def _gated(gate, up, slope, limit, offset, KIND: tl.constexpr):
     return activate(gate * slope, KIND) / slope * (up + offset)
 
 
+@triton.jit
+def _rows_of_weights(columns, GATED: tl.constexpr, STEP: tl.constexpr, UP: tl.constexpr):
+    """The rows of the weights in the columns of a tile. Gated, two columns that are neighbours give one output."""
+    rows = columns
+    if GATED and UP != 1:  # interleaved rows are neighbours already, and contiguous where the weights are transposed
+        rows = columns // 2 * STEP + columns % 2 * UP
+    return rows
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def _sort_pairs(index_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr):
     """Program e writes the pairs of expert e in ascending order, behind those of the experts before e.
@@ -137,7 +146,8 @@ def _grouped_linear(
     Otherwise x has a row for each place in `order`, the output a row for each pair, and output n is row n of the weights.
     Consecutive programs compute the tiles of the same pairs, so that they share their rows of x in the L2 cache.
     """
-    tiles_n = tl.cdiv(N * (2 if GATED else 1), BLOCK_N)
+    COLUMNS: tl.constexpr = N * (2 if GATED else 1)
+    tiles_n = tl.cdiv(COLUMNS, BLOCK_N)
     expert, first, end = _find_tile(starts_ptr, tl.program_id(0) // tiles_n, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return
@@ -145,28 +155,24 @@ def _grouped_linear(
     # rows behind the end are computed from another row of the expert, and are not stored
     pairs = tl.load(order_ptr + tl.minimum(places, end - 1)).to(tl.int64)
     columns = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if GATED:
-        rows = pairs // TOP_K
-        which = tl.minimum(columns // 2, N - 1) * STEP + columns % 2 * UP
-    else:
-        rows = tl.minimum(places, end - 1).to(tl.int64)
-        which = tl.minimum(columns, N - 1)
+    rows = pairs // TOP_K if GATED else tl.minimum(places, end - 1).to(tl.int64)
+    which = _rows_of_weights(columns, GATED, STEP, UP)
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + rows[:, None] * K + k[None, :]
     w_ptrs = w_ptr + expert.to(tl.int64) * stride_we + which.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
+        if K % BLOCK_K == 0 and COLUMNS % BLOCK_N == 0:
             x = tl.load(x_ptrs)
             w = tl.load(w_ptrs)
         else:
             x = tl.load(x_ptrs, mask=(k < K - start)[None, :], other=0.0)
-            w = tl.load(w_ptrs, mask=(k < K - start)[:, None], other=0.0)
+            w = tl.load(w_ptrs, mask=(k < K - start)[:, None] & (columns < COLUMNS)[None, :], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * stride_wk
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + expert * stride_be + which).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + expert * stride_be + which, mask=columns < COLUMNS, other=0.0).to(tl.float32)[None, :]
     keep = (places < end)[:, None]
     if GATED:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
@@ -205,17 +211,22 @@ def _sum_experts(
 
 
 @triton.jit
-def _dot_rows(x_ptr, w_ptr, rows, stride_wn, stride_wk, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_N] float32: the products of x (K,) with rows of the weights."""
+def _dot_rows(
+    x_ptr, w_ptr, bias_ptr, rows, known, stride_wn, stride_wk, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """[BLOCK_N] float32: the products of x (K,) with those rows of an expert's weights that are known, and their biases."""
     k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * stride_wn + k[None, :] * stride_wk
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.range(0, K, BLOCK_K):
         keep = k < K - start
         x = tl.load(x_ptr + start + k, mask=keep, other=0.0).to(tl.float32)
-        acc += tl.load(w_ptrs, mask=keep[None, :], other=0.0).to(tl.float32) * x[None, :]
+        acc += tl.load(w_ptrs, mask=known[:, None] & keep[None, :], other=0.0).to(tl.float32) * x[None, :]
         w_ptrs += BLOCK_K * stride_wk
-    return tl.sum(acc, 1)
+    y = tl.sum(acc, 1)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + rows, mask=known, other=0.0).to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -242,22 +253,23 @@ def _gated_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A program computes BLOCK_N gated elements of one pair."""
-    blocks = tl.cdiv(N, BLOCK_N)
+    """A program computes BLOCK_N / 2 gated elements of one pair, from BLOCK_N rows of the weights."""
+    blocks = tl.cdiv(2 * N, BLOCK_N)
     pair = (tl.program_id(0) // blocks).to(tl.int64)
-    n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(0) % blocks
     expert = tl.load(index_ptr + pair).to(tl.int64)
     if (expert < 0) | (expert >= NUM_EXPERTS):
         return
-    rows = tl.minimum(n, N - 1) * STEP
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = _rows_of_weights(columns, True, STEP, UP)
+    if bias_ptr is not None:
+        bias_ptr += expert * stride_be
     x_ptr += pair // TOP_K * K
     w_ptr += expert * stride_we
-    gate = _dot_rows(x_ptr, w_ptr, rows, stride_wn, stride_wk, K, BLOCK_N, BLOCK_K)
-    up = _dot_rows(x_ptr, w_ptr, rows + UP, stride_wn, stride_wk, K, BLOCK_N, BLOCK_K)
-    if bias_ptr is not None:
-        gate += tl.load(bias_ptr + expert * stride_be + rows).to(tl.float32)
-        up += tl.load(bias_ptr + expert * stride_be + rows + UP).to(tl.float32)
+    both = _dot_rows(x_ptr, w_ptr, bias_ptr, rows, columns < 2 * N, stride_wn, stride_wk, K, BLOCK_N, BLOCK_K)
+    gate, up = tl.split(tl.reshape(both, [BLOCK_N // 2, 2]))
     y = _gated(gate, up, slope, limit, offset, KIND)
+    n = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     tl.store(out_ptr + pair * N + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -284,15 +296,16 @@ def _mixed_rows(
     blocks = tl.cdiv(N, BLOCK_N)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(n, N - 1)
     acc = tl.zeros([BLOCK_N], tl.float32)
     for i in range(TOP_K):
         pair = token * TOP_K + i
         expert = tl.load(index_ptr + pair).to(tl.int64)
         if (expert >= 0) & (expert < NUM_EXPERTS):
-            y = _dot_rows(x_ptr + pair * K, w_ptr + expert * stride_we, rows, stride_wn, stride_wk, K, BLOCK_N, BLOCK_K)
+            bias = bias_ptr
             if bias_ptr is not None:
-                y += tl.load(bias_ptr + expert * stride_be + rows).to(tl.float32)
+                bias = bias_ptr + expert * stride_be
+            w = w_ptr + expert * stride_we
+            y = _dot_rows(x_ptr + pair * K, w, bias, n, n < N, stride_wn, stride_wk, K, BLOCK_N, BLOCK_K)
             acc += tl.load(weights_ptr + pair).to(tl.float32) * y
     tl.store(out_ptr + token * N + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)
 
@@ -319,12 +332,12 @@ def launch_experts(
 def _plan_rows(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: bool) -> Run:
     tokens, top_k = index.shape
     num_experts, hidden, width = experts.down.shape
-    first = row_tile(experts.gate_up, True)
-    second = row_tile(experts.down, False)
+    first = row_tile(experts.gate_up)
+    second = row_tile(experts.down)
     options = {"num_warps": 4}
     gated = Launch(
         _gated_rows,
-        tokens * top_k * triton.cdiv(width, first.block_n),
+        tokens * top_k * triton.cdiv(2 * width, first.block_n),
         varying=_numbers(experts.gate),
         strides=_strides(experts.gate_up, experts.gate_up_bias),
         fixed=(num_experts, width, x.shape[1], top_k, *_rows_of(experts.gate, width), *first),
@@ -421,16 +434,12 @@ def are_few(tokens: int, top_k: int, num_experts: int) -> bool:
     return tokens == 1 or 4 * tokens * top_k <= num_experts
 
 
-def row_tile(weight: Tensor, gated: bool) -> RowTile:
-    """The tile of a program for few tokens: long rows where a row is contiguous, many rows where a column is.
-
-    2048 elements for each of 1 or 2 accumulators of 128 threads. Not measured yet.
-    """
+def row_tile(weight: Tensor) -> RowTile:
+    """The tile of a program for few tokens: long rows where a row is contiguous, many rows where a column is. Not measured yet."""
     _, _, k = weight.shape
     if weight.stride(2) == 1:
-        block_k = min(512, power_of_2(k))
-        return RowTile(4 if gated else 8, block_k)
-    return RowTile(64, 32)
+        return RowTile(8, min(512, power_of_2(k)))
+    return RowTile(64, 64)
 
 
 def grouped_tile(pairs_per_expert: float, element_size: int, arch: int) -> GroupedTile:
