@@ -7,8 +7,9 @@ import torch
 from cross_compile import TARGETS, compiling_for
 from torch import Tensor
 
-from fa_serve.ops import ACTIVATIONS, Norm
+from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm
 from fa_serve.ops.activation_kernel import launch_act_and_mul
+from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
@@ -67,3 +68,39 @@ def test_kernels_of_sampling_and_of_deterministic_mode(target: str) -> None:
         launch_invariant_sum(bf16(3, 4096))
     assert [kernel.name for kernel in kernels] == ["_sample_rows"] * 2 + ["_invariant_linear", "_invariant_sum"]
     assert [kernel.spill_bytes for kernel in kernels] == [0, 80 if target == "sm80" else 0, 0, 0]
+
+
+GPT_OSS = Gate("silu", interleaved=True, slope=1.702, limit=7.0, offset=1.0)
+MIXTURES = {
+    "qwen3-30b": ((128, 8, 2048, 768), Gate("silu"), (1, 64, 512, 4096)),
+    "gpt-oss-20b": ((32, 4, 2880, 2880), GPT_OSS, (1, 64, 512, 4096)),
+    "mixtral": ((8, 2, 4096, 14336), Gate("silu"), (2,)),
+}
+"""(experts, top_k, hidden, width), the gate, and numbers of tokens that take different tiles. gpt-oss is transposed and biased."""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("sizes", "gate", "counts"), MIXTURES.values(), ids=MIXTURES)
+def test_experts(sizes: tuple[int, int, int, int], gate: Gate, counts: tuple[int, ...], target: str) -> None:
+    num_experts, top_k, hidden, width = sizes
+    weights = [torch.empty(num_experts, *shape, dtype=torch.bfloat16) for shape in ((2 * width, hidden), (hidden, width))]
+    biases: list[Tensor | None] = [None, None]
+    if gate.interleaved:
+        biases = [bf16(*w.shape[:2]) for w in weights]
+        weights = [w.view(num_experts, w.shape[2], w.shape[1]).transpose(1, 2) for w in weights]
+    experts = ExpertWeights(weights[0], biases[0], weights[1], biases[1], gate)
+    with compiling_for(target) as kernels:
+        for tokens in counts:
+            x = bf16(tokens, hidden)
+            index = torch.zeros(tokens, top_k, dtype=torch.int64)
+            launch_experts(x, index, bf16(tokens, top_k), experts, False)
+    few = [["_gated_rows", "_mixed_rows"]] * (1 in counts)
+    many = [["_sort_pairs", "_grouped_linear", "_grouped_linear", "_sum_experts"]] * (len(counts) - len(few))
+    assert [kernel.name for kernel in kernels] == sum(few + many, [])
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+    products = [kernel for kernel in kernels if kernel.name == "_grouped_linear"]
+    assert max(kernel.shared_bytes for kernel in products) <= (65536 if target.startswith("gfx") else 101376)
+    if target == "sm90":
+        large = [kernel for kernel in products if kernel.shared_bytes > 65536]
+        assert all(kernel.instructions["HGMMA"] and not kernel.instructions["HMMA"] for kernel in large)
+        assert all(kernel.instructions["LDGSTS"] >= 9 for kernel in products), "tiles are loaded while others are multiplied"
