@@ -29,6 +29,8 @@ MIXTURES = [
     Family("minimax-m2", "MiniMaxM2ForCausalLM", config={**_LOCAL, "head_dim": 16}),
     Family("ernie4.5-moe", "Ernie4_5_MoeForCausalLM", config=_ERNIE),
     Family("gemma4-moe", "Gemma4ForCausalLM", config={**BY_NAME["gemma4"].config, **_GEMMA4}),
-    Family("cohere2-moe", "Cohere2MoeForCausalLM", config={**_QWEN, "head_dim": 16, "sliding_window": WINDOW, "logit_scale": 1.0}),
+    Family(
+        "cohere2-moe", "Cohere2MoeForCausalLM", config={**_QWEN, "head_dim": 16, "sliding_window": WINDOW, "logit_scale": 1.0}
+    ),
     Family("hunyuan-moe", "HunYuanMoEV1ForCausalLM", config={"num_experts": 6, "moe_topk": 3, "head_dim": 16}),
 ]

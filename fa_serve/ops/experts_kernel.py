@@ -1,14 +1,14 @@
 """The experts of a mixture: each token takes top_k of them, and their results are weighted and summed.
 
 A *pair* is one token at one of its experts; pair p belongs to token p // top_k. Many tokens take four launches. `_sort_pairs`
-puts the pairs in the order of their experts. `_grouped_linear` multiplies the tokens of each expert with its gate and up weights
-and gates them, and then, launched again, multiplies with its down weights. `_sum_experts` adds the pairs of each token. Few
+puts the pairs in the order of their experts. `_grouped_linear` multiplies the tokens of each expert with its gate and up
+weights and gates them; launched again, it multiplies with the down weights. `_sum_experts` adds the pairs of each token. Few
 tokens take two launches without a sort, `_gated_rows` and `_mixed_rows`, in the manner of `linear_kernel.py`: there the time is
 that of reading the weights.
 
 Nothing is read back to the host, and no kernel uses atomics. The grid of a product has room for the most tiles that any routing
 may need; a program whose tile does not exist ends at once. Equal calls therefore have equal bits and may be captured in a CUDA
-graph. An expert that is none of this module's, which tensor parallelism uses for the experts of another process, adds nothing.
+graph. A number that is none of the experts, which expert parallelism uses for those of another process, adds nothing.
 
 Weights are read as models keep them: transposed weights are other strides, and interleaved gates are another step between rows.
 Tiles come from the pure functions below. They follow from sizes of shared memory and registers; their speed has not been
@@ -310,9 +310,7 @@ def _mixed_rows(
     tl.store(out_ptr + token * N + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-def launch_experts(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool
-) -> Tensor:
+def launch_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool) -> Tensor:
     """Arguments and result are those of `fa_serve.ops.experts`. Two launches for few tokens, else four."""
     x = x.contiguous()
     index = top_k_index.contiguous()
@@ -323,7 +321,7 @@ def launch_experts(
     if run is None:
         if out.shape[0] == 0:
             return out
-        plan = _plan_rows if not invariant and are_few(*index.shape, experts.down.shape[0]) else _plan_grouped
+        plan = _plan_rows if not invariant and are_few(index.numel(), x.shape[0], experts.down.shape[0]) else _plan_grouped
         run = PLANS.add(key, plan(x, index, experts, invariant))
     run((x, index, weights, experts, out))
     return out
@@ -425,17 +423,20 @@ def _strides(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
     return (*weight.stride(), 0 if bias is None else bias.stride(0))
 
 
-def are_few(tokens: int, top_k: int, num_experts: int) -> bool:
+def are_few(pairs: int, tokens: int, num_experts: int) -> bool:
     """Whether each pair reads its expert's weights by itself.
 
     Two tokens that meet one expert then read it twice. With a quarter as many pairs as experts, an even routing makes that 10%
     more bytes. The bound has not been measured yet.
     """
-    return tokens == 1 or 4 * tokens * top_k <= num_experts
+    return tokens == 1 or 4 * pairs <= num_experts
 
 
 def row_tile(weight: Tensor) -> RowTile:
-    """The tile of a program for few tokens: long rows where a row is contiguous, many rows where a column is. Not measured yet."""
+    """The tile of a program for few tokens: long rows where a row is contiguous, many rows where a column is.
+
+    Not measured yet.
+    """
     _, _, k = weight.shape
     if weight.stride(2) == 1:
         return RowTile(8, min(512, power_of_2(k)))

@@ -16,15 +16,15 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Expe
     if not invariant or len(x) == 0:
         return _mixed(x, top_k_index, top_k_weights, experts)
     # a library chooses its algorithm by the number of rows, so each row is computed alone
-    rows = zip(x.split(1), top_k_index.split(1), top_k_weights.split(1), strict=True)
-    return torch.cat([_mixed(*row, experts) for row in rows])
+    rows = [slice(i, i + 1) for i in range(len(x))]
+    return torch.cat([_mixed(x[row], top_k_index[row], top_k_weights[row], experts) for row in rows])
 
 
 def _mixed(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> Tensor:
     num_experts, hidden, _ = experts.down.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = torch.zeros(*top_k_index.shape, hidden, dtype=wide, device=x.device)
-    for expert in top_k_index.unique().tolist():
+    for expert in torch.unique(top_k_index).tolist():
         if not 0 <= expert < num_experts:
             continue
         gate_up_bias, down_bias = (None if b is None else b[expert] for b in (experts.gate_up_bias, experts.down_bias))
@@ -39,7 +39,8 @@ def _mixed(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Exper
 def gated(gate_up: Tensor, gate: Gate) -> Tensor:
     """`ops.Gate` of products with the gate and up weights: (..., 2 * width) -> (..., width)."""
     if gate.interleaved:
-        values, up = gate_up[..., ::2], gate_up[..., 1::2]
+        values = gate_up[..., ::2]
+        up = gate_up[..., 1::2]
     else:
         values, up = gate_up.chunk(2, dim=-1)
     values = values.clamp(max=gate.limit) * gate.slope

@@ -76,7 +76,8 @@ MIXTURES = {
     "gpt-oss-20b": ((32, 4, 2880, 2880), GPT_OSS, (1, 64, 512, 4096)),
     "mixtral": ((8, 2, 4096, 14336), Gate("silu"), (2,)),
 }
-"""(experts, top_k, hidden, width), the gate, and numbers of tokens that take different tiles. gpt-oss is transposed and biased."""
+"""(experts, top_k, hidden, width), the gate, and numbers of tokens that take different tiles. gpt-oss has transposed weights
+and biases."""
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -94,9 +95,9 @@ def test_experts(sizes: tuple[int, int, int, int], gate: Gate, counts: tuple[int
             x = bf16(tokens, hidden)
             index = torch.zeros(tokens, top_k, dtype=torch.int64)
             launch_experts(x, index, bf16(tokens, top_k), experts, False)
-    few = [["_gated_rows", "_mixed_rows"]] * (1 in counts)
-    many = [["_sort_pairs", "_grouped_linear", "_grouped_linear", "_sum_experts"]] * (len(counts) - len(few))
-    assert [kernel.name for kernel in kernels] == sum(few + many, [])
+    few = ["_gated_rows", "_mixed_rows"]
+    many = ["_sort_pairs", "_grouped_linear", "_grouped_linear", "_sum_experts"]
+    assert [kernel.name for kernel in kernels] == [name for count in counts for name in (few if count == 1 else many)]
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
     products = [kernel for kernel in kernels if kernel.name == "_grouped_linear"]
     assert max(kernel.shared_bytes for kernel in products) <= (65536 if target.startswith("gfx") else 101376)
