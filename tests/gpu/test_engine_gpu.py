@@ -120,6 +120,23 @@ def test_deterministic_answers_are_bitwise_the_same_alone_and_in_any_batch(dtype
         assert running.stats().num_preemptions > 0 or settings.get("num_pages") != 260
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_deterministic_mixtures_are_bitwise_the_same_alone_and_in_a_batch(family: str) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=2)
+    prompt, *others = random_prompts(24, 60)
+    alone = make_engine(family, deterministic=True).generate([prompt], params)[0]
+    mixed = make_engine(family, deterministic=True, max_num_batched_tokens=40).generate([*others, prompt], params)[-1]
+    assert mixed.token_ids == alone.token_ids
+    assert [(x.logprob, x.top) for x in mixed.logprobs or []] == [(x.logprob, x.top) for x in alone.logprobs or []]
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_mixtures_decode_in_graphs_with_our_experts(family: str) -> None:
+    engine = make_engine(family)
+    assert engine._runner.model.config._experts_implementation == "fa_serve"
+    assert engine._runner._graphs is not None
+
+
 def test_one_step_ahead_gives_each_token_once() -> None:
     engine = make_engine()
     engine.add_request("a", [1, 2, 3], GREEDY)
