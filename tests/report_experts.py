@@ -55,14 +55,14 @@ def layouts() -> dict[str, dict[str, str]]:
 
     import fa_serve
     from fa_serve.hf import check_model
-    from fa_serve.hf.experts import _gate_of
+    from fa_serve.hf.experts import gate_of
     from fa_serve.spec import UnsupportedModelError
 
     found = {}
     for family in MIXTURES:
         model = fa_serve.patch(family.build())
         module: Any = next(m for m in model.modules() if hasattr(m, "_apply_gate"))
-        gate = _gate_of(module)
+        gate = gate_of(module)
         weights = ["transposed" if module.is_transposed else "rows", "interleaved" if gate.interleaved else "concatenated"]
         weights += ["biases"] * module.has_bias
         formula = f"{gate.activation}(g) * u"

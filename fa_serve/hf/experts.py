@@ -50,7 +50,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 
     Raises UnsupportedModelError with the reason for experts of a kind that fa_serve does not compute.
     """
-    gate = _gate_of(module)
+    gate = gate_of(module)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_states, top_k_weights, *module.parameters())):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     weights = _weights(module, gate)
@@ -65,7 +65,7 @@ def take_experts(model: PreTrainedModel) -> int:
     Each kind of module is proven once: two of its experts are computed in float32 by the module's own code and by fa_serve. If
     that cannot be or differs, all experts of the model stay as they are, and the log says why.
     """
-    found: list[Any] = [m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(type(m).forward, "__wrapped__")]
+    found = expert_modules(model)
     if not found:
         return 0
     device = found[0].down_proj.device
@@ -86,6 +86,11 @@ def take_experts(model: PreTrainedModel) -> int:
     return taken
 
 
+def expert_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model whose experts go through transformers' experts interface."""
+    return [m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(type(m).forward, "__wrapped__")]
+
+
 def _kind(module: nn.Module) -> str:
     """A text that is equal for modules which differ only in the values of their weights."""
     settings = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)}
@@ -94,7 +99,7 @@ def _kind(module: nn.Module) -> str:
 
 def _agrees(module: nn.Module) -> bool:
     """Whether the module's own code computes what we compute. Raises UnsupportedModelError if we compute nothing."""
-    gate = _gate_of(module)
+    gate = gate_of(module)
     few: Any = copy.copy(module)
     few.num_experts = min(2, int(cast(Any, module).num_experts))
     few._parameters = {name: p[: few.num_experts].float() for name, p in module.named_parameters(recurse=False)}
@@ -111,8 +116,11 @@ def _agrees(module: nn.Module) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _gate_of(module: nn.Module) -> ops.Gate:
-    """The gate of a module of experts, read at its first call."""
+def gate_of(module: nn.Module) -> ops.Gate:
+    """The gate of a module of experts, read at the first call.
+
+    Raises UnsupportedModelError with the reason if fa_serve has no such experts.
+    """
     gate = vars(module).get(_GATE)
     if gate is None:
         gate = _read(module)
@@ -121,10 +129,7 @@ def _gate_of(module: nn.Module) -> ops.Gate:
 
 
 def _read(module: Any) -> ops.Gate:
-    """Check a module of experts, and find the gate that it computes.
-
-    Raises UnsupportedModelError with the reason if fa_serve has no such experts.
-    """
+    """Check a module of experts, and find the gate that it computes."""
     name = type(module).__name__
     if not module.has_gate:
         raise UnsupportedModelError(f"{name} has experts without a gate, which fa_serve does not compute")

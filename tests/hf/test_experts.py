@@ -20,14 +20,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fa_serve import ops
 from fa_serve.hf import experts
-from fa_serve.hf.experts import experts_forward, take_experts
+from fa_serve.hf.experts import expert_modules, experts_forward, take_experts
 from fa_serve.spec import UnsupportedModelError
 
 by_mixture = pytest.mark.parametrize("family", MIXTURES, ids=lambda family: family.name)
-
-
-def modules_of(model: PreTrainedModel) -> list[Any]:
-    return [m for m in model.modules() if hasattr(m, "_apply_gate")]
 
 
 def switched(family: Family) -> PreTrainedModel:
@@ -52,7 +48,7 @@ def test_a_forward_and_generate_are_those_of_the_model(family: Family, calls: li
     ours = switched(family)
     ids = tokens(2, 12)
     assert_same(ours(ids).logits, eager(ids).logits)
-    assert calls == [24] * len(modules_of(ours))
+    assert calls == [24] * len(expert_modules(ours))
     options = {"do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6}
     assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
     assert calls[-1] == 2, "every token of generate is computed by our experts"
@@ -63,10 +59,10 @@ def test_a_forward_and_generate_are_those_of_the_model(family: Family, calls: li
 def test_experts_are_taken_where_that_changes_nothing(family: Family, calls: list[int]) -> None:
     eager = family.build()
     ours = family.build()
-    assert take_experts(ours) == len(modules_of(ours)) > 0
+    assert take_experts(ours) == len(expert_modules(ours)) > 0
     ids = tokens(2, 12)
     assert_same(ours(ids).logits, eager(ids).logits)
-    assert calls == [24] * len(modules_of(ours))
+    assert calls == [24] * len(expert_modules(ours))
 
 
 def test_a_model_without_experts_has_none_to_take() -> None:
@@ -101,14 +97,14 @@ def test_each_kind_of_module_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     agrees = experts._agrees
     monkeypatch.setattr(experts, "_agrees", lambda module: proven.append(module) or agrees(module))
     model = BY_NAME["gpt-oss"].build()
-    first, second = modules_of(model)
+    first, second = expert_modules(model)
     take_experts(model)
     assert proven == [first]
     second.limit = 3.0
     proven.clear()
     take_experts(model)
     assert set(proven) == {first, second}
-    assert [experts._gate_of(m).limit for m in (first, second)] == [7.0, 3.0]
+    assert [experts.gate_of(m).limit for m in (first, second)] == [7.0, 3.0]
 
 
 def test_pytorch_takes_no_experts_of_another_device(caplog: pytest.LogCaptureFixture) -> None:
@@ -130,8 +126,8 @@ def concatenated(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return gate_up.chunk(2, dim=-1)
 
 
-def gate_of(apply: Callable[[Tensor, Tensor], Tensor], *, is_concatenated: bool) -> ops.Gate:
-    module: Any = copy.copy(modules_of(BY_NAME["gpt-oss"].build())[0])
+def read_gate(apply: Callable[[Tensor, Tensor], Tensor], *, is_concatenated: bool) -> ops.Gate:
+    module: Any = copy.copy(expert_modules(BY_NAME["gpt-oss"].build())[0])
     module.is_concatenated = is_concatenated
     split = concatenated if is_concatenated else interleaved
     module._apply_gate = lambda gate_up: apply(*split(gate_up))
@@ -161,20 +157,20 @@ OTHERS = {
 @pytest.mark.parametrize("is_concatenated", [True, False], ids=["concatenated", "interleaved"])
 @pytest.mark.parametrize(("apply", "expected"), GATES.values(), ids=GATES)
 def test_a_gate_is_read_from_its_values(apply: Any, expected: ops.Gate, is_concatenated: bool) -> None:
-    assert gate_of(apply, is_concatenated=is_concatenated) == expected._replace(interleaved=not is_concatenated)
+    assert read_gate(apply, is_concatenated=is_concatenated) == expected._replace(interleaved=not is_concatenated)
 
 
 @pytest.mark.parametrize("apply", OTHERS.values(), ids=OTHERS)
 def test_other_gates_are_refused(apply: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="GptOssExperts gates its experts in a way that fa_serve does not compute"):
-        gate_of(apply, is_concatenated=True)
+        read_gate(apply, is_concatenated=True)
 
 
 def test_the_gate_of_gpt_oss() -> None:
     expected = ops.Gate("silu", interleaved=True, slope=1.702, limit=7.0, offset=1.0)
-    assert {experts._gate_of(m) for m in modules_of(BY_NAME["gpt-oss"].build())} == {expected}
+    assert {experts.gate_of(m) for m in expert_modules(BY_NAME["gpt-oss"].build())} == {expected}
     assert GptOssExperts.forward.__wrapped__, "transformers' decorator keeps the module's own code"
-    assert math.isinf(experts._gate_of(modules_of(BY_NAME["mixtral"].build())[0]).limit)
+    assert math.isinf(experts.gate_of(expert_modules(BY_NAME["mixtral"].build())[0]).limit)
 
 
 # what is refused, and what others compute
@@ -189,7 +185,7 @@ def test_experts_without_a_gate_are_refused() -> None:
 
 def test_weights_that_are_not_floats_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     model = BY_NAME["mixtral"].build()
-    module = modules_of(model)[0]
+    module = expert_modules(model)[0]
     module.down_proj = torch.nn.Parameter(module.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
     assert take_experts(model) == 0
     assert "must be floats of 3 dimensions, got torch.float8_e4m3fn" in caplog.text
@@ -200,14 +196,14 @@ def test_gradients_are_those_of_the_model(calls: list[int]) -> None:
     found = []
     for model in (BY_NAME["qwen3-moe"].build(), switched(BY_NAME["qwen3-moe"])):
         model(ids, labels=ids).loss.backward()
-        found.append(modules_of(model)[0].gate_up_proj.grad)
+        found.append(expert_modules(model)[0].gate_up_proj.grad)
     assert_same(found[1], found[0])
     assert calls == [], "grouped_mm computes what is differentiated"
 
 
 def test_experts_of_another_process_add_nothing() -> None:
     """Expert parallelism in transformers gives them the number num_experts."""
-    module = modules_of(BY_NAME["mixtral"].build())[0]
+    module = expert_modules(BY_NAME["mixtral"].build())[0]
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     index = torch.tensor([[0, 1], [2, 4], [4, 4]])
     scores = torch.rand(3, 2, generator=torch.Generator().manual_seed(1))
@@ -220,7 +216,7 @@ def test_experts_of_another_process_add_nothing() -> None:
 
 def test_the_dtype_is_that_of_the_hidden_states() -> None:
     """Under autocast hidden states may be float32 where the weights are bfloat16."""
-    module = modules_of(BY_NAME["mixtral"].build().bfloat16())[0]
+    module = expert_modules(BY_NAME["mixtral"].build().bfloat16())[0]
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     index = torch.tensor([[0, 1], [2, 3], [1, 3]])
     with torch.no_grad():
@@ -252,8 +248,8 @@ def test_experts_are_one_node_of_a_graph(backend: str) -> None:
 
 @torch.no_grad()
 def test_the_operator_obeys_the_rules_of_pytorch() -> None:
-    module = modules_of(BY_NAME["gpt-oss"].build())[0]
-    weights = experts._weights(module, experts._gate_of(module))
+    module = expert_modules(BY_NAME["gpt-oss"].build())[0]
+    weights = experts._weights(module, experts.gate_of(module))
     *tensors, gate = weights
     arguments = (torch.randn(3, 64), torch.tensor([[0, 1], [2, 3], [1, 3]]), torch.rand(3, 2), *tensors, *gate)
     torch.library.opcheck(
