@@ -30,6 +30,7 @@ from fa_serve.engine.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.cuda_graphs import Inputs, Shape, StepGraphs, pad
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
+from fa_serve.engine.fused_router import fuse_routers
 from fa_serve.engine.request import Request
 from fa_serve.engine.results import PendingResult, PromptSpan
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample
@@ -115,8 +116,10 @@ class ModelRunner:
         return None if min(lefts, default=-1) < 0 else max(lefts)
 
     def fuse(self) -> int:
-        """Fuse the layers of the model where that is possible. Returns how many are fused."""
-        return fusion.fuse(self.model)
+        """Fuse the layers and routers of the model where that is possible. Returns how many layers are fused."""
+        fused = fusion.fuse(self.model)
+        fuse_routers(self.model)
+        return fused
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the KV cache. The content of an earlier one is lost."""

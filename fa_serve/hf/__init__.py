@@ -35,7 +35,7 @@ except ImportError as error:
     ) from error
 
 from fa_serve.hf.attention import attention_forward
-from fa_serve.hf.experts import experts_forward, take_experts
+from fa_serve.hf.experts import expert_modules, experts_forward, take_experts
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
 from fa_serve.hf.paged import PagedBatch, attention_layers, check_model, paged_forward
@@ -50,6 +50,7 @@ __all__ = [
     "attention_forward",
     "attention_layers",
     "check_model",
+    "expert_modules",
     "experts_forward",
     "mask_forward",
     "paged_forward",

@@ -33,6 +33,7 @@ from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
 from fa_serve.ops.ops_backend import Gate as Gate
 from fa_serve.ops.ops_backend import Norm as Norm
 from fa_serve.ops.ops_backend import OpsBackend as OpsBackend
+from fa_serve.ops.ops_backend import Router as Router
 from fa_serve.spec import OpSpec
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,18 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     Returns (total, width).
     """
     return select_ops(x.device).act_and_mul(x, activation)
+
+
+def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token, and weigh them.
+
+    logits: (tokens, num_experts), the elements of a row contiguous
+    bias:   (num_experts,), added to scores for the choice only, or None
+    dtype:  of the weights
+
+    Returns (weights, index), both (tokens, top_k), from the largest score + bias to the smallest; index is int64.
+    """
+    return select_ops(logits.device).route(logits, bias, router, dtype)
 
 
 def experts(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from fa_serve.spec import OpSpec
@@ -60,6 +61,26 @@ class ExpertWeights(NamedTuple):
     down: Tensor
     down_bias: Tensor | None
     gate: Gate
+
+
+class Router(NamedTuple):
+    """How a router chooses experts from logits, and weighs them.
+
+    The score of an expert is a softmax over all experts or, with `sigmoid`, the sigmoid of its logit. The top_k experts with
+    the largest score + bias are chosen. With several groups they are chosen among top_groups of num_groups equal groups: those
+    whose two largest values of score + bias have the largest sum. The weights are scores without bias.
+
+    renormalise: the weights are divided by their sum
+    scale:       they are then multiplied by it
+    num_groups:  1, or such that groups have a power of two of experts, as all experts have
+    """
+
+    top_k: int
+    sigmoid: bool = False
+    renormalise: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
 
 
 class OpsBackend(Protocol):
@@ -116,6 +137,8 @@ class OpsBackend(Protocol):
         largest_top_k: int | None,
         /,
     ) -> Tensor: ...
+
+    def route(self, logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype, /) -> tuple[Tensor, Tensor]: ...
 
     def experts(
         self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool, /

@@ -1,4 +1,4 @@
-"""The experts of a mixture in plain PyTorch, for devices without the kernels of `experts_kernel.py`.
+"""The experts of a mixture and their choice in plain PyTorch, for devices without kernels.
 
 Each expert that is taken computes its tokens in one product, so which experts these are is read back from the device.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_serve.ops.ops_backend import ExpertWeights, Gate
+from fa_serve.ops.ops_backend import ExpertWeights, Gate, Router
 
 
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool) -> Tensor:
@@ -34,6 +34,23 @@ def _mixed(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Exper
         y = torch.nn.functional.linear(h, experts.down[expert], down_bias)
         parts[tokens, places] = y.to(wide) * top_k_weights[tokens, places, None].to(wide)
     return parts.sum(1).to(x.dtype)
+
+
+def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Arguments and results are those of `fa_serve.ops.route`."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = wide.sigmoid() if router.sigmoid else wide.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    if router.num_groups > 1:
+        grouped = choice.view(len(choice), router.num_groups, -1)
+        best = grouped.topk(2).values.sum(-1).topk(router.top_groups).indices
+        kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    index = choice.topk(router.top_k).indices
+    weights = scores.gather(1, index)
+    if router.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return (weights * router.scale).to(dtype), index
 
 
 def gated(gate_up: Tensor, gate: Gate) -> Tensor:

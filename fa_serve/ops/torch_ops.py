@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_serve.api import store_kv
 from fa_serve.ops.ops_backend import Norm
-from fa_serve.ops.torch_experts import activate, experts
+from fa_serve.ops.torch_experts import activate, experts, route
 from fa_serve.ops.torch_sampling import sample_rows
 from fa_serve.spec import OpSpec
 
@@ -21,6 +21,7 @@ class TorchOps:
 
     name = "torch"
     sample_rows = staticmethod(sample_rows)
+    route = staticmethod(route)
     experts = staticmethod(experts)
 
     def supports(self, spec: OpSpec) -> str | None:

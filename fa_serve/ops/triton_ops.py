@@ -14,6 +14,7 @@ from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.ops_backend import Norm
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
+from fa_serve.ops.routing_kernel import launch_route
 from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
 from fa_serve.ops.sampling_kernel import launch_sample_rows
 from fa_serve.ops.torch_ops import product
@@ -28,6 +29,7 @@ class TritonOps:
     rotary_store_kv = staticmethod(launch_rotary_store_kv)
     act_and_mul = staticmethod(launch_act_and_mul)
     sample_rows = staticmethod(launch_sample_rows)
+    route = staticmethod(launch_route)
     experts = staticmethod(launch_experts)
     invariant_linear = staticmethod(launch_invariant_linear)
     invariant_sum = staticmethod(launch_invariant_sum)

@@ -21,6 +21,7 @@ def test_the_protocol_has_every_op() -> None:
         "rotary_store_kv",
         "act_and_mul",
         "experts",
+        "route",
         "sample_rows",
         "invariant_linear",
         "invariant_sum",
