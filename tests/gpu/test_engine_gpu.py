@@ -13,6 +13,7 @@ from tiny_models import CONFIGS, SIZES, greedy, make_model, make_tokenizer, rand
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fa_serve.engine import Completion, Engine, EngineConfig, SamplingParams
+from fa_serve.engine.fused_router import FusedRouter
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
@@ -135,6 +136,8 @@ def test_mixtures_decode_in_graphs_with_our_experts(family: str) -> None:
     engine = make_engine(family)
     assert engine._runner.model.config._experts_implementation == "fa_serve"
     assert engine._runner._graphs is not None
+    routers = [vars(m).get("forward") for m in engine._runner.model.modules()]
+    assert len([r for r in routers if isinstance(r, FusedRouter)]) == 2
 
 
 def test_one_step_ahead_gives_each_token_once() -> None:

@@ -198,6 +198,26 @@ def test_invariant_experts_have_independent_rows(gate: ops.Gate, dtype: torch.dt
         assert torch.equal(ops.experts(x[rows], index[rows], weights[rows], experts, invariant=True), whole[rows])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(
+    ("num_experts", "router"),
+    [
+        pytest.param(128, ops.Router(8, renormalise=True), id="qwen3"),
+        pytest.param(60, ops.Router(4), id="qwen2"),
+        pytest.param(256, ops.Router(8, True, True, 2.5, 8, 4), id="deepseek"),
+    ],
+)
+def test_route(num_experts: int, router: ops.Router, dtype: torch.dtype) -> None:
+    for seed in range(CALLS):
+        rows = [torch.randperm(num_experts, generator=torch.Generator().manual_seed(9 * seed + i)) for i in range(9)]
+        logits = (torch.stack(rows).float() / 32).to("cuda", dtype)  # without ties
+        bias = inputs(num_experts, dtype=torch.float32, seed=seed) / 64 if router.sigmoid else None
+        exact, chosen = EXACT.route(logits.double(), None if bias is None else bias.double(), router, torch.float64)
+        weights, index = ops.route(logits, bias, router, dtype)
+        assert torch.equal(index, chosen)
+        assert_rounded_once(weights, exact)
+
+
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_experts_replay_in_a_graph_with_another_routing(tokens: int) -> None:
     x, index, weights, experts = routed(tokens, GATES["silu"], torch.bfloat16)
@@ -239,6 +259,7 @@ def test_no_op_waits_for_the_device(no_synchronisation: Callable[[], AbstractCon
             ops.invariant_linear(x[:rows], weight, None)
             ops.invariant_sum(x[:rows])
             ops.experts(x[:rows], index[:rows], scores[:rows], experts)
+            ops.route(x[:rows], None, ops.Router(4), torch.bfloat16)
 
     each()
     with no_synchronisation():

@@ -7,12 +7,13 @@ import torch
 from cross_compile import TARGETS, compiling_for
 from torch import Tensor
 
-from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm
+from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Router
 from fa_serve.ops.activation_kernel import launch_act_and_mul
 from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
+from fa_serve.ops.routing_kernel import launch_route
 from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
 from fa_serve.ops.sampling_kernel import launch_sample_rows
 
@@ -105,3 +106,15 @@ def test_experts(sizes: tuple[int, int, int, int], gate: Gate, counts: tuple[int
         large = [kernel for kernel in products if kernel.shared_bytes > 65536]
         assert all(kernel.instructions["HGMMA"] and not kernel.instructions["HMMA"] for kernel in large)
         assert all(kernel.instructions["LDGSTS"] >= 9 for kernel in products), "tiles are loaded while others are multiplied"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_routers(target: str) -> None:
+    """One warp for each token, without shared memory: Qwen3-30B-A3B, gpt-oss, DeepSeek-V3, and 512 experts."""
+    deepseek = Router(8, sigmoid=True, renormalise=True, scale=2.5, num_groups=8, top_groups=4)
+    with compiling_for(target) as kernels:
+        for num_experts, router in ((128, Router(8, renormalise=True)), (32, Router(4)), (256, deepseek), (512, Router(10))):
+            bias = torch.zeros(num_experts) if router.sigmoid else None
+            launch_route(torch.zeros(3, num_experts), bias, router, torch.bfloat16)
+    assert [kernel.name for kernel in kernels] == ["_route"] * 4
+    assert [(kernel.spill_bytes, kernel.shared_bytes) for kernel in kernels] == [(0, 0)] * 4

@@ -65,3 +65,30 @@ def test_rows_do_not_know_each_other_where_that_is_asked(dtype: torch.dtype) -> 
     if dtype == torch.float32:
         alone = torch.cat([ops.experts(x[i : i + 1], index[i : i + 1], scores[i : i + 1], experts) for i in range(65)])
         assert torch.equal(alone, whole), "a row alone is computed in the same way with and without"
+
+
+def best(values: list[float], count: int) -> list[int]:
+    return sorted(range(len(values)), key=lambda i: -values[i])[:count]
+
+
+@pytest.mark.parametrize("uses_sigmoid", [False, True], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalise", [False, True], ids=["scores", "renormalised"])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_route(uses_sigmoid: bool, renormalise: bool, groups: tuple[int, int], bias: bool) -> None:
+    """Against the definition of `ops.Router`, for each row by itself."""
+    logits = randn(7, 8, dtype=torch.float64)
+    added = randn(8, dtype=torch.float64, seed=1) if bias else torch.zeros(8, dtype=torch.float64)
+    router = ops.Router(3, uses_sigmoid, renormalise, 1.5, *groups)
+    weights, index = ops.route(logits, added if bias else None, router, torch.float64)
+    for row in range(7):
+        exps = logits[row].exp()
+        scores = exps / (1 + exps) if uses_sigmoid else exps / exps.sum()
+        choice = (scores + added).tolist()
+        size = 8 // groups[0]
+        parts = [sorted(choice[i : i + size])[-2:] for i in range(0, 8, size)]
+        kept = best([sum(part) for part in parts], groups[1])
+        chosen = best([value if i // size in kept else -1e9 for i, value in enumerate(choice)], 3)
+        assert index[row].tolist() == chosen
+        expected = scores[chosen]
+        torch.testing.assert_close(weights[row], 1.5 * (expected / expected.sum() if renormalise else expected))
