@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,10 +79,11 @@ def fuse_routers(model: nn.Module) -> int:
     found = list(_routers(model))
     fused = 0
     refused: set[type[nn.Module]] = set()
+    known: dict[ops.Router, None] = {}
     for module in found:
         kind = type(module)
         try:
-            built = None if kind in refused else _build(module)
+            built = None if kind in refused else _build(module, list(known))
         except Exception as error:  # raised by the model's code or by a kernel's compiler
             log.info("%s is not fused: %s", kind.__name__, error)
             built = None
@@ -90,6 +91,7 @@ def fuse_routers(model: nn.Module) -> int:
             refused.add(kind)
         else:
             module.forward = built
+            known[built.router] = None
             fused += 1
     if found:
         log.info("%d of %d routers are fused", fused, len(found))
@@ -107,8 +109,8 @@ def _routers(model: nn.Module) -> Iterator[Any]:
                 yield child
 
 
-def _build(module: Any) -> FusedRouter | None:
-    """The fused form of a router, or None if there is none."""
+def _build(module: Any, known: Sequence[ops.Router]) -> FusedRouter | None:
+    """The fused form of a router, or None if there is none. `known` are tried first."""
     weight = module.weight
     if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") or not weight.is_contiguous():
         return None
@@ -121,7 +123,7 @@ def _build(module: Any) -> FusedRouter | None:
     biases = [None, *tensors]
     wide = weight.float()
     matching = [bias for bias in biases if _agree(linear(x, wide, _wide(bias)), exact.logits)]
-    found = _fit(exact, biases)
+    found = _fit(exact, biases, known)
     if not matching or found is None:
         return None
     bias = matching[0]
@@ -155,13 +157,21 @@ def _routed(result: Any, num_experts: int) -> Routed | None:
     return Routed(logits, weights, index, order)
 
 
-def _fit(exact: Routed, biases: list[Tensor | None]) -> tuple[Tensor | None, ops.Router] | None:
-    """The correction and the router that choose as a router does, or None. The search runs on the host: it compiles nothing."""
+def _fit(exact: Routed, biases: list[Tensor | None], known: Sequence[ops.Router]) -> tuple[Tensor | None, ops.Router] | None:
+    """The correction and the router that choose as a router does, or None. The search runs on the host: it compiles nothing.
+
+    known: routers that are tried first
+    """
     here = Routed(exact.logits.cpu(), exact.weights.cpu(), exact.index.cpu(), exact.order)
-    for correction, groups, uses_sigmoid, renormalise in itertools.product(biases, _groups(here), (False, True), (False, True)):
-        router = ops.Router(here.index.shape[1], uses_sigmoid, renormalise, 1.0, *groups)
+    possible = [
+        ops.Router(here.index.shape[1], uses_sigmoid, renormalise, 1.0, *groups)
+        for groups in _groups(here)
+        for uses_sigmoid in (False, True)
+        for renormalise in (False, True)
+    ]
+    for router, correction in itertools.product([*known, *possible], biases):
         host = None if correction is None else correction.float().cpu()
-        weights, index = ops.route(here.logits, host, router, torch.float32)
+        weights, index = ops.route(here.logits, host, router._replace(scale=1.0), torch.float32)
         scale = round(float(here.weights.sum() / weights.sum()), 6)
         if _same_choice(weights * scale, index, here):
             return _wide(correction), router._replace(scale=scale)
