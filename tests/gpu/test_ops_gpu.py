@@ -218,6 +218,15 @@ def test_route(num_experts: int, router: ops.Router, dtype: torch.dtype) -> None
         assert_rounded_once(weights, exact)
 
 
+def test_a_row_of_logits_that_is_not_finite_has_experts_that_exist() -> None:
+    logits = inputs(2, 60, dtype=torch.float32)
+    logits[1] = float("nan")
+    weights, index = ops.route(logits, None, ops.Router(4, renormalise=True), torch.float32)
+    assert torch.isnan(weights[1]).all()
+    assert torch.isfinite(weights[0]).all()
+    assert bool(((index >= 0) & (index < 60)).all())
+
+
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_experts_replay_in_a_graph_with_another_routing(tokens: int) -> None:
     x, index, weights, experts = routed(tokens, GATES["silu"], torch.bfloat16)
