@@ -51,8 +51,9 @@ CONFIGS = {
 def make_model(family: str = "llama") -> PreTrainedModel:
     """A float32 model of that family, the same at each call. Its logits are far enough apart for argmax to be stable."""
     torch.manual_seed(0)
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32, **eager)
+    # eager experts wait for the device, and grouped_mm is for bfloat16
+    own = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32, **own)
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model.eval()
 

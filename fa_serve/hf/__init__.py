@@ -1,4 +1,4 @@
-"""The adapter to transformers: `attn_implementation="fa_serve"`, and the paged forward of the engine.
+"""The adapter to transformers: `attn_implementation="fa_serve"`, `experts_implementation="fa_serve"`, and the engine's forward.
 
     import fa_serve
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve")
@@ -15,7 +15,7 @@ as it is.
     masks.py           ImplicitMask, and the mask function
     translate.py       transformers' words -> one LayerCall; the one place that knows which keys a call sees
     attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
-    experts.py         the experts function, and the gates of experts
+    experts.py         the function that computes a mixture's experts, and whether the engine may use it
     paged.py           the engine's forward over packed tokens and a paged cache
     continuous.py      transformers' own continuous batching (`generate_batch`)
     info.py            what a model asks of attention, from its config alone

@@ -71,7 +71,7 @@ def take_experts(model: PreTrainedModel) -> int:
     device = found[0].down_proj.device
     if device.type != "cpu" and ops.select_ops(device).name == "torch":
         return 0  # PyTorch reads the router's choice back, which a CUDA graph cannot
-    kinds = {_kind(module): module for module in reversed(found)}
+    kinds = {_kind(module): module for module in reversed(found)}  # the first of each kind
     try:
         wrong = [type(module).__name__ for module in kinds.values() if not _agrees(module)]
         reason = f"the output of {wrong[0]} would change" if wrong else None

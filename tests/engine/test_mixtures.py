@@ -63,7 +63,7 @@ def test_deterministic_answers_are_bitwise_the_same_alone_and_in_a_batch(make_en
 @pytest.mark.parametrize("settings", [{"fusion": False}, {"eager": True}], ids=["no-fusion", "eager"])
 def test_experts_stay_as_they_are_where_nothing_is_to_be_replaced(make_engine, settings) -> None:
     engine = make_engine("qwen3-moe", **settings)
-    assert engine._runner.model.config._experts_implementation == "eager"
+    assert engine._runner.model.config._experts_implementation == "batched_mm"
 
 
 def test_deterministic_mode_refuses_experts_that_are_not_taken(make_engine, monkeypatch, caplog) -> None:
