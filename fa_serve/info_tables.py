@@ -87,6 +87,8 @@ def show_model(described: Description, console: Console) -> None:
             console.print(f"    prefill: {chosen(reasons)}{decode}")
             for line in _own_reasons(reasons, shared).splitlines():
                 console.print(f"    refused: {line}")
+        for name, who in part.experts.items():
+            console.print(f"  experts: {name}\n    {who}")
         if part.refused:
             console.print(f"  refused: {part.refused}")
         elif part.untried:

@@ -1,10 +1,12 @@
 """Write docs/models.md from the outcomes of tests.
 
     python tests/report_models.py             # runs the tests of the families, then writes the page (minutes)
+    python tests/report_models.py --experts   # finds how models keep their experts again, then writes the page
     python tests/report_models.py --page      # writes the page alone, from the files below
 
 tests/results/families.json holds the outcomes of tests/hf/test_families.py and tests/hf/test_multimodal.py, the backends that
-serve the layers of each architecture in its published sizes, and whether fa_serve takes each model of transformers.
+serve the layers of each architecture in its published sizes, whether fa_serve takes each model of transformers, and what
+`report_experts.py` finds.
 tests/upstream/results.json holds the outcomes of transformers' own tests, which tests/upstream/run.py writes.
 """
 
@@ -19,6 +21,8 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import report_experts
 
 HERE = Path(__file__).parent
 FAMILIES = HERE / "results" / "families.json"
@@ -163,7 +167,11 @@ def collect() -> dict[str, Any]:
 
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     found = {"versions": versions, "families": outcomes(), "layers": layers(), "census": census()}
-    return found | {"kept_weights": kept_weights(), "formats": formats_of_transformers()}
+    return found | {"experts": experts(), "kept_weights": kept_weights(), "formats": formats_of_transformers()}
+
+
+def experts() -> dict[str, Any]:
+    return {"layouts": report_experts.layouts(), "mixtures": report_experts.mixtures()}
 
 
 def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
@@ -212,6 +220,7 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
     for name, kinds in results["layers"].items():
         for row in kinds:
             lines.append(f"| {name} | {row['layers']} | {row['asks']} | {row['prefill']} | {row['decode']} |")
+    lines += report_experts.page(results["experts"])
     counts = Counter(results["census"].values())
     lines += [
         "",
@@ -292,9 +301,12 @@ def _upstream(upstream: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--page", action="store_true", help="write the page from the existing results")
-    if not parser.parse_args().page:
+    parser.add_argument("--experts", action="store_true", help="find only how models keep their experts")
+    args = parser.parse_args()
+    if not args.page:
+        results = json.loads(FAMILIES.read_text()) | {"experts": experts()} if args.experts else collect()
         FAMILIES.parent.mkdir(exist_ok=True)
-        FAMILIES.write_text(json.dumps(collect(), indent=1) + "\n")
+        FAMILIES.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(json.loads(FAMILIES.read_text()), json.loads(UPSTREAM.read_text())))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+import transformers
 from hf_families import FAMILIES
 from hf_multimodal import MODELS
-from report_models import COLUMNS, PAGE, UPSTREAM, formats_of_transformers, kept_weights, page
+from report_models import COLUMNS, PAGE, UPSTREAM, experts, formats_of_transformers, kept_weights, page
 from report_models import FAMILIES as RESULTS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -57,3 +59,13 @@ def test_no_failure_of_transformers_own_tests_is_without_a_reason() -> None:
     for row in families.values():
         assert row["passed"] > 20
         assert all("refuses with a sentence" in why or "with sdpa itself" in why for why in row["failed"].values())
+
+
+def test_the_experts_are_those_of_the_installed_transformers() -> None:
+    results = json.loads(RESULTS.read_text())
+    if results["versions"]["transformers"] != transformers.__version__:
+        pytest.skip("the page is about another release of transformers")
+    assert results["experts"] == experts(), AGAIN
+    named = {"gpt_oss", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "olmoe", "granitemoe", "phimoe"}
+    assert {name for name in named if results["experts"]["mixtures"][name]} == set()
+    assert len(results["experts"]["mixtures"]) > 60

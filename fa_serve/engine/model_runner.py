@@ -30,6 +30,7 @@ from fa_serve.engine.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.cuda_graphs import Inputs, Shape, StepGraphs, pad
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
+from fa_serve.engine.fused_router import fuse_routers
 from fa_serve.engine.request import Request
 from fa_serve.engine.results import PendingResult, PromptSpan
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample
@@ -39,7 +40,7 @@ from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import draft_limit
 from fa_serve.engine.transfer import packed_size, send
-from fa_serve.hf import PagedBatch, attention_layers, paged_forward
+from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts
 from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.spec import ParameterError
 
@@ -92,6 +93,8 @@ class ModelRunner:
         self.fuses = config.fusion and not config.eager and not config.deterministic
         self.max_num_seqs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
+        if self.fuses or config.deterministic:
+            take_experts(model)
         self.layers = attention_layers(model)
         self._deterministic = config.deterministic
         for module in model.modules():
@@ -117,8 +120,10 @@ class ModelRunner:
         return None if min(lefts, default=-1) < 0 else max(lefts)
 
     def fuse(self) -> int:
-        """Fuse the layers of the model where that is possible. Returns how many are fused."""
-        return fusion.fuse(self.model)
+        """Fuse the layers and routers of the model where that is possible. Returns how many layers are fused."""
+        fused = fusion.fuse(self.model)
+        fuse_routers(self.model)
+        return fused
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the KV cache. The content of an earlier one is lost."""

@@ -1,4 +1,4 @@
-"""The adapter to transformers: `attn_implementation="fa_serve"`, and the paged forward of the engine.
+"""The adapter to transformers: `attn_implementation="fa_serve"`, `experts_implementation="fa_serve"`, and the engine's forward.
 
     import fa_serve
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve")
@@ -15,6 +15,7 @@ as it is.
     masks.py           ImplicitMask, and the mask function
     translate.py       transformers' words -> one LayerCall; the one place that knows which keys a call sees
     attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
+    experts.py         the function that computes a mixture's experts, and whether the engine may use it
     paged.py           the engine's forward over packed tokens and a paged cache
     continuous.py      transformers' own continuous batching (`generate_batch`)
     quantization_plan.py  which linear layers of a checkpoint are quantised, and how
@@ -37,6 +38,7 @@ except ImportError as error:
     ) from error
 
 from fa_serve.hf.attention import attention_forward
+from fa_serve.hf.experts import expert_modules, experts_forward, take_experts
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
 from fa_serve.hf.paged import PagedBatch, attention_layers, check_model, paged_forward
@@ -51,10 +53,13 @@ __all__ = [
     "attention_forward",
     "attention_layers",
     "check_model",
+    "expert_modules",
+    "experts_forward",
     "mask_forward",
     "paged_forward",
     "patch",
     "register",
+    "take_experts",
 ]
 
 register()

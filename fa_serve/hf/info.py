@@ -1,4 +1,4 @@
-"""What a model asks of attention and which backend would serve it, found from a config without weights: `fa-serve info MODEL`.
+"""What a model asks of attention and experts, and which backend would serve it, from a config alone: `fa-serve info MODEL`.
 
     description = describe("Qwen/Qwen3-0.6B", device="cuda", arch=90)
     for layer, calls in description.parts[0].kinds(): ...
@@ -22,11 +22,13 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from fa_serve import ops
+from fa_serve.hf.experts import expert_modules, gate_of
 from fa_serve.hf.models import NAME, check_class, prepare_model
 from fa_serve.hf.paged import check_model
 from fa_serve.hf.quantized_linear import describe_weights
 from fa_serve.hf.translate import spec_of, translate
-from fa_serve.spec import AttentionSpec, ParameterError, UnsupportedModelError
+from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Part:
     refused: why fa_serve does not serve it, or None
     untried: why its layers are not known, or None
     layers:  the calls of attention in one forward, in order
+    experts: for each class of experts, who computes them with experts_implementation="fa_serve", or why nobody does
     """
 
     name: str
@@ -51,6 +54,7 @@ class Part:
     refused: str | None = None
     untried: str | None = None
     layers: list[Layer] = field(default_factory=list)
+    experts: dict[str, str] = field(default_factory=dict)
 
     def kinds(self) -> list[tuple[Layer, str]]:
         """The different layers, each with the calls of the forward that ask for the same: "0-4, 6-10"."""
@@ -140,6 +144,7 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
         return part
     if len({type(m.config) for m in within}) > 1:
         return part  # the parts inside it attend, and are examined one by one
+    part.experts = _examine_experts(model, OpSpec(device, arch))
     for each in within:
         prepare_model(each)
         each.config._attn_implementation = NAME
@@ -158,6 +163,17 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
     if not part.layers and part.untried is None:
         part.untried = "its forward calls no attention"
     return part
+
+
+def _examine_experts(model: PreTrainedModel, spec: OpSpec) -> dict[str, str]:
+    found = {}
+    for module in expert_modules(model):
+        try:
+            gate_of(module)
+            found[type(module).__name__] = ops.TABLE.select(spec).name
+        except UnsupportedModelError as error:
+            found[type(module).__name__] = f"refused: {error}"
+    return found
 
 
 class _Recorder:

@@ -1,6 +1,7 @@
 """The backend of ops for any device, in plain PyTorch.
 
-It computes in float32, or in float64 for float64 input, and rounds the result once. Sampling is in `torch_sampling.py`.
+It computes in float32, or in float64 for float64 input, and rounds the result once. Sampling is in `torch_sampling.py`,
+experts are in `torch_experts.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 from fa_serve.api import store_kv
 from fa_serve.ops.ops_backend import Norm, Weight
 from fa_serve.ops.quantized_weight import QuantizedWeight
+from fa_serve.ops.torch_experts import activate, experts, route
 from fa_serve.ops.torch_sampling import sample_rows
 from fa_serve.spec import OpSpec
 
@@ -20,6 +22,8 @@ class TorchOps:
 
     name = "torch"
     sample_rows = staticmethod(sample_rows)
+    route = staticmethod(route)
+    experts = staticmethod(experts)
 
     def supports(self, spec: OpSpec) -> str | None:
         return None
@@ -75,11 +79,7 @@ class TorchOps:
 
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor:
         gate, up = _wide(x).chunk(2, dim=1)
-        if activation == "silu":
-            gate = torch.nn.functional.silu(gate)
-        else:
-            gate = torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-        return (gate * up).to(x.dtype)
+        return (activate(gate, activation) * up).to(x.dtype)
 
     def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor:
         matrix = _matrix(weight, x.dtype)

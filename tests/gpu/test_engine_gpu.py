@@ -13,6 +13,7 @@ from tiny_models import CONFIGS, SIZES, greedy, make_model, make_tokenizer, rand
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fa_serve.engine import Completion, Engine, EngineConfig, SamplingParams
+from fa_serve.engine.fused_router import FusedRouter
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
@@ -118,6 +119,25 @@ def test_deterministic_answers_are_bitwise_the_same_alone_and_in_any_batch(dtype
         assert [bits(completions[0]), bits(completions[-1])] == alone, settings
         assert [bits(c) for c in running.generate([prompt, prompt], asked)] == alone, settings
         assert running.stats().num_preemptions > 0 or settings.get("num_pages") != 260
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_deterministic_mixtures_are_bitwise_the_same_alone_and_in_a_batch(family: str) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=2)
+    prompt, *others = random_prompts(24, 60)
+    alone = make_engine(family, deterministic=True).generate([prompt], params)[0]
+    mixed = make_engine(family, deterministic=True, max_num_batched_tokens=40).generate([*others, prompt], params)[-1]
+    assert mixed.token_ids == alone.token_ids
+    assert [(x.logprob, x.top) for x in mixed.logprobs or []] == [(x.logprob, x.top) for x in alone.logprobs or []]
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_mixtures_decode_in_graphs_with_our_experts(family: str) -> None:
+    engine = make_engine(family)
+    assert engine._runner.model.config._experts_implementation == "fa_serve"
+    assert engine._runner._graphs is not None
+    routers = [vars(m).get("forward") for m in engine._runner.model.modules()]
+    assert len([r for r in routers if isinstance(r, FusedRouter)]) == 2
 
 
 def test_one_step_ahead_gives_each_token_once() -> None:

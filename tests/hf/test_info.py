@@ -120,3 +120,16 @@ def test_the_command_refuses_with_the_reason(tmp_path: Path) -> None:
     done = run(str(tmp_path / "nothing"))
     assert done.exit_code == 2
     assert "nothing" in done.output
+
+
+def test_experts_have_a_backend_or_a_reason(tmp_path: Path) -> None:
+    mixture = AutoConfig.for_model("gpt_oss", num_hidden_layers=2, num_local_experts=4)
+    assert describe(mixture, "cuda", 90).parts[0].experts == {"GptOssExperts": "triton"}
+    assert describe(mixture).parts[0].experts == {"GptOssExperts": "torch"}
+    plain = AutoConfig.for_model("nemotron_h", layers_block_type=["attention", "moe"])
+    [reason] = describe(plain).parts[0].experts.values()
+    assert reason == "refused: NemotronHExperts has experts without a gate, which fa_serve does not compute"
+    assert describe(AutoConfig.for_model("llama")).parts[0].experts == {}
+    mixture.save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["info", str(tmp_path)])
+    assert "experts: GptOssExperts\n    torch\n" in done.stdout
