@@ -181,8 +181,8 @@ class SequenceMetrics:
             self._metrics.whole.of(self._model)(now - self._arrival, 1)
             self._metrics.prompt.of(self._model)(output.num_prompt_tokens, 1)
             self._metrics.output.of(self._model)(output.num_output_tokens, 1)
-            if output.queue_time is not None:
-                self._metrics.queue.of(self._model)(output.queue_time, 1)
+            if output.times is not None and output.times.begun:
+                self._metrics.queue.of(self._model)(output.times.queue, 1)
             self.end(output.finish_reason or "error", output)
 
     def end(self, reason: str, output: RequestOutput | None = None) -> None:
@@ -195,9 +195,9 @@ class SequenceMetrics:
             self._metrics.finished.labels(self._model, reason).inc()
         if self._span is None:
             return
-        seconds = {"time_to_first_token": self._first, "e2e": time.perf_counter() - self._arrival}
+        seconds: dict[str, float | None] = {"time_to_first_token": self._first, "e2e": time.perf_counter() - self._arrival}
         if output is not None:
-            seconds["time_in_queue"] = output.queue_time
+            seconds |= _seconds_of(output)
             self._span.set_attribute("gen_ai.usage.input_tokens", output.num_prompt_tokens)
             self._span.set_attribute("gen_ai.usage.output_tokens", output.num_output_tokens)
         self._span.set_attribute("gen_ai.request.model", self._model)
@@ -206,3 +206,18 @@ class SequenceMetrics:
             if value is not None:
                 self._span.set_attribute(f"gen_ai.latency.{name}", value)
         self._span.end()
+
+
+def _seconds_of(output: RequestOutput) -> dict[str, float]:
+    """Where the time of a sequence went in the engine, under vLLM's names of attributes where it has one."""
+    times = output.times
+    if times is None or not times.begun:
+        return {}
+    return {
+        "time_in_queue": times.queue,
+        "time_in_model_prefill": times.prompt,
+        "time_in_model_decode": times.decode,
+        "time_in_masks": times.masks,
+        "time_in_detokenize": times.detokenise,
+        "longest_step": times.longest_step,
+    }

@@ -62,6 +62,14 @@ class Settings(BaseSettings):
     max_num_seqs: int = _option(256, "Maximum number of sequences that run at once.", "Engine", ge=1)
     # half of the engine's default for offline use: of prompts that arrive together, the first are answered after half a step
     max_num_batched_tokens: int = _option(4096, "Maximum number of tokens in one step.", "Engine", ge=1)
+    target_itl: float | None = _option(
+        None,
+        "Milliseconds from one token to the next up to which the prompts of others may slow an answer down: prompts are "
+        "computed in chunks of that size. By default 4 decoding steps as measured, and at least 20; 0 is no limit.",
+        "Engine",
+        ge=0,
+        allow_inf_nan=False,
+    )
     page_size: int = _option(16, "Tokens in a page of the KV cache.", "Engine", ge=1)
     num_pages: int | None = _option(None, "Pages of the KV cache; by default as many as fit into memory.", "Engine", ge=1)
     kv_cache_dtype: Literal["auto", "fp8"] = _option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.pages import PageTable
+from fa_serve.engine.prompt_share import PromptShare
 from fa_serve.engine.request import Request
 from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler import Scheduler
@@ -24,6 +25,7 @@ def make_scheduler(
     window: int | None = None,
     keys_per_tile: int = 8,
     speculation: Speculation | None = None,
+    prompt_share: PromptShare | None = None,
 ) -> Scheduler:
     return Scheduler(
         PageTable(num_pages, page_size, prefix_caching=caching),
@@ -32,6 +34,7 @@ def make_scheduler(
         keys_per_tile=keys_per_tile,
         window=window,
         speculation=speculation,
+        prompt_share=prompt_share,
     )
 
 

@@ -18,6 +18,7 @@ from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import Phase
 from fa_serve.engine.outputs import Completion, RequestOutput, TokenLogprob
 from fa_serve.engine.sampling_params import SamplingParams, StructuredOutput
+from fa_serve.engine.sequence_times import SequenceTimes
 from fa_serve.engine.stats import EngineStats
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "SequenceTimes",
     "StructuredOutput",
     "TokenLogprob",
 ]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from fa_serve.engine.prompt_share import PromptShare
 from fa_serve.spec import ParameterError
 
 MAX_DRAFTS = 15
@@ -34,6 +35,8 @@ class EngineConfig:
     max_num_seqs:           sequences that run at once
     max_waiting:            requests that may wait in addition to the running ones
     max_num_batched_tokens: tokens in one step, chunks of prompts and single tokens together
+    target_itl:             milliseconds from one token to the next up to which prompts may slow sequences down that decode: 0
+                            is no limit, for the most tokens a second; None is 4 decoding steps as measured, and at least 20 ms
     max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
     prefix_caching:         keep the pages of finished requests for prompts with the same prefix
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
@@ -61,6 +64,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_waiting: int = 1024
     max_num_batched_tokens: int = 8192
+    target_itl: float | None = 0.0
     max_model_len: int | None = None
     prefix_caching: bool = True
     eager: bool = False
@@ -89,6 +93,9 @@ class EngineConfig:
                 raise ParameterError(name, "be 0 or a positive integer", value)
         if isinstance(self.grammar_timeout, bool) or not self.grammar_timeout > 0:
             raise ParameterError("grammar_timeout", "be positive, in seconds", self.grammar_timeout)
+        target = self.target_itl
+        if target is not None and (isinstance(target, bool) or not 0.0 <= target < float("inf")):
+            raise ParameterError("target_itl", "be 0 or positive, in milliseconds, or None", target)
         if self.seed is not None and not _is_integer(self.seed):
             raise ParameterError("seed", "be an integer or None", self.seed)
         if self.dtype not in ("auto", "float16", "bfloat16", "float32"):
@@ -130,6 +137,12 @@ class EngineConfig:
     def max_drafts(self) -> int:
         """Drafts of a sequence in one step; 0 without speculation."""
         return self.num_speculative_tokens if self.speculative else 0
+
+    def prompt_share(self) -> PromptShare | None:
+        """What limits the prompts of steps in which sequences decode; None without a limit."""
+        if self.target_itl is None:
+            return PromptShare()
+        return PromptShare(self.target_itl / 1000) if self.target_itl else None
 
     @property
     def uses_process(self) -> bool:

@@ -17,7 +17,7 @@ from server_process import served, start_server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fa_serve.engine import RequestError, RequestOutput, TokenLogprob
+from fa_serve.engine import RequestError, RequestOutput, SequenceTimes, TokenLogprob
 from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.stats import SpeculationStats
 from fa_serve.engine.worker import Pulse
@@ -121,7 +121,7 @@ class FakeEngine:
                         num_output_tokens=i + 1,
                         num_cached_tokens=2,
                         index=index,
-                        queue_time=0.25 if last else None,
+                        times=SequenceTimes(0.0, queue=0.25, prompt=0.5, begun=True) if last else None,
                         prompt_logprobs=[None, *scores] if scored else None,
                     )
         finally:
