@@ -132,6 +132,12 @@ class Settings(BaseSettings):
     )
     log_format: Literal["plain", "json"] = _option("plain", "Format of the log.", "Logs")
 
+    log_slow: float | None = _option(
+        None,
+        "Milliseconds after which a request counts as slow: a line in the log says where its time went. By default off.",
+        "Logs",
+        ge=0,
+    )
     otlp_traces_endpoint: str | None = _option(
         None, "OTLP/HTTP address that gets OpenTelemetry traces; needs the otel extra.", "Logs"
     )

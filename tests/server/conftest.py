@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fa_serve.engine import RequestError, RequestOutput, SequenceTimes, TokenLogprob
 from fa_serve.engine.prompts import PromptReader
-from fa_serve.engine.stats import SpeculationStats
+from fa_serve.engine.stats import SpeculationStats, StepStats
 from fa_serve.engine.worker import Pulse
 
 __all__ = ["served", "start_server"]
@@ -85,6 +85,7 @@ class FakeEngine:
             num_output_tokens=8,
             num_preemptions=9,
             speculation=SpeculationStats(10, 20, (8, 4)),
+            steps=StepStats().plus(0.003).plus(99.0),
         )
 
     def _logprobs(self, token: int, count: int | None) -> list[TokenLogprob] | None:
