@@ -81,10 +81,10 @@ class Settings(BaseSettings):
     )
     eager: bool = _option(False, "Use neither CUDA graphs nor fused layers.", "Engine")
     fusion: bool = _option(True, "Use fused kernels for layers of Llama's architecture.", "Engine")
-    speculative: Literal["ngram"] | None = _option(
+    speculative: str | None = _option(
         None,
         "Guess tokens ahead and verify several in one step: ngram copies what followed the last tokens earlier in the prompt "
-        "or the answer. Answers do not change; by default off.",
+        "or the answer, draft=MODEL asks a small model with the same vocabulary. Answers do not change; by default off.",
         "Engine",
     )
     num_speculative_tokens: int = _option(

@@ -56,11 +56,18 @@ class BatchArrays:
 
 
 def batch_arrays(
-    batch: ScheduledBatch, block_table: BlockTable, *, page_size: int, vocab_size: int, deterministic: bool
+    batch: ScheduledBatch,
+    block_table: BlockTable,
+    *,
+    page_size: int,
+    vocab_size: int,
+    deterministic: bool,
+    drafting: bool = False,
 ) -> BatchArrays:
     """The arrays of one step. New pages are written into the block table.
 
     deterministic: unless all sequences compute one token, treat each token as a sequence that ends with it
+    drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities
     """
     chunks = batch.chunks
     input_ids = _input_ids(batch, block_table)
@@ -108,14 +115,14 @@ def batch_arrays(
     sequences = [chunk.sequence for chunk in chunks for _ in range(chunk.num_samples)]
     requests = [sequence.request for sequence in sequences]
     rows: Arrays = {"sampled_slots": token_slots[sampled]}
-    logprob_rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    logprob_rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None and not drafting]
     if logprob_rows:
         rows["logprob_rows"] = np.array(logprob_rows, dtype=np.int64)
     prompt_spans = _prompt_spans(batch)
     if prompt_spans:
         targets = [sequence.request.prompt[first:last] for sequence, first, last in prompt_spans]
         rows["prompt_targets"] = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in targets])
-    sampling = sampling_arrays(requests, (positions[sampled] + 1).tolist(), vocab_size)
+    sampling = sampling_arrays(requests, (positions[sampled] + 1).tolist(), vocab_size, penalties=not drafting)
     if batch.num_drafts and "repetition" in sampling:
         sampling |= draft_arrays([chunk.drafts for chunk in chunks if chunk.samples], vocab_size)
     return BatchArrays(

@@ -41,7 +41,8 @@ class EngineConfig:
     prefix_caching:         keep the pages of finished requests for prompts with the same prefix
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
     fusion:                 compute layers of the Llama kind with fewer, fused kernels, which are verified at start-up
-    speculative:            how tokens are guessed ahead: "ngram" (prompt lookup) or None; it changes no token
+    speculative:            how tokens are guessed ahead: "ngram" (prompt lookup), "draft=MODEL" (a small model with the same
+                            vocabulary, as a hub name or folder) or None; it changes no token
     num_speculative_tokens: tokens that are guessed for a sequence in one step at most
     deterministic:          tokens and log-probabilities of a request are bitwise the same alone and in any batch; slower
     process:                run the async engine in a separate process; None does so on a GPU
@@ -102,8 +103,8 @@ class EngineConfig:
             raise ParameterError("dtype", "be auto, float16, bfloat16 or float32", self.dtype)
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise ParameterError("kv_cache_dtype", "be auto or fp8", self.kv_cache_dtype)
-        if self.speculative not in (None, "ngram"):
-            raise ParameterError("speculative", "be None or ngram", self.speculative)
+        if self.speculative not in (None, "ngram") and not self.draft_model:
+            raise ParameterError("speculative", "be None, ngram or draft=MODEL", self.speculative)
         num_drafts = self.num_speculative_tokens
         if not _is_integer(num_drafts) or not 1 <= num_drafts <= MAX_DRAFTS:
             raise ParameterError("num_speculative_tokens", f"be an integer from 1 to {MAX_DRAFTS}", num_drafts)
@@ -132,6 +133,12 @@ class EngineConfig:
     def resolve_device(self) -> str:
         """The device to load the model on: `device`, with "auto" resolved."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+    @property
+    def draft_model(self) -> str | None:
+        """Hub name or folder of the draft model; None without one."""
+        name = self.speculative
+        return name.removeprefix("draft=") if isinstance(name, str) and name.startswith("draft=") else None
 
     @property
     def max_drafts(self) -> int:

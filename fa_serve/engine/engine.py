@@ -10,9 +10,8 @@ Online, requests come and go between steps:
     while engine.has_unfinished():
         for output in engine.step(): ...     # at most one increment of each answer
 
-On a GPU the host works one step ahead: while step n + 1 runs, the tokens of step n are read, turned into text and returned. It
-does not while sequences have drafts to verify (speculation.py). An exception in a step ends the requests in it and no others.
-Left out: threads and asyncio (async_engine.py).
+On a GPU the host works one step ahead, unless there are drafts to verify: while step n + 1 runs, the tokens of step n become
+outputs. An exception in a step ends the requests in it and no others. Left out: threads and asyncio (async_engine.py).
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from fa_serve.api import MAX_KEYS_PER_TILE
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.deadlines import Deadlines
 from fa_serve.engine.detokenizer import TextStream
+from fa_serve.engine.draft_model import load_drafter
 from fa_serve.engine.errors import QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.groups import Groups
@@ -88,6 +88,7 @@ class Engine:
             patch(model)
         self.tokenizer = tokenizer
         self._runner = ModelRunner(model, config)
+        drafter = load_drafter(config, self._runner, tokenizer, clock)
         if self._runner.fuses:
             clock.end("fusion", f"{self._runner.fuse()} of {len(self._runner.layers)} layers are fused")
         num_pages, self.max_model_len = sizes(config, self._runner)
@@ -99,7 +100,7 @@ class Engine:
         self.config = replace(
             config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=self.max_model_len
         )
-        self._speculation = Speculation(config.max_drafts)
+        self._speculation = Speculation(config.max_drafts, drafter)
         self._prompt_share = config.prompt_share()
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
@@ -162,6 +163,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns what requests gained, at most one output for each answer."""
+        begin = time.monotonic()
         outputs = self._expire()
         try:
             if self._inflight and self._scheduler.needs_results():
@@ -172,7 +174,7 @@ class Engine:
         except Exception as error:
             return self._groups.merge(outputs + self._reset(error))
         if batch:
-            outputs += self._launch(batch)
+            outputs += self._launch(batch, begin)
         if self._inflight and (len(self._inflight) > self._depth or not batch):
             outputs += self._commit(self._inflight.popleft())
         return self._groups.merge(outputs)
@@ -283,13 +285,12 @@ class Engine:
             outputs.append(self._output(sequence))
         return outputs
 
-    def _launch(self, batch: ScheduledBatch) -> list[RequestOutput]:
+    def _launch(self, batch: ScheduledBatch, begin: float) -> list[RequestOutput]:
         """Queue a step on the device. The masks of structured outputs are computed while its forward runs."""
         outputs: list[RequestOutput] = []
-        launched = time.monotonic()
         mask_seconds = 0.0
         for sequence in batch.admitted:
-            self._output_states[sequence.request.request_id].times.begin(launched)
+            self._output_states[sequence.request.request_id].times.begin(begin)
         try:
             forward = self._runner.launch(batch)
             masks = None
@@ -302,7 +303,7 @@ class Engine:
                 for state, reason in failed:
                     self._scheduler.finish(state.sequence, "error", reason)
                     outputs.append(self._output(state.sequence))
-            self._inflight.append(LaunchedStep(batch, self._runner.sample(forward, masks), launched, mask_seconds))
+            self._inflight.append(LaunchedStep(batch, self._runner.sample(forward, masks), begin, mask_seconds))
             self._num_steps += 1
         except torch.OutOfMemoryError as error:
             outputs += self._shrink(batch, error)
@@ -317,7 +318,7 @@ class Engine:
         except Exception as error:
             return self._fail(step.batch, error)
         now = time.monotonic()
-        seconds = now - max(step.launched, self._last_read)  # steps run one after the other
+        seconds = now - max(step.begin, self._last_read)  # steps run one after the other
         self._last_read = now
         try:
             changed = self._scheduler.commit(step.batch, result.tokens, seconds)

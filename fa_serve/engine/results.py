@@ -88,11 +88,11 @@ class PendingResult:
 
 
 class LaunchedStep(NamedTuple):
-    """A step in flight. launched: when its launch began, on time.monotonic's clock; mask_seconds: of its structured outputs"""
+    """A step in flight. begin: when it was scheduled, on time.monotonic's clock; mask_seconds: of its structured outputs"""
 
     batch: ScheduledBatch
     pending: PendingResult
-    launched: float
+    begin: float
     mask_seconds: float
 
 

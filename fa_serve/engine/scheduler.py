@@ -21,7 +21,7 @@ sampled token is not known yet is scheduled with a pending token, which the mode
 while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates (speculation.py) waits
 for its newest token instead, because its drafts begin after it; `needs_results` says when the whole step should wait.
 
-Left out: tensors, text and time. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
+Left out: tensors, text and the clock. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
 """
 
 from __future__ import annotations
@@ -38,17 +38,12 @@ from fa_serve.engine.prompt_share import PromptShare
 from fa_serve.engine.request import Request
 from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.speculation import Speculation, num_accepted
+from fa_serve.engine.speculation import Speculation, is_worth_waiting, num_accepted
 
 INVALID_TOKEN = -1
 """What the sampler returns for a row whose logits are not finite, before any bias or mask."""
 NO_TOKEN = -2
 """What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
-HELD_SHARE = 4
-"""A step waits for the results of the steps in flight if at least one of so many running sequences waits for them.
-
-Waiting leaves the device idle while the host prepares the step, which takes a tenth of a step that decodes few sequences.
-"""
 MAX_PROMPT_LOGITS = 256
 """Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
 
@@ -102,17 +97,15 @@ class Scheduler:
         self._reclaim_pages()
         self._make_room()
         batch = ScheduledBatch(max_tokens=self.max_num_batched_tokens, max_prompt_tokens=self._prompt_limit())
+        self._prepare_drafts()
         self._continue_running(batch)
         self._admit_waiting(batch)
         return batch
 
     def needs_results(self) -> bool:
-        """Whether the next step should wait for the results of the steps in flight.
-
-        It should if a share of the running sequences cannot be part of it before. Otherwise they are left out of it.
-        """
+        """Whether the next step should wait for results, because many sequences cannot be part of it before."""
         held = self.speculation.is_on(len(self.running)) and sum(map(self._is_held_back, self.running))
-        return held > 0 and held * HELD_SHARE >= len(self.running)
+        return is_worth_waiting(held, len(self.running))
 
     def commit(
         self, batch: ScheduledBatch, tokens: Sequence[int], seconds: float | None = None
@@ -248,20 +241,32 @@ class Scheduler:
         """Whether a sequence waits for its newest tokens."""
         return sequence.num_drafts > 0 or self.speculation.waits(sequence, len(self.running))
 
-    def _drafts(self, sequence: SequenceState, budget: int) -> list[int]:
-        """The drafts that are verified in this step, and pages for them.
+    def _prepare_drafts(self) -> None:
+        """Let the drafter guess for all sequences at once whose drafts may be verified in this step."""
+        if not self.speculation.drafter.always or not self.speculation.is_on(len(self.running)):
+            return
+        wanted: list[tuple[SequenceState, int]] = []
+        for sequence in self.running:
+            if count := self.speculation.num_wanted(sequence, len(self.running), self._draft_room(sequence)):
+                self._grow_for(sequence, count)
+                wanted.append((sequence, count))
+        self.speculation.drafter.prepare(wanted)
 
-        Drafts preempt no sequence, and leave one page for each running sequence.
-        """
-        if sequence.num_pending or not self.speculation.is_on(len(self.running)):
-            return []
-        spare = max(self.pages.num_available - len(self.running), 0)
-        room = (len(sequence.pages) + spare) * self.pages.page_size - len(sequence.tokens)
-        drafts = self.speculation.draft(sequence, len(self.running), min(room, budget - 1))
-        need = self.pages.pages_for(len(sequence.tokens) + len(drafts)) - len(sequence.pages)
-        if need > 0 and drafts:
-            sequence.grow(self.pages.allocate(need))
+    def _drafts(self, sequence: SequenceState, budget: int) -> list[int]:
+        """The drafts that are verified in this step, and pages for them."""
+        drafts = self.speculation.draft(sequence, len(self.running), min(self._draft_room(sequence), budget - 1))
+        self._grow_for(sequence, len(drafts))
         return drafts
+
+    def _draft_room(self, sequence: SequenceState) -> int:
+        """Drafts for which there are pages. They preempt no sequence, and leave one page for each running sequence."""
+        spare = max(self.pages.num_available - len(self.running), 0)
+        return (len(sequence.pages) + spare) * self.pages.page_size - len(sequence.tokens)
+
+    def _grow_for(self, sequence: SequenceState, num_drafts: int) -> None:
+        need = self.pages.pages_for(len(sequence.tokens) + num_drafts) - len(sequence.pages)
+        if need > 0:
+            sequence.grow(self.pages.allocate(need))
 
     def _admit_waiting(self, batch: ScheduledBatch) -> None:
         """Schedule waiting sequences, in turn, until one of them has to wait."""

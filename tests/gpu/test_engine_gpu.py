@@ -165,11 +165,11 @@ def test_speculation_changes_no_answer(family: str, settings: dict[str, Any], mo
         expected = make_engine(family, **settings).generate(asked, params)
         answers = {tuple(prompt): [*prompt, *x.token_ids] for prompt, x in zip(asked, expected, strict=True)}
 
-        def propose(_: Any, drafter: Any, sequence: Any, count: int, answers: Any = answers) -> list[int]:
+        def propose(_: Any, sequence: Any, count: int, answers: Any = answers) -> list[int]:
             rest = answers[tuple(sequence.request.prompt)][len(sequence.tokens) :][:count]
             return [token if draw.random() < 0.8 else (token + 1) % 320 for token in rest]
 
-        monkeypatch.setattr("fa_serve.engine.speculation.Speculation._propose", propose)
+        monkeypatch.setattr("fa_serve.engine.speculation.NgramDrafter.propose", propose)
         engine = make_engine(family, speculative="ngram", **settings)
         found = engine.generate(asked, params)
         assert [x.token_ids for x in found] == [x.token_ids for x in expected]
