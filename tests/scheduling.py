@@ -97,9 +97,9 @@ class Guesser(NgramDrafter):
 
 
 class PreparedGuesser(Guesser):
-    """The same for a drafter that guesses for all sequences at once, and writes keys of its own into their pages."""
+    """The same for a drafter that guesses for all sequences at once, and writes keys into their pages."""
 
-    always = True
+    prepares = True
 
     def __init__(self, wrong: set[int]) -> None:
         super().__init__(wrong)

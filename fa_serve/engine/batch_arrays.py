@@ -99,18 +99,13 @@ def batch_arrays(
         inputs["seqused_k"] = seqused.astype(np.int32)
         cu_seqlens_q = np.concatenate([[0], ends])
     inputs["cu_seqlens_q"] = cu_seqlens_q.astype(np.int32)
-    prompt_rows = [
-        np.arange(first, first + chunk.num_prompt_logits)
-        for chunk, first in zip(chunks, firsts, strict=True)
-        if chunk.num_prompt_logits
-    ]
     if batch.num_drafts:
         # the last num_samples tokens of each chunk
         last_rows = np.cumsum(num_samples)
         sampled = np.arange(num_samples.sum()) + np.repeat(ends - last_rows, num_samples)
     else:
         sampled = ends[num_samples > 0] - 1
-    inputs["logits_indices"] = np.concatenate([sampled, *prompt_rows])
+    inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
 
     sequences = [chunk.sequence for chunk in chunks for _ in range(chunk.num_samples)]
     requests = [sequence.request for sequence in sequences]
@@ -155,6 +150,15 @@ def _input_ids(batch: ScheduledBatch, block_table: BlockTable) -> list[int]:
         elif end > len(tokens):
             input_ids.append(-1 - chunk.slot)
     return input_ids
+
+
+def _prompt_rows(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """The prompt tokens of the step whose logits are wanted. firsts: the first token of each chunk"""
+    return [
+        np.arange(first, first + chunk.num_prompt_logits)
+        for chunk, first in zip(batch.chunks, firsts, strict=True)
+        if chunk.num_prompt_logits
+    ]
 
 
 def _prompt_spans(batch: ScheduledBatch) -> list[PromptSpan]:

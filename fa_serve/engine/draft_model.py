@@ -8,8 +8,8 @@ The draft model draws with the request's temperature, filters and random numbers
 alone. So it draws what the large model draws where their distributions agree, sampled as well as greedy. Penalties and masks
 are left out of its draws. Whatever it draws changes no answer (speculation.py).
 
-It has a second `ModelRunner` with keys and values of its own, in pages with the same ids: a page that a sequence holds in the
-one cache is its page in the other. It takes in the tokens of a sequence when that sequence first drafts, CATCH_UP of all
+It has a second `ModelRunner`, with a second cache of keys and values in pages with the same ids: a page of a sequence in
+the one cache is its page in the other. It takes in the tokens of a sequence when that sequence first drafts, CATCH_UP of all
 sequences in a step, and then those that it has not drawn itself. Pages that sequences share are written by each of them, with
 the same keys. Left out: which sequences draft, and how many tokens (speculation.py); pages (scheduler.py).
 """
@@ -68,7 +68,7 @@ class DraftModel:
     max_len:    tokens of a sequence that the draft model can compute; None without a limit
     """
 
-    always = True
+    prepares = True
 
     def __init__(self, runner: ModelRunner, max_tokens: int, max_len: int | None = None) -> None:
         self._runner = runner
@@ -77,6 +77,10 @@ class DraftModel:
         self._caches: dict[SequenceState, DraftCache] = {}
         self._drafts: dict[SequenceState, list[int]] = {}
         self._failed = False
+
+    def promises(self, sequence: SequenceState) -> bool:
+        """True, unless the sequence is too long for the draft model."""
+        return not self._failed and len(sequence.tokens) + 2 <= self._max_len
 
     def prepare(self, wanted: Sequence[tuple[SequenceState, int]]) -> None:
         """Draw the drafts. A failure is logged and ends all drafting; the engine goes on without."""

@@ -243,7 +243,7 @@ class Scheduler:
 
     def _prepare_drafts(self) -> None:
         """Let the drafter guess for all sequences at once whose drafts may be verified in this step."""
-        if not self.speculation.drafter.always or not self.speculation.is_on(len(self.running)):
+        if not self.speculation.drafter.prepares or not self.speculation.is_on(len(self.running)):
             return
         wanted: list[tuple[SequenceState, int]] = []
         for sequence in self.running:

@@ -117,15 +117,18 @@ class NgramIndex:
 class Drafter(Protocol):
     """Guesses the next tokens of sequences. It may be wrong as often as it likes, and no answer changes.
 
-    always: whether it has a guess for every sequence; otherwise a sequence waits for its newest token only after a match
+    prepares: whether it guesses for all sequences at once, in `prepare`
     """
 
-    always: bool
+    prepares: bool
+
+    def promises(self, sequence: SequenceState) -> bool:
+        """Whether guesses are to be expected once the newest token is known, which is worth waiting for."""
 
     def prepare(self, wanted: Sequence[tuple[SequenceState, int]]) -> None:
         """The next step may verify so many drafts of these sequences, which have pages for them.
 
-        Called before `propose`, once for each step, if the drafter `always` guesses.
+        Called before `propose`, once for each step, if it `prepares`.
         """
 
     def propose(self, sequence: SequenceState, count: int) -> list[int]:
@@ -138,10 +141,14 @@ class Drafter(Protocol):
 class NgramDrafter:
     """Owner of the indices of unfinished sequences."""
 
-    always = False
+    prepares = False
 
     def __init__(self) -> None:
         self._indices: dict[SequenceState, NgramIndex] = {}
+
+    def promises(self, sequence: SequenceState) -> bool:
+        """Whether the tokens that are known have occurred before."""
+        return bool(self.propose(sequence, 2))
 
     def prepare(self, wanted: Sequence[tuple[SequenceState, int]]) -> None:
         """Nothing: a look-up takes microseconds."""
@@ -200,7 +207,7 @@ class Speculation:
         if history.checked_at != length:
             history.checked_at = length
             enough = sequence.num_output_tokens + 2 < sequence.request.max_tokens
-            history.waiting = enough and (self.drafter.always or bool(self.drafter.propose(sequence, 2)))
+            history.waiting = enough and self.drafter.promises(sequence)
         return history.waiting
 
     def num_wanted(self, sequence: SequenceState, num_running: int, most: int) -> int:
@@ -219,8 +226,8 @@ class Speculation:
             return []
         history = self._history(sequence)
         drafts = self.drafter.propose(sequence, count)
-        if history.waiting and not drafts:
-            self._pause(history, sequence)  # it has waited in vain
+        if history.waiting and not drafts and not self.drafter.prepares:
+            self._pause(history, sequence)  # it has waited in vain, and not for a drafter that takes a long prompt in
         history.waiting = False
         return drafts
 

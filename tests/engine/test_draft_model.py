@@ -192,6 +192,7 @@ def test_a_long_prompt_is_taken_in_over_several_steps(make_engine, twin) -> None
     assert [name for name, _ in taken[:4]].count("long") >= 2
     found = engine.stats().speculation
     assert found.num_accepted_tokens == found.num_draft_tokens > 40
+    assert engine.stats().num_steps < 22, "taking a prompt in is no failure, after which a sequence would pause"
 
 
 def test_a_short_draft_model_stops_at_its_length(tmp_path, make_engine) -> None:
@@ -200,6 +201,10 @@ def test_a_short_draft_model_stops_at_its_length(tmp_path, make_engine) -> None:
     params = SamplingParams(max_tokens=40, temperature=0.0)
     assert engine.generate([[3, 4, 5]], params) == make_engine().generate([[3, 4, 5]], params)
     assert 0 < engine.stats().speculation.num_draft_tokens <= 24
+    long = SequenceState(Request("long", [0] * 23, SamplingParams(), 9))
+    drafter = engine._speculation.drafter
+    assert not drafter.promises(long), "it does not wait for drafts that never come"
+    assert drafter.promises(SequenceState(Request("short", [0] * 22, SamplingParams(), 9)))
 
 
 def test_a_failure_of_the_draft_model_ends_no_request(make_engine, draft, monkeypatch, caplog) -> None:
@@ -217,6 +222,7 @@ def test_a_failure_of_the_draft_model_ends_no_request(make_engine, draft, monkey
     assert engine.generate(random_prompts(4), SAMPLED) == make_engine().generate(random_prompts(4), SAMPLED)
     assert len(calls) == 9, "it is not asked again"
     assert "no more tokens are guessed" in caplog.text
+    assert not engine._speculation.drafter.promises(SequenceState(Request("a", [0], SamplingParams(), 9)))
     engine.check_integrity()
 
 
