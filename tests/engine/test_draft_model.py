@@ -170,6 +170,7 @@ def test_a_long_prompt_is_taken_in_over_several_steps(make_engine, twin) -> None
     """Others draft meanwhile: who lacks few tokens comes first."""
     engine = make_engine(speculative=twin, max_num_seqs=2)
     engine._speculation.drafter._max_tokens = 16
+    engine._depth = 1
     taken: list[tuple[str, int]] = []
     launch = engine._runner.draft.launch
 
