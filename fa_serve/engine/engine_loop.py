@@ -14,15 +14,17 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fa_serve.engine.engine import Engine
 from fa_serve.engine.errors import QueueFullError
 from fa_serve.engine.grammar_queue import GrammarQueue
 from fa_serve.engine.grammar_trials import Cancelled, Trial
 from fa_serve.engine.outputs import RequestOutput
 from fa_serve.engine.sampling_params import SamplingParams, StructuredOutput
 from fa_serve.engine.stats import EngineStats, StepStats
+
+if TYPE_CHECKING:
+    from fa_serve.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
