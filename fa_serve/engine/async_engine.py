@@ -140,7 +140,7 @@ class AsyncEngine:
     def _handle_death(self, reason: str) -> None:
         """The worker has died: end its requests, and start another worker if the config allows it."""
         restarts = (
-            isinstance(self._source, EngineConfig) and self._restarts < self.config.max_restarts and self._restarting is None
+            isinstance(self._source, EngineConfig) and self._restarts < self._source.max_restarts and self._restarting is None
         )
         self._end_all(EngineDeadError(f"the engine has ended: {reason}" + ("; it is being restarted" if restarts else "")))
         if restarts:
