@@ -121,6 +121,6 @@ async def test_a_blocked_event_loop_is_seen(serving):
         await asyncio.sleep(0.12)
         after = (await client.get("/metrics")).text
         timer = client.service._loop_delay._timer
-    assert sum(value for name, value in delays(after).items() if name.startswith("sum")) >= 0.55
-    assert sum(value for name, value in delays(before).items() if name.startswith("sum")) < 0.3
+    total = [sum(value for name, value in delays(text).items() if name.startswith("sum")) for text in (before, after)]
+    assert 0.55 <= total[1] - total[0] < 5
     assert timer.cancelled(), "nothing goes on when the service has ended"

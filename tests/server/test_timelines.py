@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 TEXT = {"model": "fake", "prompt": "a secret"}
 MODEL = "fa-serve-demo"
-SLACK = 0.2  # seconds by which a part may be longer than what was slept in it, on a busy machine
+SLACK = 1.0  # seconds by which a part may be longer than what was slept in it, on a busy machine
 
 
 def slow_records(caplog):
@@ -92,7 +92,7 @@ async def test_each_part_is_where_the_time_went(loaded, monkeypatch, caplog):
     for part, value in fields["parts"].items():
         assert sleeps.get(part, 0.0) <= value + 0.01 < sleeps.get(part, 0.0) + SLACK, (part, fields)
     assert fields["steps"] == num_tokens
-    assert (sleeps["decode"] + sleeps["masks"]) / num_tokens <= fields["longest_step"] < 0.3
+    assert (sleeps["decode"] + sleeps["masks"]) / num_tokens <= fields["longest_step"] < SLACK
     assert fields["blocked"] > sleeps["write"]
     assert "secret" not in caplog.text
     assert record.getMessage().startswith(f"slow request {fields['request_id']}: {fields['seconds']:.3f} s = prepare 0.1")
