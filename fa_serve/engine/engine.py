@@ -10,9 +10,8 @@ Online, requests come and go between steps:
     while engine.has_unfinished():
         for output in engine.step(): ...     # at most one increment of each answer
 
-On a GPU the host works one step ahead: while step n + 1 runs, the tokens of step n are read, turned into text and returned. It
-does not while sequences have drafts to verify (speculation.py). An exception in a step ends the requests in it and no others.
-Left out: threads and asyncio (async_engine.py).
+On a GPU the host works one step ahead, unless there are drafts to verify: while step n + 1 runs, the tokens of step n become
+outputs. An exception in a step ends the requests in it and no others. Left out: threads and asyncio (async_engine.py).
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from fa_serve.api import MAX_KEYS_PER_TILE
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.deadlines import Deadlines
 from fa_serve.engine.detokenizer import TextStream
+from fa_serve.engine.draft_model import load_drafter
 from fa_serve.engine.errors import QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.groups import Groups
@@ -43,7 +43,7 @@ from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
-from fa_serve.engine.results import PendingResult
+from fa_serve.engine.results import LaunchedStep
 from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler import Scheduler
@@ -88,6 +88,7 @@ class Engine:
             patch(model)
         self.tokenizer = tokenizer
         self._runner = ModelRunner(model, config)
+        drafter = load_drafter(config, self._runner, tokenizer, clock)
         if self._runner.fuses:
             clock.end("fusion", f"{self._runner.fuse()} of {len(self._runner.layers)} layers are fused")
         num_pages, self.max_model_len = sizes(config, self._runner)
@@ -99,7 +100,8 @@ class Engine:
         self.config = replace(
             config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=self.max_model_len
         )
-        self._speculation = Speculation(config.max_drafts)
+        self._speculation = Speculation(config.max_drafts, drafter)
+        self._prompt_share = config.prompt_share()
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
         eos_ids = end_ids(model)
@@ -109,7 +111,8 @@ class Engine:
         self._groups = Groups()
         self._deadlines = Deadlines()
         self._depth = 1 if model.device.type == "cuda" else 0  # steps that the host works ahead
-        self._inflight: deque[tuple[ScheduledBatch, PendingResult]] = deque()
+        self._inflight: deque[LaunchedStep] = deque()
+        self._last_read = 0.0  # when the result of a step was there, on time.monotonic's clock
         self._serial = count()
         self._num_steps = 0
         self._num_prompt_tokens = 0
@@ -160,21 +163,20 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns what requests gained, at most one output for each answer."""
+        begin = time.monotonic()
         outputs = self._expire()
         try:
             if self._inflight and self._scheduler.needs_results():
-                outputs += self._commit(*self._inflight.popleft())
+                outputs += self._commit(self._inflight.popleft())
             batch = self._scheduler.schedule()
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as error:
             return self._groups.merge(outputs + self._reset(error))
-        if batch.admitted:
-            self._note_queue_times(batch.admitted)
         if batch:
-            outputs += self._launch(batch)
+            outputs += self._launch(batch, begin)
         if self._inflight and (len(self._inflight) > self._depth or not batch):
-            outputs += self._commit(*self._inflight.popleft())
+            outputs += self._commit(self._inflight.popleft())
         return self._groups.merge(outputs)
 
     def generate(
@@ -283,29 +285,27 @@ class Engine:
             outputs.append(self._output(sequence))
         return outputs
 
-    def _note_queue_times(self, admitted: Sequence[SequenceState]) -> None:
-        now = time.monotonic()
-        for sequence in admitted:
-            state = self._output_states[sequence.request.request_id]
-            if state.queue_time is None:  # else it is admitted again, after a preemption
-                state.queue_time = now - sequence.request.arrival
-
-    def _launch(self, batch: ScheduledBatch) -> list[RequestOutput]:
+    def _launch(self, batch: ScheduledBatch, begin: float) -> list[RequestOutput]:
         """Queue a step on the device. The masks of structured outputs are computed while its forward runs."""
         outputs: list[RequestOutput] = []
+        mask_seconds = 0.0
+        for sequence in batch.admitted:
+            self._output_states[sequence.request.request_id].times.begin(begin)
         try:
             forward = self._runner.launch(batch)
             masks = None
             if any(x.request.params.structured is not None for x in forward.sequences):
                 while self._inflight:  # what may come next depends on every token before
-                    outputs += self._commit(*self._inflight.popleft())
+                    outputs += self._commit(self._inflight.popleft())
+                since = time.monotonic()
                 masks, failed, late = step_masks(self.grammars, batch, self._output_states)
+                mask_seconds = time.monotonic() - since
                 for chunk in late:
                     self._scheduler.postpone(chunk)
                 for state, reason in failed:
                     self._scheduler.finish(state.sequence, "error", reason)
                     outputs.append(self._output(state.sequence))
-            self._inflight.append((batch, self._runner.sample(forward, masks)))
+            self._inflight.append(LaunchedStep(batch, self._runner.sample(forward, masks), begin, mask_seconds))
             self._num_steps += 1
         except torch.OutOfMemoryError as error:
             outputs += self._shrink(batch, error)
@@ -313,14 +313,17 @@ class Engine:
             outputs += self._fail(batch, error)
         return outputs
 
-    def _commit(self, batch: ScheduledBatch, pending: PendingResult) -> list[RequestOutput]:
+    def _commit(self, step: LaunchedStep) -> list[RequestOutput]:
         """Read the tokens of a step and turn them into outputs."""
         try:
-            result = pending.read()
+            result = step.pending.read()
         except Exception as error:
-            return self._fail(batch, error)
+            return self._fail(step.batch, error)
+        now = time.monotonic()
+        seconds = now - max(step.begin, self._last_read)  # steps run one after the other
+        self._last_read = now
         try:
-            changed = self._scheduler.commit(batch, result.tokens)
+            changed = self._scheduler.commit(step.batch, result.tokens, seconds)
         except Exception as error:
             return self._reset(error)
         for sequence, start, entries in result.prompt_logprobs:
@@ -332,32 +335,30 @@ class Engine:
             tokens = gained.setdefault(sequence, [])
             if token is not None:
                 tokens.append(token)
-        return [self._output(sequence, tokens, result.logprobs.get(sequence)) for sequence, tokens in gained.items()]
+        return [self._output(x, tokens, result.logprobs.get(x), step.mask_seconds) for x, tokens in gained.items()]
 
     def _output(
-        self, sequence: SequenceState, tokens: Sequence[int] = (), logprobs: list[TokenLogprob] | None = None
+        self,
+        sequence: SequenceState,
+        tokens: Sequence[int] = (),
+        logprobs: list[TokenLogprob] | None = None,
+        mask_seconds: float = 0.0,
     ) -> RequestOutput:
         """What an answer gained by these tokens. If there are none, it ends without another token."""
-        request = sequence.request
-        state = self._output_states[request.request_id]
-        text = ""
-        num_before = sequence.num_output_tokens - len(tokens)
-        if tokens and not num_before:
+        state = self._output_states[sequence.request.request_id]
+        state.times.end_step(time.monotonic(), len(tokens), mask_seconds)
+        if tokens and sequence.num_output_tokens == len(tokens):
             self._num_prompt_tokens += sequence.num_prompt_tokens
             self._num_cached_tokens += sequence.num_cached_tokens
-        for number, token in enumerate(tokens, 1):
-            if token not in request.end_ids:
-                settled, complete = state.push(token, num_before + number)
-                text += settled
-                if complete:
-                    self._scheduler.stop(sequence, len(tokens) - number)
-                    tokens = tokens[:number]
-                    break
-        self._num_output_tokens += len(tokens)
+        text, num_kept = state.push(tokens)
+        if state.complete:
+            self._scheduler.stop(sequence, len(tokens) - num_kept)
+        self._num_output_tokens += num_kept
         if sequence.finished:
             text += state.flush()
-            del self._output_states[request.request_id]
-        return state.output(text, list(tokens), logprobs)
+            del self._output_states[sequence.request.request_id]
+        state.times.end_text(time.monotonic())
+        return state.output(text, list(tokens[:num_kept]), logprobs)
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: undo it, and give steps half as many tokens from now on."""
@@ -397,4 +398,5 @@ class Engine:
             keys_per_tile=MAX_KEYS_PER_TILE,
             window=self._runner.window,
             speculation=self._speculation,
+            prompt_share=self._prompt_share,
         )

@@ -14,15 +14,17 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fa_serve.engine.engine import Engine
 from fa_serve.engine.errors import QueueFullError
 from fa_serve.engine.grammar_queue import GrammarQueue
 from fa_serve.engine.grammar_trials import Cancelled, Trial
 from fa_serve.engine.outputs import RequestOutput
 from fa_serve.engine.sampling_params import SamplingParams, StructuredOutput
-from fa_serve.engine.stats import EngineStats
+from fa_serve.engine.stats import EngineStats, StepStats
+
+if TYPE_CHECKING:
+    from fa_serve.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class EngineLoop:
         self._outputs: list[RequestOutput] = []
         self._rejected: list[tuple[str, Exception]] = []
         self._busy_since: float | None = None
+        self._steps = StepStats()
 
     @property
     def busy_seconds(self) -> float:
@@ -92,12 +95,13 @@ class EngineLoop:
         """Run steps until the command None comes."""
         try:
             while self._take_commands():
-                self._busy_since = time.monotonic()
+                self._busy_since = begin = time.monotonic()
                 outputs = self._outputs + self._engine.step()
                 rejected = self._rejected
                 self._outputs = []
                 self._rejected = []
-                self._deliver(StepOutputs(self._engine.stats(), outputs, rejected))
+                self._deliver(StepOutputs(replace(self._engine.stats(), steps=self._steps), outputs, rejected))
+                self._steps = self._steps.plus(time.monotonic() - begin)
         finally:
             self._queue.close()
             self._engine.grammars.close()

@@ -82,9 +82,15 @@ class Forward:
 
 
 class ModelRunner:
-    """Owner of everything on the device. Before the first step it needs its cache: see `allocate`."""
+    """Owner of everything on the device. Before the first step it needs its cache: see `allocate`.
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
+    drafting: this is a draft model, whose draws ignore penalties and need no log-probabilities
+    draft:    the runner of the draft model (draft_model.py), whose cache has the same pages; None without one
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, *, drafting: bool = False) -> None:
+        self.draft: ModelRunner | None = None
+        self._drafting = drafting
         self.model: PreTrainedModel = model.train(False)
         self.device = model.device
         self.vocab_size = int(cast(Any, model).get_output_embeddings().weight.shape[0])
@@ -131,6 +137,14 @@ class ModelRunner:
         self._graphs = None
         self.kv_caches = kv_cache.allocate(self.layers, num_pages, self.page_size, self.device)
         self._block_table = BlockTable(self.max_num_seqs, -(-max_model_len // self.page_size), self.device)
+        if self.draft is not None:
+            self.draft.allocate(num_pages, max_model_len)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of the keys and values of one page, those of the draft model included."""
+        own = kv_cache.bytes_per_page(self.layers, self.page_size)
+        return own + (0 if self.draft is None else self.draft.bytes_per_page)
 
     @torch.inference_mode()
     def make_graphs(self) -> bool:
@@ -158,19 +172,22 @@ class ModelRunner:
             log.warning("decoding runs without CUDA graphs, because the first capture failed: %s", error)
             return False
         self._graphs = graphs
+        if self.draft is not None:
+            self.draft.make_graphs()
         return True
 
     @torch.inference_mode()
     def prepare_one(self) -> bool:
         """Capture one more graph, or compile kernels, ahead of time. Returns False if nothing is left to prepare."""
-        return self._graphs is not None and self._graphs.prepare_one()
+        prepared = self._graphs is not None and self._graphs.prepare_one()
+        return prepared or (self.draft is not None and self.draft.prepare_one())
 
     def fit_num_pages(self, config: EngineConfig, max_model_len: int) -> int:
         """How many pages the device has room for beside the weights and the largest step.
 
         On a GPU the largest step is run to see what it takes. Raises ParameterError if there is no room at all.
         """
-        size = kv_cache.bytes_per_page(self.layers, self.page_size)
+        size = self.bytes_per_page
         if self.device.type != "cuda":
             enough = self.max_num_seqs * -(-max_model_len // self.page_size)
             return min(enough, max(int(kv_cache.available_memory() * kv_cache.CPU_SHARE) // size, 1))
@@ -181,10 +198,11 @@ class ModelRunner:
         self.sample(self.launch(_largest_batch(config, max_model_len))).read()
         peak = torch.cuda.max_memory_allocated(self.device)
         if not self.eager:
-            peak += peak - before  # graphs have a separate memory pool, which the largest step determines as well
+            # graphs have a separate memory pool, which the largest step determines as well; and so have those of a draft model
+            peak += (peak - before) * (1 if self.draft is None else 2)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
-        self.kv_caches = []
+        self._release()
         torch.cuda.empty_cache()
         room = int(total * config.gpu_memory_utilization) - others - peak
         if room < size:
@@ -195,9 +213,14 @@ class ModelRunner:
             raise ParameterError("gpu_memory_utilization", rule, config.gpu_memory_utilization)
         return room // size
 
+    def _release(self) -> None:
+        self.kv_caches = []
+        if self.draft is not None:
+            self.draft._release()
+
     def check_num_pages(self, num_pages: int) -> None:
         """Raise ParameterError, with the arithmetic, if the device has no memory for so many pages beside the weights."""
-        size = kv_cache.bytes_per_page(self.layers, self.page_size)
+        size = self.bytes_per_page
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             room = torch.cuda.mem_get_info(self.device)[0]
@@ -218,7 +241,7 @@ class ModelRunner:
         """Queue the forward of one step."""
         for sequence in batch.admitted:
             self._block_table.clear(sequence.slot)
-            if sequence.request.params.penalised:
+            if sequence.request.params.penalised and not self._drafting:
                 self._token_counts().start(sequence.slot, sequence.tokens, sequence.num_prompt_tokens)
         arrays = batch_arrays(
             batch,
@@ -226,6 +249,7 @@ class ModelRunner:
             page_size=self.page_size,
             vocab_size=self.vocab_size,
             deterministic=self._deterministic,
+            drafting=self._drafting,
         )
         prepared = self._prepare(arrays)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]

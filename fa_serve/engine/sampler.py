@@ -161,10 +161,13 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor,
     return (logits.gather(1, tokens.clamp(min=0)[:, None]) - total)[:, 0], values - total, indices
 
 
-def sampling_arrays(requests: Sequence[Request], positions: Sequence[int], vocab: int) -> dict[str, NDArray[Any]]:
+def sampling_arrays(
+    requests: Sequence[Request], positions: Sequence[int], vocab: int, *, penalties: bool = True
+) -> dict[str, NDArray[Any]]:
     """The fields of `SampleParams` that these requests need, on the host.
 
     positions: index of the token to sample in its sequence, for each request
+    penalties: whether they count
     """
     params = [request.params for request in requests]
     arrays: dict[str, NDArray[Any]] = {}
@@ -182,7 +185,7 @@ def sampling_arrays(requests: Sequence[Request], positions: Sequence[int], vocab
             floats("top_p", [p.top_p for p in params])
         if any(p.min_p for p in params):
             floats("min_p", [p.min_p for p in params])
-    if any(p.penalised for p in params):
+    if penalties and any(p.penalised for p in params):
         floats("presence", [p.presence_penalty for p in params])
         floats("frequency", [p.frequency_penalty for p in params])
         floats("repetition", [p.repetition_penalty for p in params])

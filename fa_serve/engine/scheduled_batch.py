@@ -41,20 +41,43 @@ class Chunk:
         """Tokens that the step samples for this chunk."""
         return self.samples + len(self.drafts)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the chunk is the last token of a sequence, and its drafts."""
+        return self.length == self.num_samples
+
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """What one step computes. `admitted` are the sequences that have been given a slot for this step."""
+    """What one step computes. `admitted` are the sequences that have been given a slot for this step.
+
+    num_prompt_tokens: tokens of chunks that do not only decode
+    max_tokens, max_prompt_tokens: what these numbers may be, for the scheduler
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[SequenceState] = field(default_factory=list)
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
     num_prompt_logits: int = 0
     num_drafts: int = 0
+    max_tokens: int = 0
+    max_prompt_tokens: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the step."""
+        return self.max_tokens - self.num_tokens
+
+    @property
+    def prompt_room(self) -> int:
+        """Prompt tokens that still fit into the step."""
+        return min(self.room, self.max_prompt_tokens - self.num_prompt_tokens)
 
     def append(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         self.num_tokens += chunk.length
+        self.num_prompt_tokens += 0 if chunk.decodes else chunk.length
         self.num_prompt_logits += chunk.num_prompt_logits
         self.num_drafts += len(chunk.drafts)
 

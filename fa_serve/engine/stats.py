@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+
+STEP_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Bounds of the histograms of steps and of what waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """How long steps have taken.
+
+    counts: how many took up to each of STEP_SECONDS and above the bound before, and at the end how many took longer
+    total:  seconds of all steps
+    """
+
+    counts: tuple[int, ...] = (0,) * (len(STEP_SECONDS) + 1)
+    total: float = 0.0
+
+    def plus(self, seconds: float) -> StepStats:
+        """The same with one more step."""
+        size = bisect_left(STEP_SECONDS, seconds)
+        counts = (*self.counts[:size], self.counts[size] + 1, *self.counts[size + 1 :])
+        return StepStats(counts, self.total + seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +59,7 @@ class EngineStats:
     num_output_tokens: sampled tokens
     num_preemptions:   how often a sequence lost its pages to another one
     speculation:       drafts, and how many of them were right
+    steps:             how long the steps of the engine's loop have taken, with their outputs; not counted offline
     """
 
     num_running: int
@@ -49,3 +72,4 @@ class EngineStats:
     num_output_tokens: int
     num_preemptions: int
     speculation: SpeculationStats = SpeculationStats()
+    steps: StepStats = StepStats()

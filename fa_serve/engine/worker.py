@@ -32,15 +32,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.engine import Engine
 from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs
 from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
-from fa_serve.engine.loading import load_tokenizer
 from fa_serve.engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from fa_serve.engine.engine import Engine
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -96,7 +97,7 @@ class ThreadWorker:
 
     def __init__(
         self,
-        source: Engine | EngineConfig | None,
+        source: Engine | EngineConfig,
         on_outputs: OnOutputs,
         on_death: OnDeath,
         on_phase: OnPhase | None = None,
@@ -111,7 +112,11 @@ class ThreadWorker:
 
     def start(self) -> Ready:
         """Load the engine in this thread and start its loop in another one."""
-        engine = self._source if isinstance(self._source, Engine) else Engine(self._source, on_phase=self._on_phase)
+        source = self._source
+        if isinstance(source, EngineConfig):
+            engine = _import_engine(self._on_phase or log_phase)(source, on_phase=self._on_phase)
+        else:
+            engine = source
         self._loop = EngineLoop(engine, self._commands, self._on_outputs)
         self._thread = threading.Thread(target=self._run, args=(self._loop,), name="fa_serve-engine", daemon=True)
         self._thread.start()
@@ -149,12 +154,12 @@ class ProcessWorker:
 
     def __init__(
         self,
-        config: EngineConfig | None,
+        config: EngineConfig,
         on_outputs: OnOutputs,
         on_death: OnDeath,
         on_phase: OnPhase | None = None,
     ) -> None:
-        self._config = config or EngineConfig()
+        self._config = config
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._on_phase = on_phase or log_phase
@@ -176,6 +181,8 @@ class ProcessWorker:
         if self._stopping:  # `stop` was called before there was a process
             self._process.kill()
         try:
+            from fa_serve.engine.loading import load_tokenizer  # while the process imports the same modules
+
             tokenizer = load_tokenizer(self._config)
             received = _receive(ours)
             ready = self._wait(received)
@@ -261,6 +268,15 @@ class ProcessWorker:
             self._on_death(f"its process ended with exit code {self._process.exitcode}")
 
 
+def _import_engine(on_phase: OnPhase) -> type[Engine]:
+    """The engine's class. With it come the models of transformers, which take longer to import than all the rest."""
+    begin = time.perf_counter()
+    from fa_serve.engine.engine import Engine
+
+    on_phase(Phase("engine", "imported", time.perf_counter() - begin))
+    return Engine
+
+
 def _main(config: EngineConfig, connection: Connection) -> None:
     """The process: its main thread runs the engine, one thread reads commands and one writes what goes to the parent."""
     limit_host_memory()
@@ -280,7 +296,7 @@ def _main(config: EngineConfig, connection: Connection) -> None:
     try:
         ready = threading.Event()
         threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
-        engine = Engine(config, on_phase=outgoing.put)
+        engine = _import_engine(outgoing.put)(config, on_phase=outgoing.put)
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second

@@ -23,6 +23,9 @@ def test_bad_values_name_the_field() -> None:
         ("max_restarts", -1),
         ("kv_cache_dtype", "int4"),
         ("seed", 0.5),
+        ("target_itl", -1.0),
+        ("target_itl", True),
+        ("target_itl", float("nan")),
     ):
         with pytest.raises(ParameterError) as error:
             EngineConfig(**{field: value})

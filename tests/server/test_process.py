@@ -29,7 +29,7 @@ def test_start_up_is_reported_by_phase(served):
     phases = [line.split()[0] for line in served.lines if re.search(r"\d s ", line)]
     assert phases[:2] == ["import", "config"]
     assert phases[-1] == "ready"
-    assert {"weights", "kv"} <= set(phases[2:-1]), "the engine reports its phases"
+    assert {"engine", "weights", "kv"} <= set(phases[2:-1]), "the engine reports its phases"
     printed = served.lines[-1].replace("curl", "curl -s -w '\\n%{http_code}'", 1)
     assert subprocess.run(printed, shell=True, capture_output=True, text=True, check=True).stdout.endswith("200")
 
