@@ -111,6 +111,9 @@ class PreparedGuesser(Guesser):
             assert count > 0
             assert len(sequence.pages) * 4 >= len(sequence.tokens) + count, "a draft has no page"
 
+    def promises(self, sequence: SequenceState) -> bool:
+        return True
+
     def propose(self, sequence: SequenceState, count: int) -> list[int]:
         assert count <= self.prepared[sequence], "more than was prepared"
         return super().propose(sequence, count)
