@@ -16,6 +16,7 @@ as it is.
     translate.py       transformers' words -> one LayerCall; the one place that knows which keys a call sees
     attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
     paged.py           the engine's forward over packed tokens and a paged cache
+    division.py        which part of each layer a rank of tensor parallelism keeps; divide.py takes it, and proves it
     continuous.py      transformers' own continuous batching (`generate_batch`)
     info.py            what a model asks of attention, from its config alone
 
@@ -36,7 +37,9 @@ except ImportError as error:
 from fa_serve.hf.attention import attention_forward
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
-from fa_serve.hf.paged import PagedBatch, attention_layers, check_model, paged_forward
+from fa_serve.hf.divide import PartOfSum, divide
+from fa_serve.hf.division import plan_division
+from fa_serve.hf.paged import OneSequence, PagedBatch, attention_layers, check_model, paged_forward
 from fa_serve.hf.register import patch, register
 from fa_serve.hf.translate import AttendsBatch, LayerCall
 
@@ -44,13 +47,17 @@ __all__ = [
     "NAME",
     "AttendsBatch",
     "LayerCall",
+    "OneSequence",
     "PagedBatch",
+    "PartOfSum",
     "attention_forward",
     "attention_layers",
     "check_model",
+    "divide",
     "mask_forward",
     "paged_forward",
     "patch",
+    "plan_division",
     "register",
 ]
 
