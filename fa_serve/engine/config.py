@@ -27,6 +27,7 @@ class EngineConfig:
     trust_remote_code:      run code that comes with the model; otherwise a model that needs such code is refused
     dtype:                  "auto" (the checkpoint's), "float16", "bfloat16" or "float32"
     device:                 "auto" (cuda if there is one, else cpu), or a torch device
+    tensor_parallel:        ranks that the layers are divided between, one process and one device for each
     page_size:              tokens in a page of the KV cache
     num_pages:              pages of the KV cache; None fits them into the memory
     kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens
@@ -54,6 +55,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     dtype: str = "auto"
     device: str = "auto"
+    tensor_parallel: int = 1
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_dtype: str = "auto"
@@ -77,7 +79,7 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "grammar_memory"):
+        for name in ("tensor_parallel", "page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "grammar_memory"):
             value = getattr(self, name)
             if value is None and name in ("num_pages", "max_model_len"):
                 continue
@@ -125,6 +127,11 @@ class EngineConfig:
     def resolve_device(self) -> str:
         """The device to load the model on: `device`, with "auto" resolved."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+    def device_of(self, rank: int) -> str:
+        """The device of a rank of tensor parallelism."""
+        device = self.resolve_device()
+        return f"{device}:{rank}" if device == "cuda" and self.tensor_parallel > 1 else device
 
     @property
     def max_drafts(self) -> int:

@@ -18,10 +18,12 @@ Left out: threads and asyncio (async_engine.py).
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -33,7 +35,7 @@ from fa_serve.api import MAX_KEYS_PER_TILE
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.deadlines import Deadlines
 from fa_serve.engine.detokenizer import TextStream
-from fa_serve.engine.errors import QueueFullError, RequestError
+from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.groups import Groups
 from fa_serve.engine.input_processor import InputProcessor
@@ -42,6 +44,7 @@ from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
 from fa_serve.engine.pages import PageTable
+from fa_serve.engine.ranks import Leader, OnLost, Ranks
 from fa_serve.engine.request import Request
 from fa_serve.engine.results import PendingResult
 from fa_serve.engine.sampling_params import SamplingParams
@@ -58,6 +61,9 @@ from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
+SALT_BYTES = 16
+"""Bytes of the secret that the hashes of pages are keyed with."""
+
 
 class Engine:
     """Owner of the step and of what clients get (`OutputState`). The scheduler owns the sequences, the runner owns the device.
@@ -65,9 +71,11 @@ class Engine:
     config:    settings; `engine.config` holds no "auto" and no None that the engine decides any more
     model, tokenizer: may be given instead of being loaded. Without a tokenizer prompts are token ids and outputs have no text
     on_phase:  called with each `Phase` of the start-up when it has ended
+    on_lost:   called from a thread when another rank of tensor parallelism has ended
+    ranks:     the rank of this process; rank 0 makes it itself, and starts the others
 
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
-    cannot serve.
+    cannot serve. Methods raise EngineDeadError when another rank has ended.
     """
 
     def __init__(
@@ -77,12 +85,17 @@ class Engine:
         model: PreTrainedModel | None = None,
         tokenizer: Any = None,
         on_phase: OnPhase | None = None,
+        on_lost: OnLost | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         config = config or EngineConfig()
+        if model is not None and config.tensor_parallel > 1:
+            raise ParameterError("tensor_parallel", "be 1 for a model that is given instead of loaded", config.tensor_parallel)
         clock = PhaseClock(on_phase)
+        self._ranks: Ranks = ranks or Leader(config, on_lost)
         if model is None:
             tokenizer = load_tokenizer(config)
-            model = load_model(config)
+            model = load_model(config, self._ranks)
             clock.end("weights", f"{config.model_name} on {model.device}")
         else:
             patch(model)
@@ -90,7 +103,7 @@ class Engine:
         self._runner = ModelRunner(model, config)
         if self._runner.fuses:
             clock.end("fusion", f"{self._runner.fuse()} of {len(self._runner.layers)} layers are fused")
-        num_pages, self.max_model_len = sizes(config, self._runner)
+        num_pages, self.max_model_len = sizes(config, self._runner, self._ranks)
         self._runner.allocate(num_pages, self.max_model_len)
         clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens, max_model_len {self.max_model_len}")
         if not self._runner.eager:
@@ -151,6 +164,7 @@ class Engine:
 
         Returns the last outputs of its answers; none if the request has ended already or never existed.
         """
+        self._ranks.tell("abort", request_id)
         ended = [self._scheduler.abort(name) for name in self._groups.names(request_id)]
         return self._groups.merge([self._output(sequence) for sequence in ended if sequence is not None])
 
@@ -160,17 +174,19 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns what requests gained, at most one output for each answer."""
+        self._ranks.tell("step")
         outputs = self._expire()
         try:
             if self._inflight and self._scheduler.needs_results():
                 outputs += self._commit(*self._inflight.popleft())
             batch = self._scheduler.schedule()
-        except torch.AcceleratorError:
-            raise  # the device is lost
+        except (torch.AcceleratorError, EngineDeadError):
+            raise  # the device or another rank is lost
         except Exception as error:
             return self._groups.merge(outputs + self._reset(error))
         if batch.admitted:
             self._note_queue_times(batch.admitted)
+        self._ranks.note(number for chunk in batch.chunks for number in chunk.numbers())
         if batch:
             outputs += self._launch(batch)
         if self._inflight and (len(self._inflight) > self._depth or not batch):
@@ -222,6 +238,7 @@ class Engine:
 
         On a GPU this takes tenths of a second, or seconds for kernels that are in no cache. Returns False if nothing is left.
         """
+        self._ranks.tell("prepare_one")
         return not self.has_unfinished() and self._runner.prepare_one()
 
     def stats(self) -> EngineStats:
@@ -239,6 +256,16 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             speculation=self._speculation.snapshot(),
         )
+
+    def close(self) -> None:
+        """End the processes that belong to the engine: its other ranks, and the one that compiles grammars on trial."""
+        self.grammars.close()
+        self._ranks.close()
+
+    def follow(self, call: str, args: tuple[Any, ...]) -> None:
+        """Make a call that rank 0 has told of. For the other ranks."""
+        calls = {"submit": self._submit, "abort": self.abort, "step": self.step, "prepare_one": self.prepare_one}
+        calls[call](*args)
 
     def check_integrity(self) -> None:
         """Assert that every page and slot is accounted for, and that there is an answer for each unfinished sequence."""
@@ -258,8 +285,9 @@ class Engine:
     def _submit(
         self, name: str, params: SamplingParams, requests: list[Request], timeout: float | None = None, matcher: Any = None
     ) -> None:
-        if matcher is None and params.structured is not None:
+        if matcher is None and params.structured is not None and self._ranks.rank == 0:
             matcher = self.grammars.matcher(params.structured)
+        self._ranks.tell("submit", name, params, requests, timeout)
         stop = StopStrings(params.stop)
         for request in requests:
             sequence = self._scheduler.add(request)
@@ -277,7 +305,8 @@ class Engine:
         if not self._deadlines:
             return []
         outputs = []
-        for sequence in self._deadlines.expired(time.monotonic(), len(self._output_states)):
+        now = self._ranks.decide("clock", time.monotonic)
+        for sequence in self._deadlines.expired(now, len(self._output_states)):
             late = RequestError("timeout", "the request was not finished within its timeout")
             self._scheduler.finish(sequence, "error", late)
             outputs.append(self._output(sequence))
@@ -299,10 +328,12 @@ class Engine:
             if any(x.request.params.structured is not None for x in forward.sequences):
                 while self._inflight:  # what may come next depends on every token before
                     outputs += self._commit(*self._inflight.popleft())
-                masks, failed = step_masks(self.grammars, batch, self._output_states)
-                for state, reason in failed:
-                    self._scheduler.finish(state.sequence, "error", reason)
-                    outputs.append(self._output(state.sequence))
+                decide = partial(step_masks, self.grammars, batch, self._output_states)
+                masks, failed = self._ranks.decide("masks", decide)
+                for name, reason in failed:
+                    sequence = self._output_states[name].sequence
+                    self._scheduler.finish(sequence, "error", reason)
+                    outputs.append(self._output(sequence))
             self._inflight.append((batch, self._runner.sample(forward, masks)))
             self._num_steps += 1
         except torch.OutOfMemoryError as error:
@@ -317,6 +348,7 @@ class Engine:
             result = pending.read()
         except Exception as error:
             return self._fail(batch, error)
+        self._ranks.note(result.tokens)
         try:
             changed = self._scheduler.commit(batch, result.tokens)
         except Exception as error:
@@ -330,12 +362,35 @@ class Engine:
             tokens = gained.setdefault(sequence, [])
             if token is not None:
                 tokens.append(token)
-        return [self._output(sequence, tokens, result.logprobs.get(sequence)) for sequence, tokens in gained.items()]
+        ends = self._grammar_ends(gained)
+        return [
+            self._output(sequence, tokens, result.logprobs.get(sequence), ends.get(sequence.request.request_id, 0))
+            for sequence, tokens in gained.items()
+        ]
+
+    def _grammar_ends(self, gained: Mapping[SequenceState, list[int]]) -> dict[str, int]:
+        """How many of the new tokens complete an answer by its grammar, by request id; 0 for one that goes on."""
+        structured = [sequence for sequence in gained if sequence.request.params.structured is not None]
+        if not structured:
+            return {}
+
+        def follow() -> dict[str, int]:
+            names = {sequence.request.request_id: sequence for sequence in structured}
+            return {name: self._output_states[name].follow(gained[sequence]) for name, sequence in names.items()}
+
+        return self._ranks.decide("grammars", follow)
 
     def _output(
-        self, sequence: SequenceState, tokens: Sequence[int] = (), logprobs: list[TokenLogprob] | None = None
+        self,
+        sequence: SequenceState,
+        tokens: Sequence[int] = (),
+        logprobs: list[TokenLogprob] | None = None,
+        grammar_end: int = 0,
     ) -> RequestOutput:
-        """What an answer gained by these tokens. If there are none, it ends without another token."""
+        """What an answer gained by these tokens. If there are none, it ends without another token.
+
+        grammar_end: how many of the tokens complete the answer by its grammar; 0 if it goes on
+        """
         request = sequence.request
         state = self._output_states[request.request_id]
         text = ""
@@ -347,7 +402,7 @@ class Engine:
             if token not in request.end_ids:
                 settled, complete = state.push(token, num_before + number)
                 text += settled
-                if complete:
+                if complete or number == grammar_end:
                     self._scheduler.stop(sequence, len(tokens) - number)
                     tokens = tokens[:number]
                     break
@@ -359,6 +414,7 @@ class Engine:
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: undo it, and give steps half as many tokens from now on."""
+        self._ranks.check(error)
         if batch.num_tokens == 1:
             return self._fail(batch, error)
         self._scheduler.rollback(batch)
@@ -371,12 +427,14 @@ class Engine:
         """End the requests of a step that could not be computed."""
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: nothing more can be computed in this process
+        self._ranks.check(error)
         log.error("a step failed; its %d requests end with an error", len(batch.chunks), exc_info=error)
         failed = self._scheduler.fail(batch, RequestError("step_failed", f"the step failed: {type(error).__name__}: {error}"))
         return [self._output(sequence) for sequence in failed]
 
     def _reset(self, error: Exception) -> list[RequestOutput]:
         """The scheduler's state is not to be trusted: end every request and start with a new scheduler and an empty cache."""
+        self._ranks.check(error)
         log.error("the scheduler failed; all requests end with an error", exc_info=error)
         self._inflight.clear()
         failure = RequestError("scheduler_failed", f"the scheduler failed: {type(error).__name__}: {error}")
@@ -388,8 +446,9 @@ class Engine:
     def _make_scheduler(self, max_num_batched_tokens: int) -> Scheduler:
         config = self.config
         assert config.num_pages is not None
+        salt = self._ranks.decide("salt", partial(os.urandom, SALT_BYTES))
         return Scheduler(
-            PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching),
+            PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching, salt=salt),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             keys_per_tile=MAX_KEYS_PER_TILE,

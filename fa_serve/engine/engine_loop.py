@@ -100,7 +100,7 @@ class EngineLoop:
                 self._deliver(StepOutputs(self._engine.stats(), outputs, rejected))
         finally:
             self._queue.close()
-            self._engine.grammars.close()
+            self._engine.close()
 
     def _take_commands(self) -> bool:
         """Carry out all commands that are there. Returns False if the loop is to end.

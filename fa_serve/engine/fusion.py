@@ -6,6 +6,8 @@ No layer is recognised by the name of its class. Each kind of layer (its modules
 computed by its own code and by `FusedLayer` in float32 on the same input. It is fused only if queries, keys, values, the cache
 and the output agree. Merged weights take no additional memory: the separate weights become views of the merged ones.
 
+A layer that is divided between ranks is fused by each rank alone: both forms are compared before their parts are added up.
+
 Left out: how a fused layer computes (fused_layer.py).
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -24,7 +27,7 @@ from transformers import PreTrainedModel
 
 from fa_serve import ops
 from fa_serve.engine.fused_layer import FusedLayer, Product
-from fa_serve.hf import LayerCall, paged_forward
+from fa_serve.hf import LayerCall, PartOfSum, paged_forward
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -82,6 +85,12 @@ def fuse(model: PreTrainedModel) -> int:
 
     Returns how many layers are fused. Each kind of layer is proven once. For a kind that cannot be fused the log says why.
     """
+    sums = [m.forward.all_reduce for m in model.modules() if isinstance(m.forward, PartOfSum)]
+    with sums[0].paused() if sums else nullcontext():
+        return _fuse(model)
+
+
+def _fuse(model: PreTrainedModel) -> int:
     found = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module)]
     proofs: dict[str, bool | NotFusedError] = {}  # by kind: whether it is rotary, or why it is not fused
     fused = 0
@@ -272,6 +281,8 @@ def _norm(module: Any) -> ops.Norm:
 
     A wrong guess is found when the layer is proven.
     """
+    if "forward" in vars(module):
+        raise NotFusedError(f"the forward of a norm is replaced by {type(module.forward).__name__}")
     weight = module.weight
     eps = float(getattr(module, "variance_epsilon", None) or module.eps)
     x = torch.linspace(-1.0, 2.0, weight.shape[0], dtype=weight.dtype, device=weight.device)[None]
@@ -296,7 +307,10 @@ def _product(linear: Any) -> Product:
         raise NotFusedError(f"a projection must be a plain nn.Linear of floats, got {type(linear).__name__}")
     if not linear.weight.is_contiguous():
         raise NotFusedError(f"the weights of a projection must be contiguous, got strides {linear.weight.stride()}")
-    return Product(linear.weight, linear.bias)
+    replaced = vars(linear).get("forward")
+    if replaced is not None and not isinstance(replaced, PartOfSum):
+        raise NotFusedError(f"the forward of a projection is replaced by {type(replaced).__name__}")
+    return Product(linear.weight, linear.bias, None if replaced is None else replaced.all_reduce)
 
 
 def _merge(module: nn.Module, *names: str) -> Product:

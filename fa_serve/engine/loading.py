@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.model_runner import ModelRunner
-from fa_serve.hf import NAME
+from fa_serve.engine.ranks import Ranks
+from fa_serve.hf import NAME, divide, plan_division
 from fa_serve.spec import ParameterError
 
 
@@ -34,11 +35,11 @@ def load_tokenizer(config: EngineConfig) -> Any:
         raise
 
 
-def load_model(config: EngineConfig) -> PreTrainedModel:
-    """The model on its device, with fa_serve as its attention.
+def load_model(config: EngineConfig, ranks: Ranks) -> PreTrainedModel:
+    """This rank's part of the model on its device, with fa_serve as its attention.
 
     Raises what transformers raises, or OSError that names a file that cannot be read: the readers of weights do not say which
-    file they were reading.
+    file they were reading. Raises UnsupportedModelError for a model that cannot be divided.
     """
     path = config.model_path()
     try:
@@ -48,7 +49,9 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
     except Exception as error:
         _name_bad_file(path, error)
         raise
-    cast(torch.nn.Module, model).to(config.resolve_device())
+    if ranks.all_reduce is not None:
+        divide(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
+    cast(torch.nn.Module, model).to(ranks.device)
     return cast(PreTrainedModel, model)
 
 
@@ -80,8 +83,8 @@ def _unreadable(file: Path) -> str | None:
     return None
 
 
-def sizes(config: EngineConfig, runner: ModelRunner) -> tuple[int, int]:
-    """num_pages and max_model_len, from the settings, the model and the memory.
+def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> tuple[int, int]:
+    """num_pages and max_model_len, from the settings, the model and the memory. Every rank takes the least of all.
 
     Raises ParameterError if the settings ask for more than the model or the cache can hold.
     """
@@ -94,7 +97,7 @@ def sizes(config: EngineConfig, runner: ModelRunner) -> tuple[int, int]:
         raise ParameterError("max_model_len", f"be at most {model_limit}, the model's max_position_embeddings", length)
     if config.num_pages is not None:
         runner.check_num_pages(config.num_pages)
-    num_pages = config.num_pages or runner.fit_num_pages(config, length)
+    num_pages = ranks.least(config.num_pages or runner.fit_num_pages(config, length))
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:
         rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"

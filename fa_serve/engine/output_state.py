@@ -1,14 +1,16 @@
 """The engine's half of a request: what the client gets from one sequence. Text, log-probabilities, grammar, time in the queue.
 
     state = OutputState(sequence, TextStream(tokenizer, prompt), matcher)
-    text, complete = state.push(token)
-    output = state.output(text, token, logprob)
+    num_complete = state.follow(tokens)      # with a grammar
+    text, complete = state.push(token, number)
+    output = state.output(text, tokens, logprobs)
 
 The scheduler's half, tokens and pages, is `SequenceState`, which this class only reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,18 +39,21 @@ class OutputState:
         if self.sequence.request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # no token comes before the first one
 
+    def follow(self, tokens: Sequence[int]) -> int:
+        """Let the matcher take in new tokens. Returns how many of them complete the answer by its grammar; 0 if it goes on."""
+        for number, token in enumerate(tokens, 1):
+            if token not in self.sequence.request.end_ids:
+                self.matcher.consume_token(token)
+                if self.matcher.is_stopped():
+                    return number
+        return 0
+
     def push(self, token: int, number: int) -> tuple[str, bool]:
-        """The text that the answer's token number 1, 2, ... settles, and whether it completes the answer by a stop string or
-        by its grammar."""
-        text = ""
-        complete = False
-        if self.matcher is not None:
-            self.matcher.consume_token(token)
-            complete = self.matcher.is_stopped()
-        if self.stream is not None:
-            text = self.stream.push(token, number > self.sequence.request.params.min_tokens)
-            complete = complete or self.stream.stop_string is not None
-        return text, complete
+        """The text that the answer's token number 1, 2, ... settles, and whether a stop string completes the answer."""
+        if self.stream is None:
+            return "", False
+        text = self.stream.push(token, number > self.sequence.request.params.min_tokens)
+        return text, self.stream.stop_string is not None
 
     def flush(self) -> str:
         """The text that was held back because a stop string might have begun. The answer has ended."""

@@ -142,7 +142,7 @@ class PageTable:
             if parent not in self._page_of:
                 return
             self._parent_of[page_hash] = parent
-            self._children_of.setdefault(parent, set()).add(page_hash)
+            self._children_of.setdefault(parent, {})[page_hash] = None
         self._hash_of[page] = page_hash
         self._page_of[page_hash] = page
 
@@ -163,7 +163,7 @@ class PageTable:
         parent = self._parent_of.pop(page_hash, b"")
         if parent:
             siblings = self._children_of[parent]
-            siblings.remove(page_hash)
+            del siblings[page_hash]
             if not siblings:
                 del self._children_of[parent]
         below = [page_hash]

@@ -34,6 +34,11 @@ class Chunk:
         """Tokens that the step samples for this chunk."""
         return self.samples + len(self.drafts)
 
+    def numbers(self) -> tuple[int, ...]:
+        """What tells this chunk from another one: ranks that compute the same have the same numbers."""
+        pages = self.sequence.pages
+        return (self.slot, self.start, self.length, self.samples, len(pages), pages[-1] if pages else -1, *self.drafts)
+
 
 @dataclass(slots=True)
 class ScheduledBatch:

@@ -22,8 +22,8 @@ from fa_serve.engine.structured import Grammars
 
 def step_masks(
     grammars: Grammars, batch: ScheduledBatch, states: Mapping[str, OutputState]
-) -> tuple[dict[int, NDArray[np.int32]], list[tuple[OutputState, RequestError]]]:
-    """Masks by row, as `ModelRunner.sample` takes them, and the answers whose matchers have given up.
+) -> tuple[dict[int, NDArray[np.int32]], list[tuple[str, RequestError]]]:
+    """Masks by row, as `ModelRunner.sample` takes them, and the ids of requests whose matchers have given up, with the reason.
 
     states: those of unfinished requests, by request id; a step may compute sequences that have ended
     """
@@ -45,5 +45,6 @@ def step_masks(
     for state in constrained:
         if state.matcher.is_error():
             reason = state.matcher.get_error()[:200]
-            failed.append((state, RequestError("grammar", f"the matcher of the structured output failed: {reason}")))
+            name = state.sequence.request.request_id
+            failed.append((name, RequestError("grammar", f"the matcher of the structured output failed: {reason}")))
     return dict(zip(rows, masks, strict=True)), failed

@@ -22,10 +22,9 @@ from transformers import PreTrainedModel
 
 from fa_serve.hf.division import Cut, Division, LayerDivision
 from fa_serve.hf.paged import OneSequence, paged_forward
+from fa_serve.ops.all_reduce import AllReduce
 from fa_serve.spec import UnsupportedModelError
 
-Sum = Callable[[Tensor], Tensor]
-"""Adds a tensor up over all ranks; it may overwrite its argument."""
 TOLERANCE = 1e-4
 """Largest allowed difference in float32, relative to the largest number: another order of summation, and nothing more."""
 
@@ -38,7 +37,7 @@ class PartOfSum:
     """
 
     partial: Callable[..., Tensor]
-    all_reduce: Sum
+    all_reduce: AllReduce
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.all_reduce(self.partial(*args, **kwargs))
@@ -58,7 +57,7 @@ class PartOfOutput:
 
 
 @torch.no_grad()
-def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: Sum, device: torch.device) -> None:
+def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: AllReduce, device: torch.device) -> None:
     """Keep this rank's part of the weights of each layer, on `device`. All ranks call it together.
 
     What is not divided stays where it is. Raises UnsupportedModelError if the ranks together compute something else than the
@@ -81,7 +80,7 @@ def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: Su
         _divide_layer(layer, own, division.size, rank, all_reduce, device)
 
 
-def _divide_layer(layer: nn.Module, own: LayerDivision, size: int, rank: int, all_reduce: Sum, device: torch.device) -> None:
+def _divide_layer(layer: nn.Module, own: LayerDivision, size: int, rank: int, all_reduce: AllReduce, device: torch.device) -> None:
     for name, cut in own.cuts.items():
         module, parameter = _find(layer, name)
         part = torch.cat(cut.kept(parameter.detach(), rank, size), dim=cut.dim).to(device)
@@ -172,7 +171,7 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _difference(
-    layer: nn.Module, own: LayerDivision, call: _Call, size: int, rank: int, all_reduce: Sum, device: torch.device
+    layer: nn.Module, own: LayerDivision, call: _Call, size: int, rank: int, all_reduce: AllReduce, device: torch.device
 ) -> float:
     """How much the ranks' result differs from the whole layer's, in float32, relative to the largest value."""
 
