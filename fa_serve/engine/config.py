@@ -79,7 +79,15 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "grammar_memory"):
+        for name in (
+            "tensor_parallel",
+            "page_size",
+            "num_pages",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "grammar_memory",
+        ):
             value = getattr(self, name)
             if value is None and name in ("num_pages", "max_model_len"):
                 continue

@@ -21,8 +21,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -39,11 +38,11 @@ from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.groups import Groups
 from fa_serve.engine.input_processor import InputProcessor
-from fa_serve.engine.loading import end_ids, load_model, load_tokenizer, sizes
-from fa_serve.engine.model_runner import ModelRunner
+from fa_serve.engine.loading import load
 from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
 from fa_serve.engine.pages import PageTable
+from fa_serve.engine.prompts import params_of_each
 from fa_serve.engine.ranks import Leader, OnLost, Ranks
 from fa_serve.engine.request import Request
 from fa_serve.engine.results import PendingResult
@@ -52,11 +51,10 @@ from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler import Scheduler
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import Speculation
-from fa_serve.engine.stats import EngineStats
-from fa_serve.engine.step_masks import step_masks
+from fa_serve.engine.stats import Counters, EngineStats
+from fa_serve.engine.step_masks import grammar_ends, step_masks
 from fa_serve.engine.stop_strings import StopStrings
 from fa_serve.engine.structured import Grammars
-from fa_serve.hf import patch
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -91,43 +89,26 @@ class Engine:
         config = config or EngineConfig()
         if model is not None and config.tensor_parallel > 1:
             raise ParameterError("tensor_parallel", "be 1 for a model that is given instead of loaded", config.tensor_parallel)
-        clock = PhaseClock(on_phase)
         self._ranks: Ranks = ranks or Leader(config, on_lost)
-        if model is None:
-            tokenizer = load_tokenizer(config)
-            model = load_model(config, self._ranks)
-            clock.end("weights", f"{config.model_name} on {model.device}")
-        else:
-            patch(model)
-        self.tokenizer = tokenizer
-        self._runner = ModelRunner(model, config)
-        if self._runner.fuses:
-            clock.end("fusion", f"{self._runner.fuse()} of {len(self._runner.layers)} layers are fused")
-        num_pages, self.max_model_len = sizes(config, self._runner, self._ranks)
-        self._runner.allocate(num_pages, self.max_model_len)
-        clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens, max_model_len {self.max_model_len}")
-        if not self._runner.eager:
-            captured = self._runner.make_graphs()
-            clock.end("graphs", "the largest decoding step is captured" if captured else "this model cannot be captured")
-        self.config = replace(
-            config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=self.max_model_len
-        )
+        with self._ranks.starting():
+            loaded = load(config, self._ranks, PhaseClock(on_phase), model, tokenizer)
+        self.config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self._runner = loaded.runner
+        assert self.config.max_model_len is not None
+        self.max_model_len = self.config.max_model_len
         self._speculation = Speculation(config.max_drafts)
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
-        eos_ids = end_ids(model)
-        self._processor = InputProcessor(tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=eos_ids)
-        self.grammars = Grammars(tokenizer, self.vocab_size, eos_ids, config)
+        self._processor = InputProcessor(self.tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=loaded.eos_ids)
+        self.grammars = Grammars(self.tokenizer, self.vocab_size, loaded.eos_ids, config)
         self._output_states: dict[str, OutputState] = {}  # the unfinished ones, by the id of their request
         self._groups = Groups()
         self._deadlines = Deadlines()
-        self._depth = 1 if model.device.type == "cuda" else 0  # steps that the host works ahead
+        self._depth = 1 if self._runner.device.type == "cuda" else 0  # steps that the host works ahead
         self._inflight: deque[tuple[ScheduledBatch, PendingResult]] = deque()
         self._serial = count()
-        self._num_steps = 0
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_output_tokens = 0
+        self._counters = Counters()
 
     def add_request(
         self,
@@ -145,7 +126,6 @@ class Engine:
 
         priority: -1000 to 1000; of one client's requests, those with a lower value are served sooner
         client, cache_salt: clients take turns, and cached prefixes are shared with requests of the same salt only
-
         matcher: what `grammars.matcher` returned for the structured output; without one it is compiled here
 
         Raises ParameterError for a prompt that is empty, too long or not of this vocabulary, for an id that is in use, and for
@@ -157,7 +137,26 @@ class Engine:
         requests = self._process(request_id, prompt, params, priority, client, cache_salt)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
-        self._submit(request_id, params, requests, timeout, matcher)
+        self.submit(request_id, params, requests, timeout, matcher)
+
+    def submit(
+        self, name: str, params: SamplingParams, requests: list[Request], timeout: float | None = None, matcher: Any = None
+    ) -> None:
+        """Queue the requests of `add_request`, which have been checked."""
+        if matcher is None and params.structured is not None and self._ranks.rank == 0:
+            matcher = self.grammars.matcher(params.structured)
+        self._ranks.tell("submit", name, params, requests, timeout)
+        stop = StopStrings(params.stop)
+        for request in requests:
+            sequence = self._scheduler.add(request)
+            stream = None
+            if self.tokenizer is not None:
+                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, stop, params.skip_special_tokens)
+            own = None if matcher is None else matcher.deep_copy()
+            self._output_states[request.request_id] = OutputState(sequence, stream, own)
+            if timeout is not None:
+                self._deadlines.add(request.arrival + timeout, sequence)
+        self._groups.add(name, params)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request. Its pages are free when this returns.
@@ -185,7 +184,9 @@ class Engine:
         except Exception as error:
             return self._groups.merge(outputs + self._reset(error))
         if batch.admitted:
-            self._note_queue_times(batch.admitted)
+            now = time.monotonic()
+            for sequence in batch.admitted:
+                self._output_states[sequence.request.request_id].note_admission(now)
         self._ranks.note(number for chunk in batch.chunks for number in chunk.numbers())
         if batch:
             outputs += self._launch(batch)
@@ -208,12 +209,7 @@ class Engine:
         There may be more prompts than the queue holds. Outputs of other requests are lost. Raises ParameterError as
         `add_request` does, before anything is computed.
         """
-        if isinstance(prompts, str):
-            raise ParameterError("prompts", "be a list of prompts, not one text", prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
+        params = params_of_each(prompts, params)
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
         for each in params:
             if each.structured is not None:
@@ -224,7 +220,7 @@ class Engine:
             with tqdm(total=sum(each.n for each in params), unit="answer", disable=not progress) as bar:
                 while queue or self.has_unfinished():
                     while queue and len(queue[0][2]) <= self._room:
-                        self._submit(*queue.popleft())
+                        self.submit(*queue.popleft())
                     for output in self.step():
                         answers.add(output)
                         bar.update(output.finished)
@@ -243,29 +239,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
-        scheduler = self._scheduler
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_pages=scheduler.pages.num_pages,
-            num_pages_used=scheduler.pages.num_held,
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_output_tokens=self._num_output_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            speculation=self._speculation.snapshot(),
-        )
+        return self._counters.snapshot(self._scheduler)
 
     def close(self) -> None:
         """End the processes that belong to the engine: its other ranks, and the one that compiles grammars on trial."""
         self.grammars.close()
         self._ranks.close()
-
-    def follow(self, call: str, args: tuple[Any, ...]) -> None:
-        """Make a call that rank 0 has told of. For the other ranks."""
-        calls = {"submit": self._submit, "abort": self.abort, "step": self.step, "prepare_one": self.prepare_one}
-        calls[call](*args)
 
     def check_integrity(self) -> None:
         """Assert that every page and slot is accounted for, and that there is an answer for each unfinished sequence."""
@@ -282,24 +261,6 @@ class Engine:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         return self._processor.process(request_id, prompt, params, *options)
 
-    def _submit(
-        self, name: str, params: SamplingParams, requests: list[Request], timeout: float | None = None, matcher: Any = None
-    ) -> None:
-        if matcher is None and params.structured is not None and self._ranks.rank == 0:
-            matcher = self.grammars.matcher(params.structured)
-        self._ranks.tell("submit", name, params, requests, timeout)
-        stop = StopStrings(params.stop)
-        for request in requests:
-            sequence = self._scheduler.add(request)
-            stream = None
-            if self.tokenizer is not None:
-                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, stop, params.skip_special_tokens)
-            own = None if matcher is None else matcher.deep_copy()
-            self._output_states[request.request_id] = OutputState(sequence, stream, own)
-            if timeout is not None:
-                self._deadlines.add(request.arrival + timeout, sequence)
-        self._groups.add(name, params)
-
     def _expire(self) -> list[RequestOutput]:
         """End the requests whose time is up."""
         if not self._deadlines:
@@ -311,13 +272,6 @@ class Engine:
             self._scheduler.finish(sequence, "error", late)
             outputs.append(self._output(sequence))
         return outputs
-
-    def _note_queue_times(self, admitted: Sequence[SequenceState]) -> None:
-        now = time.monotonic()
-        for sequence in admitted:
-            state = self._output_states[sequence.request.request_id]
-            if state.queue_time is None:  # else it is admitted again, after a preemption
-                state.queue_time = now - sequence.request.arrival
 
     def _launch(self, batch: ScheduledBatch) -> list[RequestOutput]:
         """Queue a step on the device. The masks of structured outputs are computed while its forward runs."""
@@ -335,7 +289,7 @@ class Engine:
                     self._scheduler.finish(sequence, "error", reason)
                     outputs.append(self._output(sequence))
             self._inflight.append((batch, self._runner.sample(forward, masks)))
-            self._num_steps += 1
+            self._counters.num_steps += 1
         except torch.OutOfMemoryError as error:
             outputs += self._shrink(batch, error)
         except Exception as error:
@@ -362,23 +316,13 @@ class Engine:
             tokens = gained.setdefault(sequence, [])
             if token is not None:
                 tokens.append(token)
-        ends = self._grammar_ends(gained)
+        ends: dict[str, int] = {}
+        if any(sequence.request.params.structured is not None for sequence in gained):
+            ends = self._ranks.decide("grammars", partial(grammar_ends, gained, self._output_states))
         return [
             self._output(sequence, tokens, result.logprobs.get(sequence), ends.get(sequence.request.request_id, 0))
             for sequence, tokens in gained.items()
         ]
-
-    def _grammar_ends(self, gained: Mapping[SequenceState, list[int]]) -> dict[str, int]:
-        """How many of the new tokens complete an answer by its grammar, by request id; 0 for one that goes on."""
-        structured = [sequence for sequence in gained if sequence.request.params.structured is not None]
-        if not structured:
-            return {}
-
-        def follow() -> dict[str, int]:
-            names = {sequence.request.request_id: sequence for sequence in structured}
-            return {name: self._output_states[name].follow(gained[sequence]) for name, sequence in names.items()}
-
-        return self._ranks.decide("grammars", follow)
 
     def _output(
         self,
@@ -396,8 +340,7 @@ class Engine:
         text = ""
         num_before = sequence.num_output_tokens - len(tokens)
         if tokens and not num_before:
-            self._num_prompt_tokens += sequence.num_prompt_tokens
-            self._num_cached_tokens += sequence.num_cached_tokens
+            self._counters.note_first_token(sequence)
         for number, token in enumerate(tokens, 1):
             if token not in request.end_ids:
                 settled, complete = state.push(token, num_before + number)
@@ -406,7 +349,7 @@ class Engine:
                     self._scheduler.stop(sequence, len(tokens) - number)
                     tokens = tokens[:number]
                     break
-        self._num_output_tokens += len(tokens)
+        self._counters.num_output_tokens += len(tokens)
         if sequence.finished:
             text += state.flush()
             del self._output_states[request.request_id]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fa_serve.engine.engine import Engine
-from fa_serve.engine.errors import QueueFullError
+from fa_serve.engine.errors import EngineDeadError, QueueFullError
 from fa_serve.engine.grammar_queue import GrammarQueue
 from fa_serve.engine.grammar_trials import Cancelled, Trial
 from fa_serve.engine.outputs import RequestOutput
@@ -51,8 +51,8 @@ class Abort:
     num_answers: int = 1
 
 
-Command = Add | Abort | None
-"""None ends the loop."""
+Command = Add | Abort | EngineDeadError | None
+"""None ends the loop. An error, of a rank that is lost, is raised by it."""
 Commands = queue.SimpleQueue[Command]
 
 
@@ -116,6 +116,8 @@ class EngineLoop:
             self._busy_since = time.monotonic()
             if command is None:
                 return False
+            if isinstance(command, EngineDeadError):
+                raise command
             if isinstance(command, Abort):
                 self._abort(command)
             else:

@@ -26,7 +26,7 @@ def follow(connection: Connection) -> int:
         gc.collect()
         gc.freeze()
         for call, args in ranks.calls():
-            engine.follow(call, args)
+            getattr(engine, call)(*args)
         engine.check_integrity()
     except Exception as error:
         ranks.fail(error)

@@ -1,7 +1,7 @@
 """Loads what the engine needs from disk, tokenizer and model, and decides how large the cache and the sequences may be.
 
-    tokenizer, model = load_tokenizer(config), load_model(config)
-    num_pages, max_model_len = sizes(config, runner)
+    loaded = load(config, ranks, clock)
+    loaded.runner, loaded.tokenizer, loaded.config          # the config holds no "auto" any more
 
 Left out: which models can be served at all (fa_serve.hf).
 """
@@ -9,6 +9,7 @@ Left out: which models can be served at all (fa_serve.hf).
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from zipfile import is_zipfile
@@ -19,10 +20,54 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.events import PhaseClock
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.ranks import Ranks
-from fa_serve.hf import NAME, divide, plan_division
+from fa_serve.hf import NAME, divide, patch, plan_division
 from fa_serve.spec import ParameterError
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an engine runs with.
+
+    runner:  with the model and the KV cache
+    config:  without "auto", and without None that the engine decides
+    eos_ids: the tokens that end an answer
+    """
+
+    runner: ModelRunner
+    tokenizer: Any
+    config: EngineConfig
+    eos_ids: frozenset[int]
+
+
+def load(
+    config: EngineConfig, ranks: Ranks, clock: PhaseClock, model: PreTrainedModel | None = None, tokenizer: Any = None
+) -> Loaded:
+    """Load the model, unless it is given, fuse its layers, allocate the KV cache and capture the first graph.
+
+    clock: is told of each phase. Raises what `Engine` raises
+    """
+    if model is None:
+        tokenizer = load_tokenizer(config)
+        model = load_model(config, ranks)
+        clock.end("weights", f"{config.model_name} on {model.device}")
+    else:
+        patch(model)
+    runner = ModelRunner(model, config)
+    if runner.fuses:
+        clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
+    num_pages, max_model_len = sizes(config, runner, ranks)
+    runner.allocate(num_pages, max_model_len)
+    clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens, max_model_len {max_model_len}")
+    if not runner.eager:
+        captured = runner.make_graphs()
+        clock.end("graphs", "the largest decoding step is captured" if captured else "this model cannot be captured")
+    resolved = replace(
+        config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
+    )
+    return Loaded(runner, tokenizer, resolved, end_ids(model))
 
 
 def load_tokenizer(config: EngineConfig) -> Any:

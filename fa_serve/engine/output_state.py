@@ -39,6 +39,11 @@ class OutputState:
         if self.sequence.request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # no token comes before the first one
 
+    def note_admission(self, now: float) -> None:
+        """The first step of the sequence has been scheduled, or one after a preemption. now: on time.monotonic's clock"""
+        if self.queue_time is None:
+            self.queue_time = now - self.sequence.request.arrival
+
     def follow(self, tokens: Sequence[int]) -> int:
         """Let the matcher take in new tokens. Returns how many of them complete the answer by its grammar; 0 if it goes on."""
         for number, token in enumerate(tokens, 1):

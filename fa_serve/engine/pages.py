@@ -49,7 +49,7 @@ class PageTable:
         self._page_of: dict[bytes, int] = {}
         # the tree of registered pages, by hash; a first page has no parent
         self._parent_of: dict[bytes, bytes] = {}
-        self._children_of: dict[bytes, set[bytes]] = {}
+        self._children_of: dict[bytes, dict[bytes, None]] = {}
 
     @property
     def num_available(self) -> int:

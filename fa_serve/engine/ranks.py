@@ -26,6 +26,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -35,7 +36,7 @@ import torch
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError
-from fa_serve.ops.all_reduce import AllReduce, join, listen
+from fa_serve.ops.all_reduce import AllReduce, AllReduceError, join, listen
 from fa_serve.spec import ParameterError
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class Ranks(Protocol):
     def least(self, value: int) -> int: ...
     def note(self, numbers: Iterable[int]) -> None: ...
     def check(self, error: Exception) -> None: ...
+    def starting(self) -> AbstractContextManager[None]: ...
     def close(self) -> None: ...
 
 
@@ -128,7 +130,7 @@ class Leader:
 
     def least(self, value: int) -> int:
         """The smallest value of all ranks. Raises EngineDeadError if a follower has ended."""
-        return self.decide("least", lambda: min([value, *map(self._reply, self._links)]))
+        return self.decide("least", lambda: min([value, *(int(self._reply(link)) for link in self._links)]))
 
     def note(self, numbers: Iterable[int]) -> None:
         """Take numbers that must be the same on every rank into the digest."""
@@ -142,6 +144,20 @@ class Leader:
         self._failed = True
         self._is_lost.wait(CAUSE_SECONDS)
         raise self._lost or EngineDeadError(f"rank 0 of {self.size} failed: {type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Around the start of the engine: if it fails, the followers end, and one that has caused the failure is named."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                if isinstance(error, AllReduceError):
+                    self.check(error)
+                raise
+            finally:
+                self._failed = True
+                self.close()
 
     def close(self) -> None:
         """End the followers: after the step that they are in, or at once if a rank has failed."""
@@ -269,6 +285,10 @@ class Follower:
     def check(self, error: Exception) -> None:
         """Raise the error, which ends this process."""
         raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Around the start of the engine. Who runs the engine tells rank 0 why it fails."""
+        return contextlib.nullcontext()
 
     def fail(self, error: Exception) -> None:
         """Tell rank 0 why this process ends."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fa_serve.engine.scheduler import Scheduler
+    from fa_serve.engine.sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +54,29 @@ class EngineStats:
     num_output_tokens: int
     num_preemptions: int
     speculation: SpeculationStats = SpeculationStats()
+
+
+@dataclass(slots=True)
+class Counters:
+    """What an engine counts itself. The fields are those of `EngineStats`."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def note_first_token(self, sequence: SequenceState) -> None:
+        """Count the prompt of a sequence that has given a first token."""
+        self.num_prompt_tokens += sequence.num_prompt_tokens
+        self.num_cached_tokens += sequence.num_cached_tokens
+
+    def snapshot(self, scheduler: Scheduler) -> EngineStats:
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_pages=scheduler.pages.num_pages,
+            num_pages_used=scheduler.pages.num_held,
+            num_preemptions=scheduler.num_preemptions,
+            speculation=scheduler.speculation.snapshot(),
+            **asdict(self),
+        )

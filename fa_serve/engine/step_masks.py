@@ -1,15 +1,16 @@
-"""The masks of one step: which tokens the structured outputs of its sequences allow, by row of the logits.
+"""What grammars say to one step: which tokens its structured outputs allow, by row of the logits, and which answers they end.
 
     masks, failed = step_masks(grammars, batch, output_states)
     pending = runner.sample(forward, masks)
+    ends = grammar_ends(gained, output_states)
 
-To be called when every token before the step is known on the host. Left out: how a mask is computed (structured.py) and where
-it meets the logits (sampler.py).
+The masks are to be computed when every token before the step is known on the host. Left out: how a mask is computed
+(structured.py) and where it meets the logits (sampler.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.scheduled_batch import ScheduledBatch
+from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.structured import Grammars
 
 
@@ -48,3 +50,16 @@ def step_masks(
             name = state.sequence.request.request_id
             failed.append((name, RequestError("grammar", f"the matcher of the structured output failed: {reason}")))
     return dict(zip(rows, masks, strict=True)), failed
+
+
+def grammar_ends(gained: Mapping[SequenceState, Sequence[int]], states: Mapping[str, OutputState]) -> dict[str, int]:
+    """Let the matchers take in the tokens of a step. Returns how many of them complete an answer, by request id; 0 if none do.
+
+    gained: new tokens of unfinished sequences
+    """
+    followed = {states[sequence.request.request_id]: tokens for sequence, tokens in gained.items()}
+    return {
+        state.sequence.request.request_id: state.follow(tokens)
+        for state, tokens in followed.items()
+        if state.matcher is not None
+    }

@@ -37,6 +37,7 @@ from typing import Any, Protocol
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine import Engine
 from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs
+from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
 from fa_serve.engine.loading import load_tokenizer
@@ -48,6 +49,8 @@ OnOutputs = Callable[[StepOutputs], None]
 OnDeath = Callable[[str], None]
 STOP_SECONDS = 30
 """How long the worker may take by default for the step that it is in before it is killed."""
+EXIT_SECONDS = 5.0
+"""How long a process that has lost a rank may take to send why it ends."""
 BEAT_SECONDS = 1.0
 """The time between two beats of a process."""
 
@@ -111,7 +114,9 @@ class ThreadWorker:
 
     def start(self) -> Ready:
         """Load the engine in this thread and start its loop in another one."""
-        engine = self._source if isinstance(self._source, Engine) else Engine(self._source, on_phase=self._on_phase)
+        engine = self._source
+        if not isinstance(engine, Engine):
+            engine = Engine(engine, on_phase=self._on_phase, on_lost=self._commands.put)
         self._loop = EngineLoop(engine, self._commands, self._on_outputs)
         self._thread = threading.Thread(target=self._run, args=(self._loop,), name="fa_serve-engine", daemon=True)
         self._thread.start()
@@ -277,10 +282,17 @@ def _main(config: EngineConfig, connection: Connection) -> None:
             output.prompt_token_ids = []  # the parent knows them
         outgoing.put(step)
 
+    def end(error: EngineDeadError) -> None:
+        """Another rank is lost. The main thread may wait for it in a step, and then it would not notice."""
+        outgoing.put(error)
+        outgoing.put(None)
+        writer.join(EXIT_SECONDS)
+        os._exit(1)
+
     try:
         ready = threading.Event()
         threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
-        engine = Engine(config, on_phase=outgoing.put)
+        engine = Engine(config, on_phase=outgoing.put, on_lost=end)
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second

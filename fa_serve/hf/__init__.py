@@ -35,10 +35,10 @@ except ImportError as error:
     ) from error
 
 from fa_serve.hf.attention import attention_forward
-from fa_serve.hf.masks import mask_forward
-from fa_serve.hf.models import NAME
 from fa_serve.hf.divide import PartOfSum, divide
 from fa_serve.hf.division import plan_division
+from fa_serve.hf.masks import mask_forward
+from fa_serve.hf.models import NAME
 from fa_serve.hf.paged import OneSequence, PagedBatch, attention_layers, check_model, paged_forward
 from fa_serve.hf.register import patch, register
 from fa_serve.hf.translate import AttendsBatch, LayerCall

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from fa_serve.hf.division import Cut, Division, LayerDivision
 from fa_serve.hf.paged import OneSequence, paged_forward
-from fa_serve.ops.all_reduce import AllReduce
+from fa_serve.ops.all_reduce import AllReduce, AllReduceError
 from fa_serve.spec import UnsupportedModelError
 
 TOLERANCE = 1e-4
@@ -61,7 +61,7 @@ def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: Al
     """Keep this rank's part of the weights of each layer, on `device`. All ranks call it together.
 
     What is not divided stays where it is. Raises UnsupportedModelError if the ranks together compute something else than the
-    whole layer.
+    whole layer, and AllReduceError if another rank has ended.
     """
     calls = _observe(model, division)
     proven: set[str] = set()
@@ -72,6 +72,8 @@ def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: Al
             refusal = f"{type(model).__name__} cannot be divided between {division.size} ranks: {path} ({type(layer).__name__})"
             try:
                 difference = _difference(layer, own, calls[path], division.size, rank, all_reduce, device)
+            except AllReduceError:
+                raise
             except Exception as error:
                 raise UnsupportedModelError(f"{refusal} fails with {type(error).__name__}: {error}") from error
             if not difference <= TOLERANCE:
@@ -80,7 +82,9 @@ def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: Al
         _divide_layer(layer, own, division.size, rank, all_reduce, device)
 
 
-def _divide_layer(layer: nn.Module, own: LayerDivision, size: int, rank: int, all_reduce: AllReduce, device: torch.device) -> None:
+def _divide_layer(
+    layer: nn.Module, own: LayerDivision, size: int, rank: int, all_reduce: AllReduce, device: torch.device
+) -> None:
     for name, cut in own.cuts.items():
         module, parameter = _find(layer, name)
         part = torch.cat(cut.kept(parameter.detach(), rank, size), dim=cut.dim).to(device)
@@ -151,7 +155,7 @@ def _observe(model: PreTrainedModel, division: Division) -> dict[str, _Call]:
 
     ids = torch.arange(1, 8, device=model.device) % int(cast(Any, model).get_input_embeddings().weight.shape[0])
     for path, layer in layers.items():
-        layer.forward = note(path)  # type: ignore[method-assign]
+        layer.forward = note(path)
     try:
         paged_forward(model, ids, torch.arange(len(ids), device=model.device), OneSequence(), ids[:1] * 0)
     finally:

@@ -160,7 +160,9 @@ class _Planner:
         if rule not in BY_ROWS + BY_COLUMNS:
             raise _NotDivisible(f"the rule {rule!r} of {name} is not supported")
         if type(module) is not nn.Linear or not module.weight.is_floating_point():
-            raise _NotDivisible(f"{name} must be a plain nn.Linear of floats for the rule {rule!r}, got {type(module).__name__}")
+            raise _NotDivisible(
+                f"{name} must be a plain nn.Linear of floats for the rule {rule!r}, got {type(module).__name__}"
+            )
         bias = module.bias is not None
         if rule in BY_ROWS:
             sections = self._rows(name, path, rule, module.out_features)

@@ -16,31 +16,41 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fa_serve.spec import FaServeError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 LOOPBACK = "127.0.0.1"
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def listen(size: int) -> tuple[dist.Store, int]:
+def listen(size: int) -> tuple[Store, int]:
     """The store at which `size` ranks meet, and its port on the loopback address. For rank 0."""
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         listener.listen()
         port = int(listener.getsockname()[1])
         # the store would listen on every address of the machine
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
         )
     return store, port
 
 
-def join(port: int, size: int) -> dist.Store:
+def join(port: int, size: int) -> Store:
     """The store that rank 0 listens with. For the other ranks."""
-    return dist.TCPStore(LOOPBACK, port, size, is_master=False, wait_for_workers=False)
+    return dist.TCPStore(LOOPBACK, port, size, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+class AllReduceError(FaServeError, RuntimeError):
+    """The sum could not be computed, because another rank has ended or failed."""
 
 
 class AllReduce:
@@ -52,7 +62,7 @@ class AllReduce:
     Raises RuntimeError if this process belongs to a process group of torch.distributed already.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, ordered: bool = False) -> None:
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, *, ordered: bool = False) -> None:
         if dist.is_initialized():
             raise RuntimeError("this process belongs to a process group of torch.distributed already; end that one first")
         self._size = size
@@ -65,9 +75,18 @@ class AllReduce:
             )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum of the parts of all ranks. x: this rank's, contiguous, which may be overwritten."""
+        """The sum of the parts of all ranks. x: this rank's, contiguous, which may be overwritten.
+
+        Raises AllReduceError.
+        """
         if self._paused:
             return x
+        try:
+            return self._sum(x)
+        except RuntimeError as error:
+            raise AllReduceError(str(error)) from error
+
+    def _sum(self, x: Tensor) -> Tensor:
         if not self._ordered:
             dist.all_reduce(x)
             return x

@@ -8,7 +8,12 @@ import pytest
 from fa_serve.demo import model_path
 from fa_serve.engine import EngineConfig, kv_cache
 from fa_serve.engine.loading import load_model, load_tokenizer
+from fa_serve.engine.ranks import Leader
 from fa_serve.spec import ParameterError
+
+
+def _load(config: EngineConfig) -> object:
+    return load_model(config, Leader(config))
 
 
 @pytest.mark.parametrize("trusted", [False, True], ids=["default", "trusted"])
@@ -21,7 +26,7 @@ def test_code_of_a_model(tmp_path, monkeypatch, trusted):
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "alien.py").write_text(f"open({str(ran)!r}, 'w').close()\nraise ValueError('the code has run')\n")
     with pytest.raises(ValueError, match="the code has run" if trusted else "trust_remote_code"):
-        load_model(EngineConfig(model=folder, trust_remote_code=trusted))
+        _load(EngineConfig(model=folder, trust_remote_code=trusted))
     assert ran.exists() == trusted
 
 
@@ -47,7 +52,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     config = EngineConfig(model=tmp_path / "model", device="cpu")
     with pytest.raises(OSError, match=str(file)):
-        (load_tokenizer if name == "tokenizer.json" else load_model)(config)
+        (load_tokenizer if name == "tokenizer.json" else _load)(config)
 
 
 def test_an_error_that_is_not_a_files_stays_as_it_is(tmp_path) -> None:
@@ -55,7 +60,7 @@ def test_an_error_that_is_not_a_files_stays_as_it_is(tmp_path) -> None:
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": "alien"}))
     with pytest.raises(ValueError, match="alien"):
-        load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
+        _load(EngineConfig(model=tmp_path / "model", device="cpu"))
 
 
 def test_pages_beyond_the_memory_are_refused_with_the_arithmetic(make_engine, monkeypatch) -> None:
