@@ -46,6 +46,9 @@ class Settings(BaseSettings):
         "auto", "Data type of the weights and the KV cache; auto takes the checkpoint's.", "Model"
     )
     device: str = _option("auto", "auto, cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.", "Model")
+    tensor_parallel: int = _option(
+        1, "Number of GPUs, or of processes on a CPU, that each layer is divided between.", "Model", ge=1
+    )
     max_model_len: int | None = _option(
         None, "Maximum number of tokens of prompt and answer together; by default the model's limit.", "Model", ge=1
     )

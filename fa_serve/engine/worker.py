@@ -146,7 +146,7 @@ class ThreadWorker:
             loop.run()
         except BaseException as error:
             log.exception("the engine has ended")
-            self._on_death(f"{type(error).__name__}: {error}")
+            self._on_death(_reason(error))
 
 
 class ProcessWorker:
@@ -260,10 +260,14 @@ class ProcessWorker:
         self._process.join()
         self._commands.put(None)  # ends the thread that writes to the process
         if error is not None:
-            self._on_death(f"{type(error).__name__}: {error}")
+            self._on_death(_reason(error))
         elif not self._stopping:
             log.error("the engine has ended: its process ended with exit code %s", self._process.exitcode)
             self._on_death(f"its process ended with exit code {self._process.exitcode}")
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
 
 
 def _main(config: EngineConfig, connection: Connection) -> None:
@@ -284,6 +288,7 @@ def _main(config: EngineConfig, connection: Connection) -> None:
 
     def end(error: EngineDeadError) -> None:
         """Another rank is lost. The main thread may wait for it in a step, and then it would not notice."""
+        log.error("the engine has ended: %s", error)
         outgoing.put(error)
         outgoing.put(None)
         writer.join(EXIT_SECONDS)
