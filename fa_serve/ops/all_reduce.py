@@ -90,10 +90,8 @@ class AllReduce:
         if not self._ordered:
             dist.all_reduce(x)
             return x
-        parts = x.new_empty(self._size * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(parts, x)
-        first, *others = parts.chunk(self._size)
-        total = first.clone()
+        total, *others = (torch.empty_like(x) for _ in range(self._size))
+        dist.all_gather([total, *others], x)
         for part in others:
             total += part
         return total
