@@ -164,7 +164,8 @@ class ModelRunner:
         size = kv_cache.bytes_per_page(self.layers, self.page_size)
         if self.device.type != "cuda":
             enough = self.max_num_seqs * -(-max_model_len // self.page_size)
-            return min(enough, max(int(kv_cache.available_memory() * kv_cache.CPU_SHARE) // size, 1))
+            share = kv_cache.CPU_SHARE / config.tensor_parallel
+            return min(enough, max(int(kv_cache.available_memory() * share) // size, 1))
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.allocate(1, max_model_len)

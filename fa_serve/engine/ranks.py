@@ -183,8 +183,8 @@ class Leader:
             ours, theirs = Pipe()
             with theirs:
                 command = [sys.executable, "-m", "fa_serve.engine.follower", str(theirs.fileno())]
-                # a module in the working directory must not take the place of an installed one
-                environment = os.environ | {"PYTHONSAFEPATH": "1"}
+                # a module in the working directory must not take the place of an installed one; one progress bar is enough
+                environment = os.environ | {"PYTHONSAFEPATH": "1", "TQDM_DISABLE": "1"}
                 process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
             link = _Link(rank, process, ours, queue.SimpleQueue())
             self._links.append(link)

@@ -63,21 +63,25 @@ def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: Al
     What is not divided stays where it is. Raises UnsupportedModelError if the ranks together compute something else than the
     whole layer, and AllReduceError if another rank has ended.
     """
-    calls = _observe(model, division)
+    refusal = f"{type(model).__name__} cannot be divided between {division.size} ranks: "
+    try:
+        calls = _observe(model, division)
+    except Exception as error:
+        raise UnsupportedModelError(f"{refusal}a forward without layers fails with {type(error).__name__}: {error}") from error
     proven: set[str] = set()
     for path, own in division.layers.items():
         layer = model.get_submodule(path)
         kind = _kind(layer)
         if kind not in proven and path in calls:
-            refusal = f"{type(model).__name__} cannot be divided between {division.size} ranks: {path} ({type(layer).__name__})"
+            what = f"{refusal}{path} ({type(layer).__name__})"
             try:
                 difference = _difference(layer, own, calls[path], division.size, rank, all_reduce, device)
             except AllReduceError:
                 raise
             except Exception as error:
-                raise UnsupportedModelError(f"{refusal} fails with {type(error).__name__}: {error}") from error
+                raise UnsupportedModelError(f"{what} fails with {type(error).__name__}: {error}") from error
             if not difference <= TOLERANCE:
-                raise UnsupportedModelError(f"{refusal} would change by {difference:.3g} of its largest value")
+                raise UnsupportedModelError(f"{what} would change by {difference:.3g} of its largest value")
             proven.add(kind)
         _divide_layer(layer, own, division.size, rank, all_reduce, device)
 

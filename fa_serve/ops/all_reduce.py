@@ -5,8 +5,8 @@
     x = all_reduce(x)                                   # every rank calls it with its part, and gets the sum
     all_reduce.close()
 
-The result has the same bits on every rank, because one rank computes each element and sends it to the others. Store and gloo
-listen on the loopback address only. Left out: who starts the ranks and what they tell each other (fa_serve.engine.ranks).
+The result has the same bits on every rank, because one rank computes each element and sends it to the others. Everything
+listens on the loopback address only. Left out: who starts the ranks and what they tell each other (fa_serve.engine.ranks).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 LOOPBACK = "127.0.0.1"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables that name the network interface."""
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -69,7 +71,7 @@ class AllReduce:
         self._ordered = ordered
         self._paused = False
         on_gpu = device.type == "cuda"
-        with _gloo_on_loopback():
+        with _on_loopback():
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, device_id=device if on_gpu else None
             )
@@ -116,14 +118,15 @@ class AllReduce:
 
 
 @contextmanager
-def _gloo_on_loopback() -> Iterator[None]:
-    """gloo would listen on the address that the name of the machine stands for, which may be reachable from outside."""
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
+def _on_loopback() -> Iterator[None]:
+    """gloo and NCCL would listen on addresses that may be reachable from outside."""
+    before = {name: os.environ.get(name) for name in _INTERFACES}
+    os.environ.update(dict.fromkeys(_INTERFACES, _INTERFACE))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["GLOO_SOCKET_IFNAME"]
-        else:
-            os.environ["GLOO_SOCKET_IFNAME"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

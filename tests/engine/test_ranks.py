@@ -88,7 +88,9 @@ def answers(engine: Engine) -> list[Any]:
     return rounds
 
 
-@pytest.mark.parametrize("settings", [{"speculative": "ngram", "num_pages": 14}, {"deterministic": True}], ids=["fast", "exact"])
+@pytest.mark.parametrize(
+    "settings", [{"speculative": "ngram", "num_pages": 14}, {"deterministic": True}], ids=["fast", "exact"]
+)
 def test_two_ranks_answer_as_one_and_stay_in_step(settings: dict[str, Any]) -> None:
     one = Engine(config(**settings))
     expected = answers(one)
@@ -113,11 +115,17 @@ def _fuzz(engine: Engine, draw: random.Random, steps: int) -> None:
             params = SamplingParams(max_tokens=draw.randint(1, 30), n=draw.randint(1, 2), temperature=draw.choice([0.0, 1.0]))
             prompt = [draw.randrange(300) for _ in range(draw.randint(1, 20))]
             timeout = draw.choice([None, 0.02, 60.0])
-            engine.add_request(names[-1], prompt, params, timeout=timeout, client=draw.choice("ab"), priority=draw.randint(-2, 2))
+            engine.add_request(
+                names[-1], prompt, params, timeout=timeout, client=draw.choice("ab"), priority=draw.randint(-2, 2)
+            )
         if names and not draw.randrange(4):
             engine.abort(names.pop(draw.randrange(len(names))))
         engine.step()
         engine.check_integrity()
+    _run(engine)
+
+
+def _run(engine: Engine) -> None:
     while engine.has_unfinished():
         engine.step()
 
@@ -148,9 +156,8 @@ def test_what_ends_two_ranks_of_one_process() -> None:
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
     engine.step()
     engine._ranks.note([1])
-    with pytest.raises(EngineDeadError, match="rank 1 of 2 failed: .* than rank 0 before step 2: the ranks are out of step"):
-        for _ in range(20):
-            engine.step()
+    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 failed: .* than rank 0 before step 2: the ranks are out of step"):
+        _run(engine)
     engine.close()
     lost: list[EngineDeadError] = []
     engine = Engine(config(tensor_parallel=2), on_lost=lost.append)

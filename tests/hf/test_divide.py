@@ -79,9 +79,7 @@ def test_divided_layers_are_fused(name: str) -> None:
 def one_sequence_in_pages(model: PreTrainedModel) -> PagedBatch:
     """15 tokens in two pages of eight."""
     layers = attention_layers(model)
-    caches = [
-        (torch.zeros(2, 8, x.num_kv_heads, x.head_dim), torch.zeros(2, 8, x.num_kv_heads, x.head_dim_v)) for x in layers
-    ]
+    caches = [(torch.zeros(2, 8, x.num_kv_heads, x.head_dim), torch.zeros(2, 8, x.num_kv_heads, x.head_dim_v)) for x in layers]
     return PagedBatch(
         kv_caches=caches,
         slot_mapping=torch.arange(15),
@@ -119,6 +117,14 @@ def test_a_layer_that_would_change_is_refused() -> None:
     """GPT-NeoX keeps q, k and v of each head together. The plan takes them for all queries, all keys and all values."""
     with pytest.raises(UnsupportedModelError, match=r"between 2 ranks: gpt_neox.layers.0 \(GPTNeoXLayer\) would change by"):
         divided(patched("gpt-neox"), 2, lambda own, _: None)
+
+
+def test_a_model_whose_layers_cannot_be_left_out_is_refused() -> None:
+    model = patched("llama")
+    division = plan_division(model, 2)
+    model.model.norm.forward = None
+    with pytest.raises(UnsupportedModelError, match="between 2 ranks: a forward without layers fails with TypeError: "):
+        run_ranks(2, lambda rank, all_reduce: divide(model, division, rank, all_reduce, CPU))
 
 
 def test_a_layer_that_fails_is_refused() -> None:

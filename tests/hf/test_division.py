@@ -92,7 +92,9 @@ def test_rules_and_modules_that_are_not_known_are_named() -> None:
         plan_division(model, 2)
     model = on_meta()
     model.tp_plan = {"model.layers.*.mlp.down_proj": "sequence_parallel"}
-    with pytest.raises(UnsupportedModelError, match=r"the rule 'sequence_parallel' of model.layers.0.mlp.down_proj is not supp"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"the rule 'sequence_parallel' of model.layers.0.mlp.down_proj is not supp"
+    ):
         plan_division(model, 2)
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel cannot .* has no tensor-parallel plan for its layers"):
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel cannot .* has no tensor-parallel plan for its layers"):
         plan_division(BY_NAME["gpt2"].build(), 2)

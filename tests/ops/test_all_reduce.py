@@ -1,4 +1,4 @@
-"""The sum over ranks: the same bits everywhere, in the order of ranks if that is asked for, and an error when a rank is lost."""
+"""The sum over ranks: the same bits everywhere, the order of ranks if it is asked for, and an error when a rank is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def test_three_ranks_add_in_their_order_and_a_lost_one_is_an_error() -> None:
     store, port = listen(3)
     environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}
     others = [
-        subprocess.Popen([sys.executable, "-c", SCRIPT, str(rank), str(port)], stdout=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(port)], stdout=subprocess.PIPE, text=True, env=environment
+        )
         for rank in (1, 2)
     ]
     all_reduce = AllReduce(store, 0, 3, torch.device("cpu"), ordered=True)
@@ -59,7 +61,7 @@ def test_a_group_of_one() -> None:
         assert dict(os.environ) == environment
         x = torch.arange(6.0).view(2, 3)
         assert torch.equal(all_reduce(x), torch.arange(6.0).view(2, 3))
-        with pytest.raises(RuntimeError, match="belongs to a process group of torch.distributed already"):
+        with pytest.raises(RuntimeError, match=r"belongs to a process group of torch.distributed already"):
             AllReduce(join(port, 1), 0, 1, torch.device("cpu"))
     finally:
         all_reduce.close()
