@@ -103,8 +103,8 @@ def _show_share(share: RankShare, console: Console) -> None:
     held = share.divided + share.whole
     first = share.layers[0]
     console.print(f"tensor parallel: each of {share.size} ranks holds {_gib(held)} of {_gib(share.total)} of weights")
-    console.print(f"  divided: {_gib(share.divided)}, parts of the layers' projections and experts")
-    console.print(f"  whole:   {_gib(share.whole)}, the same on every rank: embeddings, norms, routers, the head")
+    console.print(f"  divided: {_gib(share.divided)}, parts of projections, experts and vocabulary")
+    console.print(f"  whole:   {_gib(share.whole)}, the same on every rank: norms, routers and what does not divide")
     console.print(
         f"  heads in layer 0: {first.num_heads} of queries, {first.num_kv_heads} of keys and values; "
         f"{share.cache_bytes / 2**10:.4g} KiB of KV cache for a token"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -37,6 +38,16 @@ class _Sum:
         total = sum((self._parts[rank] for rank in range(1, len(self._parts))), self._parts[0].clone())
         self._barrier.wait()
         return total
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The columns of all ranks."""
+        if self._paused:
+            return x.repeat(1, self._barrier.parties)
+        self._parts[self._rank] = x
+        self._barrier.wait()
+        columns = torch.cat([self._parts[rank] for rank in range(len(self._parts))], dim=1)
+        self._barrier.wait()
+        return columns
 
     def __deepcopy__(self, memo: object) -> _Sum:
         return self

@@ -85,10 +85,11 @@ def test_what_each_rank_holds(tmp_path):
     assert max(map(len, text.splitlines())) <= 100
     # one layer: q and o 2 * 2^20, k and v 2 * 2^18, the MLP 3 * 2^22; embeddings and head 2 * 2^22; norms 17 * 2^10
     layers = 8 * (2 * 2**20 + 2 * 2**18 + 3 * 2**22) * 2
-    whole = (2 * 2**22 + 17 * 2**10) * 2
+    vocabulary = 2 * 2**22 * 2
+    whole = 17 * 2**10 * 2
     shared = 8 * 2 * 2**17 * 2  # four ranks hold one of two key and value heads each
-    held = layers / 4 + shared / 2
-    assert f"each of 4 ranks holds {(held + whole) / 2**30:.3g} GiB of {(layers + whole) / 2**30:.3g} GiB" in text
+    held = layers / 4 + shared / 2 + vocabulary / 4 + whole
+    assert f"each of 4 ranks holds {held / 2**30:.3g} GiB of {(layers + vocabulary + whole) / 2**30:.3g} GiB" in text
     assert "heads in layer 0: 2 of queries, 1 of keys and values; 4 KiB of KV cache for a token" in text
 
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from fa_serve import ops
 from fa_serve.engine.fused_layer import FusedLayer, Product
-from fa_serve.hf import LayerCall, PartOfSum, paged_forward
+from fa_serve.hf import LayerCall, PartOfSum, paged_forward, vocab_size
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -85,16 +85,21 @@ def fuse(model: PreTrainedModel) -> int:
 
     Returns how many layers are fused. Each kind of layer is proven once. For a kind that cannot be fused the log says why.
     """
-    sums = [m.forward.all_reduce for m in model.modules() if isinstance(m.forward, PartOfSum)]
-    with sums[0].paused() if sums else nullcontext():
-        return _fuse(model)
-
-
-def _fuse(model: PreTrainedModel) -> int:
     found = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module)]
+    calls = _observe(model, found)
+    sums = [m.forward.all_reduce for m in model.modules() if isinstance(m.forward, PartOfSum)]
+    # the proof of one rank may fail while that of another goes on
+    with sums[0].paused() if sums else nullcontext():
+        fused = _fuse_each(found, calls)
+    log.info("%d of %d layers are fused", fused, len(found))
+    return fused
+
+
+def _fuse_each(found: Sequence[nn.Module], calls: Sequence[_Call]) -> int:
+    """Fuse the layers that can be proven. Returns how many. calls: what each layer is given"""
     proofs: dict[str, bool | NotFusedError] = {}  # by kind: whether it is rotary, or why it is not fused
     fused = 0
-    for layer, call in zip(found, _observe(model, found), strict=True):
+    for layer, call in zip(found, calls, strict=True):
         kind = _kind(layer, call)
         try:
             if kind not in proofs:
@@ -109,7 +114,6 @@ def _fuse(model: PreTrainedModel) -> int:
             if reason not in map(str, proofs.values()):
                 log.warning("%s layers are not fused: %s", type(layer).__name__, reason)
             proofs[kind] = NotFusedError(reason)
-    log.info("%d of %d layers are fused", fused, len(found))
     return fused
 
 
@@ -125,7 +129,7 @@ def _observe(model: PreTrainedModel, found: Sequence[nn.Module]) -> list[_Call]:
 
     hooks = [m.register_forward_pre_hook(partial(note, c), with_kwargs=True) for m, c in zip(found, calls, strict=True)]
     try:
-        ids = torch.arange(1, 8, device=model.device) % int(cast(Any, model).get_input_embeddings().weight.shape[0])
+        ids = torch.arange(1, 8, device=model.device) % vocab_size(model)
         positions = torch.tensor([0, 1, 2, 13, 5, 30, 31], device=model.device)
         paged_forward(model, ids, positions, recorder, ids[:1] * 0)
     finally:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import draft_limit
 from fa_serve.engine.transfer import packed_size, send
-from fa_serve.hf import PagedBatch, attention_layers, paged_forward
+from fa_serve.hf import PagedBatch, attention_layers, paged_forward, vocab_size
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -85,7 +85,7 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         self.model: PreTrainedModel = model.train(False)
         self.device = model.device
-        self.vocab_size = int(cast(Any, model).get_output_embeddings().weight.shape[0])
+        self.vocab_size = vocab_size(model)
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
         self.fuses = config.fusion and not config.eager and not config.deterministic

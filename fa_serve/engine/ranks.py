@@ -218,6 +218,8 @@ class Leader:
         self._is_lost.set()
         if self._on_lost is not None:
             self._on_lost(error)
+        if self.all_reduce is not None:
+            self.all_reduce.abort()
 
 
 class Follower:

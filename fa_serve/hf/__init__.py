@@ -35,7 +35,7 @@ except ImportError as error:
     ) from error
 
 from fa_serve.hf.attention import attention_forward
-from fa_serve.hf.divide import PartOfSum, divide
+from fa_serve.hf.divide import PartOfSum, divide, vocab_size
 from fa_serve.hf.division import plan_division
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
@@ -59,6 +59,7 @@ __all__ = [
     "patch",
     "plan_division",
     "register",
+    "vocab_size",
 ]
 
 register()

@@ -56,6 +56,40 @@ class PartOfOutput:
         return torch.cat(self.cut.kept(self.whole(*args, **kwargs), self.rank, self.size), dim=-1)
 
 
+@dataclass(frozen=True, slots=True)
+class PartOfEmbeddings:
+    """Replaces the `forward` of embeddings: this rank looks up `count` tokens from `start` on, and the ranks add up."""
+
+    own: Callable[[Tensor], Tensor]
+    start: int
+    count: int
+    all_reduce: AllReduce
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        own = ids - self.start
+        found = self.own(own.clamp(0, self.count - 1))
+        return self.all_reduce(found.masked_fill(((own < 0) | (own >= self.count))[..., None], 0))
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfLogits:
+    """Replaces the `forward` of the head: this rank computes some of the logits, and gets the others from other ranks."""
+
+    own: Callable[[Tensor], Tensor]
+    vocab_size: int
+    all_reduce: AllReduce
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.all_reduce.gather(self.own(hidden)[0])[None]
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """The number of logits of a causal model, which may be divided."""
+    head: Any = cast(Any, model).get_output_embeddings()
+    part = vars(head).get("forward")
+    return part.vocab_size if isinstance(part, PartOfLogits) else int(head.weight.shape[0])
+
+
 @torch.no_grad()
 def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: AllReduce, device: torch.device) -> None:
     """Keep this rank's part of the weights of each layer, on `device`. All ranks call it together.
@@ -84,6 +118,24 @@ def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: Al
                 raise UnsupportedModelError(f"{what} would change by {difference:.3g} of its largest value")
             proven.add(kind)
         _divide_layer(layer, own, division.size, rank, all_reduce, device)
+    if division.vocabulary is not None:
+        _divide_vocabulary(model, division.vocabulary, division.size, rank, all_reduce, device)
+
+
+def _divide_vocabulary(
+    model: PreTrainedModel, cut: Cut, size: int, rank: int, all_reduce: AllReduce, device: torch.device
+) -> None:
+    """Keep this rank's rows of the embeddings and of the head, which may be the same."""
+    embeddings: Any = model.get_input_embeddings()
+    head: Any = cast(Any, model).get_output_embeddings()
+    tied = embeddings.weight is head.weight
+    head.forward = PartOfLogits(head.forward, head.out_features, all_reduce)
+    [(start, count)] = cut.ranges(rank, size)
+    embeddings.forward = PartOfEmbeddings(embeddings.forward, start, count, all_reduce)
+    for module in (head, embeddings):
+        _replace(module, "weight", torch.cat(cut.kept(module.weight.detach(), rank, size)).to(device))
+    if tied:
+        embeddings.weight = head.weight
 
 
 def _divide_layer(
@@ -157,7 +209,7 @@ def _observe(model: PreTrainedModel, division: Division) -> dict[str, _Call]:
 
         return forward
 
-    ids = torch.arange(1, 8, device=model.device) % int(cast(Any, model).get_input_embeddings().weight.shape[0])
+    ids = torch.arange(1, 8, device=model.device) % vocab_size(model)
     for path, layer in layers.items():
         layer.forward = note(path)
     try:

@@ -7,8 +7,8 @@
 transformers' own plan (`base_model_tp_plan`) says which projections are divided by rows and which by columns. A product by rows
 gives some of the features, and a product by columns that takes them gives one part of a sum, which is added up over the ranks.
 What transformers gathers because its code cuts features apart (merged projections, norms over all heads) is divided here by
-heads instead, so no features travel. Key and value heads that are fewer than the ranks are repeated. Embeddings and the head of
-the model are not divided.
+heads instead, so no features travel. Key and value heads that are fewer than the ranks are repeated. If the size of the
+vocabulary is a multiple of the number of ranks, a rank looks up some of the embeddings and computes some of the logits.
 
 Left out: dividing weights, and the proof that the plan is right for a kind of layer (divide.py).
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -91,10 +91,15 @@ class LayerDivision:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a model is divided. layers: by the path of the decoder layer."""
+    """How a model is divided.
+
+    layers:     by the path of the decoder layer
+    vocabulary: of the embeddings and of the head; None if every rank keeps them whole
+    """
 
     size: int
     layers: dict[str, LayerDivision]
+    vocabulary: Cut | None
 
 
 def plan_division(model: PreTrainedModel, size: int) -> Division:
@@ -118,7 +123,19 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
         raise _refusal(model, size, str(error)) from None
     if not any(layer.sums for layer in layers.values()):
         raise _refusal(model, size, "transformers has no tensor-parallel plan for its layers (base_model_tp_plan)")
-    return Division(size, layers)
+    return Division(size, layers, _vocabulary(model, size))
+
+
+def _vocabulary(model: PreTrainedModel, size: int) -> Cut | None:
+    """How embeddings and head are divided, if both are plain and of the same size."""
+    embeddings: Any = model.get_input_embeddings()
+    head: Any = cast(Any, model).get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None or not isinstance(embeddings, nn.Embedding):
+        return None
+    rows = head.out_features
+    if embeddings.num_embeddings != rows or rows % size or not head.weight.is_floating_point():
+        return None
+    return Cut(0, _equal(rows))
 
 
 def _refusal(model: PreTrainedModel, size: int, reason: str) -> UnsupportedModelError:

@@ -144,6 +144,13 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
             kept = sum(part.numel() for part in cut.kept(parameter, 0, size)) * parameter.element_size()
             divided += kept
             saved += parameter.numel() * parameter.element_size() - kept
+    if division.vocabulary is not None:
+        whole: Any = model
+        parts = {id(m.weight): m.weight for m in (whole.get_input_embeddings(), whole.get_output_embeddings())}
+        for weight in parts.values():
+            num_bytes = weight.numel() * weight.element_size()
+            divided += num_bytes // size
+            saved += num_bytes - num_bytes // size
     specs = []
     for spec, layer in zip(attention_layers(config), division.layers.values(), strict=True):
         heads = next(iter(layer.attention.values()), (spec.num_heads, spec.num_kv_heads))

@@ -92,11 +92,28 @@ class AllReduce:
         if not self._ordered:
             dist.all_reduce(x)
             return x
-        total, *others = (torch.empty_like(x) for _ in range(self._size))
-        dist.all_gather([total, *others], x)
+        total, *others = self._parts(x)
         for part in others:
             total += part
         return total
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The columns of all ranks, in the order of ranks. x: this rank's, (n, columns) -> (n, size * columns).
+
+        Raises AllReduceError.
+        """
+        if self._paused:
+            return x.repeat(1, self._size)
+        try:
+            return torch.cat(self._parts(x.contiguous()), dim=1)
+        except RuntimeError as error:
+            raise AllReduceError(str(error)) from error
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """The tensors of all ranks."""
+        parts = [torch.empty_like(x) for _ in range(self._size)]
+        dist.all_gather(parts, x)
+        return parts
 
     def __deepcopy__(self, memo: object) -> AllReduce:
         """A copied layer communicates through the same group."""
@@ -110,6 +127,11 @@ class AllReduce:
             yield
         finally:
             self._paused = False
+
+    def abort(self) -> None:
+        """Let a call that waits for a lost rank fail. gloo finds out by itself. From any thread."""
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
         """Leave the group. Other ranks that wait in a call get an error."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fa_serve.engine.fused_layer import FusedLayer
 from fa_serve.engine.fusion import fuse
-from fa_serve.hf import attention_layers, divide, patch, plan_division
+from fa_serve.hf import attention_layers, divide, patch, plan_division, vocab_size
 from fa_serve.hf.paged import OneSequence, PagedBatch, paged_forward
 from fa_serve.spec import UnsupportedModelError
 
@@ -68,7 +68,7 @@ def test_divided_layers_are_fused(name: str) -> None:
     def work(own: PreTrainedModel, all_reduce: Any) -> tuple[int, Tensor]:
         before = all_reduce.calls
         fused = fuse(own)
-        assert all_reduce.calls == before, "the proof does not wait for other ranks"
+        assert all_reduce.calls == before + 5, "one forward, for what layers are given; no proof waits for other ranks"
         return fused, logits(own, one_sequence_in_pages(own))
 
     for fused, actual in divided(model, 2, work):
@@ -111,6 +111,35 @@ def test_a_rank_keeps_its_own_rows_and_columns() -> None:
     (q0, o0), (q1, o1) = divided(model, 2, work)
     assert torch.equal(torch.cat([q0, q1]), attention.q_proj.weight)
     assert torch.equal(torch.cat([o0, o1], dim=1), attention.o_proj.weight)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+def test_the_vocabulary_is_divided(tied: bool) -> None:
+    model = BY_NAME["llama"].build(tie_word_embeddings=tied)
+    patch(model)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    expected = logits(model)
+
+    def work(own: PreTrainedModel, _: Any) -> Any:
+        assert (own.lm_head.weight is own.model.embed_tokens.weight) == tied
+        assert vocab_size(own) == 96
+        return logits(own), own.model.embed_tokens.weight, own.lm_head.weight
+
+    results = divided(model, 4, work)
+    assert all(torch.equal(actual, results[0][0]) for actual, _, _ in results)
+    assert float((results[0][0] - expected).abs().max()) <= 2e-6 * float(expected.abs().max())
+    assert [tuple(weight.shape) for _, weight, _ in results] == [(24, 64)] * 4
+    assert torch.equal(torch.cat([weight for _, weight, _ in results]), model.model.embed_tokens.weight)
+    assert torch.equal(torch.cat([weight for _, _, weight in results]), model.lm_head.weight)
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
+    model = BY_NAME["llama"].build(vocab_size=97)
+    patch(model)
+    expected = logits(model)
+    for actual, rows in divided(model, 2, lambda own, _: (logits(own), own.lm_head.weight.shape[0])):
+        assert rows == 97
+        assert float((actual - expected).abs().max()) <= 2e-6 * float(expected.abs().max())
 
 
 def test_a_layer_that_would_change_is_refused() -> None:

@@ -18,7 +18,7 @@ from fa_serve.ops.all_reduce import AllReduce, join
 from test_all_reduce import part
 rank, port = map(int, sys.argv[1:])
 all_reduce = AllReduce(join(port, 3), rank, 3, torch.device("cpu"), ordered=True)
-totals = all_reduce(part(rank)), all_reduce(part(rank).bfloat16())
+totals = all_reduce(part(rank)), all_reduce(part(rank).bfloat16()), all_reduce.gather(part(rank))
 sys.stdout.write(" ".join(str(hash(tuple(x.view(-1).tolist()))) for x in totals))
 """
 
@@ -39,13 +39,15 @@ def test_three_ranks_add_in_their_order_and_a_lost_one_is_an_error() -> None:
     ]
     all_reduce = AllReduce(store, 0, 3, torch.device("cpu"), ordered=True)
     try:
-        totals = all_reduce(part(0)), all_reduce(part(0).bfloat16())
+        totals = all_reduce(part(0)), all_reduce(part(0).bfloat16()), all_reduce.gather(part(0))
         assert torch.equal(totals[0], part(0) + part(1) + part(2))
         assert torch.equal(totals[1], part(0).bfloat16() + part(1).bfloat16() + part(2).bfloat16())
+        assert torch.equal(totals[2], torch.cat([part(0), part(1), part(2)], dim=1))
         mine = " ".join(str(hash(tuple(x.view(-1).tolist()))) for x in totals)
         assert [other.communicate(timeout=60)[0] for other in others] == [mine, mine]
-        with pytest.raises(AllReduceError):
-            all_reduce(part(0))
+        for call in (all_reduce, all_reduce.gather):
+            with pytest.raises(AllReduceError):
+                call(part(0))
     finally:
         all_reduce.close()
         for other in others:
@@ -73,6 +75,8 @@ def test_a_paused_sum_waits_for_nobody() -> None:
     with all_reduce.paused():
         x = torch.ones(3)
         assert all_reduce(x) is x
+        all_reduce._size = 2
+        assert all_reduce.gather(x[None]).shape == (1, 6)
     all_reduce._ordered = False
     with pytest.raises((AllReduceError, ValueError)):
         all_reduce(x)
