@@ -183,10 +183,8 @@ class Engine:
             raise  # the device or another rank is lost
         except Exception as error:
             return self._groups.merge(outputs + self._reset(error))
-        if batch.admitted:
-            now = time.monotonic()
-            for sequence in batch.admitted:
-                self._output_states[sequence.request.request_id].note_admission(now)
+        for sequence in batch.admitted:
+            self._output_states[sequence.request.request_id].note_admission(time.monotonic())
         self._ranks.note(number for chunk in batch.chunks for number in chunk.numbers())
         if batch:
             outputs += self._launch(batch)
@@ -267,8 +265,8 @@ class Engine:
             return []
         outputs = []
         now = self._ranks.decide("clock", time.monotonic)
+        late = RequestError("timeout", "the request was not finished within its timeout")
         for sequence in self._deadlines.expired(now, len(self._output_states)):
-            late = RequestError("timeout", "the request was not finished within its timeout")
             self._scheduler.finish(sequence, "error", late)
             outputs.append(self._output(sequence))
         return outputs
@@ -282,8 +280,10 @@ class Engine:
             if any(x.request.params.structured is not None for x in forward.sequences):
                 while self._inflight:  # what may come next depends on every token before
                     outputs += self._commit(*self._inflight.popleft())
-                decide = partial(step_masks, self.grammars, batch, self._output_states)
-                masks, failed = self._ranks.decide("masks", decide)
+                make = partial(step_masks, self.grammars, batch, self._output_states)
+                masks, failed, late = self._ranks.decide("masks", make)
+                for index in late:
+                    self._scheduler.postpone(batch.chunks[index])
                 for name, reason in failed:
                     sequence = self._output_states[name].sequence
                     self._scheduler.finish(sequence, "error", reason)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduler import INVALID_TOKEN, NO_TOKEN
+from fa_serve.engine.scheduled_batch import INVALID_TOKEN, NO_TOKEN
 from fa_serve.ops.exponential_race import GOLDEN, MIX1, MIX2
 
 NEG_INF = float("-inf")
@@ -85,18 +85,22 @@ class TokenCounts:
     def record(self, slots: Tensor, tokens: Tensor, params: SampleParams) -> None:
         """Each slot gains the token of its row, or, with drafts, the tokens up to the first that differs from its draft.
 
-        A token of -1 ends its sequence, so it does not matter what it counts for.
+        A row without a token, whose number is negative, counts for nothing: its sequence ends, or samples the token later.
         """
         if params.next_drafts is None or params.first_rows is None:
-            self.generated[slots, tokens] += 1
+            gained = tokens >= 0
+            tokens = tokens.clamp(min=0)
+            self.generated[slots, tokens] += gained.to(self.generated.dtype)
         else:
             wrong = (tokens != params.next_drafts).long()
             num_wrong = wrong.cumsum(0) - wrong  # before this row
             kept = num_wrong == num_wrong[params.first_rows]
             # a row that is not kept counts nothing for the first token, which always is
             tokens = torch.where(kept, tokens, tokens[params.first_rows])
-            self.generated.index_put_((slots, tokens), kept.to(self.generated.dtype), accumulate=True)
-        self.present[slots, tokens] = True
+            gained = tokens >= 0
+            tokens = tokens.clamp(min=0)
+            self.generated.index_put_((slots, tokens), (kept & gained).to(self.generated.dtype), accumulate=True)
+        self.present[slots, tokens] |= gained
 
     def penalise(self, scores: Tensor, slots: Tensor, params: SampleParams) -> Tensor:
         """Apply the penalties. scores: (n, vocab) float32, of the sequences in `slots`; the result has the same shape."""

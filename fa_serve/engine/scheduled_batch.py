@@ -1,4 +1,4 @@
-"""What one step computes, as the scheduler decides it. Plain data, no torch.
+"""What one step computes, as the scheduler decides it, and what stands in the place of a token. Plain data, no torch.
 
 for chunk in batch.chunks: ...           # of prompts, or the last token of a sequence and its drafts
 batch.num_tokens
@@ -10,6 +10,11 @@ from dataclasses import dataclass, field
 
 from fa_serve.engine.sequence import SequenceState
 
+INVALID_TOKEN = -1
+"""What the sampler returns for a row whose logits are not finite, before any bias or mask."""
+NO_TOKEN = -2
+"""What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -19,6 +24,7 @@ class Chunk:
     num_prompt_logits: number of tokens, from the first of the chunk on, whose logits are wanted for `prompt_logprobs`
     drafts: guesses of the tokens after the last one, which are computed as the last tokens of the chunk; the step then samples
             one token after the last known one and one after each draft
+    postponed: the samples are not used, and a later step computes the last known token again
     """
 
     sequence: SequenceState
@@ -28,6 +34,7 @@ class Chunk:
     samples: bool
     num_prompt_logits: int = 0
     drafts: list[int] = field(default_factory=list)
+    postponed: bool = False
 
     @property
     def num_samples(self) -> int:

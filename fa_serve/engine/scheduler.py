@@ -34,19 +34,13 @@ from fa_serve.engine.fair_queue import FairQueue
 from fa_serve.engine.outputs import FinishReason
 from fa_serve.engine.pages import PageTable
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
+from fa_serve.engine.scheduled_batch import NO_TOKEN, Chunk, ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import Speculation, num_accepted
 
-INVALID_TOKEN = -1
-"""What the sampler returns for a row whose logits are not finite, before any bias or mask."""
-NO_TOKEN = -2
-"""What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
 HELD_SHARE = 4
 """A step waits for the results of the steps in flight if at least one of so many running sequences waits for them.
-
-Waiting leaves the device idle while the host prepares the step, which takes a tenth of a step that decodes few sequences.
-"""
+Waiting leaves the device idle while the host prepares the step, which takes a tenth of a step that decodes few sequences."""
 MAX_PROMPT_LOGITS = 256
 """Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
 
@@ -119,7 +113,7 @@ class Scheduler:
             draws = tokens[first : first + chunk.num_samples]
             first += chunk.num_samples
             sequence = chunk.sequence
-            if not draws or sequence.finished:
+            if not draws or chunk.postponed or sequence.finished:
                 continue
             accepted = num_accepted(chunk.drafts, draws)
             if chunk.drafts:
@@ -176,9 +170,14 @@ class Scheduler:
             if sequence.finished:
                 continue
             self._withdraw(sequence, chunk.start)
-            if chunk.samples:
+            if chunk.samples and not chunk.postponed:
                 sequence.receive()
             self._requeue(sequence)
+
+    def postpone(self, chunk: Chunk) -> None:
+        """A launched step cannot sample for this chunk, which was to reach the last token. A later step computes that again."""
+        chunk.postponed = True
+        chunk.sequence.postpone()
 
     def finish(self, sequence: SequenceState, reason: FinishReason, error: RequestError | None = None) -> None:
         """End a sequence and release what it holds.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from scheduling import make_request, make_scheduler
 
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduler import INVALID_TOKEN, Scheduler
+from fa_serve.engine.scheduled_batch import INVALID_TOKEN
+from fa_serve.engine.scheduler import Scheduler
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import Drafter, Speculation
 

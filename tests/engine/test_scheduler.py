@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scheduling import Device, Guesses, expected_output, make_request, make_scheduler
 
 from fa_serve.engine import RequestError, SamplingParams
-from fa_serve.engine.scheduled_batch import ScheduledBatch
-from fa_serve.engine.scheduler import INVALID_TOKEN, NO_TOKEN, Scheduler
+from fa_serve.engine.scheduled_batch import INVALID_TOKEN, NO_TOKEN, ScheduledBatch
+from fa_serve.engine.scheduler import Scheduler
 from fa_serve.engine.sequence import EXPECTED_TOKENS, SequenceState
 
 FAILURE = RequestError("step_failed", "the step failed")
