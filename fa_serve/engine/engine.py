@@ -18,7 +18,6 @@ Left out: threads and asyncio (async_engine.py).
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ from fa_serve.engine.input_processor import InputProcessor
 from fa_serve.engine.loading import load
 from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
-from fa_serve.engine.pages import PageTable
+from fa_serve.engine.pages import PageTable, new_salt
 from fa_serve.engine.prompts import params_of_each
 from fa_serve.engine.ranks import Leader, OnLost, Ranks
 from fa_serve.engine.request import Request
@@ -58,9 +57,6 @@ from fa_serve.engine.structured import Grammars
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
-
-SALT_BYTES = 16
-"""Bytes of the secret that the hashes of pages are keyed with."""
 
 
 class Engine:
@@ -190,6 +186,7 @@ class Engine:
             outputs += self._launch(batch)
         if self._inflight and (len(self._inflight) > self._depth or not batch):
             outputs += self._commit(*self._inflight.popleft())
+        self._ranks.end_step()
         return self._groups.merge(outputs)
 
     def generate(
@@ -389,7 +386,7 @@ class Engine:
     def _make_scheduler(self, max_num_batched_tokens: int) -> Scheduler:
         config = self.config
         assert config.num_pages is not None
-        salt = self._ranks.decide("salt", partial(os.urandom, SALT_BYTES))
+        salt = self._ranks.decide("salt", new_salt)
         return Scheduler(
             PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching, salt=salt),
             max_num_seqs=config.max_num_seqs,

@@ -31,6 +31,11 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 
+def new_salt() -> bytes:
+    """A secret to key hashes with."""
+    return os.urandom(16)
+
+
 class PageTable:
     """Reference counts, the free list and the prefix cache of `num_pages` pages. Every operation is O(1) per page.
 
@@ -41,7 +46,7 @@ class PageTable:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_caching = prefix_caching
-        self._salt = os.urandom(16) if salt is None else salt
+        self._salt = new_salt() if salt is None else salt
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._references = [0] * num_pages

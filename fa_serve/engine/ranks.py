@@ -59,6 +59,7 @@ class Ranks(Protocol):
     all_reduce: AllReduce | None
 
     def tell(self, call: str, *args: Any) -> None: ...
+    def end_step(self) -> None: ...
     def decide(self, what: str, make: Callable[[], T]) -> T: ...
     def least(self, value: int) -> int: ...
     def note(self, numbers: Iterable[int]) -> None: ...
@@ -105,7 +106,8 @@ class Leader:
         self._digest = 0
         self._links: list[_Link] = []
         self._closing = False
-        self._failed = False
+        self._failure: EngineDeadError | None = None
+        self._in_step = False
         self._lost: EngineDeadError | None = None
         self._is_lost = threading.Event()
         self._num_threads = torch.get_num_threads()
@@ -119,8 +121,20 @@ class Leader:
                 raise
 
     def tell(self, call: str, *args: Any) -> None:
-        """Let the followers make a call of the engine. A step carries the digest."""
+        """Let the followers make a call of the engine. A step carries the digest.
+
+        Raises EngineDeadError if the step before has not come to its end: Ctrl-C may have ended it on this rank alone.
+        """
+        if self._in_step and self._links and self._failure is None:
+            self._failure = EngineDeadError("a step was interrupted: the ranks are out of step")
+        if self._failure is not None:
+            raise self._failure
+        self._in_step = call == "step"
         self._send(call, (self._digest,) if call == "step" else args)
+
+    def end_step(self) -> None:
+        """The step has come to its end."""
+        self._in_step = False
 
     def decide(self, what: str, make: Callable[[], T]) -> T:
         """A value that every rank shall have. Followers ask for the same at the same point."""
@@ -141,9 +155,11 @@ class Leader:
         """Raise EngineDeadError, because an error of one rank leaves the others without it. With one rank, do nothing."""
         if self.size == 1:
             return
-        self._failed = True
-        self._is_lost.wait(CAUSE_SECONDS)
-        raise self._lost or EngineDeadError(f"rank 0 of {self.size} failed: {type(error).__name__}: {error}") from error
+        if self._failure is None:
+            self._is_lost.wait(CAUSE_SECONDS)
+            mine = f"rank 0 of {self.size} failed: {type(error).__name__}: {error}"
+            self._failure = self._lost or EngineDeadError(mine)
+        raise self._failure from None if error is self._failure else error
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -156,13 +172,13 @@ class Leader:
                     self.check(error)
                 raise
             finally:
-                self._failed = True
+                self._failure = self._failure or EngineDeadError("the engine did not start")
                 self.close()
 
     def close(self) -> None:
         """End the followers: after the step that they are in, or at once if a rank has failed."""
         self._closing = True
-        if not self._failed and not self._is_lost.is_set():
+        if self._failure is None and not self._is_lost.is_set():
             with contextlib.suppress(EngineDeadError):
                 self._send("stop", None)
             for link in self._links:
@@ -266,6 +282,9 @@ class Follower:
 
     def tell(self, call: str, *args: Any) -> None:
         """Rank 0 tells the others."""
+
+    def end_step(self) -> None:
+        """Rank 0 knows whether the step was interrupted."""
 
     def decide(self, what: str, make: Callable[[], T]) -> T:
         """What rank 0 has decided. `make` is not called."""

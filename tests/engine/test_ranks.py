@@ -160,6 +160,7 @@ def test_what_ends_two_ranks_of_one_process() -> None:
         _run(engine)
     engine.close()
     lost: list[EngineDeadError] = []
+    threads = torch.get_num_threads()
     engine = Engine(config(tensor_parallel=2), on_lost=lost.append)
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
     engine.step()
@@ -168,12 +169,29 @@ def test_what_ends_two_ranks_of_one_process() -> None:
         raise torch.OutOfMemoryError("no room")
 
     engine._runner.launch = fail  # type: ignore[method-assign, assignment]
-    with pytest.raises(EngineDeadError, match="rank 0 of 2 failed: OutOfMemoryError: no room"):
-        engine.step()
+    for call in (engine.step, engine.step, lambda: engine.abort("a")):
+        with pytest.raises(EngineDeadError, match="rank 0 of 2 failed: OutOfMemoryError: no room"):
+            call()
     begin = time.monotonic()
     engine.close()
     assert time.monotonic() - begin < 2, "a follower that waits in a sum is not waited for"
     assert not lost, "the follower was ended by rank 0"
+    assert torch.get_num_threads() == threads
+
+
+def test_a_step_that_was_interrupted_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends a step of rank 0 and not of the others, whose sums would meet those of its next step."""
+    leader = Leader(config())
+    leader.tell("step")
+    leader.tell("step")  # one rank has nobody to be out of step with
+    monkeypatch.setattr(leader, "_send", lambda *message: None)
+    leader._links = [None]  # type: ignore[list-item]
+    leader.end_step()
+    leader.tell("abort", "a")
+    leader.tell("step")
+    for call in ("step", "abort"):
+        with pytest.raises(EngineDeadError, match="a step was interrupted: the ranks are out of step"):
+            leader.tell(call)
 
 
 def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_engine: Any) -> None:
