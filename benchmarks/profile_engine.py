@@ -17,9 +17,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from engine_workloads import LIMIT, SHAPES, Workload, make_model, say
+from engine_workloads import LIMIT, QUANTISED, SHAPES, Workload, make_folder, make_model, say, weight_bytes
 
 
 def profile(args: argparse.Namespace) -> None:
@@ -35,11 +37,16 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
     from fa_serve.engine import Engine, EngineConfig
 
     end = time.time() + args.budget
-    model = make_model(shape, args.device, dtype=torch.bfloat16)
     settings = {"device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": 0.85, "prefix_caching": False}
-    engine = Engine(EngineConfig(**settings | args.set), model=model)
-    embedding = model.get_input_embeddings().weight
-    weights = sum(x.nbytes for x in model.parameters()) - (0 if model.config.tie_word_embeddings else embedding.nbytes)
+    with TemporaryDirectory() as folder:
+        model = None
+        if shape in QUANTISED:
+            make_folder(shape, Path(folder), args.device)
+            settings["model"] = folder
+        else:
+            model = make_model(shape, args.device, dtype=torch.bfloat16)
+        engine = Engine(EngineConfig(**settings | args.set), model=model)
+    weights = weight_bytes(engine._runner.model)
     bandwidth = copy_bandwidth() if args.device == "cuda" else float("nan")
     say(f"{shape}: weights of a step {weights / 1e9:.2f} GB, copies at {bandwidth / 1e12:.2f} TB/s")
     sizes = SHAPES[shape]

@@ -91,7 +91,11 @@ def show_model(described: Description, console: Console) -> None:
             console.print(f"  refused: {part.refused}")
         elif part.untried:
             console.print(f"  not tried: {part.untried}")
-    console.print(f"\nengine: {described.engine or 'runs it'}")
+    console.print()
+    for kept, layers in described.weights.items():
+        console.print(f"weights: {kept}")
+        console.print(f"  {layers}")
+    console.print(f"engine: {described.engine or 'runs it'}")
     if isinstance(described.share, str):
         console.print(f"tensor parallel: {described.share}")
     elif described.share is not None:

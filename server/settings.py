@@ -45,6 +45,9 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = _option(
         "auto", "Data type of the weights and the KV cache; auto takes the checkpoint's.", "Model"
     )
+    quantization: Literal["fp8"] | None = _option(
+        None, "fp8 rounds the weights of a checkpoint of floats to 8 bits while it is loaded, and may change tokens.", "Model"
+    )
     device: str = _option("auto", "auto, cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.", "Model")
     tensor_parallel: int = _option(
         1, "Number of GPUs, or of processes on a CPU, that each layer is divided between.", "Model", ge=1

@@ -6,7 +6,7 @@ import json
 
 from hf_families import FAMILIES
 from hf_multimodal import MODELS
-from report_models import COLUMNS, PAGE, UPSTREAM, page
+from report_models import COLUMNS, PAGE, UPSTREAM, formats_of_transformers, kept_weights, page
 from report_models import FAMILIES as RESULTS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -33,6 +33,14 @@ def test_the_results_are_of_every_family_and_every_check() -> None:
     assert all(passed == count for row in families.values() for passed, count in row.values())
     assert set(results["layers"]) == {f.model for f in FAMILIES}, AGAIN
     assert {column for row in families.values() for column in row} == set(COLUMNS.values())
+
+
+def test_the_table_of_quantised_weights_is_what_the_code_does() -> None:
+    results = json.loads(RESULTS.read_text())
+    assert results["kept_weights"] == kept_weights(), AGAIN
+    known = formats_of_transformers()
+    assert {method: loader for method, loader in results["formats"].items() if method in known} == known, AGAIN
+    assert {"awq", "compressed-tensors", "fp8", "gptq"} == {m for m, loader in known.items() if loader == "fa_serve"}
 
 
 def test_every_refused_model_has_a_reason() -> None:

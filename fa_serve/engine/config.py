@@ -26,6 +26,8 @@ class EngineConfig:
     model:                  hub name or local folder; None is the embedded model
     trust_remote_code:      run code that comes with the model; otherwise a model that needs such code is refused
     dtype:                  "auto" (the checkpoint's), "float16", "bfloat16" or "float32"
+    quantization:           "fp8" rounds the weights of a checkpoint of floats to 8 bits while it is loaded, which halves their
+                            memory and may change tokens; None loads weights as the checkpoint keeps them
     device:                 "auto" (cuda if there is one, else cpu), or a torch device
     tensor_parallel:        ranks that the layers are divided between, one process and one device for each
     page_size:              tokens in a page of the KV cache
@@ -54,6 +56,7 @@ class EngineConfig:
     model: str | Path | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
     tensor_parallel: int = 1
     page_size: int = 16
@@ -103,6 +106,8 @@ class EngineConfig:
             raise ParameterError("seed", "be an integer or None", self.seed)
         if self.dtype not in ("auto", "float16", "bfloat16", "float32"):
             raise ParameterError("dtype", "be auto, float16, bfloat16 or float32", self.dtype)
+        if self.quantization not in (None, "fp8"):
+            raise ParameterError("quantization", "be None or fp8", self.quantization)
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise ParameterError("kv_cache_dtype", "be auto or fp8", self.kv_cache_dtype)
         if self.speculative not in (None, "ngram"):

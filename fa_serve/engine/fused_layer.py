@@ -30,7 +30,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Product(NamedTuple):
     """A linear projection: x @ weight.T + bias, which `all_reduce` adds up over the ranks if it is given."""
 
-    weight: Tensor
+    weight: ops.Weight
     bias: Tensor | None
     all_reduce: AllReduce | None = None
 

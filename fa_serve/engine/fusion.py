@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from fa_serve import ops
 from fa_serve.engine.fused_layer import FusedLayer, Product
 from fa_serve.hf import LayerCall, PartOfSum, paged_forward, vocab_size
+from fa_serve.hf.quantized_linear import QuantizedLinear
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -253,7 +254,7 @@ def _build(layer: nn.Module, call: _Call, *, rotary: bool) -> FusedLayer:
     if key.shape[2] % 2:
         raise NotFusedError(f"head_dim must be even, got {key.shape[2]}")
     gate_up = down = None
-    if isinstance(getattr(mlp, "down_proj", None), nn.Linear):
+    if isinstance(getattr(mlp, "down_proj", None), nn.Linear | QuantizedLinear):
         down = _product(mlp.down_proj)
         gate_up = _merge(mlp, "gate_up_proj") if hasattr(mlp, "gate_up_proj") else _merge(mlp, "gate_proj", "up_proj")
     qkv = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
@@ -307,7 +308,10 @@ def _activation(mlp: Any) -> str:
 
 
 def _product(linear: Any) -> Product:
-    if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
+    if isinstance(linear, QuantizedLinear):
+        return Product(linear.weight, linear.bias)
+    # a subclass of Parameter may keep its numbers in another way, as torchao does
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():
         raise NotFusedError(f"a projection must be a plain nn.Linear of floats, got {type(linear).__name__}")
     if not linear.weight.is_contiguous():
         raise NotFusedError(f"the weights of a projection must be contiguous, got strides {linear.weight.stride()}")
@@ -323,19 +327,31 @@ def _merge(module: nn.Module, *names: str) -> Product:
     parts = [_product(linear) for linear in linears]
     if len(parts) == 1:
         return parts[0]
-    merged: dict[str, Tensor | None] = {"weight": None, "bias": None}
-    for name in merged:
-        tensors = [getattr(part, name) for part in parts]
-        if any(x is None for x in tensors) != all(x is None for x in tensors):
-            raise NotFusedError(f"all or none of {names} must have a bias")
-        if tensors[0] is None:
-            continue
-        whole = torch.cat([x.detach() for x in tensors])
-        merged[name] = whole
-        start = 0
-        for linear, old in zip(linears, tensors, strict=True):
-            view = whole[start : start + old.shape[0]]
-            setattr(linear, name, nn.Parameter(view, requires_grad=old.requires_grad))
-            start += old.shape[0]
-    assert merged["weight"] is not None
-    return Product(merged["weight"], merged["bias"])
+    biases = [part.bias for part in parts if part.bias is not None]
+    if len(biases) not in (0, len(parts)):
+        raise NotFusedError(f"all or none of {names} must have a bias")
+    weight = _concatenate([part.weight for part in parts])
+    bias = torch.cat([x.detach() for x in biases]) if biases else None
+    start = 0
+    for linear, part in zip(linears, parts, strict=True):
+        stop = start + part.weight.shape[0]
+        if isinstance(weight, Tensor):
+            linear.weight = nn.Parameter(weight[start:stop], requires_grad=linear.weight.requires_grad)
+        else:
+            linear.weight = weight.rows(start, stop)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias[start:stop], requires_grad=linear.bias.requires_grad)
+        start = stop
+    return Product(weight, bias)
+
+
+def _concatenate(weights: Sequence[ops.Weight]) -> ops.Weight:
+    """The rows of several weights as one weight. Raises NotFusedError for weights that are not kept in the same way."""
+    plain = [weight.detach() for weight in weights if isinstance(weight, Tensor)]
+    quantized = [weight for weight in weights if isinstance(weight, ops.QuantizedWeight)]
+    if plain and quantized:
+        raise NotFusedError("all or none of the projections that are merged must be quantised")
+    try:
+        return torch.cat(plain) if plain else ops.merge_rows(quantized)
+    except ValueError as error:
+        raise NotFusedError(str(error)) from None

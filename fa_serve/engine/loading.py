@@ -9,6 +9,7 @@ Left out: which models can be served at all (fa_serve.hf).
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,14 +18,17 @@ from zipfile import is_zipfile
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.ranks import Ranks
 from fa_serve.hf import NAME, divide, patch, plan_division
+from fa_serve.hf.quantized_linear import finish, quantized_elsewhere, with_quantized_linears
 from fa_serve.spec import ParameterError
+
+log = logging.getLogger("fa_serve.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +84,36 @@ def load_tokenizer(config: EngineConfig) -> Any:
         raise
 
 
-def load_model(config: EngineConfig, ranks: Ranks) -> PreTrainedModel:
-    """This rank's part of the model on its device, with fa_serve as its attention.
+def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedModel:
+    """The model on its device, with fa_serve as its attention; of several ranks, this rank's part of it.
 
-    Raises what transformers raises, or OSError that names a file that cannot be read: the readers of weights do not say which
+    Raises what transformers raises, ParameterError for a format of weights that fa_serve does not know or for a tensor that is
+    missing or has a wrong shape, or OSError that names a file that cannot be read: the readers of weights do not say which
     file they were reading. Raises UnsupportedModelError for a model that cannot be divided.
     """
     path = config.model_path()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=config.dtype, attn_implementation=NAME, trust_remote_code=config.trust_remote_code
+        known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=with_quantized_linears(known, config.quantization),
+            dtype=config.dtype,
+            attn_implementation=NAME,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `finish` refuses them with a sentence
         )
+    except ParameterError:
+        raise  # the files can be read, but not be used
     except Exception as error:
         _name_bad_file(path, error)
         raise
-    if ranks.all_reduce is not None:
+    model, report = loaded
+    if ranks is not None and ranks.all_reduce is not None:
         divide(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
-    cast(torch.nn.Module, model).to(ranks.device)
+    finish(model.to(config.resolve_device() if ranks is None else ranks.device), report)
+    if passed_on := quantized_elsewhere(known):
+        log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)
 
 

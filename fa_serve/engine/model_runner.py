@@ -40,6 +40,7 @@ from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import draft_limit
 from fa_serve.engine.transfer import packed_size, send
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, vocab_size
+from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -93,6 +94,9 @@ class ModelRunner:
         self._max_tokens = config.max_num_batched_tokens
         self.layers = attention_layers(model)
         self._deterministic = config.deterministic
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                module.invariant = config.deterministic
         # in deterministic mode each draft is a sequence of the forward
         self._max_drafts = 0 if config.deterministic else config.max_drafts
         # fields of every PagedBatch

@@ -18,6 +18,9 @@ as it is.
     paged.py           the engine's forward over packed tokens and a paged cache
     division.py        which part of each layer a rank of tensor parallelism keeps; divide.py takes it, and proves it
     continuous.py      transformers' own continuous batching (`generate_batch`)
+    quantization_plan.py  which linear layers of a checkpoint are quantised, and how
+    weight_formats.py  how the quantised weights of a layer are kept in a checkpoint
+    quantized_linear.py  the layers that are loaded from such a checkpoint
     info.py            what a model asks of attention, from its config alone
 
 Left out: dropout in attention, attention weights as an output, and caches that hold anything but keys and values.

@@ -25,8 +25,9 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 from fa_serve.hf.division import plan_division
 from fa_serve.hf.models import NAME, check_class, prepare_model
 from fa_serve.hf.paged import attention_layers, check_model
+from fa_serve.hf.quantized_linear import describe_weights
 from fa_serve.hf.translate import spec_of, translate
-from fa_serve.spec import AttentionSpec, UnsupportedModelError
+from fa_serve.spec import AttentionSpec, ParameterError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,12 @@ class Description:
     """The parts of a model, and why the engine cannot run it (None: it can).
 
     share: what each rank of tensor parallelism holds, or why the model cannot be divided; None for one rank
+    weights: how the weights of linear layers are kept and who computes them, and the layers; empty if that is refused
     """
 
     parts: list[Part]
     engine: str | None
+    weights: dict[str, str] = field(default_factory=dict)
     share: RankShare | str | None = None
 
 
@@ -116,10 +119,12 @@ def describe(
     with torch.device("meta"):
         whole: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=config.dtype or torch.bfloat16)
     parts = {part.name: part for part in (_examine(*each, device, arch) for each in _models(whole))}
+    weights: dict[str, str] = {}
+    engine = None
     try:
         check_model(loaded)
-        engine = None
-    except UnsupportedModelError as error:
+        weights = describe_weights(loaded, device, arch)
+    except (UnsupportedModelError, ParameterError) as error:
         engine = str(error)
     share: RankShare | str | None = None
     if engine is None and tensor_parallel > 1:
@@ -127,7 +132,7 @@ def describe(
             share = _rank_share(loaded, tensor_parallel)
         except UnsupportedModelError as error:
             share = str(error)
-    return Description(list(parts.values()), engine, share)
+    return Description(list(parts.values()), engine, weights, share)
 
 
 def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:

@@ -31,6 +31,9 @@ from fa_serve.backends import BackendTable
 from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
 from fa_serve.ops.ops_backend import Norm as Norm
 from fa_serve.ops.ops_backend import OpsBackend as OpsBackend
+from fa_serve.ops.ops_backend import Weight as Weight
+from fa_serve.ops.quantized_weight import QuantizedWeight as QuantizedWeight
+from fa_serve.ops.quantized_weight import merge_rows as merge_rows
 from fa_serve.spec import OpSpec
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,7 @@ TABLE: BackendTable[OpsBackend] = BackendTable(
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
@@ -57,9 +60,11 @@ def linear(
         residual += alpha * y                              with `residual`, in place
 
     On a GPU a single token takes one kernel; more tokens take PyTorch's product and one kernel each for the norm and the gate.
+    The product with a quantised weight is that with its matrix in x's dtype, unless activations are rounded to float8 as well
+    (quantized_product.py).
 
     x:          (total, k)
-    weight:     (n, k), contiguous
+    weight:     (n, k), contiguous, or a QuantizedWeight of that shape
     bias:       (n,)
     activation: one of ACTIVATIONS; not together with `residual`
     residual:   (total, n), updated in place
@@ -153,11 +158,11 @@ def sample_rows(
     )
 
 
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def invariant_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Compute x @ weight.T + bias such that the bits of a row do not depend on the number of rows.
 
     x:      (..., k)
-    weight: (n, k), any strides
+    weight: (n, k), any strides, or a QuantizedWeight
     bias:   (n,) or None
 
     Returns (..., n).

@@ -6,14 +6,19 @@ out the choice among backends (`__init__.py`) and their code (`torch_ops.py`, `t
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
+from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.spec import OpSpec
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """Names of the activations: SiLU, GELU in its tanh approximation, and GELU by the error function."""
+
+
+Weight: TypeAlias = Tensor | QuantizedWeight
+"""The weights of a product: a matrix (n, k), or a quantised one."""
 
 
 class Norm(NamedTuple):
@@ -41,7 +46,7 @@ class OpsBackend(Protocol):
     def linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         norm: Norm | None,
         activation: str | None,
@@ -84,6 +89,6 @@ class OpsBackend(Protocol):
         /,
     ) -> Tensor: ...
 
-    def invariant_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor: ...
+    def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor: ...
 
     def invariant_sum(self, x: Tensor, /) -> Tensor: ...

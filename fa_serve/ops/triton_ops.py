@@ -11,7 +11,10 @@ from torch import Tensor
 from fa_serve.ops.activation_kernel import launch_act_and_mul
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
-from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.ops_backend import Norm, Weight
+from fa_serve.ops.quantized_kernel import launch_quantized_row
+from fa_serve.ops.quantized_product import dequantize, has_kernels, quantized_product
+from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
 from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
 from fa_serve.ops.sampling_kernel import launch_sample_rows
@@ -27,7 +30,6 @@ class TritonOps:
     rotary_store_kv = staticmethod(launch_rotary_store_kv)
     act_and_mul = staticmethod(launch_act_and_mul)
     sample_rows = staticmethod(launch_sample_rows)
-    invariant_linear = staticmethod(launch_invariant_linear)
     invariant_sum = staticmethod(launch_invariant_sum)
 
     def supports(self, spec: OpSpec) -> str | None:
@@ -36,7 +38,7 @@ class TritonOps:
     def linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         norm: Norm | None,
         activation: str | None,
@@ -44,9 +46,31 @@ class TritonOps:
         alpha: float,
         /,
     ) -> Tensor:
+        if isinstance(weight, QuantizedWeight):
+            return self._quantized_linear(x, weight, bias, norm, activation, residual, alpha)
         if x.shape[0] == 1:
             return launch_linear_row(x, weight, bias, norm, activation, residual, alpha)
         if norm is not None:
             x = launch_rms_norm(x, norm, None, None)
         y = product(x, weight, bias, residual, alpha)
         return y if activation is None else launch_act_and_mul(y, activation)
+
+    def _quantized_linear(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        alpha: float,
+    ) -> Tensor:
+        x = x.contiguous()
+        if x.shape[0] == 1 and has_kernels(weight):
+            return launch_quantized_row(x, weight, bias, norm, activation, residual, alpha)
+        y = quantized_product(x, weight, bias, norm, residual, alpha)
+        return y if activation is None else launch_act_and_mul(y, activation)
+
+    def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor:
+        matrix = dequantize(weight, x.dtype) if isinstance(weight, QuantizedWeight) else weight
+        return launch_invariant_linear(x, matrix, bias)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from cross_compile import TARGETS, compiling_for
+from quantized import float8_weight, int4_weight
 from torch import Tensor
 
 from fa_serve.ops import ACTIVATIONS, Norm
 from fa_serve.ops.activation_kernel import launch_act_and_mul
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
+from fa_serve.ops.quantized_kernel import (
+    launch_dequantize,
+    launch_quantize_rows,
+    launch_quantized_linear,
+    launch_quantized_row,
+)
+from fa_serve.ops.quantized_product import converts_float8
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
 from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
 from fa_serve.ops.sampling_kernel import launch_sample_rows
@@ -67,3 +75,24 @@ def test_kernels_of_sampling_and_of_deterministic_mode(target: str) -> None:
         launch_invariant_sum(bf16(3, 4096))
     assert [kernel.name for kernel in kernels] == ["_sample_rows"] * 2 + ["_invariant_linear", "_invariant_sum"]
     assert [kernel.spill_bytes for kernel in kernels] == [0, 80 if target == "sm80" else 0, 0, 0]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_products_with_quantised_weights(target: str) -> None:
+    """Every format that the target reads. A tile fits into 99 KB of shared memory, and weights reach Hopper's tensor cores."""
+    weights = [int4_weight(2048, 1024, group_size=128, zeros=True, act_order=True, dtype=torch.bfloat16)]
+    if converts_float8(TARGETS[target].arch if target != "gfx942" else 0):
+        weights += [float8_weight(2048, 1024, group_size=1024), float8_weight(2048, 1024, group_size=128)]
+    with compiling_for(target) as kernels:
+        for weight in weights:
+            launch_quantized_row(bf16(1, 1024), weight, None, Norm(bf16(1024), 1e-6), "silu", None, 1.0)
+            launch_quantized_linear(bf16(2, 1024), weight, None, bf16(2, 2048), 1.0)
+            launch_quantized_linear(bf16(200, 1024), weight, bf16(2048), None, 1.0)
+            launch_dequantize(weight, torch.bfloat16)
+        if len(weights) > 1:
+            launch_quantize_rows(bf16(3, 14336), Norm(bf16(14336), 1e-6), None)
+            launch_quantize_rows(bf16(3, 28672), None, torch.ones(1))
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+    assert max(kernel.shared_bytes for kernel in kernels) <= 99 * 1024
+    if target == "sm90":
+        assert all(kernel.instructions["HGMMA"] for kernel in kernels if kernel.name == "_quantized_linear")
