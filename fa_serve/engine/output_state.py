@@ -1,7 +1,8 @@
 """The engine's half of a request: what the client gets from one sequence. Text, log-probabilities, grammar, times.
 
     state = OutputState(sequence, TextStream(tokenizer, prompt), matcher)
-    text, num_kept = state.push(tokens)
+    num_complete = state.follow(tokens)      # with a grammar
+    text, num_kept = state.push(tokens, num_complete)
     output = state.output(text, tokens, logprobs)
 
 The scheduler's half, tokens and pages, is `SequenceState`, which this class only reads.
@@ -43,26 +44,36 @@ class OutputState:
         if self.sequence.request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # no token comes before the first one
 
-    def push(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """The text that the sequence's last tokens settle, and how many of them belong to the answer."""
+    def follow(self, tokens: Sequence[int]) -> int:
+        """Let the matcher take in new tokens. Returns how many of them complete the answer by its grammar; 0 if it goes on."""
+        for number, token in enumerate(tokens, 1):
+            if token not in self.sequence.request.end_ids:
+                self.matcher.consume_token(token)
+                if self.matcher.is_stopped():
+                    return number
+        return 0
+
+    def push(self, tokens: Sequence[int], grammar_end: int = 0) -> tuple[str, int]:
+        """The text that the sequence's last tokens settle, and how many of them belong to the answer.
+
+        grammar_end: how many of them complete the answer by its grammar, as `follow` returns it
+        """
         text = ""
         num_before = self.sequence.num_output_tokens - len(tokens)
         for number, token in enumerate(tokens, 1):
             if token not in self.sequence.request.end_ids:
                 text += self._push_one(token, num_before + number)
+                self.complete = self.complete or number == grammar_end
                 if self.complete:
                     return text, number
         return text, len(tokens)
 
     def _push_one(self, token: int, number: int) -> str:
         """The text that the answer's token number 1, 2, ... settles."""
-        text = ""
-        if self.matcher is not None:
-            self.matcher.consume_token(token)
-            self.complete = self.matcher.is_stopped()
-        if self.stream is not None:
-            text = self.stream.push(token, number > self.sequence.request.params.min_tokens)
-            self.complete = self.complete or self.stream.stop_string is not None
+        if self.stream is None:
+            return ""
+        text = self.stream.push(token, number > self.sequence.request.params.min_tokens)
+        self.complete = self.stream.stop_string is not None
         return text
 
     def flush(self) -> str:

@@ -46,6 +46,11 @@ class Chunk:
         """Whether the chunk is the last token of a sequence, and its drafts."""
         return self.length == self.num_samples
 
+    def numbers(self) -> tuple[int, ...]:
+        """What tells this chunk from another one: ranks that compute the same have the same numbers."""
+        pages = self.sequence.pages
+        return (self.slot, self.start, self.length, self.samples, len(pages), pages[-1] if pages else -1, *self.drafts)
+
 
 @dataclass(slots=True)
 class ScheduledBatch:
