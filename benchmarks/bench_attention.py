@@ -6,6 +6,11 @@
     python benchmarks/bench_attention.py window                       # sliding windows over 16k tokens
     python benchmarks/bench_attention.py decode                       # paged: 45 cells, uneven lengths, float8; dense caches
     python benchmarks/bench_attention.py mixed                        # 32 sequences decoding and one mid-prompt, in one call
+    python benchmarks/bench_attention.py models                       # heads, head sizes and options of 20 models, four batches
+    python benchmarks/bench_attention.py chunk                        # 64 to 2048 queries behind 1k to 64k keys, paged
+    python benchmarks/bench_attention.py verify                       # 2 to 16 queries per sequence, as in speculative decoding
+    python benchmarks/bench_attention.py sparse                       # block-sparse, beside FlexAttention and dense calls
+    python benchmarks/bench_attention.py backward                     # gradients over the grid of prefill; SDPA-flash, cuDNN
     python benchmarks/bench_attention.py tune --head-dims 128         # tiles of the Triton kernel; decode has tune_decode.py
 
 The prefill grid is that of the FlashAttention papers: 16k tokens in all, hidden size 2048, bfloat16. TFLOPS count 4 * batch *
@@ -20,35 +25,34 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from attention_cells import (
+    CHUNK_CELLS,
+    CHUNK_HEADS,
+    DECODE_CELLS,
+    HIDDEN,
+    MODELS,
+    PAGED_HEADS,
+    SEQLENS,
+    SPARSE_PARTS,
+    SPARSE_SEQLENS,
+    TOKENS,
+    VERIFY_CELLS,
+    VERIFY_HEADS,
+    WINDOWS,
+)
 from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa
 from paged_problem import Problem, pools, uneven
+from sparse_problem import SparseProblem
 from torch.nn.attention import SDPBackend
 
 import fa_serve
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention, make_qkv
-
-TOKENS = 16384
-HIDDEN = 2048
-SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
-WINDOWS = (128, 512, 1024, 4096)
-PAGED_HEADS = ((32, 8, 128), (32, 32, 128), (64, 8, 128), (16, 8, 128), (64, 8, 64))
-DECODE_CELLS = (
-    (1, 1024),
-    (1, 16384),
-    (1, 131072),
-    (8, 8192),
-    (32, 4096),
-    (64, 8192),
-    (128, 1024),
-    (256, 512),
-    (256, 4096),
-)
 
 
 def gate(head_dim: int, window: tuple[int, int], **options: object) -> None:
@@ -271,6 +275,173 @@ def mixed(args: argparse.Namespace) -> None:
     results.write()
 
 
+def models(args: argparse.Namespace) -> None:
+    """Packed prompts of real models; the peers are FA3 on the same input and, for equal lengths, cuDNN.
+
+    TFLOPS count the products of visible keys. Each sequence of one batch is compared with float64 first.
+    """
+    results = Results("models", args.out)
+    flash3 = fa3()
+    generator = torch.Generator().manual_seed(0)
+    ragged = (torch.rand(32, generator=generator) * math.log(4096 / 64)).exp().mul(64).int().tolist()
+    batches = {"64x197": [197] * 64, "8x2048": [2048] * 8, "2x8192": [8192] * 2, "ragged": ragged}
+    for name, heads, kv_heads, dim, dim_v, window_size, softcap in MODELS:
+        options = {"window_size": window_size, "softcap": softcap}
+        exact_options = {**options, "softmax_scale": dim**-0.5}
+        for case, lengths in ({"gate": [333, 1, 200]} | batches).items():
+            total = sum(lengths)
+            q = torch.randn(total, heads, dim, device="cuda", dtype=torch.bfloat16)
+            k = torch.randn(total, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+            v = torch.randn(total, kv_heads, dim_v, device="cuda", dtype=torch.bfloat16)
+            cu = cu_seqlens(lengths, "cuda")
+            ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+            ours = partial(fa_serve.attention_varlen, q, k, v, backend=args.backend, **ends, **options)
+            if case == "gate":
+                for out, *one in zip(*(x.split(lengths) for x in (ours(), q, k, v)), strict=True):
+                    exact, _ = attention_reference(*(x[None].double() for x in one), **exact_options)
+                    assert_matches_reference(out[None], exact, eager_attention(*(x[None] for x in one), **exact_options), name)
+                continue
+            calls: dict[str, Callable[[], torch.Tensor]] = {}
+            if flash3 is not None:
+                causal = window_size[1] == 0
+                calls["fa3"] = partial(
+                    flash3, q, k, v, fa_version=3, causal=causal, window_size=list(window_size), softcap=softcap, **ends
+                )
+            if len(set(lengths)) == 1 and window_size[0] < 0 and not softcap:
+                dense = [x.unflatten(0, (len(lengths), -1)) for x in (q, k, v)]
+                calls["cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION, *dense, window_size[1] == 0)
+            operations = 2 * heads * (dim + dim_v) * sum(visible_pairs(n, window_size) for n in lengths)
+            rates = {n: operations / ms * 1e-9 for n, ms in in_turns({"ours": ours} | served(calls)).items()}
+            mine = rates.pop("ours")
+            ratio = results.add(f"{name}_{case}", "TFLOPS", mine, rates)
+            shown = "  ".join(f"{peer} {rate:.0f}" for peer, rate in rates.items())
+            print(f"{name + ' ' + case:<28} ours {mine:.0f}  {shown}  ratio {ratio:.2f}", flush=True)
+    results.write()
+
+
+def served(calls: dict[str, Callable[[], torch.Tensor]]) -> dict[str, Callable[[], torch.Tensor]]:
+    """The calls of peers that support their arguments."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"  {name}: {str(error).splitlines()[0][:100]}")
+        else:
+            found[name] = call
+    return found
+
+
+def visible_pairs(seqlen: int, window_size: tuple[int, int]) -> int:
+    """Pairs of a query and a key that it sees, in one sequence of `seqlen` queries and keys."""
+    left, right = (seqlen if side < 0 else min(side, seqlen) for side in window_size)
+    hidden = sum((seqlen - side) * (seqlen - side - 1) // 2 for side in (left, right) if side < seqlen)
+    return seqlen * seqlen - hidden
+
+
+def chunk(args: argparse.Namespace) -> None:
+    """A chunk of a prompt behind the keys of its earlier chunks, in a paged cache."""
+    few_queries("chunk", CHUNK_HEADS, [(q, before + q, batch) for q, before, batch in CHUNK_CELLS], args)
+
+
+def verify(args: argparse.Namespace) -> None:
+    """Several queries per sequence over a paged cache: drafts that are verified, or the tail of a chunk."""
+    few_queries("verify", VERIFY_HEADS, VERIFY_CELLS, args)
+
+
+def few_queries(
+    bench: str, layouts: Sequence[tuple[int, int, int]], cells: Sequence[tuple[int, int, int]], args: argparse.Namespace
+) -> None:
+    results = Results(bench, args.out)
+    print(f"{'case':<28}{'ours us':>9}{'peer us':>9}{'TB/s':>7}{'ratio':>7}")
+    pool = pools()
+    for heads, kv_heads, dim in layouts:
+        for queries, keys, batch in cells:
+            problem = Problem.make([keys] * batch, heads, kv_heads, dim, queries=queries, pool=pool(kv_heads, dim))
+            paged_cell(results, f"{heads}_{kv_heads}_d{dim}_{queries}_of_{keys}x{batch}", problem)
+    results.write()
+
+
+def sparse(args: argparse.Namespace) -> None:
+    """Block-sparse calls in milliseconds, beside compiled FlexAttention on the same blocks and our dense call.
+
+    The last column is the speed over dense, times the part that is kept: 1.00 if time falls with the blocks and nothing else.
+    """
+    results = Results("sparse", args.out)
+    print(f"{'case':<28}{'ours ms':>9}{'flex ms':>9}{'dense ms':>9}{'kept':>7}{'ratio':>7}{'scaled':>8}")
+    for head_dim in args.head_dims:
+        heads = HIDDEN // head_dim
+        for causal in (False, True):
+            make = partial(SparseProblem.make, causal=causal, dtype=torch.bfloat16, device="cuda")
+            gated = make(1000, 4, head_dim, 0.4)
+            gated.check(gated.ours(args.backend)(), f"d{head_dim} gate")
+            for seqlen in SPARSE_SEQLENS:
+                for part in SPARSE_PARTS:
+                    case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}_{part:.0%}"
+                    problem = make(seqlen, heads, head_dim, part)
+                    ours = problem.ours(args.backend)
+                    problem.check(ours(), case)
+                    calls = served({"flex": problem.flex()})
+                    for name, call in calls.items():
+                        worst = (ours().float() - call().float()).abs().max().item()
+                        assert worst < 0.05, f"{name} and ours differ by {worst}"
+                    times = in_turns({"ours": ours, "dense": problem.dense()} | calls)
+                    mine = times.pop("ours")
+                    results.add(case, "ms", mine, times)
+                    flex = times.get("flex", float("nan"))
+                    scaled = times["dense"] / mine * problem.part
+                    cells = f"{mine:9.3f}{flex:9.3f}{times['dense']:9.3f}{problem.part:7.1%}"
+                    print(f"{case:<28}{cells}{flex / mine:7.2f}{scaled:8.2f}", flush=True)
+                torch.compiler.reset()
+    results.write()
+
+
+def gradients_gate(head_dim: int, causal: bool) -> None:
+    """Compare the gradients of q, k and v with those of the float64 oracle; AssertionError if the 2x rule is broken."""
+    case = {"softmax_scale": head_dim**-0.5, "window_size": (-1, 0 if causal else -1)}
+    given = make_qkv(2, 333, 333, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    dout = torch.randn_like(given[0])
+    found = []
+    for attend, dtype in ((fa_serve.attention, None), (attention_reference, torch.float64), (eager_attention, None)):
+        leaves = [x.to(dtype or x.dtype).requires_grad_() for x in given]
+        result = attend(*leaves, **case)
+        out = result[0] if isinstance(result, tuple) else result
+        found.append(torch.autograd.grad(out, leaves, dout.to(out.dtype)))
+    for name, ours, exact, eager in zip(("dq", "dk", "dv"), *found, strict=True):
+        assert_matches_reference(ours, exact, eager, f"{name} D{head_dim}")
+
+
+def backward(args: argparse.Namespace) -> None:
+    """Gradients of q, k and v over the papers' grid. TFLOPS count five products, 2.5 times those of a forward pass."""
+    kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    peers = [name for name in args.peers.split(",") if name in kinds]
+    results = Results("backward", args.out)
+    print("case                 " + "".join(f"{name:>8}" for name in ["ours", *peers]) + "   ratio")
+    for head_dim in args.head_dims:
+        for causal in (False, True):
+            gradients_gate(head_dim, causal)
+            for seqlen in args.seqlens:
+                shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
+                q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+                dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+                out = fa_serve.attention(q, k, v, causal=causal)
+                calls = {"ours": partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)}
+                for name in peers:
+                    theirs = sdpa(kinds[name], q, k, v, causal)().transpose(1, 2)
+                    calls[name] = partial(torch.autograd.grad, theirs, (q, k, v), dout, retain_graph=True)
+                    for ours, other in zip(calls["ours"](), calls[name](), strict=True):
+                        worst = (ours.float() - other.float()).abs().max().item()
+                        assert worst < 0.02 * other.abs().max().item() + 0.02, f"{name} and ours differ by {worst}"
+                case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}"
+                rates = {name: 2.5 * tflops(seqlen, causal, ms) for name, ms in in_turns(calls).items()}
+                mine = rates.pop("ours")
+                ratio = results.add(case, "TFLOPS", mine, rates)
+                cells = "".join(f"{x:8.0f}" for x in [mine, *rates.values()])
+                print(f"{case:<21}{cells}{ratio:8.2f}", flush=True)
+    results.write()
+
+
 def tune(args: argparse.Namespace) -> None:
     """Time every tile that fits over the grid; the branches of `forward_tiles` quote this table."""
     from fa_serve.backends.plan import AttentionOptions, AttentionTensors
@@ -311,7 +482,9 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bench", choices=["prefill", "varlen", "window", "decode", "mixed", "tune"])
+    modes = (prefill, varlen, window, decode, mixed, models, chunk, verify, sparse, backward, tune)
+    benches = {mode.__name__: mode for mode in modes}
+    parser.add_argument("bench", choices=list(benches))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="flash,cudnn,fa3")
     parser.add_argument("--head-dims", type=lambda s: [int(x) for x in s.split(",")], default=[64, 128, 256])
@@ -319,7 +492,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     torch.manual_seed(0)
-    {"prefill": prefill, "varlen": varlen, "window": window, "decode": decode, "mixed": mixed, "tune": tune}[args.bench](args)
+    benches[args.bench](args)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python benchmarks/bench_engine.py --shapes qwen06 --peer-path DIR           # A, B, C, D and the start-up; DIR has vLLM
     python benchmarks/bench_engine.py --shapes llama8b --workloads all --budget 400
     python benchmarks/bench_engine.py profile --shapes llama8b                  # decoding at batch 1, 64 and 256, and a prefill
+    python benchmarks/bench_engine.py profile --shapes llama8b-w4,llama8b-fp8   # the same sizes with quantised weights
     python benchmarks/bench_engine.py --shapes tiny --device cpu --requests 4   # to try the script
 
 A, B, C, D are in `WORKLOADS` of engine_workloads.py. They are greedy, ignore end tokens, take and return token ids, and use no

@@ -21,6 +21,7 @@ import pstats
 import resource
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fa_serve.engine import EngineConfig, EngineStats, RequestOutput, async_engine, worker
@@ -35,6 +36,7 @@ class Metronome:
     """An engine whose steps give every request one token, `step` seconds apart; its place is in the worker's process."""
 
     vocab_size = 2048
+    grammars = SimpleNamespace(sweep=lambda: None, close=lambda: None)
 
     def __init__(self, config: EngineConfig, **_: Any) -> None:
         self.config = replace(config, max_model_len=4096, dtype="float32", device="cpu")
@@ -83,7 +85,7 @@ _worker_main = worker._main
 
 
 def metronome_main(config: EngineConfig, connection: Connection) -> None:
-    worker.Engine = Metronome  # type: ignore[misc,assignment]
+    worker._import_engine = lambda _: Metronome  # type: ignore[assignment,return-value]
     _worker_main(config, connection)
 
 

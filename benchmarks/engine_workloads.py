@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,37 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "tie_word_embeddings": True,
     },
+    "qwen30a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "gptoss20b": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "model_type": "llama",
         "hidden_size": 64,
@@ -48,6 +81,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+# The same sizes with quantised weights, in a format of examples/quantise.py.
+QUANTISED = {"llama8b-fp8": ("llama8b", "fp8"), "llama8b-w4": ("llama8b", "awq"), "tiny-w4": ("tiny", "awq")}
+SHAPES |= {name: SHAPES[base] for name, (base, _) in QUANTISED.items()}
+GROUP_SIZE = {"llama8b": 128, "tiny": 32}
 
 
 def uneven(count: int) -> list[tuple[int, int]]:
@@ -107,7 +144,7 @@ def make_model(shape: str, device: str, *, dtype: Any, **changes: Any) -> Any:
 
     config = AutoConfig.for_model(**SHAPES[shape] | changes)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config = GenerationConfig()
     return model.eval()
 
@@ -118,10 +155,31 @@ def make_folder(shape: str, folder: Path, device: str) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    make_model(shape, device, dtype=torch.bfloat16).save_pretrained(folder)
+    model = make_model(shape, device, dtype=torch.bfloat16)
+    if shape in QUANTISED:
+        base, name = QUANTISED[shape]
+        _example("quantise").write(model, name, folder, GROUP_SIZE[base])
+    else:
+        model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
+def _example(name: str) -> Any:
+    """A script of examples/ as a module."""
+    examples = str(Path(__file__).parents[1] / "examples")
+    if examples not in sys.path:
+        sys.path.append(examples)
+    return importlib.import_module(name)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of weights that a step reads: all but those of an embedding that is not the head too."""
+    embedding = model.get_input_embeddings().weight
+    total = sum(x.nbytes for x in model.parameters()) - (0 if model.config.tie_word_embeddings else embedding.nbytes)
+    quantised = [m.weight for m in model.modules() if hasattr(m, "scheme")]
+    return total + sum(x.nbytes for weight in quantised for x in (weight.data, weight.scales, weight.zeros) if x is not None)
 
 
 def say(text: str) -> None:

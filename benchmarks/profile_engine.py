@@ -17,9 +17,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from engine_workloads import LIMIT, SHAPES, Workload, make_model, say
+from engine_workloads import LIMIT, QUANTISED, SHAPES, Workload, make_folder, make_model, say, weight_bytes
 
 
 def profile(args: argparse.Namespace) -> None:
@@ -35,13 +37,17 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
     from fa_serve.engine import Engine, EngineConfig
 
     end = time.time() + args.budget
-    model = make_model(shape, args.device, dtype=torch.bfloat16)
     settings = {"device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": 0.85, "prefix_caching": False}
-    engine = Engine(EngineConfig(**settings | args.set), model=model)
-    embedding = model.get_input_embeddings().weight
-    weights = sum(x.nbytes for x in model.parameters()) - (0 if model.config.tie_word_embeddings else embedding.nbytes)
+    with TemporaryDirectory() as folder:
+        model = None
+        if shape in QUANTISED:
+            make_folder(shape, Path(folder), args.device)
+            settings["model"] = folder
+        else:
+            model = make_model(shape, args.device, dtype=torch.bfloat16)
+        engine = Engine(EngineConfig(**settings | args.set), model=model)
     bandwidth = copy_bandwidth() if args.device == "cuda" else float("nan")
-    say(f"{shape}: weights of a step {weights / 1e9:.2f} GB, copies at {bandwidth / 1e12:.2f} TB/s")
+    say(f"{shape}: copies at {bandwidth / 1e12:.2f} TB/s")
     sizes = SHAPES[shape]
     token = 4 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]  # bytes of its keys and values
     for batch in (1, 64, 256):
@@ -49,8 +55,10 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
             say(f"decode {batch}: left out")
             continue
         step = decode_step(engine, batch)
+        weights = weights_of_step(engine._runner.model, batch)
         floor = (weights + batch * 640 * token) / bandwidth * 1e3
-        say(f"decode, batch {batch}, kv 640: {step}; weights and KV take {floor:.3f} ms, ratio {step.wall / floor:.2f}")
+        read = f"{weights / 1e9:.2f} GB of weights and the KV cache take {floor:.3f} ms"
+        say(f"decode, batch {batch}, kv 640: {step}; {read}, ratio {step.wall / floor:.2f}")
         say(step.table(args.top))
     if time.time() < end:
         count = min(16, args.requests or 16)
@@ -58,6 +66,16 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
         say(f"prefill, {count} x 512 tokens: {step}")
         say(step.table(args.top))
         say(host_profile(partial(prefill_step, engine, count), 2 * args.top))
+
+
+def weights_of_step(model: Any, tokens: int) -> float:
+    """Bytes of the weights that a decoding step of so many sequences reads; an even routing chooses the experts."""
+    total: float = weight_bytes(model)
+    for module in model.modules():
+        if hasattr(module, "_apply_gate"):
+            missed = (1 - model.config.num_experts_per_tok / module.num_experts) ** tokens
+            total -= missed * sum(x.nbytes for x in module.parameters())
+    return total
 
 
 def host_profile(call: Callable[[], object], top: int) -> str:

@@ -19,15 +19,14 @@ from fa_serve.engine import scheduler
 def accepting(engine: Any, count: int) -> Iterator[None]:
     """engine: an Engine with speculation; count: drafts that are accepted in each step"""
 
-    def propose(drafter: Any, sequence: Any, most: int) -> list[int]:
-        del drafter
+    def propose(sequence: Any, most: int) -> list[int]:
         return (sequence.tokens[-16:] * 2)[:most]
 
     def accepted(drafts: Sequence[int], draws: Sequence[int]) -> int:
         del draws
         return min(count, len(drafts))
 
-    with patch.object(engine._speculation, "_propose", propose), patch.object(scheduler, "num_accepted", accepted):
+    with patch.object(engine._speculation.drafter, "propose", propose), patch.object(scheduler, "num_accepted", accepted):
         yield
 
 

@@ -25,6 +25,7 @@ if _typing.TYPE_CHECKING:
     from types import ModuleType
 
     from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
+    from fa_serve.block_lists import BlockLists
     from fa_serve.hf import patch
     from fa_serve.spec import AttentionSpec, FaServeError, ParameterError, UnsupportedError, UnsupportedModelError
 
@@ -32,6 +33,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "AttentionSpec",
+    "BlockLists",
     "FaServeError",
     "ParameterError",
     "UnsupportedError",
@@ -43,7 +45,8 @@ __all__ = [
     "store_kv",
 ]
 
-_HOMES = dict.fromkeys(("attention", "attention_paged", "attention_varlen", "store_kv"), "api") | {"patch": "hf"}
+_FUNCTIONS = ("attention", "attention_paged", "attention_varlen", "store_kv")
+_HOMES = dict.fromkeys(_FUNCTIONS, "api") | {"patch": "hf", "BlockLists": "block_lists"}
 _REGISTRY = "transformers.modeling_utils"
 
 

@@ -16,6 +16,9 @@ Conventions shared by all:
   window.
 - `alibi_slopes`, float32, (num_heads,) or (batch, num_heads): adds -slope * |i + offset - j| to the scaled score, after softcap
   (ALiBi, Press et al. 2022, arXiv:2108.12409).
+- `block_mask` makes the call block-sparse: each block of queries attends to the key blocks of a list, and a kernel reads no
+  other keys. It is a `fa_serve.BlockLists`, a `BlockMask` of FlexAttention without a mask_mod, or its four tensors for blocks
+  of 128. `causal` and `window_size` apply to the blocks of the lists.
 - `sinks` (num_heads,): one more logit per head in the denominator of the softmax, without a value.
 - `lse`: float32, the natural logarithm of the softmax denominator including the sink (float64 from the reference for float64
   input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
@@ -38,7 +41,8 @@ from torch import Tensor
 from fa_serve import operators
 from fa_serve.backends import MAX_KEYS_PER_TILE as MAX_KEYS_PER_TILE
 from fa_serve.backends.plan import AttentionTensors, StoreTensors
-from fa_serve.dispatch import run_dense, run_paged, run_store, run_varlen
+from fa_serve.block_lists import as_block_lists
+from fa_serve.dispatch import Options, Result, run_block_sparse, run_dense, run_paged, run_store, run_varlen
 from fa_serve.operators import is_traced
 
 
@@ -56,6 +60,7 @@ def attention(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     mask: Tensor | None = ...,
+    block_mask: Any = ...,
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
     backend: str = ...,
@@ -74,6 +79,7 @@ def attention(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     mask: Tensor | None = ...,
+    block_mask: Any = ...,
     return_lse: Literal[True],
     out: Tensor | None = ...,
     backend: str = ...,
@@ -91,6 +97,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
+    block_mask: Any = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -102,6 +109,7 @@ def attention(
     v:    (batch, seqlen_k, num_kv_heads, head_dim_v)
     mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); bool keeps where True, float is added to the scores
           after softcap. It applies in addition to `causal` and `window_size`.
+    block_mask: see above; it excludes `mask`
     out:  (batch, seqlen_q, num_heads, head_dim_v), written in place and returned
     Returns out, or (out, lse) with lse (batch, num_heads, seqlen_q).
 
@@ -122,8 +130,11 @@ def attention(
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.contiguous()
     tensors = AttentionTensors(q, k, v, sinks, mask, None, None, None, None, None, out, None, alibi_slopes)
-    run = operators.attention if is_traced(q, k, v) else run_dense
-    result, lse = run(tensors, options)
+    if block_mask is None:
+        run = operators.attention if is_traced(q, k, v) else run_dense
+        result, lse = run(tensors, options)
+    else:
+        result, lse = _run_block_sparse(tensors, block_mask, None, None, 0, options)
     return result if lse is None else (result, lse)
 
 
@@ -143,6 +154,7 @@ def attention_varlen(
     attention_chunk: int = 0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    block_mask: Any = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -153,6 +165,7 @@ def attention_varlen(
     cu_seqlens_q: (batch + 1,), int32, on q's device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; empty allowed
     cu_seqlens_k: the same for the rows of k and v
     max_seqlen_*: upper bounds of the lengths, host integers
+    block_mask:   see above; blocks are counted from the beginning of each sequence
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
     options = (
@@ -171,8 +184,11 @@ def attention_varlen(
     cu_seqlens_q = cu_seqlens_q.contiguous()
     cu_seqlens_k = cu_seqlens_k.contiguous()
     tensors = AttentionTensors(q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, None, None, None, out, None, alibi_slopes)
-    run = operators.attention_varlen if is_traced(q, k, v) else run_varlen
-    result, lse = run(tensors, max_seqlen_q, max_seqlen_k, options)
+    if block_mask is None:
+        run = operators.attention_varlen if is_traced(q, k, v) else run_varlen
+        result, lse = run(tensors, max_seqlen_q, max_seqlen_k, options)
+    else:
+        result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, 0, options)
     return result if lse is None else (result, lse)
 
 
@@ -196,6 +212,7 @@ def attention_paged(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     num_splits: int = 0,
+    block_mask: Any = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -210,6 +227,8 @@ def attention_paged(
     max_seqlen_k: upper bound of seqused_k, default max_pages * page_size
     k_descale:    (num_kv_heads,), float32: what a stored key is multiplied by (float8 caches only); v_descale likewise
     num_splits:   0 lets a heuristic on host-known shapes choose, 1 none, n > 1 exactly n parts of each sequence's keys
+    block_mask:   see above; query blocks are counted from the first query of each sequence in this call, key blocks from the
+                  sequence's first key, whatever the page size
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
     options = (
@@ -232,8 +251,11 @@ def attention_paged(
         block_table = block_table.contiguous()
     lengths = (cu_seqlens_q.contiguous(), seqused_k.contiguous(), block_table)
     tensors = AttentionTensors(q, k_cache, v_cache, sinks, None, *lengths, k_descale, v_descale, out, None, alibi_slopes)
-    run = operators.attention_paged if is_traced(q, k_cache, v_cache) else run_paged
-    result, lse = run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
+    if block_mask is None:
+        run = operators.attention_paged if is_traced(q, k_cache, v_cache) else run_paged
+        result, lse = run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
+    else:
+        result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, num_splits, options)
     return result if lse is None else (result, lse)
 
 
@@ -258,6 +280,20 @@ def store_kv(
     tensors = StoreTensors(k, v, k_cache, v_cache, slot_mapping.contiguous(), _contiguous(k_descale), _contiguous(v_descale))
     run = operators.store_kv if is_traced(k, v, k_cache) else run_store
     run(tensors, backend)
+
+
+def _run_block_sparse(
+    tensors: AttentionTensors,
+    block_mask: Any,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    num_splits: int,
+    options: Options,
+) -> Result:
+    """A call of any layout with a `block_mask`. The lengths of a dense call are None."""
+    tensors = tensors._replace(blocks=as_block_lists(block_mask))
+    run = operators.attention_block_sparse if is_traced(*tensors[:3]) else run_block_sparse
+    return run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
 
 
 def _contiguous(x: Any) -> Any:

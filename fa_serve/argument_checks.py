@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fa_serve.block_lists import BLOCK_SIZES, WORD, BlockLists
 from fa_serve.spec import Layout, ParameterError, dtype_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -105,6 +106,41 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
         raise TypeError(f"mask must be bool or floating point, got {mask.dtype}")
     if mask.device != q.device:
         raise ValueError(f"mask must be on q's device {q.device}, got {mask.device}")
+
+
+def check_no_block_mask(blocks: BlockLists | None) -> None:
+    """A call has a mask of elements or lists of blocks, not both."""
+    if blocks is not None:
+        raise ParameterError("mask", "be None with block_mask: give the mask of partial blocks as its partial_bits", "a mask")
+
+
+def check_block_lists(blocks: BlockLists | None, q: Tensor, k: Tensor, batch: int, max_seqlen_q: int) -> None:
+    """Lists of key blocks agree with one another and with the call in shapes, dtypes and devices. Their values are not read."""
+    if blocks is None:
+        return
+    size = blocks.block_size
+    if len(size) != 2 or any(n not in BLOCK_SIZES for n in size):
+        raise ParameterError("block_mask", "have blocks of 64 or 128 queries and 64 or 128 keys", size)
+    if (blocks.full_kv_num_blocks is None) != (blocks.full_kv_indices is None):
+        raise ParameterError("block_mask", "have both full_kv_num_blocks and full_kv_indices, or neither", "one of them")
+    if blocks.kv_num_blocks is None or blocks.kv_indices is None:
+        raise ParameterError("block_mask", "have kv_num_blocks and kv_indices", None)
+    num = blocks.kv_num_blocks
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "partial_bits")
+    for name, rank, x in zip(names, (3, 4, 3, 4, 6), blocks.tensors, strict=True):
+        if x is None:
+            continue
+        if x.dtype != torch.int32 or x.device != q.device or x.dim() != rank or x.shape[:3] != num.shape:
+            rule = f"have {name} of int32 with {rank} dimensions on {q.device}, which begin with those of kv_num_blocks"
+            raise ParameterError("block_mask", rule, f"{_shown(x)} on {x.device}")
+    heads = (1, k.shape[-2], q.shape[-2])
+    least = -(-max_seqlen_q // size[0])
+    if num.shape[0] not in (1, batch) or num.shape[1] not in heads or num.shape[2] < least:
+        rule = f"be for 1 or {batch} sequences, one of {heads} heads, and at least {least} blocks of {size[0]} queries"
+        raise ParameterError("block_mask", rule, tuple(num.shape))
+    bits = blocks.partial_bits
+    if bits is not None and bits.shape[4:] != (size[0], size[1] // WORD):
+        raise ParameterError("block_mask", f"have partial_bits that end with {(size[0], size[1] // WORD)}", tuple(bits.shape))
 
 
 def check_index(name: str, x: Tensor, q: Tensor, length: int | None) -> None:

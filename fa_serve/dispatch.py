@@ -9,6 +9,7 @@ and its plan is kept (see `backends.plan`). This module leaves out what the chec
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from torch import Tensor
 from fa_serve.argument_checks import (
     SoftmaxOptions,
     check_alibi,
+    check_block_lists,
     check_block_table,
     check_cache,
     check_descale,
     check_index,
     check_lengths,
     check_mask,
+    check_no_block_mask,
     check_out,
     check_qkv,
     check_store,
@@ -31,6 +34,7 @@ from fa_serve.argument_checks import (
 )
 from fa_serve.autograd import attention_gradients, plan_differentiable
 from fa_serve.backends import Backend, select_backend
+from fa_serve.backends.chunks import divides_keys
 from fa_serve.backends.mixed import plan_mixed
 from fa_serve.backends.plan import (
     PLANS,
@@ -85,10 +89,36 @@ def run_paged(
 ) -> Result:
     """Compute a call of `fa_serve.attention_paged`."""
     is_aligned = not (tensors[1].data_ptr() | tensors[2].data_ptr()) & 15
-    key = ("paged", facts(*tensors), max_seqlen_q, max_seqlen_k, num_splits, is_aligned, options)
+    seen = facts(*tensors)  # type: ignore[arg-type]  # `blocks` is None here
+    key = ("paged", seen, max_seqlen_q, max_seqlen_k, num_splits, is_aligned, options)
     run = PLANS.get(key)
     if run is None:
         run = PLANS.add(key, _plan_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, options))
+    result: Result = run(tensors)
+    return result
+
+
+def run_block_sparse(
+    tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int, options: Options
+) -> Result:
+    """Compute a call of any layout whose tensors have `blocks`. The lengths of a dense call are those of its tensors."""
+    blocks = tensors.blocks
+    assert blocks is not None
+    is_aligned = not (tensors.k.data_ptr() | tensors.v.data_ptr()) & 15
+    seen = (facts(*tensors[:-1]), facts(*blocks.tensors), blocks.block_size)
+    key = ("block_sparse", seen, max_seqlen_q, max_seqlen_k, num_splits, is_aligned, options)
+    run = PLANS.get(key)
+    if run is None:
+        if tensors.block_table is not None:
+            assert max_seqlen_q is not None
+            run = _plan_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
+        elif tensors.cu_seqlens_q is not None:
+            assert max_seqlen_q is not None
+            assert max_seqlen_k is not None
+            run = _plan_varlen(tensors, max_seqlen_q, max_seqlen_k, options)
+        else:
+            run = _plan_dense(tensors, options)
+        run = PLANS.add(key, run)
     result: Result = run(tensors)
     return result
 
@@ -130,12 +160,16 @@ def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
         chunk = effective_chunk(chunk, options.window_size, (1 << k.shape[1].bit_length()) - 1)
     if mask is not None:
         check_mask(mask, q, k)
+        check_no_block_mask(tensors.blocks)
     check_alibi(tensors.alibi_slopes, q, q.shape[0])
+    check_block_lists(tensors.blocks, q, k, q.shape[0], q.shape[1])
     check_out(tensors.out, q, v)
     over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
     few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not needs_grad(tensors)
     op: Op = "decode" if few and over_keys else "attention"
     spec = _spec("dense", op, tensors, options, chunk)
+    if backend == "auto" and over_keys and divides_keys(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
+        spec = replace(spec, op="decode")
     complete = AttentionOptions(*options, q.shape[1], k.shape[1], return_lse, attention_chunk=chunk)
     return _plan(select_backend(spec, backend), spec, tensors, complete)
 
@@ -152,6 +186,7 @@ def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int
     check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     chunk = effective_chunk(chunk, options.window_size, max_seqlen_k)
     check_alibi(tensors.alibi_slopes, q, tensors.cu_seqlens_q.shape[0] - 1)
+    check_block_lists(tensors.blocks, q, k, tensors.cu_seqlens_q.shape[0] - 1, max_seqlen_q)
     check_out(tensors.out, q, v)
     spec = _spec("varlen", "attention", tensors, options, chunk)
     complete = AttentionOptions(*options, max_seqlen_q, max_seqlen_k, return_lse, attention_chunk=chunk)
@@ -181,18 +216,26 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
     check_cache(k_cache, v_cache)
     check_descale(k_cache, tensors.k_descale, tensors.v_descale)
     check_alibi(tensors.alibi_slopes, q, batch)
+    check_block_lists(tensors.blocks, q, k_cache, batch, max_seqlen_q)
     check_out(tensors.out, q, v_cache)
     decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or k_cache.dtype != q.dtype
     spec = _spec("paged", "decode" if decodes else "attention", tensors, options, chunk)
+    unequal = q.shape[0] < batch * max_seqlen_q
+    if backend == "auto" and not unequal and divides_keys(spec, batch, max_seqlen_q, length, _multiprocessors(q)):
+        spec = replace(spec, op="decode")
     complete = AttentionOptions(*options, max_seqlen_q, length, return_lse, num_splits, attention_chunk=chunk)
     chosen = select_backend(spec, backend)
-    if not decodes and q.shape[0] < batch * max_seqlen_q:
+    if not decodes and unequal and tensors.blocks is None:
         # Some sequences have fewer queries than the longest one, and may be decoding.
         decode_spec = _spec("paged", "decode", tensors, options, chunk)
         decoder = select_backend(decode_spec, backend) if backend == "auto" else chosen
         if decoder.mixed_rows is not None and decoder.supports(decode_spec) is None:
             return plan_mixed(decoder, chosen, spec, tensors, complete)
     return chosen.plan(spec, tensors, complete)
+
+
+def _multiprocessors(q: Tensor) -> int:
+    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
 
 
 def _plan_store(tensors: StoreTensors, backend: str) -> Run:
@@ -234,6 +277,7 @@ def _spec(layout: Layout, op: Op, tensors: AttentionTensors, options: SoftmaxOpt
         sinks=sinks is not None,
         alibi=tensors.alibi_slopes is not None,
         attention_chunk=chunk > 0,
+        block_mask=tensors.blocks is not None,
         mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
         page_size=k.shape[1] if paged else 0,
         needs_grad=needs_grad(tensors),

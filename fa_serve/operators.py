@@ -8,6 +8,7 @@ go through an operator, which is one opaque node of the graph and runs what an e
 
     attention, attention_varlen, attention_paged                -> (out, lse), both contiguous; lse is (0,) if not asked for
     attention_out, attention_varlen_out, attention_paged_out    write `out`, and return lse
+    attention_block_sparse, attention_block_sparse_out          the same for the calls of each layout with a block_mask
     store_kv                                                    writes both caches
 
 An operator takes the tensors of its call, then its numbers, then the options in the order of `_OPTIONS`; the schemas below are
@@ -17,8 +18,8 @@ With dynamic shapes, inductor (torch 2.13) loses the offset of a view that any o
 tensors as caches, or fix the shapes.
 
 `attention_gradients` is the backward pass of `attention` and `attention_varlen`, registered with autograd: calls that need
-gradients ask for lse, which it reads. Left out: gradients of `alibi_slopes`, of the operators that write `out`, and through the
-paged cache.
+gradients ask for lse, which it reads. Left out: gradients of `alibi_slopes`, of the operators that write `out`, of calls with a
+block_mask, and through the paged cache.
 """
 
 from __future__ import annotations
@@ -31,7 +32,18 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fa_serve.backends.plan import AttentionTensors, BackwardTensors, StoreTensors
-from fa_serve.dispatch import Options, Result, needs_grad, run_backward, run_dense, run_paged, run_store, run_varlen
+from fa_serve.block_lists import BlockLists
+from fa_serve.dispatch import (
+    Options,
+    Result,
+    needs_grad,
+    run_backward,
+    run_block_sparse,
+    run_dense,
+    run_paged,
+    run_store,
+    run_varlen,
+)
 from fa_serve.spec import ParameterError, UnsupportedError
 
 _is_jit_tracing = torch._C._is_tracing
@@ -48,6 +60,12 @@ _PAGED = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor? alibi_slopes, Tensor cu_seqlens_q, Tensor seqused_k, "
     "Tensor block_table, Tensor? k_descale, Tensor? v_descale, SymInt max_seqlen_q, SymInt? max_seqlen_k, SymInt num_splits, "
     f"{_OPTIONS}"
+)
+_BLOCK_SPARSE = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor? mask, Tensor? cu_seqlens_q, Tensor? keys, "
+    "Tensor? block_table, Tensor? k_descale, Tensor? v_descale, Tensor kv_num_blocks, Tensor kv_indices, "
+    "Tensor? full_kv_num_blocks, Tensor? full_kv_indices, Tensor? partial_bits, SymInt block_q, SymInt block_k, "
+    f"SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt num_splits, {_OPTIONS}"
 )
 _GRADIENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor out, "
@@ -89,6 +107,17 @@ def attention_paged(
     """`dispatch.run_paged` as one node of a graph."""
     numbers = (max_seqlen_q, max_seqlen_k, num_splits)
     return _call(_paged_op, _paged_out_op, tensors, (*tensors[5:10], *numbers), options)
+
+
+def attention_block_sparse(
+    tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int, options: Options
+) -> Result:
+    """`dispatch.run_block_sparse` as one node of a graph."""
+    blocks = tensors.blocks
+    assert blocks is not None
+    lists = (*blocks.tensors, *blocks.block_size)
+    given = (*tensors[4:10], *lists, max_seqlen_q, max_seqlen_k, num_splits)
+    return _call(_block_sparse_op, _block_sparse_out_op, tensors, given, options)
 
 
 def store_kv(tensors: StoreTensors, backend: str) -> None:
@@ -142,6 +171,17 @@ def _run_paged(out: Tensor | None, *given: Any) -> Result:
     tensors = AttentionTensors(q, k_cache, v_cache, sinks, None, *paged, out, None, alibi_slopes)
     max_seqlen_q, max_seqlen_k, num_splits, *options = rest
     return run_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, _packed(tuple(options)))
+
+
+def _run_block_sparse(out: Tensor | None, *given: Any) -> Result:
+    q, k, v, sinks, alibi_slopes = given[:5]
+    mask, cu_seqlens_q, keys, block_table, k_descale, v_descale = given[5:11]
+    num, indices, full_num, full_indices, bits, block_q, block_k = given[11:18]
+    max_seqlen_q, max_seqlen_k, num_splits, *options = given[18:]
+    blocks = BlockLists(num, indices, full_num, full_indices, (block_q, block_k), bits)
+    lengths = (cu_seqlens_q, keys, block_table)
+    tensors = AttentionTensors(q, k, v, sinks, mask, *lengths, k_descale, v_descale, out, None, alibi_slopes, blocks)
+    return run_block_sparse(tensors, max_seqlen_q, max_seqlen_k, num_splits, _packed(tuple(options)))
 
 
 def _run_store(*given: Any) -> None:
@@ -230,6 +270,13 @@ def _varlen_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tupl
     return (dq, dk, dv, dsinks, *[None] * (5 + len(_OPTIONS.split(","))))
 
 
+def _refuse_gradients(ctx: Any, *grads: Tensor | None) -> Any:
+    raise UnsupportedError(
+        "a call with a block_mask has no gradient in a graph: call it without torch.compile, where the backend sdpa computes "
+        "the gradients, or under torch.no_grad()"
+    )
+
+
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, needs_dmask: bool) -> list[Tensor | None]:
     """The gradients of q, k, v, sinks and mask."""
     *given, out, lse, alibi_slopes = ctx.saved_tensors
@@ -254,5 +301,7 @@ _gradients_op.register_fake(_fake_gradients)
 _dense_op.register_autograd(_dense_backward, setup_context=_keep_for_dense)
 _varlen_op.register_autograd(_varlen_backward, setup_context=_keep_for_varlen)
 _paged_op, _paged_out_op = _operators("attention_paged", _PAGED, _run_paged)
+_block_sparse_op, _block_sparse_out_op = _operators("attention_block_sparse", _BLOCK_SPARSE, _run_block_sparse)
+_block_sparse_op.register_autograd(_refuse_gradients)
 _store_op = torch.library.custom_op("fa_serve::store_kv", _run_store, mutates_args=("k_cache", "v_cache"), schema=_STORE)
 _store_op.register_fake(lambda *given: None)

@@ -90,13 +90,14 @@ class AttentionSpec:
     mask:        dtype of an explicit mask ("bool" keeps where True, "float" is added to the scores), or None
     needs_grad:  autograd will ask for gradients of a tensor of this call
     op:          "attention": any number of queries per sequence
-                 "decode": at most FEW_QUERIES queries per sequence, a fixed number of splits, or a quantised cache; a mask
-                 depends on the key alone
+                 "decode": at most FEW_QUERIES queries per sequence, a fixed number of splits, a quantised cache, or prompts
+                 whose keys are divided as well (see `backends.chunks`); a mask depends on the key alone
                  "store_kv": write keys and values into a paged cache
                  "backward": the gradients of a dense or packed "attention"
     whole_rows:  (paged) tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens
     alibi:       a bias that falls linearly with the distance of query and key
     attention_chunk: queries attend within chunks of a fixed length only
+    block_mask:  queries attend to the key blocks of a list (see `block_lists`)
     """
 
     layout: Layout
@@ -118,6 +119,7 @@ class AttentionSpec:
     whole_rows: bool = True
     alibi: bool = False
     attention_chunk: bool = False
+    block_mask: bool = False
 
     def __str__(self) -> str:
         parts: list[str] = [] if self.op == "attention" else [self.op]
@@ -132,7 +134,8 @@ class AttentionSpec:
             parts.append("causal")
         elif self.window_size != (-1, -1):
             parts.append(f"window {self.window_size}")
-        parts += [name for name in ("softcap", "sinks", "alibi", "attention_chunk", "needs_grad") if getattr(self, name)]
+        named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask", "needs_grad")
+        parts += [name for name in named if getattr(self, name)]
         if self.mask:
             parts.append(f"{self.mask} mask")
         if self.page_size:

@@ -8,6 +8,7 @@ From the connection to the engine, a request passes through these modules:
     half_closed.py        clients that end their side of the connection and wait for the answer
     app.py                the application: middleware, routes and lifespan
     guard.py, traces.py   middleware: request ids, API keys, body size; OpenTelemetry spans
+    timelines.py          where the time of a slow request went
     routes.py             the endpoints, each a few lines long
     schemas.py, strict.py the requests as strict pydantic models
     answer.py             one request's answer, plain or streamed; completion_answer.py and chat/ know the two shapes

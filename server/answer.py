@@ -31,6 +31,7 @@ from .replies import PromptLogprobs, Usage
 from .request_params import AnswerParams, sampling_params
 from .schemas import SamplingRequest
 from .service import Service
+from .timelines import Timeline
 
 # the fields that make an answer larger than its text
 SIZE_FIELDS = ("n", "best_of", "prompt_logprobs", "logprobs", "top_logprobs", "echo", "return_token_ids", "max_tokens")
@@ -43,6 +44,7 @@ class Answer(ABC):
     prefix:           the beginning of the reply's id
     event_begin:      what stands before each chunk in a stream of server-sent events
     stream_end:       what stands after the last event
+    timeline:         where the request's time goes; None if nobody asks
     _prompt_field:    the request's field with the prompt
     _clips:           a `max_tokens` that does not fit behind the prompt is lowered instead of refused
     """
@@ -63,6 +65,7 @@ class Answer(ABC):
         self._tokenization = service.tokenization
         self._key = key
         self._arrival = time.perf_counter()
+        self.timeline: Timeline | None = None
         self._n = body.n or 1
         self._constraint = single_constraint(self._constraints())
         self._prompts: list[list[int]] = []
@@ -168,6 +171,8 @@ class Answer(ABC):
                         if output.finished:
                             self._count(index, output)
                         yield index, output
+            if self.timeline is not None:
+                self.timeline.complete = True
 
     def _truncated(self, prompt: list[int]) -> list[int]:
         """The part of a prompt that `truncate_prompt_tokens` keeps."""
@@ -228,6 +233,7 @@ class Answer(ABC):
             fields=fields,
             client=isolation.client(self._key),
             cache_salt=isolation.cache_salt(self._key, body.cache_salt),
+            timeline=self.timeline,
         )
 
     def _count(self, index: int, output: RequestOutput) -> None:

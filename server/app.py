@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from .guard import BodyLimit, Hosts, Keys, RequestIds
 from .routes import posts, router, tokenizer_router
 from .service import Service
 from .settings import Settings
+from .timelines import Timelines
 from .traces import Traces, tracer_provider
 
 if TYPE_CHECKING:
@@ -77,5 +79,7 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
         app.add_middleware(Hosts, names=allowed)
     if provider is not None:
         app.add_middleware(Traces, provider=provider)
+    if settings.log_slow is not None or provider is not None:
+        app.add_middleware(Timelines, limit=math.inf if settings.log_slow is None else settings.log_slow / 1000)
     app.add_middleware(RequestIds, count=service.metrics.responded)
     return app

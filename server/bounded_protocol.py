@@ -202,6 +202,9 @@ class BoundedProtocol(HalfClosedProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if fault := self._fault():
+            self._refuse(400, "invalid_http", fault)
+            raise RefusedError
         self._head_is_whole = True
         self._disarm()
         if self.pipeline:
@@ -210,6 +213,19 @@ class BoundedProtocol(HalfClosedProtocol):
             self._table.count("pipelined")
             raise RefusedError
         super().on_headers_complete()
+
+    def _fault(self) -> str | None:
+        """What a proxy in front may read in another way than the parser does, which accepts it (RFC 9112, 2.3, 3.2 and 6.1)."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            return f"The version of HTTP must be 1.0 or 1.1, got {version}."
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (version == "1.1" and not hosts):
+            return f"The request must have one Host header, got {hosts}."
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (version == "1.0" or codings != [b"chunked"]):
+            return "Transfer-Encoding must be chunked, and absent in HTTP/1.0."
+        return None
 
     def on_body(self, body: bytes) -> None:
         self._pieces += 1
@@ -277,7 +293,7 @@ class BoundedProtocol(HalfClosedProtocol):
         if is_answering:
             cycle.disconnected = True  # the application is told so in place of the rest of the body
             cycle.message_event.set()
-        path = self.scope["path"] if self._head_is_whole else ""
+        path = (self.scope or {}).get("path", "")  # absent before the head is whole, and for a URL that is not valid
         content = to_json(HttpError(status, message, code=code).body(path))
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         retry = "retry-after: 1\r\n" if status == 503 else ""

@@ -31,6 +31,7 @@ from fa_serve.spec import ParameterError
 from .errors import INTERNAL_ERROR, ApiError, BadRequest, EngineFailed, TooManyRequests, Unavailable, parameter_refused
 from .metrics import SequenceMetrics
 from .service import RETRY_SECONDS, Service
+from .timelines import Timeline
 
 T = TypeVar("T")
 log = logging.getLogger("fa_serve.server")
@@ -69,6 +70,7 @@ class Job:
     arrival:  when the request came, on time.perf_counter's clock
     n:        sequences for each prompt
     client, cache_salt: as the engine takes them
+    timeline: where its time goes; None if nobody asks
     """
 
     name: str
@@ -78,6 +80,7 @@ class Job:
     fields: RequestFields
     client: str | None
     cache_salt: str | None
+    timeline: Timeline | None = None
 
 
 async def sequences_of_prompt(
@@ -91,6 +94,8 @@ async def sequences_of_prompt(
     prompt_logprobs: list[TokenLogprob | None] | None = None
     held_back: list[RequestOutput] = []
     unfinished_reason = "error"
+    timeline = job.timeline
+    sent = timeline.send() if timeline is not None else 0.0
     generated = service.engine.generate(
         prompt, params, f"{job.name}-{number}", priority=job.priority, client=job.client, cache_salt=job.cache_salt
     )
@@ -98,6 +103,8 @@ async def sequences_of_prompt(
         async with aclosing(generated) as outputs:
             async for output in outputs:
                 metrics[output.index].observe(output)
+                if timeline is not None:
+                    timeline.take(sent, output)
                 if output.finished:
                     del metrics[output.index]
                 if output.finish_reason in ("error", "abort"):

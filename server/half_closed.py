@@ -21,19 +21,46 @@ TCP_CLOSE = 7  # linux/include/net/tcp_states.h
 
 
 class HalfClosedProtocol(HttpToolsProtocol):
+    """uvicorn's `cycle` is the newest request. While that one is pipelined, the answer under way is that of `_first`."""
+
+    _first: RequestResponseCycle | None = None
+
+    @property
+    def answered(self) -> RequestResponseCycle | None:
+        """The request whose answer is under way or came last."""
+        return self._first if self.pipeline else self.cycle
+
+    def on_headers_complete(self) -> None:
+        before = self.cycle
+        super().on_headers_complete()
+        self._first = before if self.pipeline else None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        answered = self.answered
+        super().connection_lost(exc)
+        # uvicorn tells only the newest request that the client has left
+        if answered is not None and not answered.response_complete:
+            answered.disconnected = True
+            answered.message_event.set()
+
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """True keeps the connection open for writing."""
-        cycle = self.cycle
-        waits = cycle is not None and not cycle.response_complete and not cycle.more_body
-        if not waits or sys.platform != "linux" or cycle.scope["http_version"] != "1.1":
+        answered = self.answered
+        if answered is None or answered.response_complete or answered.more_body:
             return None
-        cycle.keep_alive = False
-        self.pipeline.clear()
-        self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
+        if sys.platform != "linux" or answered.scope["http_version"] != "1.1":
+            return None
+        if self.cycle.more_body:  # a pipelined request that will never be whole
+            self.pipeline.clear()
+            self.cycle = answered
+        self.cycle.keep_alive = False
+        self.loop.call_later(PROBE_SECONDS, self._probe)
         return True
 
-    def _probe(self, cycle: RequestResponseCycle) -> None:
+    def _probe(self) -> None:
         """Make a client that is gone reset the connection, and look whether one has."""
+        cycle = self.answered
+        assert cycle is not None
         if cycle.response_complete or cycle.disconnected or self.transport.is_closing():
             return
         connection = self.transport.get_extra_info("socket")
@@ -42,4 +69,4 @@ class HalfClosedProtocol(HttpToolsProtocol):
             return
         if not cycle.response_started:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
+        self.loop.call_later(PROBE_SECONDS, self._probe)

@@ -9,9 +9,10 @@ With traces, each sequence is a span as well (traces.py).
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from fa_serve.engine import EngineStats, RequestOutput
+from fa_serve.engine.stats import STEP_SECONDS
 
 from .logs import num_dropped
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 PREFIX = "fa_serve:"
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+DELAY_INTERVAL = 0.05  # seconds between two looks at the event loop
 TOKENS = tuple(float(2**power) for power in range(18))
 
 
@@ -46,6 +49,9 @@ class Metrics(Collector):
         self.whole = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_SECONDS)
         self.queue = self._histogram(
             "request_queue_time_seconds", "Time in the engine's queue before the first step.", REQUEST_SECONDS
+        )
+        self.loop_delay = self._histogram(
+            "event_loop_delay_seconds", "How late the server's event loop runs what is due.", STEP_SECONDS
         )
         self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a finished sequence.", TOKENS)
         self.output = self._histogram("request_generation_tokens", "Generated tokens of a finished sequence.", TOKENS)
@@ -122,6 +128,11 @@ class Metrics(Collector):
         for position, value in enumerate(drafts.accepted_at):
             by_position.add_metric([*label, str(position)], value)
         yield by_position
+        steps = HistogramMetricFamily(
+            f"{PREFIX}engine_step_seconds", "One step of the engine's loop, with its outputs.", labels=["model_name"]
+        )
+        steps.add_metric(label, _buckets(STEP_SECONDS, stats.steps.counts), stats.steps.total)
+        yield steps
 
 
 class Histogram(Collector):
@@ -150,10 +161,33 @@ class Histogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=["model_name"])
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
         for model, (counts, total) in self._seen.items():
-            family.add_metric([model], [*zip(names, map(float, accumulate(counts)), strict=True)], total[0])
+            family.add_metric([model], _buckets(self._bounds, counts), total[0])
         yield family
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """The cumulated numbers of values by bound. `counts` has one number for each bound, and one for larger values."""
+    return [*zip([*map(floatToGoString, bounds), "+Inf"], map(float, accumulate(counts)), strict=True)]
+
+
+class LoopDelay:
+    """Observes how late the event loop runs a timer, some times a second. A call that comes at any moment waits as long."""
+
+    def __init__(self, observe: Callable[[float, int], None]):
+        self._observe = observe
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time() + DELAY_INTERVAL
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        self._observe(max(now - self._due, 0.0), 1)
+        self._due = now + DELAY_INTERVAL
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def stop(self) -> None:
+        self._timer.cancel()
 
 
 class SequenceMetrics:
@@ -183,8 +217,8 @@ class SequenceMetrics:
             self._metrics.whole.of(self._model)(now - self._arrival, 1)
             self._metrics.prompt.of(self._model)(output.num_prompt_tokens, 1)
             self._metrics.output.of(self._model)(output.num_output_tokens, 1)
-            if output.queue_time is not None:
-                self._metrics.queue.of(self._model)(output.queue_time, 1)
+            if output.times is not None and output.times.begun:
+                self._metrics.queue.of(self._model)(output.times.queue, 1)
             self.end(output.finish_reason or "error", output)
 
     def end(self, reason: str, output: RequestOutput | None = None) -> None:
@@ -197,9 +231,9 @@ class SequenceMetrics:
             self._metrics.finished.labels(self._model, reason).inc()
         if self._span is None:
             return
-        seconds = {"time_to_first_token": self._first, "e2e": time.perf_counter() - self._arrival}
+        seconds: dict[str, float | None] = {"time_to_first_token": self._first, "e2e": time.perf_counter() - self._arrival}
         if output is not None:
-            seconds["time_in_queue"] = output.queue_time
+            seconds |= _seconds_of(output)
             self._span.set_attribute("gen_ai.usage.input_tokens", output.num_prompt_tokens)
             self._span.set_attribute("gen_ai.usage.output_tokens", output.num_output_tokens)
         self._span.set_attribute("gen_ai.request.model", self._model)
@@ -208,3 +242,18 @@ class SequenceMetrics:
             if value is not None:
                 self._span.set_attribute(f"gen_ai.latency.{name}", value)
         self._span.end()
+
+
+def _seconds_of(output: RequestOutput) -> dict[str, float]:
+    """Where the time of a sequence went in the engine, under vLLM's names of attributes where it has one."""
+    times = output.times
+    if times is None or not times.begun:
+        return {}
+    return {
+        "time_in_queue": times.queue,
+        "time_in_model_prefill": times.prompt,
+        "time_in_model_decode": times.decode,
+        "time_in_masks": times.masks,
+        "time_in_detokenise": times.detokenise,
+        "longest_step": times.longest_step,
+    }

@@ -25,7 +25,6 @@ from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
 import uvicorn
 
 from fa_serve.engine import AsyncEngine
@@ -47,7 +46,7 @@ END_SECONDS = 4.5  # for the engine's last step, open connections and the event 
 
 def build_server(settings: Settings, report: StartupReport) -> Server:
     """The server for these settings, with nothing loaded yet. Raises ValueError or OSError for settings that cannot work."""
-    report.mark("import", f"torch {torch.__version__}, transformers {version('transformers')}")
+    report.mark("import", f"torch {version('torch')}, transformers {version('transformers')}")
     engine_config = settings.engine_config()
     engine = AsyncEngine(engine_config, on_phase=report.add)
     app = create_app(engine, settings)

@@ -173,6 +173,7 @@ async def _respond(kind: Callable[[Any, Service, str | None], Answer], body: Any
     service = await _service(request)
     settings = service.settings
     answer = kind(body, service, getattr(request.state, "key", None))
+    answer.timeline = getattr(request.state, "timeline", None)
     if body.stream:
         return EventStream(answer, settings.request_timeout, settings.send_timeout)
     reply = await attend(answer.whole(), request.receive, settings.request_timeout)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
 from .isolation import Isolation
 from .json_bounds import JsonBounds
-from .metrics import Metrics
+from .metrics import LoopDelay, Metrics
 from .replies import ModelCard
 from .settings import Settings
 from .tokenization import Tokenization
@@ -43,6 +43,7 @@ class Service:
         self.json_bounds = JsonBounds(settings.max_json_values, settings.max_json_fields)
         self.draining = False
         self._loading: asyncio.Task[None] | None = None
+        self._loop_delay: LoopDelay | None = None
         self._in_flight: Counter[str | None] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -65,6 +66,7 @@ class Service:
     async def _load(self) -> None:
         await self.engine.start()
         await self.tokenization.check_template()
+        self._loop_delay = LoopDelay(self.metrics.loop_delay.of(self.model_name))
 
     async def loaded(self) -> None:
         """Return when the engine is ready. Raises the error that kept it from loading."""
@@ -77,6 +79,8 @@ class Service:
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
+        if self._loop_delay is not None:
+            self._loop_delay.stop()
         await self.engine.shutdown(timeout)
         for thread in (self._parser, self._writer):
             thread.shutdown(wait=False, cancel_futures=True)

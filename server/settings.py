@@ -45,7 +45,13 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = _option(
         "auto", "Data type of the weights and the KV cache; auto takes the checkpoint's.", "Model"
     )
+    quantization: Literal["fp8"] | None = _option(
+        None, "fp8 rounds the weights of a checkpoint of floats to 8 bits while it is loaded, and may change tokens.", "Model"
+    )
     device: str = _option("auto", "auto, cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.", "Model")
+    tensor_parallel: int = _option(
+        1, "Number of GPUs, or of processes on a CPU, that each layer is divided between.", "Model", ge=1
+    )
     max_model_len: int | None = _option(
         None, "Maximum number of tokens of prompt and answer together; by default the model's limit.", "Model", ge=1
     )
@@ -62,6 +68,14 @@ class Settings(BaseSettings):
     max_num_seqs: int = _option(256, "Maximum number of sequences that run at once.", "Engine", ge=1)
     # half of the engine's default for offline use: of prompts that arrive together, the first are answered after half a step
     max_num_batched_tokens: int = _option(4096, "Maximum number of tokens in one step.", "Engine", ge=1)
+    target_itl: float | None = _option(
+        None,
+        "Milliseconds from one token to the next up to which the prompts of others may slow an answer down: prompts are "
+        "computed in chunks of that size. By default 4 decoding steps as measured, and at least 20; 0 is no limit.",
+        "Engine",
+        ge=0,
+        allow_inf_nan=False,
+    )
     page_size: int = _option(16, "Tokens in a page of the KV cache.", "Engine", ge=1)
     num_pages: int | None = _option(None, "Pages of the KV cache; by default as many as fit into memory.", "Engine", ge=1)
     kv_cache_dtype: Literal["auto", "fp8"] = _option(
@@ -73,10 +87,10 @@ class Settings(BaseSettings):
     )
     eager: bool = _option(False, "Use neither CUDA graphs nor fused layers.", "Engine")
     fusion: bool = _option(True, "Use fused kernels for layers of Llama's architecture.", "Engine")
-    speculative: Literal["ngram"] | None = _option(
+    speculative: str | None = _option(
         None,
         "Guess tokens ahead and verify several in one step: ngram copies what followed the last tokens earlier in the prompt "
-        "or the answer. Answers do not change; by default off.",
+        "or the answer, draft=MODEL asks a small model with the same vocabulary. Answers do not change; by default off.",
         "Engine",
     )
     num_speculative_tokens: int = _option(
@@ -124,6 +138,12 @@ class Settings(BaseSettings):
     )
     log_format: Literal["plain", "json"] = _option("plain", "Format of the log.", "Logs")
 
+    log_slow: float | None = _option(
+        None,
+        "Milliseconds after which a request counts as slow: a line in the log says where its time went. By default off.",
+        "Logs",
+        ge=0,
+    )
     otlp_traces_endpoint: str | None = _option(
         None, "OTLP/HTTP address that gets OpenTelemetry traces; needs the otel extra.", "Logs"
     )

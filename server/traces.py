@@ -2,21 +2,25 @@
 
     fa-serve serve --otlp-traces-endpoint http://collector:4318/v1/traces
 
-Each request for tokens is a span; it continues the client's trace if the client sends `traceparent`. Each sequence of the
-request is a span in that one, with its numbers of tokens, the reason for its end, and the seconds in the queue, until the first
-token and in all. Attributes have the names of OpenTelemetry and vLLM. Prompts and answers are never sent. The SDK itself reads
-the OTEL_* environment variables about resources and sampling.
+Each request for tokens is a span; it continues the client's trace if the client sends `traceparent`. The parts of its time
+(timelines.py) are attributes. Each sequence of the request is a span in that one, with its numbers of tokens, the reason for
+its end, and the seconds in the queue, until the first token and in all. Attributes have the names of OpenTelemetry and vLLM
+where they have one. Prompts and answers are never sent. The SDK itself reads the OTEL_* environment variables about resources
+and sampling.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 from starlette import types as asgi
 from starlette.datastructures import Headers
 
 import fa_serve
+
+from .timelines import Timeline
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -73,3 +77,7 @@ class Traces:
                 await send(message)
 
             await self._app(scope, receive, send_with_status)
+            timeline: Timeline = scope["state"]["timeline"]
+            for part, seconds in timeline.parts(time.monotonic()).items():
+                span.set_attribute(f"fa_serve.latency.{part}", seconds)
+            span.set_attribute("fa_serve.latency.blocked", timeline.blocked)

@@ -72,7 +72,7 @@ def _lengths() -> list[Case]:
 
 def _shapes() -> list[Case]:
     groups = [Case((70,), (90,), heads=8, kv_heads=n, causal=True) for n in (8, 2, 1)]
-    dims = [Case((70,), (90,), head_dim=d, causal=True) for d in (32, 80, 96, 128, 192, 256)]
+    dims = [Case((70,), (90,), head_dim=d, causal=True) for d in (32, 80, 96, 128, 192, 256, 512)]
     values = [Case((70,), (90,), head_dim=d, head_dim_v=dv, causal=True) for d, dv in ((192, 128), (64, 128), (80, 24))]
     return groups + dims + values
 
@@ -151,6 +151,8 @@ PAGED = [
     Case((1, 1), (64, 70), heads=4, kv_heads=4, head_dim=192, head_dim_v=128, causal=True),
     Case((40, 9), (64, 9), heads=4, kv_heads=1, head_dim=256, causal=True, page_size=7),
     Case((1, 1), (64, 9), heads=16, kv_heads=1, head_dim=256, causal=True),
+    Case((1, 1, 1), (64, 9, 300), heads=8, kv_heads=2, head_dim=512, causal=True),
+    Case((40, 3), (64, 70), heads=4, kv_heads=2, head_dim=512, head_dim_v=288, causal=True, window=(50, -1), sinks=True),
     *_PAGED_POSITIONS,
 ]
 

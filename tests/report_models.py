@@ -1,10 +1,12 @@
 """Write docs/models.md from the outcomes of tests.
 
     python tests/report_models.py             # runs the tests of the families, then writes the page (minutes)
+    python tests/report_models.py --experts   # finds how models keep their experts again, then writes the page
     python tests/report_models.py --page      # writes the page alone, from the files below
 
 tests/results/families.json holds the outcomes of tests/hf/test_families.py and tests/hf/test_multimodal.py, the backends that
-serve the layers of each architecture in its published sizes, and whether fa_serve takes each model of transformers.
+serve the layers of each architecture in its published sizes, whether fa_serve takes each model of transformers, and what
+`report_experts.py` finds.
 tests/upstream/results.json holds the outcomes of transformers' own tests, which tests/upstream/run.py writes.
 """
 
@@ -20,10 +22,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import report_experts
+
 HERE = Path(__file__).parent
 FAMILIES = HERE / "results" / "families.json"
 UPSTREAM = HERE / "upstream" / "results.json"
 PAGE = HERE.parent / "docs" / "models.md"
+GPUS = {"H200": 90, "A100": 80}
 # The tests of a family, by the name of their column on the page.
 COLUMNS = {
     "forward": "padded",
@@ -120,12 +125,53 @@ def census() -> dict[str, dict[str, str]]:
     return found
 
 
+def kept_weights() -> list[dict[str, str]]:
+    """For each format that `examples/quantise.py` writes: how weights are kept, and who computes their products."""
+    import torch
+    from quantise import formats
+
+    from fa_serve.hf.quantization_plan import read_config
+    from fa_serve.ops.quantized_choice import explain
+
+    found = []
+    for name, (_, config) in formats(128).items():
+        scheme = read_config(config).scheme_of("model.layers.0.mlp.up_proj", torch.nn.Linear(1, 1))
+        assert scheme is not None
+        gpus = {gpu: explain(scheme.is_packed, scheme.by_row, torch.bfloat16, "cuda", arch) for gpu, arch in GPUS.items()}
+        found.append({"format": name, "kept": scheme.description, **gpus})
+    return found
+
+
+def formats_of_transformers() -> dict[str, str]:
+    """For each format of quantised weights that transformers knows: who loads it."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    from fa_serve.hf.models import NAME
+    from fa_serve.hf.quantization_plan import is_ours
+    from fa_serve.spec import ParameterError
+
+    found = {}
+    for method in sorted(
+        {name.partition("_4bit")[0].partition("_8bit")[0] for name in AUTO_QUANTIZATION_CONFIG_MAPPING} - {NAME}
+    ):
+        try:
+            found[method] = "fa_serve" if is_ours({"quant_method": method}) else "transformers"
+        except ParameterError:
+            found[method] = "refused"
+    return found
+
+
 def collect() -> dict[str, Any]:
     import torch
     import transformers
 
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    return {"versions": versions, "families": outcomes(), "layers": layers(), "census": census()}
+    found = {"versions": versions, "families": outcomes(), "layers": layers(), "census": census()}
+    return found | {"experts": experts(), "kept_weights": kept_weights(), "formats": formats_of_transformers()}
+
+
+def experts() -> dict[str, Any]:
+    return {"layouts": report_experts.layouts(), "mixtures": report_experts.mixtures()}
 
 
 def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
@@ -174,6 +220,7 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
     for name, kinds in results["layers"].items():
         for row in kinds:
             lines.append(f"| {name} | {row['layers']} | {row['asks']} | {row['prefill']} | {row['decode']} |")
+    lines += report_experts.page(results["experts"])
     counts = Counter(results["census"].values())
     lines += [
         "",
@@ -190,8 +237,43 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
     for reason, _ in counts.most_common():
         types = [name for name, why in results["census"].items() if why == reason]
         lines.append(f"| {reason} | {', '.join(types)} |")
+    lines += _quantised(results)
     lines += _upstream(upstream)
     return "\n".join(lines) + "\n"
+
+
+def _quantised(results: dict[str, Any]) -> list[str]:
+    by_loader: dict[str, list[str]] = {}
+    for method, loader in results["formats"].items():
+        by_loader.setdefault(loader, []).append(method)
+    lines = [
+        "",
+        "## Quantised weights",
+        "",
+        "The engine reads quantised linear layers from the files of a checkpoint, without another package and without a copy",
+        "in full precision, and fuses decoder layers as it fuses others. `examples/quantise.py` writes small copies in each of",
+        "these formats. For bfloat16 with groups of 128, products are computed by:",
+        "",
+        "| format | weights | " + " | ".join(GPUS) + " |",
+        "|---|---|" + "---|" * len(GPUS),
+    ]
+    for row in results["kept_weights"]:
+        lines.append(f"| {row['format']} | {row['kept']} | " + " | ".join(row[gpu] for gpu in GPUS) + " |")
+    return [
+        *lines,
+        "",
+        "A CPU multiplies with dequantised weights, which it computes at each step. `torch._scaled_mm` rounds activations to",
+        "float8 too, each row with a scale that is measured, or all with the checkpoint's scale. Everything else multiplies",
+        "activations as they are. Dequantised weights have the bits of the tools that wrote them. Deterministic mode",
+        "dequantises every weight and keeps its promise. While a checkpoint is loaded, memory holds its bytes and the numbers",
+        "of one layer. `--quantization fp8` rounds the linear layers inside of the decoder layers of a checkpoint of floats",
+        "to float8 with a scale for each row. The speed of these products has not been measured yet.",
+        "",
+        f"Of transformers' formats, fa_serve loads {', '.join(by_loader['fa_serve'])}. It leaves",
+        f"{', '.join(by_loader['transformers'])} to transformers, whose modules run in layers that are not fused. A",
+        "checkpoint in another format is refused with its name, as are options such as 3 bits, and quantised experts:",
+        f"{', '.join(by_loader['refused'])}.",
+    ]
 
 
 def _upstream(upstream: dict[str, Any]) -> list[str]:
@@ -219,9 +301,12 @@ def _upstream(upstream: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--page", action="store_true", help="write the page from the existing results")
-    if not parser.parse_args().page:
+    parser.add_argument("--experts", action="store_true", help="find only how models keep their experts")
+    args = parser.parse_args()
+    if not args.page:
+        results = json.loads(FAMILIES.read_text()) | {"experts": experts()} if args.experts else collect()
         FAMILIES.parent.mkdir(exist_ok=True)
-        FAMILIES.write_text(json.dumps(collect(), indent=1) + "\n")
+        FAMILIES.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(json.loads(FAMILIES.read_text()), json.loads(UPSTREAM.read_text())))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.pages import PageTable
+from fa_serve.engine.prompt_share import PromptShare
 from fa_serve.engine.request import Request
 from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler import Scheduler
 from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.speculation import Drafter, Speculation
+from fa_serve.engine.speculation import NgramDrafter, Speculation
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 8, serial: int = 0, **fields: object) -> Request:
@@ -24,6 +27,7 @@ def make_scheduler(
     window: int | None = None,
     keys_per_tile: int = 8,
     speculation: Speculation | None = None,
+    prompt_share: PromptShare | None = None,
 ) -> Scheduler:
     return Scheduler(
         PageTable(num_pages, page_size, prefix_caching=caching),
@@ -32,6 +36,7 @@ def make_scheduler(
         keys_per_tile=keys_per_tile,
         window=window,
         speculation=speculation,
+        prompt_share=prompt_share,
     )
 
 
@@ -74,14 +79,14 @@ class Device:
         return sampled
 
 
-class Guesses(Speculation):
+class Guesser(NgramDrafter):
     """Proposes what the model will draw, except at some positions."""
 
-    def __init__(self, num_tokens: int, wrong: set[int]) -> None:
-        super().__init__(num_tokens)
+    def __init__(self, wrong: set[int]) -> None:
+        super().__init__()
         self.wrong = wrong
 
-    def _propose(self, drafter: Drafter, sequence: SequenceState, count: int) -> list[int]:
+    def propose(self, sequence: SequenceState, count: int) -> list[int]:
         tokens = list(sequence.tokens)
         if len(tokens) % 7 in self.wrong:
             return []
@@ -89,6 +94,36 @@ class Guesses(Speculation):
             tokens.append(next_token(tokens))
         drafts = tokens[len(sequence.tokens) :]
         return [(token + 1) % 3 if (len(sequence.tokens) + i) % 5 in self.wrong else token for i, token in enumerate(drafts)]
+
+
+class PreparedGuesser(Guesser):
+    """The same for a drafter that guesses for all sequences at once, and writes keys into their pages."""
+
+    prepares = True
+
+    def __init__(self, wrong: set[int]) -> None:
+        super().__init__(wrong)
+        self.prepared: dict[SequenceState, int] = {}
+
+    def prepare(self, wanted: Sequence[tuple[SequenceState, int]]) -> None:
+        self.prepared = dict(wanted)
+        for sequence, count in wanted:
+            assert count > 0
+            assert len(sequence.pages) * 4 >= len(sequence.tokens) + count, "a draft has no page"
+
+    def promises(self, sequence: SequenceState) -> bool:
+        return True
+
+    def propose(self, sequence: SequenceState, count: int) -> list[int]:
+        assert count <= self.prepared[sequence], "more than was prepared"
+        return super().propose(sequence, count)
+
+
+class Guesses(Speculation):
+    """Speculation with one of these guessers."""
+
+    def __init__(self, num_tokens: int, wrong: set[int], always: bool = False) -> None:
+        super().__init__(num_tokens, PreparedGuesser(wrong) if always else Guesser(wrong))
 
 
 def expected_output(prompt: list[int], max_tokens: int, end_ids: frozenset[int]) -> list[int]:

@@ -11,9 +11,18 @@ import torch
 from api_calls import CU, DENSE, K_CACHE, PAGED, ROWS, STORE, TABLE, USED, V_CACHE, VARLEN, K, Q, V
 
 import fa_serve
+from fa_serve import BlockLists
 from fa_serve.argument_checks import effective_chunk, softmax_options
 from fa_serve.spec import ParameterError
 from fa_serve.testing import cu_seqlens
+
+
+def _blocks(*shape: int) -> dict[str, Any]:
+    return {"block_mask": BlockLists.from_blocks(torch.ones(shape, dtype=torch.bool))}
+
+
+LISTS = _blocks(2, 1, 1, 1)["block_mask"]
+BITS = torch.zeros(2, 1, 1, 1, 128, 4, dtype=torch.int32)
 
 # function, its right arguments, what is changed, the error, what its message must say
 BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Exception], str]] = {
@@ -41,6 +50,17 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Ex
     "alibi-dtype": (*DENSE, {"alibi_slopes": torch.zeros(4).half()}, ParameterError, "alibi_slopes must be float32 .*float16"),
     "alibi-shape": (*VARLEN, {"alibi_slopes": torch.zeros(3, 4)}, ParameterError, r"or \(2, 4\), got .*\(3, 4\)"),
     "alibi-device": (*PAGED, {"alibi_slopes": torch.zeros(4, device="meta")}, ParameterError, "alibi_slopes must be on q's"),
+    "blocks-size": (*DENSE, {"block_mask": LISTS._replace(block_size=(128, 32))}, ParameterError, r"64 or 128 keys.*32\)"),
+    "blocks-none": (*DENSE, {"block_mask": LISTS._replace(kv_indices=None)}, ParameterError, "have kv_num_blocks and kv_ind"),
+    "blocks-half": (*VARLEN, {"block_mask": LISTS._replace(full_kv_indices=LISTS[1])}, ParameterError, "both full_kv_num_bl"),
+    "blocks-int64": (*PAGED, {"block_mask": LISTS._replace(kv_indices=LISTS[1].long())}, ParameterError, "kv_indices of int32"),
+    "blocks-rank": (*DENSE, {"block_mask": (LISTS[0], LISTS[0], None, None)}, ParameterError, "int32 with 4 dimensions"),
+    "blocks-device": (*DENSE, {"block_mask": LISTS._replace(partial_bits=BITS.to("meta"))}, ParameterError, "6 .* on cpu"),
+    "blocks-bits": (*DENSE, {"block_mask": LISTS._replace(partial_bits=BITS[..., :2])}, ParameterError, r"end with \(128, 4\)"),
+    "blocks-heads": (*DENSE, _blocks(2, 3, 1, 1), ParameterError, r"one of \(1, 2, 4\) heads"),
+    "blocks-queries": (*VARLEN, _blocks(2, 2, 0, 1), ParameterError, "at least 1 blocks of 128 queries"),
+    "blocks-batch": (*PAGED, _blocks(3, 1, 1, 1), ParameterError, "for 1 or 2 sequences"),
+    "blocks-and-mask": (*DENSE, {"block_mask": LISTS, "mask": torch.ones(2, 1, 1, 7) > 0}, ParameterError, "mask must be None"),
     "out": (*DENSE, {"out": torch.empty(2, 5, 4, 8)}, ValueError, r"out must be float32 \(2, 5, 4, 16\)"),
     "cu-dtype": (*VARLEN, {"cu_seqlens_q": CU["cu_seqlens_q"].long()}, ValueError, "cu_seqlens_q must be int32.*int64"),
     "cu-empty": (*VARLEN, {"cu_seqlens_q": cu_seqlens([])[:0]}, ValueError, "cu_seqlens_q must have at least 1"),

@@ -32,6 +32,7 @@ ALIKE: dict[str, dict[str, Any]] = {
     "chunk": {"causal": True, "attention_chunk": 3},
     "sinks": {"sinks": torch.tensor([3.0, -1.0, 0.5, 2.0])},
     "lse": {"return_lse": True},
+    "blocks": {"block_mask": fa_serve.BlockLists.from_blocks(torch.zeros(1, 1, 1, 1) > 0)},
     "backend": {"backend": "reference"},
     "out": {"out": torch.zeros(10, 4, 16)},
     "strides": {"q": torch.arange(640.0).sin().view(16, 4, 10).permute(2, 1, 0)},

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import fa_serve
+import fa_serve.engine
 
 
 def run(program: str) -> str:
@@ -24,3 +25,23 @@ def test_public_names():
         assert name in dir(fa_serve)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         fa_serve.nonsense  # noqa: B018
+
+
+def test_the_engine_is_imported_when_it_is_used():
+    """A server whose engine runs in another process starts that process before either has imported transformers' models."""
+    program = """
+import sys
+import fa_serve.engine, fa_serve.server.process
+from fa_serve.engine import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
+print(sorted({"transformers", "triton", "safetensors", "fa_serve.hf", "fa_serve.engine.engine"} & sys.modules.keys()))
+"""
+    assert run(program) == "[]"
+
+
+def test_public_names_of_the_engine():
+    for name in fa_serve.engine.__all__:
+        assert getattr(fa_serve.engine, name).__name__ == name
+        assert name in dir(fa_serve.engine)
+    assert sorted(fa_serve.engine._HOMES) == fa_serve.engine.__all__
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        fa_serve.engine.nonsense  # noqa: B018

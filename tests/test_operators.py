@@ -9,6 +9,7 @@ import pytest
 import torch
 from api_calls import CU, DENSE, FLAT, PAGED, STORE, VARLEN, Q
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 import fa_serve
 from fa_serve import operators
@@ -207,10 +208,67 @@ def test_what_a_graph_cannot_differentiate_is_refused() -> None:
         out.sum().backward()
 
 
+LISTS = fa_serve.BlockLists.from_blocks(torch.tensor([True, False, True]).view(1, 1, 1, 3), (64, 64))
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
+@torch.no_grad()
+def test_block_sparse_calls_are_one_node(layout: str, compiler: str) -> None:
+    q, k, v = make_qkv(2, 50, 150, 4, 2, 16)
+    cu = {"cu_seqlens_q": cu_seqlens([50, 50]), "max_seqlen_q": 50}
+    k_cache, v_cache, table, used = make_paged(list(k), list(v), 4)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    pages = {"k_cache": k_cache, "v_cache": v_cache, "block_table": table, "seqused_k": used}
+    call, given = {
+        "dense": (fa_serve.attention, {"q": q, "k": k, "v": v}),
+        "varlen": (
+            fa_serve.attention_varlen,
+            {**dict(zip("qkv", flat, strict=True)), **cu, "cu_seqlens_k": cu_seqlens([150, 150]), "max_seqlen_k": 150},
+        ),
+        "paged": (fa_serve.attention_paged, {"q": flat[0], **pages, **cu}),
+    }[layout]
+    nodes: list[str] = []
+    compiled = torch.compile(
+        lambda lists, **given: call(**given, block_mask=lists, causal=True, return_lse=True),
+        fullgraph=True,
+        backend=recorder(compiler, nodes),
+    )
+    out, lse = compiled(LISTS, **given)
+    expected, expected_lse = call(**given, block_mask=LISTS, causal=True, return_lse=True)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=0)
+    assert not torch.equal(out, call(**given, causal=True))
+    buffer = torch.zeros_like(out)
+    torch.compile(lambda out: call(**given, block_mask=LISTS, causal=True, out=out), fullgraph=True, backend="eager")(buffer)
+    torch.testing.assert_close(buffer, expected, rtol=0, atol=0)
+    assert set(nodes) == {"fa_serve.attention_block_sparse.default"}
+
+
+@torch.no_grad()
+def test_block_masks_of_flex_attention_are_read_in_a_graph() -> None:
+    q, k, v = make_qkv(1, 150, 150, 4, 2, 16)
+    mask = BlockMask.from_kv_blocks(*(x[:, :, :1].expand(-1, -1, 2, *x.shape[3:]).contiguous() for x in LISTS.tensors[:2]))
+    compiled = torch.compile(lambda mask: fa_serve.attention(q, k, v, block_mask=mask), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(mask), fa_serve.attention(q, k, v, block_mask=mask), rtol=0, atol=0)
+
+
+def test_the_block_sparse_operator_keeps_its_promises() -> None:
+    q, k, v = make_qkv(1, 50, 150, 4, 2, 16)
+    middle = (None, *[None] * 5, *LISTS.tensors, 64, 64, None, None, 0)
+    given = (q, k, v, None, None, *middle, False, None, -1, -1, 0.0, 0, True, "auto")
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.fa_serve.attention_block_sparse, given, test_utils=checks)
+    torch.library.opcheck(torch.ops.fa_serve.attention_block_sparse_out, (torch.zeros_like(q), *given), test_utils=checks)
+    out, _ = torch.ops.fa_serve.attention_block_sparse(q.requires_grad_(), *given[1:])
+    with pytest.raises(fa_serve.UnsupportedError, match="a call with a block_mask has no gradient in a graph"):
+        out.sum().backward()
+
+
 @torch.no_grad()
 def test_eager_calls_do_not_use_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dispatcher costs more than a plan that is found."""
-    for name in ("attention", "attention_varlen", "attention_paged", "store_kv"):
+    for name in ("attention", "attention_varlen", "attention_paged", "attention_block_sparse", "store_kv"):
         monkeypatch.setattr(operators, name, None)
     for function, arguments in (DENSE, VARLEN, PAGED, STORE):
         function(**arguments)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+import transformers
 from hf_families import FAMILIES
 from hf_multimodal import MODELS
-from report_models import COLUMNS, PAGE, UPSTREAM, page
+from report_models import COLUMNS, PAGE, UPSTREAM, experts, formats_of_transformers, kept_weights, page
 from report_models import FAMILIES as RESULTS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -35,6 +37,14 @@ def test_the_results_are_of_every_family_and_every_check() -> None:
     assert {column for row in families.values() for column in row} == set(COLUMNS.values())
 
 
+def test_the_table_of_quantised_weights_is_what_the_code_does() -> None:
+    results = json.loads(RESULTS.read_text())
+    assert results["kept_weights"] == kept_weights(), AGAIN
+    known = formats_of_transformers()
+    assert {method: loader for method, loader in results["formats"].items() if method in known} == known, AGAIN
+    assert {"awq", "compressed-tensors", "fp8", "gptq"} == {m for m, loader in known.items() if loader == "fa_serve"}
+
+
 def test_every_refused_model_has_a_reason() -> None:
     census = json.loads(RESULTS.read_text())["census"]
     assert len(census) > 300
@@ -49,3 +59,13 @@ def test_no_failure_of_transformers_own_tests_is_without_a_reason() -> None:
     for row in families.values():
         assert row["passed"] > 20
         assert all("refuses with a sentence" in why or "with sdpa itself" in why for why in row["failed"].values())
+
+
+def test_the_experts_are_those_of_the_installed_transformers() -> None:
+    results = json.loads(RESULTS.read_text())
+    if results["versions"]["transformers"] != transformers.__version__:
+        pytest.skip("the page is about another release of transformers")
+    assert results["experts"] == experts(), AGAIN
+    named = {"gpt_oss", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "olmoe", "granitemoe", "phimoe"}
+    assert {name for name in named if results["experts"]["mixtures"][name]} == set()
+    assert len(results["experts"]["mixtures"]) > 60

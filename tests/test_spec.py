@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def test_a_spec_names_only_what_is_unusual() -> None:
         "decode, paged, cpu, float16, heads 8/8, head_dim 192/128, kv float8_e4m3fn, window (9, 0), softcap, sinks, "
         "needs_grad, bool mask, page_size 16"
     )
+    assert str(replace(plain, block_mask=True)) == f"{plain}, block_mask"
     assert str(OpSpec("cuda", 90)) == "cuda sm90"
     assert (dims(64, 64), dims(192, 128), dtype_name(torch.float8_e4m3fn)) == ("64", "192/128", "float8_e4m3fn")
 

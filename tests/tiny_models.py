@@ -12,11 +12,13 @@ from tokenizers.trainers import BpeTrainer
 from transformers import (
     Gemma2Config,
     GenerationConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -40,6 +42,8 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen3": lambda: Qwen3Config(**SIZES),
     "mistral": lambda: MistralConfig(**SIZES | {"sliding_window": 9}),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES | {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}),
+    "gpt-oss": lambda: GptOssConfig(**SIZES | {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "gemma2": lambda: Gemma2Config(**SIZES | {"sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
 }
 
@@ -47,7 +51,9 @@ CONFIGS = {
 def make_model(family: str = "llama") -> PreTrainedModel:
     """A float32 model of that family, the same at each call. Its logits are far enough apart for argmax to be stable."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32, attn_implementation="eager")
+    # eager experts wait for the device, and grouped_mm is for bfloat16
+    own = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32, **own)
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model.eval()
 

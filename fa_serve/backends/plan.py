@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fa_serve.block_lists import BlockLists
 from fa_serve.spec import FEW_QUERIES
 
 MAX_PLANS = 4096
@@ -108,6 +109,7 @@ class AttentionTensors(NamedTuple):
     out:  written in place if given, else the plan allocates it
     lse:  written in place if given, which only `mixed` does; else the plan allocates it if the options ask for it
     alibi_slopes: float32, (num_heads,) or (batch, num_heads)
+    blocks: the key blocks of each block of queries; `mask` is None with them
     """
 
     q: Tensor
@@ -123,6 +125,7 @@ class AttentionTensors(NamedTuple):
     out: Tensor | None = None
     lse: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    blocks: BlockLists | None = None
 
 
 class BackwardTensors(NamedTuple):

@@ -111,6 +111,7 @@ class ReferenceBackend:
 def _attend(
     options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, t: AttentionTensors, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    mask = t.mask if t.blocks is None else t.blocks.expanded(q.shape[1], k.shape[1], q.shape[2])
     return attention_reference(
         q,
         k,
@@ -119,7 +120,7 @@ def _attend(
         window_size=options.window_size,
         softcap=options.softcap,
         sinks=t.sinks,
-        mask=t.mask,
+        mask=mask,
         alibi_slopes=slopes,
         attention_chunk=options.attention_chunk,
     )
@@ -168,7 +169,8 @@ def _each_sequence(
         slopes = t.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[index]
-        o, sequence_lse = _attend(options, t.q[a:b][None], k[None], v[None], t, slopes)
+        own = t if t.blocks is None else t._replace(blocks=t.blocks.of_sequence(index))
+        o, sequence_lse = _attend(options, t.q[a:b][None], k[None], v[None], own, slopes)
         result[a:b] = o[0]
         lse[:, a:b] = sequence_lse[0]
     return _deliver(result, t), lse if options.return_lse else None

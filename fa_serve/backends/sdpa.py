@@ -4,7 +4,7 @@ On a CPU it calls the operator below scaled_dot_product_attention directly, beca
 With it, sinks cost one multiplication and lse costs nothing. Where a mask is needed (bottom-right causality with unequal
 lengths, windows, explicit masks), the queries are cut into row chunks, and each row chunk sees only the keys that its rows can
 reach, so memory stays linear in the sequence length. No fused operator has softcap, so it is computed with the scores in
-memory, row chunk by row chunk.
+memory, row chunk by row chunk. A block_mask is expanded to a mask of every query and key.
 
 Everything here is differentiable. This module leaves out CUDA graphs (the host reads lengths) and speed on GPUs.
 """
@@ -55,7 +55,8 @@ class SdpaBackend:
 
 
 def _dense(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-    result, lse = _attend(t.q, t.k, t.v, options, t.sinks, t.mask, t.alibi_slopes)
+    mask = t.mask if t.blocks is None else t.blocks.expanded(t.q.shape[1], t.k.shape[1], t.q.shape[2])
+    result, lse = _attend(t.q, t.k, t.v, options, t.sinks, mask, t.alibi_slopes)
     return result if t.out is None else t.out.copy_(result), lse
 
 
@@ -65,9 +66,9 @@ def _varlen(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Ten
     result, lse = _without_keys(t.q, t.v.shape[-1], options.return_lse)
     ends_k = pairwise(t.keys.tolist())
     for index, ((a, b), (c, d)) in enumerate(zip(pairwise(t.cu_seqlens_q.tolist()), ends_k, strict=True)):
-        slopes = _slopes_of(t, index)
-        found = _attend(t.q[None, a:b], t.k[None, c:d], t.v[None, c:d], options, t.sinks, alibi_slopes=slopes)
-        _put(found, result, lse, slice(a, b))
+        if a < b:
+            found = _attend_sequence(t.q[None, a:b], t.k[None, c:d], t.v[None, c:d], options, t, index)
+            _put(found, result, lse, slice(a, b))
     return result if t.out is None else t.out.copy_(result), lse
 
 
@@ -81,10 +82,11 @@ def _paged(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tens
     lengths = t.keys.tolist()
     if rows == [(0, len(q))]:
         k, v = _keys(caches, t.block_table[0], lengths[0], q.dtype)
-        result, lse = _attend(q[None], k, v, options, t.sinks, alibi_slopes=_slopes_of(t, 0))
+        result, lse = _attend_sequence(q[None], k, v, options, t, 0)
         return result[0] if t.out is None else t.out.copy_(result[0]), None if lse is None else lse[0]
     result, lse = _without_keys(q, t.v.shape[-1], options.return_lse)
-    together = [] if t.alibi_slopes is not None else _decoding_together(rows, lengths, options.num_splits)
+    alone = t.alibi_slopes is not None or t.blocks is not None
+    together = [] if alone else _decoding_together(rows, lengths, options.num_splits)
     if together:
         found, at = _attend_together(options, t, caches, together, max(lengths[b] for b in together))
         _put(found, result, lse, at)
@@ -92,15 +94,22 @@ def _paged(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tens
         start, end = rows[b]
         if start < end:
             k, v = _keys(caches, t.block_table[b], lengths[b], q.dtype)
-            found = _attend(q[None, start:end], k, v, options, t.sinks, alibi_slopes=_slopes_of(t, b))
+            found = _attend_sequence(q[None, start:end], k, v, options, t, b)
             _put(found, result, lse, slice(start, end))
     return result if t.out is None else t.out.copy_(result), lse
 
 
-def _slopes_of(t: AttentionTensors, sequence: int) -> Tensor | None:
-    """ALiBi's slopes (num_heads,) of one sequence."""
+def _attend_sequence(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, t: AttentionTensors, sequence: int
+) -> tuple[Tensor, Tensor | None]:
+    """`_attend` for one sequence of `t`, whose q, k and v are given as a batch of one."""
     slopes = t.alibi_slopes
-    return slopes if slopes is None or slopes.dim() == 1 else slopes[sequence]
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes[sequence]
+    mask = None
+    if t.blocks is not None:
+        mask = t.blocks.of_sequence(sequence).expanded(q.shape[1], k.shape[1], q.shape[2])
+    return _attend(q, k, v, options, t.sinks, mask, slopes)
 
 
 _ATTENTION = {"dense": _dense, "varlen": _varlen, "paged": _paged}

@@ -9,16 +9,26 @@ A request passes these modules: input_processor (checks, `Request`), scheduler a
 (batch_arrays, block_table, cuda_graphs, sampler, results), and output_state (text, `RequestOutput`). `Engine` runs them step by
 step; engine_loop and worker run an engine in a thread or a process; `AsyncEngine` gives each request a stream. Left out: HTTP,
 chat templates and metrics (fa_serve.server).
+
+A name is imported when it is first used. So a server whose engine runs in another process starts that process before it has
+imported the models of transformers, which both of them import side by side.
 """
 
-from fa_serve.engine.async_engine import AsyncEngine
-from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.engine import Engine
-from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
-from fa_serve.engine.events import Phase
-from fa_serve.engine.outputs import Completion, RequestOutput, TokenLogprob
-from fa_serve.engine.sampling_params import SamplingParams, StructuredOutput
-from fa_serve.engine.stats import EngineStats
+from __future__ import annotations
+
+import typing as _typing
+from importlib import import_module as _import_module
+
+if _typing.TYPE_CHECKING:
+    from fa_serve.engine.async_engine import AsyncEngine
+    from fa_serve.engine.config import EngineConfig
+    from fa_serve.engine.engine import Engine
+    from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
+    from fa_serve.engine.events import Phase
+    from fa_serve.engine.outputs import Completion, RequestOutput, TokenLogprob
+    from fa_serve.engine.sampling_params import SamplingParams, StructuredOutput
+    from fa_serve.engine.sequence_times import SequenceTimes
+    from fa_serve.engine.stats import EngineStats
 
 __all__ = [
     "AsyncEngine",
@@ -32,6 +42,36 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "SequenceTimes",
     "StructuredOutput",
     "TokenLogprob",
 ]
+
+_HOMES = {
+    "AsyncEngine": "async_engine",
+    "Completion": "outputs",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "EngineDeadError": "errors",
+    "EngineStats": "stats",
+    "Phase": "events",
+    "QueueFullError": "errors",
+    "RequestError": "errors",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+    "SequenceTimes": "sequence_times",
+    "StructuredOutput": "sampling_params",
+    "TokenLogprob": "outputs",
+}
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

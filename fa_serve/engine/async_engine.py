@@ -21,10 +21,9 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.engine import Engine
 from fa_serve.engine.engine_loop import Abort, Add, StepOutputs
 from fa_serve.engine.errors import EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase
@@ -34,6 +33,9 @@ from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.stats import EngineStats
 from fa_serve.engine.worker import STOP_SECONDS, ProcessWorker, Pulse, Ready, ThreadWorker, Worker
 from fa_serve.spec import ParameterError
+
+if TYPE_CHECKING:
+    from fa_serve.engine.engine import Engine
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -95,7 +97,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine | EngineConfig | None = None, *, on_phase: OnPhase | None = None) -> None:
-        self._source = engine
+        self._source = EngineConfig() if engine is None else engine
         self._on_phase = on_phase
         self._worker: Worker | None = None
         self._ready: Ready | None = None
@@ -125,7 +127,7 @@ class AsyncEngine:
         def on_death(reason: str) -> None:
             _call(loop, self._handle_death, reason)
 
-        if not isinstance(source, Engine) and (source or EngineConfig()).uses_process:
+        if isinstance(source, EngineConfig) and source.uses_process:
             self._worker = ProcessWorker(source, on_outputs, on_death, self._on_phase)
         else:
             self._worker = ThreadWorker(source, on_outputs, on_death, self._on_phase)
@@ -138,7 +140,7 @@ class AsyncEngine:
     def _handle_death(self, reason: str) -> None:
         """The worker has died: end its requests, and start another worker if the config allows it."""
         restarts = (
-            not isinstance(self._source, Engine) and self._restarts < self.config.max_restarts and self._restarting is None
+            isinstance(self._source, EngineConfig) and self._restarts < self._source.max_restarts and self._restarting is None
         )
         self._end_all(EngineDeadError(f"the engine has ended: {reason}" + ("; it is being restarted" if restarts else "")))
         if restarts:

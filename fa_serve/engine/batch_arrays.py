@@ -56,11 +56,18 @@ class BatchArrays:
 
 
 def batch_arrays(
-    batch: ScheduledBatch, block_table: BlockTable, *, page_size: int, vocab_size: int, deterministic: bool
+    batch: ScheduledBatch,
+    block_table: BlockTable,
+    *,
+    page_size: int,
+    vocab_size: int,
+    deterministic: bool,
+    drafting: bool = False,
 ) -> BatchArrays:
     """The arrays of one step. New pages are written into the block table.
 
     deterministic: unless all sequences compute one token, treat each token as a sequence that ends with it
+    drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities
     """
     chunks = batch.chunks
     input_ids = _input_ids(batch, block_table)
@@ -92,30 +99,25 @@ def batch_arrays(
         inputs["seqused_k"] = seqused.astype(np.int32)
         cu_seqlens_q = np.concatenate([[0], ends])
     inputs["cu_seqlens_q"] = cu_seqlens_q.astype(np.int32)
-    prompt_rows = [
-        np.arange(first, first + chunk.num_prompt_logits)
-        for chunk, first in zip(chunks, firsts, strict=True)
-        if chunk.num_prompt_logits
-    ]
     if batch.num_drafts:
         # the last num_samples tokens of each chunk
         last_rows = np.cumsum(num_samples)
         sampled = np.arange(num_samples.sum()) + np.repeat(ends - last_rows, num_samples)
     else:
         sampled = ends[num_samples > 0] - 1
-    inputs["logits_indices"] = np.concatenate([sampled, *prompt_rows])
+    inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
 
     sequences = [chunk.sequence for chunk in chunks for _ in range(chunk.num_samples)]
     requests = [sequence.request for sequence in sequences]
     rows: Arrays = {"sampled_slots": token_slots[sampled]}
-    logprob_rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    logprob_rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None and not drafting]
     if logprob_rows:
         rows["logprob_rows"] = np.array(logprob_rows, dtype=np.int64)
     prompt_spans = _prompt_spans(batch)
     if prompt_spans:
         targets = [sequence.request.prompt[first:last] for sequence, first, last in prompt_spans]
         rows["prompt_targets"] = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in targets])
-    sampling = sampling_arrays(requests, (positions[sampled] + 1).tolist(), vocab_size)
+    sampling = sampling_arrays(requests, (positions[sampled] + 1).tolist(), vocab_size, penalties=not drafting)
     if batch.num_drafts and "repetition" in sampling:
         sampling |= draft_arrays([chunk.drafts for chunk in chunks if chunk.samples], vocab_size)
     return BatchArrays(
@@ -148,6 +150,15 @@ def _input_ids(batch: ScheduledBatch, block_table: BlockTable) -> list[int]:
         elif end > len(tokens):
             input_ids.append(-1 - chunk.slot)
     return input_ids
+
+
+def _prompt_rows(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """The prompt tokens of the step whose logits are wanted. firsts: the first token of each chunk"""
+    return [
+        np.arange(first, first + chunk.num_prompt_logits)
+        for chunk, first in zip(batch.chunks, firsts, strict=True)
+        if chunk.num_prompt_logits
+    ]
 
 
 def _prompt_spans(batch: ScheduledBatch) -> list[PromptSpan]:

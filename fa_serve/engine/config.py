@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from fa_serve.engine.prompt_share import PromptShare
 from fa_serve.spec import ParameterError
 
 MAX_DRAFTS = 15
@@ -26,7 +27,10 @@ class EngineConfig:
     model:                  hub name or local folder; None is the embedded model
     trust_remote_code:      run code that comes with the model; otherwise a model that needs such code is refused
     dtype:                  "auto" (the checkpoint's), "float16", "bfloat16" or "float32"
+    quantization:           "fp8" rounds the weights of a checkpoint of floats to 8 bits while it is loaded, which halves their
+                            memory and may change tokens; None loads weights as the checkpoint keeps them
     device:                 "auto" (cuda if there is one, else cpu), or a torch device
+    tensor_parallel:        ranks that the layers are divided between, one process and one device for each
     page_size:              tokens in a page of the KV cache
     num_pages:              pages of the KV cache; None fits them into the memory
     kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens
@@ -34,11 +38,14 @@ class EngineConfig:
     max_num_seqs:           sequences that run at once
     max_waiting:            requests that may wait in addition to the running ones
     max_num_batched_tokens: tokens in one step, chunks of prompts and single tokens together
+    target_itl:             milliseconds from one token to the next up to which prompts may slow sequences down that decode: 0
+                            is no limit, for the most tokens a second; None is 4 decoding steps as measured, and at least 20 ms
     max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
     prefix_caching:         keep the pages of finished requests for prompts with the same prefix
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
     fusion:                 compute layers of the Llama kind with fewer, fused kernels, which are verified at start-up
-    speculative:            how tokens are guessed ahead: "ngram" (prompt lookup) or None; it changes no token
+    speculative:            how tokens are guessed ahead: "ngram" (prompt lookup), "draft=MODEL" (a small model with the same
+                            vocabulary, as a hub name or folder) or None; it changes no token
     num_speculative_tokens: tokens that are guessed for a sequence in one step at most
     deterministic:          tokens and log-probabilities of a request are bitwise the same alone and in any batch; slower
     process:                run the async engine in a separate process; None does so on a GPU
@@ -53,7 +60,9 @@ class EngineConfig:
     model: str | Path | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
+    tensor_parallel: int = 1
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_dtype: str = "auto"
@@ -61,6 +70,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_waiting: int = 1024
     max_num_batched_tokens: int = 8192
+    target_itl: float | None = 0.0
     max_model_len: int | None = None
     prefix_caching: bool = True
     eager: bool = False
@@ -77,7 +87,15 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "grammar_memory"):
+        for name in (
+            "tensor_parallel",
+            "page_size",
+            "num_pages",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "grammar_memory",
+        ):
             value = getattr(self, name)
             if value is None and name in ("num_pages", "max_model_len"):
                 continue
@@ -89,14 +107,21 @@ class EngineConfig:
                 raise ParameterError(name, "be 0 or a positive integer", value)
         if isinstance(self.grammar_timeout, bool) or not self.grammar_timeout > 0:
             raise ParameterError("grammar_timeout", "be positive, in seconds", self.grammar_timeout)
+        target = self.target_itl
+        if target is not None and (isinstance(target, bool) or not 0.0 <= target < float("inf")):
+            raise ParameterError("target_itl", "be 0 or positive, in milliseconds, or None", target)
         if self.seed is not None and not _is_integer(self.seed):
             raise ParameterError("seed", "be an integer or None", self.seed)
         if self.dtype not in ("auto", "float16", "bfloat16", "float32"):
             raise ParameterError("dtype", "be auto, float16, bfloat16 or float32", self.dtype)
+        if self.quantization not in (None, "fp8"):
+            raise ParameterError("quantization", "be None or fp8", self.quantization)
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise ParameterError("kv_cache_dtype", "be auto or fp8", self.kv_cache_dtype)
-        if self.speculative not in (None, "ngram"):
-            raise ParameterError("speculative", "be None or ngram", self.speculative)
+        if self.speculative not in (None, "ngram") and not self.draft_model:
+            raise ParameterError("speculative", "be None, ngram or draft=MODEL", self.speculative)
+        if self.draft_model and self.tensor_parallel > 1:
+            raise ParameterError("speculative", "be None or ngram with tensor_parallel above 1", self.speculative)
         num_drafts = self.num_speculative_tokens
         if not _is_integer(num_drafts) or not 1 <= num_drafts <= MAX_DRAFTS:
             raise ParameterError("num_speculative_tokens", f"be an integer from 1 to {MAX_DRAFTS}", num_drafts)
@@ -126,10 +151,27 @@ class EngineConfig:
         """The device to load the model on: `device`, with "auto" resolved."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
+    def device_of(self, rank: int) -> str:
+        """The device of a rank of tensor parallelism."""
+        device = self.resolve_device()
+        return f"{device}:{rank}" if device == "cuda" and self.tensor_parallel > 1 else device
+
+    @property
+    def draft_model(self) -> str | None:
+        """Hub name or folder of the draft model; None without one."""
+        name = self.speculative
+        return name.removeprefix("draft=") if isinstance(name, str) and name.startswith("draft=") else None
+
     @property
     def max_drafts(self) -> int:
         """Drafts of a sequence in one step; 0 without speculation."""
         return self.num_speculative_tokens if self.speculative else 0
+
+    def prompt_share(self) -> PromptShare | None:
+        """What limits the prompts of steps in which sequences decode; None without a limit."""
+        if self.target_itl is None:
+            return PromptShare()
+        return PromptShare(self.target_itl / 1000) if self.target_itl else None
 
     @property
     def uses_process(self) -> bool:

@@ -219,13 +219,17 @@ class StepGraphs:
                 self._prompts = False
         return self._prompts and sum(x.kind == "prompts" for x in self._replays) < MAX_PROMPT_GRAPHS
 
+    def capture_ahead_only(self) -> None:
+        """From now on graphs are captured by `prepare_one` alone, and steps without one run eagerly."""
+        if self._missing is None:
+            self._missing = self._shapes_ahead()
+
     def prepare_one(self) -> bool:
         """Capture one shape, between steps. Returns False if nothing is left.
 
         A failure is logged and ends all preparation. From the first call on, no step captures.
         """
-        if self._missing is None:
-            self._missing = self._shapes_ahead()
+        self.capture_ahead_only()
         try:
             while self._missing:
                 shape = self._missing.pop()

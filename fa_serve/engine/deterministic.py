@@ -9,14 +9,16 @@ computed row by row as well on a CPU, because its vector instructions treat the 
 each token as a sequence and splits the keys of every sequence into the same number of splits (batch_arrays.py). Therefore
 neither the chunks of a prompt, nor prefix cache hits, nor preemption change a bit, and none of them is turned off.
 
-An operator without such a form, for example the grouped products of a mixture of experts, raises UnsupportedModelError. Left
-out: other machines, versions, page sizes and dtypes, which may change bits.
+The experts of a mixture are one operator, which has such a form, where `fa_serve.hf.take_experts` has taken them. An operator
+without such a form, for example the grouped products of other experts, raises UnsupportedModelError. Left out: other machines,
+versions, page sizes and dtypes, which may change bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_serve import ops
+from fa_serve.ops import experts_operator
 from fa_serve.spec import UnsupportedModelError
 
 aten: Any = torch.ops.aten
@@ -124,6 +127,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _sum,
     aten.mean.dim: _mean,
     aten.logsumexp.default: _logsumexp,
+    torch.ops.fa_serve.experts.default: partial(experts_operator.compute, invariant=True),
     **{func: _by_row(func) for func in _POINTWISE},
 }
 _REFUSED = {aten.baddbmm.default, aten._grouped_mm.default, aten._scaled_mm.default}

@@ -14,15 +14,17 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fa_serve.engine.engine import Engine
-from fa_serve.engine.errors import QueueFullError
+from fa_serve.engine.errors import EngineDeadError, QueueFullError
 from fa_serve.engine.grammar_queue import GrammarQueue
 from fa_serve.engine.grammar_trials import Cancelled, Trial
 from fa_serve.engine.outputs import RequestOutput
 from fa_serve.engine.sampling_params import SamplingParams, StructuredOutput
-from fa_serve.engine.stats import EngineStats
+from fa_serve.engine.stats import EngineStats, StepStats
+
+if TYPE_CHECKING:
+    from fa_serve.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,8 @@ class Abort:
     num_answers: int = 1
 
 
-Command = Add | Abort | None
-"""None ends the loop."""
+Command = Add | Abort | EngineDeadError | None
+"""None ends the loop. An error, of a rank that is lost, is raised by it."""
 Commands = queue.SimpleQueue[Command]
 
 
@@ -86,6 +88,7 @@ class EngineLoop:
         self._rejected: list[tuple[str, Exception]] = []
         self._busy_since: float | None = None
         self._late = (0, 0)  # compilations and captures that requests have waited for
+        self._steps = StepStats()
 
     @property
     def busy_seconds(self) -> float:
@@ -97,19 +100,18 @@ class EngineLoop:
         """Run steps until the command None comes."""
         try:
             while self._take_commands():
-                self._busy_since = time.monotonic()
+                self._busy_since = begin = time.monotonic()
                 before = self._engine.preparations()
                 outputs = self._outputs + self._engine.step()
                 self._count_late(before)
                 rejected = self._rejected
                 self._outputs = []
                 self._rejected = []
-                compilations, captures = self._late
-                stats = replace(self._engine.stats(), num_late_compilations=compilations, num_late_captures=captures)
-                self._deliver(StepOutputs(stats, outputs, rejected))
+                self._deliver(StepOutputs(self._stats(), outputs, rejected))
+                self._steps = self._steps.plus(time.monotonic() - begin)
         finally:
             self._queue.close()
-            self._engine.grammars.close()
+            self._engine.close()
 
     def _take_commands(self) -> bool:
         """Carry out all commands that are there. Returns False if the loop is to end.
@@ -122,6 +124,8 @@ class EngineLoop:
             self._busy_since = time.monotonic()
             if command is None:
                 return False
+            if isinstance(command, EngineDeadError):
+                raise command
             if isinstance(command, Abort):
                 self._abort(command)
             else:
@@ -143,6 +147,10 @@ class EngineLoop:
                 self._count_late(before)
         self._busy_since = None
         return self._commands.get()
+
+    def _stats(self) -> EngineStats:
+        compilations, captures = self._late
+        return replace(self._engine.stats(), steps=self._steps, num_late_compilations=compilations, num_late_captures=captures)
 
     def _count_late(self, before: tuple[int, int]) -> None:
         """Count what has been compiled and captured since `before` as what requests have waited for."""

@@ -2,8 +2,9 @@
 
     engine = Engine(config, on_phase=lambda phase: print(f"{phase.name} {phase.seconds:.2f} s {phase.detail}"))
 
-The phases, in this order: "weights" (the model is loaded), "fusion" (its layers are fused, on a GPU), "kv cache" (the memory is
-sized and allocated), "graphs" (the first CUDA graph is captured, on a GPU). Without a callback the phases are logged.
+The phases, in this order: "engine" (an async engine has imported it), "weights" (the model is loaded), "draft" (and the draft
+model, if there is one), "fusion" (its layers are fused, on a GPU), "kv cache" (memory is sized and allocated), "graphs" (the
+first CUDA graph is captured, on a GPU). Without a callback the phases are logged.
 """
 
 from __future__ import annotations

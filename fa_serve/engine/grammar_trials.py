@@ -60,13 +60,16 @@ class GrammarTrials:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._closed = False
 
     def trial(self) -> Trial:
         return Trial(self)
 
     def connect(self) -> socket.socket:
-        """A connection to a new child. Starts the process if it is not running."""
+        """A connection to a new child. Starts the process if it is not running. Raises Cancelled after `close`."""
         with self._lock:
+            if self._closed:
+                raise Cancelled
             ours, theirs = socket.socketpair()
             with theirs:
                 if self._process is None or self._process.poll() is not None:
@@ -94,8 +97,9 @@ class GrammarTrials:
             raise RuntimeError("the process that compiles grammars did not start")
 
     def close(self) -> None:
-        """End the process with all of its trials, at once. A later trial starts another one."""
+        """End the process with all of its trials, at once. Later trials are cancelled: nobody would end their process."""
         with self._lock:
+            self._closed = True
             if self._process is not None and self._control is not None:
                 self._process.kill()  # its children end with it
                 self._process.wait()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from fa_serve.engine.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.cuda_graphs import Inputs, Shape, StepGraphs, pad, padding
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
+from fa_serve.engine.fused_router import fuse_routers
 from fa_serve.engine.request import Request
 from fa_serve.engine.results import PendingResult, PromptSpan
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
@@ -37,7 +38,8 @@ from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.transfer import packed_size, send
 from fa_serve.engine.warm_up import EmptyStep, SamplingVariant, largest_batch
-from fa_serve.hf import PagedBatch, attention_layers, paged_forward
+from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, vocab_size
+from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -78,19 +80,30 @@ class Forward:
 
 
 class ModelRunner:
-    """Owner of everything on the device. Before the first step it needs its cache: see `allocate`."""
+    """Owner of everything on the device. Before the first step it needs its cache: see `allocate`.
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
+    drafting: this is a draft model, whose draws ignore penalties and need no log-probabilities
+    draft:    the runner of the draft model (draft_model.py), whose cache has the same pages; None without one
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, *, drafting: bool = False) -> None:
+        self.draft: ModelRunner | None = None
+        self._drafting = drafting
         self.model: PreTrainedModel = model.train(False)
         self.device = model.device
-        self.vocab_size = int(cast(Any, model).get_output_embeddings().weight.shape[0])
+        self.vocab_size = vocab_size(model)
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
         self.fuses = config.fusion and not config.eager and not config.deterministic
         self.max_num_seqs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
+        if self.fuses or config.deterministic:
+            take_experts(model)
         self.layers = attention_layers(model)
         self._deterministic = config.deterministic
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                module.invariant = config.deterministic
         # in deterministic mode each draft is a sequence of the forward
         self._max_drafts = 0 if config.deterministic else config.max_drafts
         # fields of every PagedBatch
@@ -111,8 +124,10 @@ class ModelRunner:
         return None if min(lefts, default=-1) < 0 else max(lefts)
 
     def fuse(self) -> int:
-        """Fuse the layers of the model where that is possible. Returns how many are fused."""
-        return fusion.fuse(self.model)
+        """Fuse the layers and routers of the model where that is possible. Returns how many layers are fused."""
+        fused = fusion.fuse(self.model)
+        fuse_routers(self.model)
+        return fused
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the KV cache. The content of an earlier one is lost."""
@@ -120,6 +135,14 @@ class ModelRunner:
         self._graphs = None
         self.kv_caches = kv_cache.allocate(self.layers, num_pages, self.page_size, self.device)
         self._block_table = BlockTable(self.max_num_seqs, -(-max_model_len // self.page_size), self.device)
+        if self.draft is not None:
+            self.draft.allocate(num_pages, max_model_len)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of the keys and values of one page, those of the draft model included."""
+        own = kv_cache.bytes_per_page(self.layers, self.page_size)
+        return own + (0 if self.draft is None else self.draft.bytes_per_page)
 
     @torch.inference_mode()
     def make_graphs(self) -> bool:
@@ -146,17 +169,26 @@ class ModelRunner:
             log.warning("decoding runs without CUDA graphs, because the first capture failed: %s", error)
             return False
         self._graphs = graphs
+        if self.draft is not None:
+            self.draft.make_graphs()
         return True
 
     @torch.inference_mode()
     def prepare_one(self) -> bool:
-        """Capture one more graph ahead of time. Returns False if nothing is left to prepare."""
-        return self._graphs is not None and self._graphs.prepare_one()
+        """Capture one more graph ahead of time, of this model or of the draft model, by turns. Returns False if none is left.
+
+        From the first call on, steps of neither model capture.
+        """
+        graphs = [x._graphs for x in (self, self.draft) if x is not None and x._graphs is not None]
+        for each in graphs:
+            each.capture_ahead_only()
+        return any(each.prepare_one() for each in sorted(graphs, key=lambda each: each.num_captures))
 
     @property
     def num_captures(self) -> int:
-        """How many CUDA graphs have been captured."""
-        return 0 if self._graphs is None else self._graphs.num_captures
+        """How many CUDA graphs have been captured, those of the draft model included."""
+        own = 0 if self._graphs is None else self._graphs.num_captures
+        return own + (0 if self.draft is None else self.draft.num_captures)
 
     @torch.inference_mode()
     def run_warm_up(self, work: EmptyStep | SamplingVariant) -> None:
@@ -168,7 +200,7 @@ class ModelRunner:
 
     def _run_empty(self, step: EmptyStep) -> None:
         """Compute a step that writes no keys, and reads the pages that slot 0 had last, whatever they hold."""
-        lengths = [1] * (step.batch - 1) + [step.queries]
+        lengths = [1] * (step.batch - step.num_long) + [step.queries] * step.num_long
         queries = step.queries
         fresh = step.fresh
         if self._deterministic:  # each token is a sequence, as in `batch_arrays`
@@ -203,10 +235,11 @@ class ModelRunner:
 
         On a GPU the largest step is run to see what it takes. Raises ParameterError if there is no room at all.
         """
-        size = kv_cache.bytes_per_page(self.layers, self.page_size)
+        size = self.bytes_per_page
         if self.device.type != "cuda":
             enough = self.max_num_seqs * -(-max_model_len // self.page_size)
-            return min(enough, max(int(kv_cache.available_memory() * kv_cache.CPU_SHARE) // size, 1))
+            share = kv_cache.CPU_SHARE / config.tensor_parallel
+            return min(enough, max(int(kv_cache.available_memory() * share) // size, 1))
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.allocate(1, max_model_len)
@@ -214,10 +247,11 @@ class ModelRunner:
         self.sample(self.launch(largest_batch(config, max_model_len))).read()
         peak = torch.cuda.max_memory_allocated(self.device)
         if not self.eager:
-            peak += peak - before  # graphs have a separate memory pool, which the largest step determines as well
+            # graphs have a separate memory pool, which the largest step determines as well; and so have those of a draft model
+            peak += (peak - before) * (1 if self.draft is None else 2)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
-        self.kv_caches = []
+        self._release()
         torch.cuda.empty_cache()
         room = int(total * config.gpu_memory_utilization) - others - peak
         if room < size:
@@ -228,9 +262,14 @@ class ModelRunner:
             raise ParameterError("gpu_memory_utilization", rule, config.gpu_memory_utilization)
         return room // size
 
+    def _release(self) -> None:
+        self.kv_caches = []
+        if self.draft is not None:
+            self.draft._release()
+
     def check_num_pages(self, num_pages: int) -> None:
         """Raise ParameterError, with the arithmetic, if the device has no memory for so many pages beside the weights."""
-        size = kv_cache.bytes_per_page(self.layers, self.page_size)
+        size = self.bytes_per_page
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             room = torch.cuda.mem_get_info(self.device)[0]
@@ -251,7 +290,7 @@ class ModelRunner:
         """Queue the forward of one step."""
         for sequence in batch.admitted:
             self._block_table.clear(sequence.slot)
-            if sequence.request.params.penalised:
+            if sequence.request.params.penalised and not self._drafting:
                 self._token_counts().start(sequence.slot, sequence.tokens, sequence.num_prompt_tokens)
         arrays = batch_arrays(
             batch,
@@ -259,6 +298,7 @@ class ModelRunner:
             page_size=self.page_size,
             vocab_size=self.vocab_size,
             deterministic=self._deterministic,
+            drafting=self._drafting,
         )
         prepared = self._prepare(arrays)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]

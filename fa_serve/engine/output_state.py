@@ -1,20 +1,24 @@
-"""The engine's half of a request: what the client gets from one sequence. Text, log-probabilities, grammar, time in the queue.
+"""The engine's half of a request: what the client gets from one sequence. Text, log-probabilities, grammar, times.
 
     state = OutputState(sequence, TextStream(tokenizer, prompt), matcher)
-    text, complete = state.push(token)
-    output = state.output(text, token, logprob)
+    num_complete = state.follow(tokens)      # with a grammar
+    text, num_kept = state.push(tokens, num_complete)
+    output = state.output(text, tokens, logprobs)
 
 The scheduler's half, tokens and pages, is `SequenceState`, which this class only reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
 
 from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.outputs import RequestOutput, TokenLogprob
 from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.structured import Matcher
+from fa_serve.engine.sequence_times import SequenceTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -23,32 +27,54 @@ class OutputState:
 
     stream:  its text; None without a tokenizer
     matcher: the state of its structured output; None without one
-    queue_time: seconds from arrival to the first step; None before that
+    times:   where its time went
+    complete: whether a stop string or its grammar has ended it
     prompt_logprobs: those that are known, if they were asked for
     """
 
     sequence: SequenceState
     stream: TextStream | None = None
-    matcher: Matcher | None = None
-    queue_time: float | None = None
+    matcher: Any = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    complete: bool = False
+    times: SequenceTimes = field(init=False)
 
     def __post_init__(self) -> None:
+        self.times = SequenceTimes(self.sequence.request.arrival)
         if self.sequence.request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # no token comes before the first one
 
-    def push(self, token: int, number: int) -> tuple[str, bool]:
-        """The text that the answer's token number 1, 2, ... settles, and whether it completes the answer by a stop string or
-        by its grammar."""
+    def follow(self, tokens: Sequence[int]) -> int:
+        """Let the matcher take in new tokens. Returns how many of them complete the answer by its grammar; 0 if it goes on."""
+        for number, token in enumerate(tokens, 1):
+            if token not in self.sequence.request.end_ids:
+                self.matcher.consume_token(token)
+                if self.matcher.is_stopped():
+                    return number
+        return 0
+
+    def push(self, tokens: Sequence[int], grammar_end: int = 0) -> tuple[str, int]:
+        """The text that the sequence's last tokens settle, and how many of them belong to the answer.
+
+        grammar_end: how many of them complete the answer by its grammar, as `follow` returns it
+        """
         text = ""
-        complete = False
-        if self.matcher is not None:
-            self.matcher.consume_token(token)
-            complete = self.matcher.is_stopped()
-        if self.stream is not None:
-            text = self.stream.push(token, number > self.sequence.request.params.min_tokens)
-            complete = complete or self.stream.stop_string is not None
-        return text, complete
+        num_before = self.sequence.num_output_tokens - len(tokens)
+        for number, token in enumerate(tokens, 1):
+            if token not in self.sequence.request.end_ids:
+                text += self._push_one(token, num_before + number)
+                self.complete = self.complete or number == grammar_end
+                if self.complete:
+                    return text, number
+        return text, len(tokens)
+
+    def _push_one(self, token: int, number: int) -> str:
+        """The text that the answer's token number 1, 2, ... settles."""
+        if self.stream is None:
+            return ""
+        text = self.stream.push(token, number > self.sequence.request.params.min_tokens)
+        self.complete = self.stream.stop_string is not None
+        return text
 
     def flush(self) -> str:
         """The text that was held back because a stop string might have begun. The answer has ended."""
@@ -85,6 +111,6 @@ class OutputState:
             num_output_tokens=num_output_tokens,
             num_cached_tokens=sequence.num_cached_tokens,
             prompt_logprobs=self.prompt_logprobs if first else None,
-            queue_time=self.queue_time if finished else None,
+            times=copy(self.times) if first or finished else None,
             stop_string=self.stream.stop_string if finished and self.stream is not None else None,
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fa_serve.engine.errors import RequestError
+from fa_serve.engine.sequence_times import SequenceTimes
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -36,7 +37,7 @@ class RequestOutput:
     index:         number of the answer among the `n` answers to the prompt
     logprobs:      one entry for each of token_ids if they were asked for
     prompt_logprobs: one entry for each token of the prompt, None for the first one; in the first output, if asked for
-    queue_time:    seconds from arrival to the first step of the request; in the last output; None if it was never computed
+    times:         where its time went in the engine; in the first and in the last output
     stop_string:   the stop string that ended the answer, which the text leaves out; in the last output
     num_*:         totals so far; num_cached_tokens counts prompt tokens whose keys and values came from the prefix cache
     """
@@ -54,7 +55,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     index: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    queue_time: float | None = None
+    times: SequenceTimes | None = None
     stop_string: str | None = None
 
     def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
@@ -76,7 +77,7 @@ class RequestOutput:
             self.num_cached_tokens,
             self.index,
             self.prompt_logprobs,
-            self.queue_time,
+            self.times,
             self.stop_string,
         )
 
@@ -87,7 +88,7 @@ class RequestOutput:
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
-        self.queue_time = later.queue_time
+        self.times = later.times or self.times
         self.stop_string = later.stop_string
         self.finished = later.finished
         self.finish_reason = later.finish_reason

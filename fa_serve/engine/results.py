@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.engine.outputs import TokenLogprob
+from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 
 
@@ -84,6 +85,15 @@ class PendingResult:
             logprobs = [_entry(prompt[index], count, *next(prompt_entries)) for index in range(first, last)]
             result.prompt_logprobs.append((sequence, first, logprobs))
         return result
+
+
+class LaunchedStep(NamedTuple):
+    """A step in flight. begin: when it was scheduled, on time.monotonic's clock; mask_seconds: of its structured outputs"""
+
+    batch: ScheduledBatch
+    pending: PendingResult
+    begin: float
+    mask_seconds: float
 
 
 def _entry(token: int, count: int | None, chosen: float, values: list[float], ids: list[int]) -> TokenLogprob:

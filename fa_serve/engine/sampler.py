@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduler import INVALID_TOKEN, NO_TOKEN
+from fa_serve.engine.scheduled_batch import INVALID_TOKEN, NO_TOKEN
 from fa_serve.ops.exponential_race import GOLDEN, MIX1, MIX2
 
 NEG_INF = float("-inf")
@@ -85,18 +85,22 @@ class TokenCounts:
     def record(self, slots: Tensor, tokens: Tensor, params: SampleParams) -> None:
         """Each slot gains the token of its row, or, with drafts, the tokens up to the first that differs from its draft.
 
-        A token of -1 ends its sequence, so it does not matter what it counts for.
+        A row without a token, whose number is negative, counts for nothing: its sequence ends, or samples the token later.
         """
         if params.next_drafts is None or params.first_rows is None:
-            self.generated[slots, tokens] += 1
+            gained = tokens >= 0
+            tokens = tokens.clamp(min=0)
+            self.generated[slots, tokens] += gained.to(self.generated.dtype)
         else:
             wrong = (tokens != params.next_drafts).long()
             num_wrong = wrong.cumsum(0) - wrong  # before this row
             kept = num_wrong == num_wrong[params.first_rows]
             # a row that is not kept counts nothing for the first token, which always is
             tokens = torch.where(kept, tokens, tokens[params.first_rows])
-            self.generated.index_put_((slots, tokens), kept.to(self.generated.dtype), accumulate=True)
-        self.present[slots, tokens] = True
+            gained = tokens >= 0
+            tokens = tokens.clamp(min=0)
+            self.generated.index_put_((slots, tokens), (kept & gained).to(self.generated.dtype), accumulate=True)
+        self.present[slots, tokens] |= gained
 
     def penalise(self, scores: Tensor, slots: Tensor, params: SampleParams) -> Tensor:
         """Apply the penalties. scores: (n, vocab) float32, of the sequences in `slots`; the result has the same shape."""
@@ -157,10 +161,13 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor,
     return (logits.gather(1, tokens.clamp(min=0)[:, None]) - total)[:, 0], values - total, indices
 
 
-def sampling_arrays(requests: Sequence[Request], positions: Sequence[int], vocab: int) -> dict[str, NDArray[Any]]:
+def sampling_arrays(
+    requests: Sequence[Request], positions: Sequence[int], vocab: int, *, penalties: bool = True
+) -> dict[str, NDArray[Any]]:
     """The fields of `SampleParams` that these requests need, on the host.
 
     positions: index of the token to sample in its sequence, for each request
+    penalties: whether they count
     """
     params = [request.params for request in requests]
     arrays: dict[str, NDArray[Any]] = {}
@@ -178,7 +185,7 @@ def sampling_arrays(requests: Sequence[Request], positions: Sequence[int], vocab
             floats("top_p", [p.top_p for p in params])
         if any(p.min_p for p in params):
             floats("min_p", [p.min_p for p in params])
-    if any(p.penalised for p in params):
+    if penalties and any(p.penalised for p in params):
         floats("presence", [p.presence_penalty for p in params])
         floats("frequency", [p.frequency_penalty for p in params])
         floats("repetition", [p.repetition_penalty for p in params])

@@ -1,4 +1,4 @@
-"""What one step computes, as the scheduler decides it. Plain data, no torch.
+"""What one step computes, as the scheduler decides it, and what stands in the place of a token. Plain data, no torch.
 
 for chunk in batch.chunks: ...           # of prompts, or the last token of a sequence and its drafts
 batch.num_tokens
@@ -10,6 +10,11 @@ from dataclasses import dataclass, field
 
 from fa_serve.engine.sequence import SequenceState
 
+INVALID_TOKEN = -1
+"""What the sampler returns for a row whose logits are not finite, before any bias or mask."""
+NO_TOKEN = -2
+"""What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -19,6 +24,7 @@ class Chunk:
     num_prompt_logits: number of tokens, from the first of the chunk on, whose logits are wanted for `prompt_logprobs`
     drafts: guesses of the tokens after the last one, which are computed as the last tokens of the chunk; the step then samples
             one token after the last known one and one after each draft
+    postponed: the samples are not used, and a later step computes the last known token again
     """
 
     sequence: SequenceState
@@ -28,26 +34,55 @@ class Chunk:
     samples: bool
     num_prompt_logits: int = 0
     drafts: list[int] = field(default_factory=list)
+    postponed: bool = False
 
     @property
     def num_samples(self) -> int:
         """Tokens that the step samples for this chunk."""
         return self.samples + len(self.drafts)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the chunk is the last token of a sequence, and its drafts."""
+        return self.length == self.num_samples
+
+    def numbers(self) -> tuple[int, ...]:
+        """What tells this chunk from another one: ranks that compute the same have the same numbers."""
+        pages = self.sequence.pages
+        return (self.slot, self.start, self.length, self.samples, len(pages), pages[-1] if pages else -1, *self.drafts)
+
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """What one step computes. `admitted` are the sequences that have been given a slot for this step."""
+    """What one step computes. `admitted` are the sequences that have been given a slot for this step.
+
+    num_prompt_tokens: tokens of chunks that do not only decode
+    max_tokens, max_prompt_tokens: what these numbers may be, for the scheduler
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[SequenceState] = field(default_factory=list)
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
     num_prompt_logits: int = 0
     num_drafts: int = 0
+    max_tokens: int = 0
+    max_prompt_tokens: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the step."""
+        return self.max_tokens - self.num_tokens
+
+    @property
+    def prompt_room(self) -> int:
+        """Prompt tokens that still fit into the step."""
+        return min(self.room, self.max_prompt_tokens - self.num_prompt_tokens)
 
     def append(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         self.num_tokens += chunk.length
+        self.num_prompt_tokens += 0 if chunk.decodes else chunk.length
         self.num_prompt_logits += chunk.num_prompt_logits
         self.num_drafts += len(chunk.drafts)
 

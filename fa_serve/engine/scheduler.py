@@ -13,15 +13,15 @@ computed again later. It is the one with the last turn, of the client that has t
 never preempted by another one, so there is always progress. Ranks never change, so no sequence starves. A client that runs
 nothing gets a slot and pages from the client that has the most running sequences, unless no client has two.
 
-Pages are offered to other sequences when the step that fills them is scheduled. This is safe because steps run in order, and
-within a step every layer writes all keys and values before it reads any. So sequences that come in one step share their prefix.
+Pages are offered to other sequences when the step that fills them is scheduled (prefix_pages.py), so that sequences that come
+in one step share their prefix. While sequences decode, prompts get a share of the step that keeps it short (prompt_share.py).
 
 `schedule` may run ahead of `commit`, because the device computes step n while the host prepares step n + 1. A sequence whose
 sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence ends
 while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates (speculation.py) waits
 for its newest token instead, because its drafts begin after it; `needs_results` says when the whole step should wait.
 
-Left out: tensors, text and time. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
+Left out: tensors, text and the clock. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
 """
 
 from __future__ import annotations
@@ -33,20 +33,13 @@ from fa_serve.engine.errors import RequestError
 from fa_serve.engine.fair_queue import FairQueue
 from fa_serve.engine.outputs import FinishReason
 from fa_serve.engine.pages import PageTable
+from fa_serve.engine.prefix_pages import PrefixPages
+from fa_serve.engine.prompt_share import PromptShare
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
+from fa_serve.engine.scheduled_batch import NO_TOKEN, Chunk, ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.speculation import Speculation, num_accepted
+from fa_serve.engine.speculation import Speculation, is_worth_waiting, num_accepted
 
-INVALID_TOKEN = -1
-"""What the sampler returns for a row whose logits are not finite, before any bias or mask."""
-NO_TOKEN = -2
-"""What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
-HELD_SHARE = 4
-"""A step waits for the results of the steps in flight if at least one of so many running sequences waits for them.
-
-Waiting leaves the device idle while the host prepares the step, which takes a tenth of a step that decodes few sequences.
-"""
 MAX_PROMPT_LOGITS = 256
 """Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
 
@@ -60,6 +53,7 @@ class Scheduler:
     window:                 number of keys before a token that any layer attends to; None if a layer attends to all.
                             Pages are released when all their tiles lie behind the window
     speculation:            where drafts come from; None without speculation
+    prompt_share:           limits prompts while sequences decode; None without a limit
     """
 
     def __init__(
@@ -71,13 +65,16 @@ class Scheduler:
         keys_per_tile: int,
         window: int | None = None,
         speculation: Speculation | None = None,
+        prompt_share: PromptShare | None = None,
     ) -> None:
         self.pages = pages
+        self._prefix = PrefixPages(pages)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.keys_per_tile = keys_per_tile
         self.window = window
         self.speculation = speculation or Speculation(0)
+        self.prompt_share = prompt_share
         self.waiting = FairQueue()
         self.running: list[SequenceState] = []
         self.sequences: dict[str, SequenceState] = {}
@@ -93,33 +90,38 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """The next step's tokens. The batch is empty when there is nothing to compute."""
-        batch = ScheduledBatch()
         self._reclaim_pages()
         self._make_room()
-        self._admit_waiting(batch, self._continue_running(batch, self.max_num_batched_tokens))
+        batch = ScheduledBatch(max_tokens=self.max_num_batched_tokens, max_prompt_tokens=self._prompt_limit())
+        self._prepare_drafts()
+        self._continue_running(batch)
+        self._admit_waiting(batch)
         return batch
 
     def needs_results(self) -> bool:
-        """Whether the next step should wait for the results of the steps in flight.
-
-        It should if a share of the running sequences cannot be part of it before. Otherwise they are left out of it.
-        """
+        """Whether the next step should wait for results, because many sequences cannot be part of it before."""
         held = self.speculation.is_on(len(self.running)) and sum(map(self._is_held_back, self.running))
-        return held > 0 and held * HELD_SHARE >= len(self.running)
+        return is_worth_waiting(held, len(self.running))
 
-    def commit(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[tuple[SequenceState, int | None]]:
+    def commit(
+        self, batch: ScheduledBatch, tokens: Sequence[int], seconds: float | None = None
+    ) -> list[tuple[SequenceState, int | None]]:
         """Take in the sampled tokens of a step, `num_samples` for each chunk, in order.
+
+        seconds: how long the step has held up sequences that decode; it only decides the sizes of later chunks
 
         Returns the sequences that gained a token, with the token, and those that ended without one, with None. A sequence with
         drafts may have gained several tokens. The `finish_reason` of every sequence that has ended is set.
         """
+        if self.prompt_share is not None and seconds is not None:
+            self.prompt_share.record(batch.num_tokens - batch.num_prompt_tokens, batch.num_prompt_tokens, seconds)
         changed: list[tuple[SequenceState, int | None]] = []
         first = 0
         for chunk in batch.chunks:
             draws = tokens[first : first + chunk.num_samples]
             first += chunk.num_samples
             sequence = chunk.sequence
-            if not draws or sequence.finished:
+            if not draws or chunk.postponed or sequence.finished:
                 continue
             accepted = num_accepted(chunk.drafts, draws)
             if chunk.drafts:
@@ -132,7 +134,7 @@ class Scheduler:
                     break
                 sequence.append(token)
                 changed.append((sequence, token))
-                self._offer_pages(sequence)
+                self._prefix.offer(sequence)
                 if token in sequence.request.end_ids:
                     self.finish(sequence, "stop")
                 elif sequence.num_output_tokens >= sequence.request.max_tokens:
@@ -175,10 +177,15 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.finished:
                 continue
-            self._withdraw(sequence, chunk.start)
-            if chunk.samples:
+            self._prefix.withdraw(sequence, chunk.start)
+            if chunk.samples and not chunk.postponed:
                 sequence.receive()
             self._requeue(sequence)
+
+    def postpone(self, chunk: Chunk) -> None:
+        """A launched step cannot sample for this chunk, which was to reach the last token. A later step computes that again."""
+        chunk.postponed = True
+        chunk.sequence.postpone()
 
     def finish(self, sequence: SequenceState, reason: FinishReason, error: RequestError | None = None) -> None:
         """End a sequence and release what it holds.
@@ -189,13 +196,12 @@ class Scheduler:
         del self.sequences[sequence.request.request_id]
         self.speculation.forget(sequence)
         if sequence.slot >= 0:
-            self._withdraw(sequence, sequence.num_confirmed)
+            self._prefix.withdraw(sequence, sequence.num_confirmed)
             self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - sequence.num_expected)
             self._leave(sequence)
         else:
             if sequence.num_at_start:  # it was preempted, and may have left pages that are not confirmed
-                confirmed = max(sequence.num_confirmed, sequence.num_cached_tokens)
-                self.pages.forget(sequence.page_hashes[confirmed // self.pages.page_size :])
+                self._prefix.withdraw_left(sequence)
             self.waiting.remove(sequence)
 
     def abandon(self, sequences: Iterable[SequenceState], error: RequestError) -> None:
@@ -212,48 +218,68 @@ class Scheduler:
         assert self.running == sorted(self.running, key=SequenceState.place), "the running sequences are out of order"
         self.waiting.check_integrity(self.running)
 
-    def _continue_running(self, batch: ScheduledBatch, budget: int) -> int:
-        """Schedule the running sequences, by turn. Returns what is left of the budget."""
+    def _prompt_limit(self) -> int:
+        """How many prompt tokens the next step may compute. Each sequence that decodes has a place in the step beside them."""
+        if self.prompt_share is None:
+            return self.max_num_batched_tokens
+        decoding = sum(x.num_computed + 1 >= x.num_tokens and not x.is_last_pending for x in self.running)
+        if not decoding or (decoding == len(self.running) and not self.waiting):
+            return self.max_num_batched_tokens
+        return min(self.prompt_share.limit(decoding), max(self.max_num_batched_tokens - decoding, 1))
+
+    def _continue_running(self, batch: ScheduledBatch) -> None:
+        """Schedule the running sequences, by turn."""
         for sequence in self.running:
-            if not budget:
+            if not batch.room:
                 break
             if sequence.is_last_pending or self._is_held_back(sequence):
                 continue
-            if length := self._length(batch, sequence, budget):
+            if length := self._length(batch, sequence):
                 sequence.grow(self.pages.allocate(self._num_missing_pages(sequence)))
-                budget -= self._append(batch, sequence, length, self._drafts(sequence, budget))
-        return budget
+                self._append(batch, sequence, length, self._drafts(sequence, batch.room))
 
     def _is_held_back(self, sequence: SequenceState) -> bool:
         """Whether a sequence waits for its newest tokens."""
         return sequence.num_drafts > 0 or self.speculation.waits(sequence, len(self.running))
 
-    def _drafts(self, sequence: SequenceState, budget: int) -> list[int]:
-        """The drafts that are verified in this step, and pages for them.
+    def _prepare_drafts(self) -> None:
+        """Let the drafter guess for all sequences at once whose drafts may be verified in this step."""
+        if not self.speculation.drafter.prepares or not self.speculation.is_on(len(self.running)):
+            return
+        wanted: list[tuple[SequenceState, int]] = []
+        for sequence in self.running:
+            if count := self.speculation.num_wanted(sequence, len(self.running), self._draft_room(sequence)):
+                self._grow_for(sequence, count)
+                wanted.append((sequence, count))
+        self.speculation.drafter.prepare(wanted)
 
-        Drafts preempt no sequence, and leave one page for each running sequence.
-        """
-        if sequence.num_pending or not self.speculation.is_on(len(self.running)):
-            return []
-        spare = max(self.pages.num_available - len(self.running), 0)
-        room = (len(sequence.pages) + spare) * self.pages.page_size - len(sequence.tokens)
-        drafts = self.speculation.draft(sequence, len(self.running), min(room, budget - 1))
-        need = self.pages.pages_for(len(sequence.tokens) + len(drafts)) - len(sequence.pages)
-        if need > 0 and drafts:
-            sequence.grow(self.pages.allocate(need))
+    def _drafts(self, sequence: SequenceState, budget: int) -> list[int]:
+        """The drafts that are verified in this step, and pages for them."""
+        drafts = self.speculation.draft(sequence, len(self.running), min(self._draft_room(sequence), budget - 1))
+        self._grow_for(sequence, len(drafts))
         return drafts
 
-    def _admit_waiting(self, batch: ScheduledBatch, budget: int) -> None:
+    def _draft_room(self, sequence: SequenceState) -> int:
+        """Drafts for which there are pages. They preempt no sequence, and leave one page for each running sequence."""
+        spare = max(self.pages.num_available - len(self.running), 0)
+        return (len(sequence.pages) + spare) * self.pages.page_size - len(sequence.tokens)
+
+    def _grow_for(self, sequence: SequenceState, num_drafts: int) -> None:
+        need = self.pages.pages_for(len(sequence.tokens) + num_drafts) - len(sequence.pages)
+        if need > 0:
+            sequence.grow(self.pages.allocate(need))
+
+    def _admit_waiting(self, batch: ScheduledBatch) -> None:
         """Schedule waiting sequences, in turn, until one of them has to wait."""
         while self.waiting and self._slots:
             sequence = self.waiting.first()
-            if not self._length(batch, sequence, budget) or not self._admit(sequence):
+            if not self._length(batch, sequence) or not self._admit(sequence):
                 break
             cost = sequence.num_tokens - sequence.num_computed + sequence.num_expected
             sequence.pay(cost)
             self._enter(sequence, self.waiting.admit(cost))
             batch.admitted.append(sequence)
-            budget -= self._append(batch, sequence, self._length(batch, sequence, budget))
+            self._append(batch, sequence, self._length(batch, sequence))
 
     def _enter(self, sequence: SequenceState, turn: int) -> None:
         """Put an admitted sequence among the running ones. The turns of its client's sequences stay in the order of ranks."""
@@ -284,25 +310,25 @@ class Scheduler:
         first = self.waiting.first()
         return first.num_pending > 0 or (bool(self._slots) and self._fits(first, self._growth()))
 
-    def _length(self, batch: ScheduledBatch, sequence: SequenceState, budget: int) -> int:
+    def _length(self, batch: ScheduledBatch, sequence: SequenceState) -> int:
         """How many tokens of the sequence fit into the step."""
-        length = min(sequence.num_tokens - sequence.num_computed, budget)
+        missing = sequence.num_tokens - sequence.num_computed
+        length = min(missing, batch.room if missing == 1 else batch.prompt_room)
         if sequence.num_prompt_logits(length):
             length = min(length, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
         return length
 
-    def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int, drafts: Sequence[int] = ()) -> int:
-        """Add the sequence's next `length` tokens and its drafts to the step. Returns how many tokens these are."""
+    def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int, drafts: Sequence[int] = ()) -> None:
+        """Add the sequence's next `length` tokens and its drafts to the step."""
         start = sequence.num_computed
         samples = start + length == sequence.num_tokens
         num_prompt_logits = sequence.num_prompt_logits(length)
         total = length + len(drafts)
         batch.append(Chunk(sequence, sequence.slot, start, total, samples, num_prompt_logits, list(drafts)))
         sequence.advance(length, samples, len(drafts))
-        self._offer_pages(sequence)
+        self._prefix.offer(sequence)
         if self.window is not None:
             self._release_behind(sequence, start - self.window)
-        return total
 
     def _release_behind(self, sequence: SequenceState, first_key: int) -> None:
         """Release the pages that lie before the tile of `first_key`, the first key that this step attends to.
@@ -335,7 +361,7 @@ class Scheduler:
         """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""
         if sequence.num_pending or not self._fits(sequence):
             return False  # a token that was pending when it was preempted is awaited: no token is kept without a slot
-        shared = self._shared_pages(sequence)
+        shared = self._prefix.shared(sequence)
         self.pages.acquire(shared)
         pages = shared + self.pages.allocate(self.pages.pages_for(sequence.num_tokens) - len(shared))
         sequence.start(self._slots.pop(), pages, len(shared), self.pages.page_size)
@@ -347,28 +373,10 @@ class Scheduler:
         One page is left for each running sequence to grow into, or the newcomer might be preempted at once. A client that runs
         nothing does not need this: the client with the most sequences is preempted before it.
         """
-        shared = self._shared_pages(sequence)
+        shared = self._prefix.shared(sequence)
         need = self.pages.pages_for(sequence.num_tokens) - len(shared) + self.pages.num_evictable(shared)
         reserve = 0 if self.waiting.crowding(self.running) is not None else len(self.running)
         return need + reserve + growth <= self.pages.num_available
-
-    def _shared_pages(self, sequence: SequenceState) -> list[int]:
-        """The pages with the first tokens of a waiting sequence that are in the prefix cache."""
-        self.pages.hash_pages(sequence.tokens, sequence.page_hashes, sequence.request.cache_salt)
-        # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
-        known = 0 if sequence.num_prompt_logits(2) else (sequence.num_tokens - 1) // self.pages.page_size
-        return self.pages.match(sequence.page_hashes[:known])
-
-    def _offer_pages(self, sequence: SequenceState) -> None:
-        """Register the pages that are full, or will be when the launched steps have run."""
-        full = min(sequence.num_computed, len(sequence.tokens)) // self.pages.page_size
-        if full <= sequence.num_offered or not self.pages.prefix_caching:
-            return
-        hashes = sequence.page_hashes
-        self.pages.hash_pages(sequence.tokens, hashes, sequence.request.cache_salt)
-        for index in range(sequence.num_offered, full):
-            self.pages.register(sequence.pages[index], hashes[index], hashes[index - 1] if index else b"")
-        sequence.offer(full)
 
     def _end_without_token(self, sequence: SequenceState, token: int) -> None:
         """End a sequence for which the sampler found no token, and say why."""
@@ -376,17 +384,9 @@ class Scheduler:
             error = RequestError("no_token_left", "the request's parameters leave no token to choose")
         else:
             # Any of its pages may be where the values that are not finite come from, also pages that others have computed.
-            self.pages.unregister(sequence.held_pages)
-            self.pages.forget(sequence.page_hashes)
+            self._prefix.withdraw_all(sequence)
             error = RequestError("not_finite", "the model's logits are not finite")
         self.finish(sequence, "error", error)
-
-    def _withdraw(self, sequence: SequenceState, start: int) -> None:
-        """Keep others from sharing what this sequence was to write from token `start` on: it is missing or not finite."""
-        first = max(start // self.pages.page_size, sequence.num_shared, sequence.num_released)
-        if sequence.num_offered > first:
-            self.pages.unregister(sequence.pages[first : sequence.num_offered])
-            sequence.offer(first)
 
     def _requeue(self, sequence: SequenceState) -> None:
         self._leave(sequence)

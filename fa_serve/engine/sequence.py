@@ -153,6 +153,11 @@ class SequenceState:
             self.num_computed += num_accepted
             self.num_drafts = 0
 
+    def postpone(self) -> None:
+        """The step in flight samples nothing after the last known token, which will be computed again."""
+        self.receive()
+        self.num_computed -= 1
+
     def append(self, token: int) -> None:
         """A token that was sampled."""
         self.tokens.append(token)

@@ -11,8 +11,9 @@ drafts therefore makes k + 1 draws, and a draft is right exactly if it equals th
 and including the first one that differs from its draft. The tokens are those that the model draws one by one; only their
 number per step changes.
 
-The guesses come from prompt lookup: it finds the longest recent n-gram that occurred earlier in the prompt or the answer, and
-proposes what came after it (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
+The guesses come from a `Drafter`. `NgramDrafter` looks them up: it finds the longest recent n-gram that occurred earlier in the
+prompt or the answer, and proposes what came after it (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
+`DraftModel` (draft_model.py) is a small model that draws them.
 
 Speculation turns itself off in two ways. The rows of a step, sequences times 1 + drafts, stay within MAX_ROWS, so that each
 sequence gets fewer drafts the more sequences run, and none beyond half of MAX_ROWS. A sequence whose drafts are all wrong
@@ -23,13 +24,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.stats import SpeculationStats
 
 MAX_ROWS = 128
 """Rows of a step up to which drafts are verified. Up to about so many rows, products take the time of reading the weights."""
+HELD_SHARE = 4
+"""A step waits for the results of the steps in flight if at least one of so many running sequences waits for them.
+
+Waiting leaves the device idle while the host prepares the step, which takes a tenth of a step that decodes few sequences.
+"""
 MAX_PAUSE = 64
 """Tokens for which a sequence whose drafts were wrong many times in a row drafts nothing."""
 MIN_MATCH = 3
@@ -39,7 +46,7 @@ MAX_MATCH = 16
 MAX_CANDIDATES = 8
 """Earlier occurrences of an n-gram that are compared, the newest first."""
 CATCH_UP = 1024
-"""Tokens that enter an index at once, about half a millisecond of work. A long prompt is indexed over several steps."""
+"""Tokens that a drafter takes in at once: half a millisecond of work for an index. Long prompts enter it over several steps."""
 MAX_NGRAMS = 1 << 16
 """Different n-grams in an index. When there are more, the index starts anew, so that older tokens are not found any more."""
 
@@ -47,6 +54,11 @@ MAX_NGRAMS = 1 << 16
 def draft_limit(num_tokens: int, num_running: int) -> int:
     """How many tokens each of so many sequences may draft in a step. num_tokens: the most that a sequence may draft"""
     return min(num_tokens, max(MAX_ROWS // max(num_running, 1) - 1, 0))
+
+
+def is_worth_waiting(num_held: int, num_running: int) -> bool:
+    """Whether a step should wait for the results of the steps in flight, because so many sequences do."""
+    return num_held > 0 and num_held * HELD_SHARE >= num_running
 
 
 class NgramIndex:
@@ -102,8 +114,57 @@ class NgramIndex:
         return [tokens[found + index % period] for index in range(count)]
 
 
+class Drafter(Protocol):
+    """Guesses the next tokens of sequences. It may be wrong as often as it likes, and no answer changes.
+
+    prepares: whether it guesses for all sequences at once, in `prepare`
+    """
+
+    prepares: bool
+
+    def promises(self, sequence: SequenceState) -> bool:
+        """Whether guesses are to be expected once the newest token is known, which is worth waiting for."""
+
+    def prepare(self, wanted: Sequence[tuple[SequenceState, int]]) -> None:
+        """The next step may verify so many drafts of these sequences, which have pages for them.
+
+        Called before `propose`, once for each step, if it `prepares`.
+        """
+
+    def propose(self, sequence: SequenceState, count: int) -> list[int]:
+        """At most `count` tokens that may follow the last one."""
+
+    def forget(self, sequence: SequenceState) -> None:
+        """The sequence has ended."""
+
+
+class NgramDrafter:
+    """Owner of the indices of unfinished sequences."""
+
+    prepares = False
+
+    def __init__(self) -> None:
+        self._indices: dict[SequenceState, NgramIndex] = {}
+
+    def promises(self, sequence: SequenceState) -> bool:
+        """Whether the tokens that are known have occurred before."""
+        return bool(self.propose(sequence, 2))
+
+    def prepare(self, wanted: Sequence[tuple[SequenceState, int]]) -> None:
+        """Nothing: a look-up takes microseconds."""
+
+    def propose(self, sequence: SequenceState, count: int) -> list[int]:
+        """What followed the last tokens earlier."""
+        index = self._indices.setdefault(sequence, NgramIndex())
+        return index.continuation(sequence.tokens, count) if index.extend(sequence.tokens) else []
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop the sequence's index."""
+        self._indices.pop(sequence, None)
+
+
 @dataclass(slots=True)
-class Drafter:
+class DraftHistory:
     """What speculation remembers of one sequence.
 
     failures:  how many times in a row all drafts were wrong
@@ -112,7 +173,6 @@ class Drafter:
     waiting:   whether it was held back for its newest token
     """
 
-    index: NgramIndex = field(default_factory=NgramIndex)
     failures: int = 0
     resume_at: int = 0
     checked_at: int = 0
@@ -120,47 +180,55 @@ class Drafter:
 
 
 class Speculation:
-    """Owner of the drafters of unfinished sequences.
+    """Owner of the histories of unfinished sequences: which of them draft, and how much.
 
     num_tokens: largest number of drafts of a sequence in one step
+    drafter:    where drafts come from
     """
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, drafter: Drafter | None = None) -> None:
         self.num_tokens = num_tokens
+        self.drafter = drafter or NgramDrafter()
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._accepted_at = [0] * num_tokens
-        self._drafters: dict[SequenceState, Drafter] = {}
+        self._histories: dict[SequenceState, DraftHistory] = {}
 
     def is_on(self, num_running: int) -> bool:
         """Whether each of so many sequences may draft a token."""
         return self.num_tokens > 0 and num_running <= MAX_ROWS // 2
 
     def waits(self, sequence: SequenceState, num_running: int) -> bool:
-        """Whether a sequence whose newest token is not known yet should wait for it, because a match promises drafts."""
+        """Whether a sequence whose newest token is not known yet should wait for it, because drafts are to be expected."""
         if not self.is_on(num_running) or not sequence.num_pending or not self._may_draft(sequence):
             return False
-        drafter = self._drafter(sequence)
+        history = self._history(sequence)
         length = len(sequence.tokens)
-        if drafter.checked_at != length:
-            drafter.checked_at = length
+        if history.checked_at != length:
+            history.checked_at = length
             enough = sequence.num_output_tokens + 2 < sequence.request.max_tokens
-            drafter.waiting = enough and bool(self._propose(drafter, sequence, 2))
-        return drafter.waiting
+            history.waiting = enough and self.drafter.promises(sequence)
+        return history.waiting
+
+    def num_wanted(self, sequence: SequenceState, num_running: int, most: int) -> int:
+        """How many tokens the sequence may draft, up to `most`; 0 unless the next step computes only its last token."""
+        if not self.is_on(num_running) or not sequence.num_output_tokens or sequence.num_pending:
+            return 0
+        if sequence.num_computed + 1 != len(sequence.tokens) or not self._may_draft(sequence):
+            return 0
+        left = sequence.request.max_tokens - sequence.num_output_tokens
+        return max(min(draft_limit(self.num_tokens, num_running), most, left - 1), 0)
 
     def draft(self, sequence: SequenceState, num_running: int, most: int) -> list[int]:
         """At most `most` guesses of the tokens after the last one; [] unless the next step computes only that one."""
-        if not sequence.num_output_tokens or sequence.num_pending:
+        count = self.num_wanted(sequence, num_running, most)
+        if not count:
             return []
-        left = sequence.request.max_tokens - sequence.num_output_tokens
-        count = min(draft_limit(self.num_tokens, num_running), most, left - 1)
-        if sequence.num_computed + 1 != len(sequence.tokens) or count < 1 or not self._may_draft(sequence):
-            return []
-        drafter = self._drafter(sequence)
-        drafts = self._propose(drafter, sequence, count)
-        if drafter.waiting and not drafts:
-            self._pause(drafter, sequence)  # it has waited in vain
-        drafter.waiting = False
+        history = self._history(sequence)
+        drafts = self.drafter.propose(sequence, count)
+        if history.waiting and not drafts and not self.drafter.prepares:
+            self._pause(history, sequence)  # it has waited in vain, and not for a drafter that takes a long prompt in
+        history.waiting = False
         return drafts
 
     def record(self, sequence: SequenceState, num_drafts: int, accepted: int) -> None:
@@ -169,36 +237,32 @@ class Speculation:
         self._num_draft_tokens += num_drafts
         for position in range(accepted):
             self._accepted_at[position] += 1
-        drafter = self._drafter(sequence)
+        history = self._history(sequence)
         if accepted:
-            drafter.failures = 0
+            history.failures = 0
         else:
-            self._pause(drafter, sequence)
+            self._pause(history, sequence)
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended."""
-        self._drafters.pop(sequence, None)
+        self._histories.pop(sequence, None)
+        self.drafter.forget(sequence)
 
     def snapshot(self) -> SpeculationStats:
         return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_at))
 
-    def _propose(self, drafter: Drafter, sequence: SequenceState, count: int) -> list[int]:
-        if not drafter.index.extend(sequence.tokens):
-            return []
-        return drafter.index.continuation(sequence.tokens, count)
-
-    def _pause(self, drafter: Drafter, sequence: SequenceState) -> None:
-        drafter.failures += 1
-        drafter.resume_at = len(sequence.tokens) + min(2**drafter.failures, MAX_PAUSE)
+    def _pause(self, history: DraftHistory, sequence: SequenceState) -> None:
+        history.failures += 1
+        history.resume_at = len(sequence.tokens) + min(2**history.failures, MAX_PAUSE)
 
     def _may_draft(self, sequence: SequenceState) -> bool:
         if not sequence.request.params.speculative:
             return False
-        drafter = self._drafters.get(sequence)
-        return drafter is None or len(sequence.tokens) >= drafter.resume_at
+        history = self._histories.get(sequence)
+        return history is None or len(sequence.tokens) >= history.resume_at
 
-    def _drafter(self, sequence: SequenceState) -> Drafter:
-        return self._drafters.setdefault(sequence, Drafter())
+    def _history(self, sequence: SequenceState) -> DraftHistory:
+        return self._histories.setdefault(sequence, DraftHistory())
 
 
 def num_accepted(drafts: Sequence[int], draws: Sequence[int]) -> int:

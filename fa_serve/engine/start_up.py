@@ -1,12 +1,12 @@
 """The start of an engine: from its settings to a model that can run steps. Each part of it is reported as a `Phase`.
 
-    started = start_up(config, on_phase=print, ahead=True)
-    started.runner.launch(batch)
+    loaded = start_up(config, ranks, clock, ahead=True)
+    loaded.runner.launch(batch)
 
 With `ahead`, everything that a step may need exists when this returns: all steps of the warm-up plan run once (warm_up.py),
 while threads compile the kernels that they launch, and CUDA graphs are captured for a few seconds. The other graphs are
 captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use, steps compile and capture
-what they need. Left out: the scheduler and all that belongs to requests (engine.py).
+what they need, and so they do with several ranks of tensor parallelism. Left out: how models are loaded (loading.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,13 @@ import torch
 from transformers import PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.events import OnPhase, PhaseClock
-from fa_serve.engine.loading import load_model, load_tokenizer, sizes
+from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.loading import Loaded, load
 from fa_serve.engine.model_runner import ModelRunner
+from fa_serve.engine.ranks import Ranks
+from fa_serve.engine.speculation import CATCH_UP
 from fa_serve.engine.warm_up import EmptyStep, SamplingVariant, empty_steps, sampling_variants
-from fa_serve.hf import few_layers, patch
+from fa_serve.hf import few_layers
 from fa_serve.ops.compilations import num_compilations, run_compiled, watch
 
 log = logging.getLogger("fa_serve.engine")
@@ -37,73 +39,64 @@ CAPTURE_SECONDS = 5.0
 """How long graphs are captured before the engine is ready. The most useful ones come first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A model that can run steps. config: `None` and "auto" are replaced by what was decided."""
-
-    config: EngineConfig
-    tokenizer: Any
-    runner: ModelRunner
-
-
 def start_up(
     config: EngineConfig,
+    ranks: Ranks,
+    clock: PhaseClock,
     model: PreTrainedModel | None = None,
     tokenizer: Any = None,
-    on_phase: OnPhase | None = None,
     *,
     ahead: bool = False,
-) -> Started:
+) -> Loaded:
     """Load the model unless it is given, and make room for its cache. Raises as `Engine` does.
 
-    ahead: compile and capture ahead of requests, so that none of them waits for it
+    clock: is told of each phase; ahead: compile and capture ahead of requests, so that none of them waits for it
     """
-    clock = PhaseClock(on_phase)
     if ahead:
         watch()
-    if model is None:
-        tokenizer = load_tokenizer(config)
-        model = load_model(config)
-        clock.end("weights", f"{config.model_name} on {model.device}")
-    else:
-        patch(model)
-    runner = ModelRunner(model, config)
-    if runner.fuses:
-        clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
-    num_pages, max_model_len = sizes(config, runner)
-    runner.allocate(num_pages, max_model_len)
-    clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens, max_model_len {max_model_len}")
-    if not runner.eager:
-        captured = runner.make_graphs()
-        clock.end("graphs", "the largest decoding step is captured" if captured else "this model cannot be captured")
-    if ahead and runner.device.type == "cuda":
-        warm_up(runner, config, max_model_len)
-        loaded, compiled = num_compilations()
-        clock.end("kernels", f"{loaded} from the cache, {compiled} compiled")
-        detail = capture_ahead(runner)
-        clock.end("captures", detail)
-    decided = replace(
-        config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
-    )
-    return Started(decided, tokenizer, runner)
+    loaded = load(config, ranks, clock, model, tokenizer)
+    runner = loaded.runner
+    if not ahead or runner.device.type != "cuda":
+        return loaded
+    if ranks.size > 1:
+        # threads end their compilations in another order on each rank, and a step's sums need all ranks
+        log.info("the first requests wait for compilations, because %s ranks do not run the warm-up", ranks.size)
+        return loaded
+    assert loaded.config.max_model_len is not None
+    warm_up(runner, config, loaded.config.max_model_len)
+    found, compiled = num_compilations()
+    clock.end("kernels", f"{found} from the cache, {compiled} compiled")
+    clock.end("captures", capture_ahead(runner))
+    return loaded
 
 
 def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
-    """Run the warm-up plan. A failure is logged and ends it: requests then compile what they need."""
-    plan: list[EmptyStep | SamplingVariant] = [
-        *empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_keys=max_model_len),
-        *sampling_variants(),
-    ]
+    """Run the warm-up plan of the model and of its draft model.
+
+    Steps that fail are left out, and the first failure is logged: requests then compile what they need. Raises
+    torch.AcceleratorError if the device is lost.
+    """
+    runners = [(runner, config.max_num_batched_tokens)]
+    if runner.draft is not None:
+        runners.append((runner.draft, min(config.max_num_batched_tokens, CATCH_UP)))
     num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
-    try:
-        with few_layers(runner.model):
-            run_compiled([partial(runner.run_warm_up, work) for work in plan], num_threads)
+    with ExitStack() as stack:
+        calls = []
+        for each, max_tokens in runners:
+            stack.enter_context(few_layers(each.model))
+            steps = empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=max_tokens, max_keys=max_model_len)
+            plan: list[EmptyStep | SamplingVariant] = [*steps, *sampling_variants(drafting=each is runner.draft)]
+            calls += [partial(each.run_warm_up, work) for work in plan]
+        errors = run_compiled(calls, num_threads)
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
-    except torch.AcceleratorError:
-        raise  # the device is lost: nothing more can be computed in this process
-    except Exception as error:
-        log.warning("requests may wait for compilations, because a step of the warm-up failed: %s", error)
+    if errors:
+        log.warning(
+            "requests may wait for compilations, because %s of %s steps of the warm-up failed: %s",
+            len(errors),
+            len(calls),
+            errors[0],
+        )
 
 
 def capture_ahead(runner: ModelRunner, seconds: float = CAPTURE_SECONDS) -> str:

@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fa_serve.engine.scheduler import Scheduler
+    from fa_serve.engine.sequence import SequenceState
+
+STEP_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Bounds of the histograms of steps and of what waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """How long steps have taken.
+
+    counts: how many took up to each of STEP_SECONDS and above the bound before, and at the end how many took longer
+    total:  seconds of all steps
+    """
+
+    counts: tuple[int, ...] = (0,) * (len(STEP_SECONDS) + 1)
+    total: float = 0.0
+
+    def plus(self, seconds: float) -> StepStats:
+        """The same with one more step."""
+        size = bisect_left(STEP_SECONDS, seconds)
+        counts = (*self.counts[:size], self.counts[size] + 1, *self.counts[size + 1 :])
+        return StepStats(counts, self.total + seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +66,7 @@ class EngineStats:
     num_late_compilations: kernels that were compiled, or loaded from the cache on disk, while a request waited or ran
     num_late_captures: CUDA graphs that were captured while a request waited or ran
     speculation:       drafts, and how many of them were right
+    steps:             how long the steps of the engine's loop have taken, with their outputs; not counted offline
     """
 
     num_running: int
@@ -53,3 +81,30 @@ class EngineStats:
     num_late_compilations: int = 0
     num_late_captures: int = 0
     speculation: SpeculationStats = SpeculationStats()
+    steps: StepStats = StepStats()
+
+
+@dataclass(slots=True)
+class Counters:
+    """What an engine counts itself. The fields are those of `EngineStats`."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def note_first_token(self, sequence: SequenceState) -> None:
+        """Count the prompt of a sequence that has given a first token."""
+        self.num_prompt_tokens += sequence.num_prompt_tokens
+        self.num_cached_tokens += sequence.num_cached_tokens
+
+    def snapshot(self, scheduler: Scheduler) -> EngineStats:
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_pages=scheduler.pages.num_pages,
+            num_pages_used=scheduler.pages.num_held,
+            num_preemptions=scheduler.num_preemptions,
+            speculation=scheduler.speculation.snapshot(),
+            **asdict(self),
+        )

@@ -2,7 +2,7 @@
 
     grammars = Grammars(tokenizer, vocab_size, end_ids)
     matcher = grammars.matcher(StructuredOutput(regex="[0-9]{3}"))   # a ParameterError says what is wrong with it
-    masks = grammars.masks([matcher])        # one bit for each token
+    masks, late = grammars.masks([matcher], ["client"])       # one bit for each token; which masks have to wait
     matcher.consume_token(token)
     matcher.is_stopped()                     # the answer is complete
 
@@ -29,9 +29,10 @@ import json
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Any
 
@@ -61,7 +62,12 @@ USUAL_SECONDS = 0.002
 SLOW_SECONDS = 0.25
 """Processor time beyond the usual one that the masks and tokens of a request may take together."""
 SLOW_STEP_SECONDS = 0.01
-"""If the masks of a step take longer, those of the next step are computed one by one, so that each request is charged."""
+"""If masks that are computed side by side take longer, the others of this step and all of the next one are computed one by one,
+in turns of the clients, and each request is charged."""
+MASKS_SECONDS = 0.02
+"""If masks that are computed one by one take longer, the others wait for the next step."""
+FIRST_SLICE = 8
+"""Masks that are computed side by side before the time is looked at. Each slice is twice as long as the one before."""
 _STACK_SIZE_LOCK = threading.Lock()
 
 
@@ -73,6 +79,17 @@ class _Kept:
     error: str
     num_bytes: int
     used: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _Row:
+    """The masks of one matcher in a step: rows `first` to `first + len(drafts)`."""
+
+    index: int
+    matcher: Matcher
+    client: str | None
+    first: int
+    drafts: list[int]
 
 
 class Matcher:
@@ -95,14 +112,15 @@ class Matcher:
         self.charge(time.thread_time() - begin)
 
     def fill(self, address: int, num_bytes: int) -> float:
-        """Compute the mask of the next token. Returns the seconds that it has taken. Nothing is filled after an error."""
-        if self.is_error():
-            return 0.0
+        """Compute the mask of the next token. Returns the seconds of processor time that it has taken."""
         begin = time.thread_time()
         self._inner.unsafe_compute_mask_ptr(address, num_bytes)
-        seconds = time.thread_time() - begin
-        self.charge(seconds)
-        return seconds
+        return time.thread_time() - begin
+
+    @property
+    def slow_seconds(self) -> float:
+        """What the request has been charged so far."""
+        return self._slow[0]
 
     def charge(self, seconds: float) -> None:
         """Count the time of a mask or of a token."""
@@ -144,6 +162,7 @@ class Grammars:
         self._tables: Any = None
         self._executor: Any = None
         self._one_by_one = False
+        self._spent: dict[str | None, float] = {}  # seconds of the clients of the last step that computed masks one by one
         self._trials: GrammarTrials | None = None
         # At most `cache_bytes`, the least recently used first. Grammars with an error are kept as well.
         self._compiled: OrderedDict[str, _Kept] = OrderedDict()
@@ -169,10 +188,10 @@ class Grammars:
             raise ParameterError("json_schema", f"have at most {MAX_LENGTH} characters", len(structured.json_schema))
         try:
             field, grammar = _grammar(llguidance.LLMatcher, structured)
-        except ValueError as error:
-            if isinstance(error, ParameterError):
-                raise
-            reason = str(error)[:MAX_REASON]
+        except ParameterError:
+            raise
+        except ValueError as unreadable:
+            reason = str(unreadable)[:MAX_REASON]
             raise ParameterError("structured", f"be a structure that llguidance can read ({reason})", structured) from None
         if len(grammar) > MAX_LENGTH:
             raise ParameterError(field, f"have at most {MAX_LENGTH} characters", len(grammar))
@@ -230,48 +249,88 @@ class Grammars:
         _, dropped = self._compiled.popitem(last=False)
         self.num_bytes -= dropped.num_bytes
 
-    def masks(self, matchers: Sequence[Matcher], drafts: Sequence[list[int]] | None = None) -> NDArray[np.int32]:
-        """(n, ceil(vocab_size / 32)): bit t % 32 of word t // 32 is 1 if token t may come next in the answer of a row.
+    def masks(
+        self, matchers: Sequence[Matcher], clients: Sequence[str | None], drafts: Sequence[list[int]] | None = None
+    ) -> tuple[NDArray[np.int32], list[int]]:
+        """The masks of a step, (n, ceil(vocab_size / 32)), and which matchers' masks are late because others were slow.
 
-        drafts: guesses of each answer's next tokens; an answer with k of them has 1 + k rows, the last k of them for the
-                tokens after each draft. Rows after a draft that may not come allow every token. The matchers do not advance
+        Bit t % 32 of word t // 32 is 1 if token t may come next in the answer of a row. A matcher with an error, or with a late
+        mask, has no tokens. The matchers do not advance.
 
-        A matcher with an error has no tokens.
+        clients: who has sent the request of each matcher. While masks are slow, the client that has taken the least time is
+                 next, so that fast masks of one client do not wait for slow ones of another client
+        drafts:  guesses of each answer's next tokens; an answer with k of them has 1 + k rows, the last k of them for the
+                 tokens after each draft. Rows after a draft that may not come allow every token
         """
         drafts = drafts or [[]] * len(matchers)
         ends = list(accumulate(1 + len(own) for own in drafts))
         words = np.full((ends[-1], -(-self._vocab_size // 32)), -1, dtype=np.int32)
-        plain: list[tuple[Matcher, int]] = []
-        guessed: list[tuple[Matcher, int, list[int]]] = []
-        for matcher, own, end in zip(matchers, drafts, ends, strict=True):
-            row = end - 1 - len(own)
+        rows: list[_Row] = []
+        for index, (matcher, own, end) in enumerate(zip(matchers, drafts, ends, strict=True)):
+            first = end - 1 - len(own)
             if matcher.is_error():
-                words[row:end] = 0
-            elif own:
-                guessed.append((matcher, row, own))
+                words[first:end] = 0
             else:
-                plain.append((matcher, row))
+                rows.append(_Row(index, matcher, clients[index], first, own))
         begin = time.perf_counter()
-        if self._one_by_one:
-            for matcher, row in plain:
-                matcher.fill(words[row].ctypes.data, words.shape[1] * 4)
-            for each in guessed:
-                each[0].charge(self._fill_guessed([each], words))
-        else:
-            if plain:
-                rows = [(matcher.inner, row) for matcher, row in plain]
-                self._executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, words.shape[1] * 4, len(words))
-            if guessed:
-                self._fill_guessed(guessed, words)
+        done = 0 if self._one_by_one else self._fill_slices(rows, words)
+        late = self._fill_in_turns(rows[done:], words)
         self._one_by_one = time.perf_counter() - begin > SLOW_STEP_SECONDS
-        return words
+        for row in late:
+            words[row.first : row.first + 1 + len(row.drafts)] = 0
+        return words, [row.index for row in late]
 
-    def _fill_guessed(self, guessed: Sequence[tuple[Matcher, int, list[int]]], words: NDArray[np.int32]) -> float:
-        """Fill the rows of answers with drafts. Returns the seconds that it has taken."""
+    def _fill_slices(self, rows: Sequence[_Row], words: NDArray[np.int32]) -> int:
+        """Fill rows side by side while that is fast. Returns how many are done."""
         begin = time.perf_counter()
-        rows = [(matcher.inner, row, drafts) for matcher, row, drafts in guessed]
-        self._executor.unsafe_compute_mask_ptr_with_draft_token(rows, words.ctypes.data, words.shape[1] * 4, len(words))
-        return time.perf_counter() - begin
+        done = 0
+        size = FIRST_SLICE
+        while done < len(rows) and time.perf_counter() - begin <= SLOW_STEP_SECONDS:
+            self._fill(rows[done : done + size], words)
+            done += size
+            size *= 2
+        return min(done, len(rows))
+
+    def _fill_in_turns(self, rows: Sequence[_Row], words: NDArray[np.int32]) -> list[_Row]:
+        """Fill rows one by one, at least one of them, until the time is up. Returns the others."""
+        queues: dict[str | None, deque[_Row]] = {}
+        for row in sorted(rows, key=lambda row: row.matcher.slow_seconds):
+            queues.setdefault(row.client, deque()).append(row)
+        self._spent = {client: self._spent.get(client, 0.0) for client in queues}
+        turns = [(self._spent[client], number, client) for number, client in enumerate(queues)]
+        heapify(turns)
+        begin = time.perf_counter()
+        elapsed = 0.0
+        while turns and elapsed <= MASKS_SECONDS:
+            _, number, client = heappop(turns)
+            self._spent[client] += self._fill_one(queues[client].popleft(), words)
+            if queues[client]:
+                heappush(turns, (self._spent[client], number, client))
+            elapsed = time.perf_counter() - begin
+        return [row for queue in queues.values() for row in queue]
+
+    def _fill_one(self, row: _Row, words: NDArray[np.int32]) -> float:
+        """Compute the masks of one matcher and charge it. Returns the seconds that it is charged for."""
+        begin = time.perf_counter()
+        if row.drafts:
+            self._fill([row], words)
+            seconds = time.perf_counter() - begin
+        else:  # in this thread, so that only its own processor time counts
+            words[row.first] = 0
+            seconds = row.matcher.fill(words[row.first].ctypes.data, words.shape[1] * 4)
+        row.matcher.charge(seconds)
+        return seconds
+
+    def _fill(self, rows: Sequence[_Row], words: NDArray[np.int32]) -> None:
+        """Compute the masks of these rows side by side."""
+        size = words.shape[1] * 4
+        plain = [(row.matcher.inner, row.first) for row in rows if not row.drafts]
+        guessed = [(row.matcher.inner, row.first, row.drafts) for row in rows if row.drafts]
+        if plain:
+            words[[first for _, first in plain]] = 0  # what stays if a mask ends with an error
+            self._executor.unsafe_compute_mask_ptr(plain, words.ctypes.data, size, len(words))
+        if guessed:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(guessed, words.ctypes.data, size, len(words))
 
     def _load(self, structured: StructuredOutput) -> Any:
         """The tables of the tokenizer, made at the first call."""

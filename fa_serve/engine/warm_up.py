@@ -40,7 +40,7 @@ WIDTHS_OF_BATCHES = (32, 256, 2048)
 
 
 class EmptyStep(NamedTuple):
-    """A synthetic step: `batch` - 1 sequences of one token, and a last one of `queries` tokens.
+    """A synthetic step: sequences of one token, and the last `num_long` of `batch` sequences with `queries` tokens each.
 
     keys:  what the kernels are told of the longest sequence; the step itself has no keys but its own
     fresh: no sequence has keys in the cache, so attention takes keys and values as they come
@@ -50,10 +50,11 @@ class EmptyStep(NamedTuple):
     queries: int
     keys: int
     fresh: bool = False
+    num_long: int = 1
 
     @property
     def num_tokens(self) -> int:
-        return self.batch - 1 + self.queries
+        return self.batch + self.num_long * (self.queries - 1)
 
 
 class SamplingVariant(NamedTuple):
@@ -79,6 +80,10 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int) -> list[Em
     steps += [EmptyStep(2, count, count, fresh=True) for count in queries]
     for keys in powers_of_two(max_keys):
         steps += [EmptyStep(batch, count, keys) for batch in (1, 2) for count in queries]
+    # products and experts choose tiles by the tokens of all sequences, which may be more than one sequence has
+    for tokens in powers_of_two(max_tokens):
+        count = min(max(tokens // max_keys, 1), max_num_seqs)
+        steps.append(EmptyStep(count, min(tokens // count, max_keys), max_keys, num_long=count))
     several = [size for size in powers_of_two(max_num_seqs) if size > 2]
     few = [*powers_of_two(FEW_QUERIES), MIXED_QUERIES]
     for keys in (*KEYS_OF_BATCHES, max_keys):
@@ -93,17 +98,21 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int) -> list[Em
     )
 
 
-def sampling_variants() -> Iterator[SamplingVariant]:
-    """Parameters that lead to every kernel of sampling. Penalties are computed in float32, which is another variant of each."""
+def sampling_variants(*, drafting: bool = False) -> Iterator[SamplingVariant]:
+    """Parameters that lead to every kernel of sampling. Penalties are computed in float32, which is another variant of each.
+
+    drafting: those of a draft model, whose draws have no penalties, log-probabilities and masks
+    """
     filters = list(product((0, 50), (1.0, 0.9), (0.0, 0.1)))
-    for penalty in (0.0, 0.5):
+    for penalty in (0.0,) if drafting else (0.0, 0.5):
         yield SamplingVariant(SamplingParams(temperature=0.0, frequency_penalty=penalty))
         for top_k, top_p, min_p in filters:
             yield SamplingVariant(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, frequency_penalty=penalty))
-    yield SamplingVariant(SamplingParams(temperature=0.0, logprobs=5))
     yield SamplingVariant(SamplingParams(temperature=0.0, logit_bias={0: 1.0}))
     yield SamplingVariant(SamplingParams(temperature=0.0, allowed_token_ids=(0, 1)))
-    yield SamplingVariant(SamplingParams(temperature=0.0), masked=True)
+    if not drafting:
+        yield SamplingVariant(SamplingParams(temperature=0.0, logprobs=5))
+        yield SamplingVariant(SamplingParams(temperature=0.0), masked=True)
 
 
 def largest_batch(config: EngineConfig, max_model_len: int) -> ScheduledBatch:

@@ -32,16 +32,18 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.engine import Engine
 from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs
+from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
-from fa_serve.engine.loading import load_tokenizer
 from fa_serve.engine.stats import EngineStats
 from fa_serve.ops.compilations import use_kernel_cache
+
+if TYPE_CHECKING:
+    from fa_serve.engine.engine import Engine
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -49,6 +51,8 @@ OnOutputs = Callable[[StepOutputs], None]
 OnDeath = Callable[[str], None]
 STOP_SECONDS = 30
 """How long the worker may take by default for the step that it is in before it is killed."""
+EXIT_SECONDS = 5.0
+"""How long a process that has lost a rank may take to send why it ends."""
 BEAT_SECONDS = 1.0
 """The time between two beats of a process."""
 
@@ -97,7 +101,7 @@ class ThreadWorker:
 
     def __init__(
         self,
-        source: Engine | EngineConfig | None,
+        source: Engine | EngineConfig,
         on_outputs: OnOutputs,
         on_death: OnDeath,
         on_phase: OnPhase | None = None,
@@ -112,8 +116,12 @@ class ThreadWorker:
 
     def start(self) -> Ready:
         """Load the engine in this thread and start its loop in another one."""
-        given = self._source
-        engine = given if isinstance(given, Engine) else Engine(given, on_phase=self._on_phase, ahead=True)
+        source = self._source
+        if isinstance(source, EngineConfig):
+            make = _import_engine(self._on_phase or log_phase)
+            engine = make(source, on_phase=self._on_phase, on_lost=self._commands.put, ahead=True)
+        else:
+            engine = source
         self._loop = EngineLoop(engine, self._commands, self._on_outputs)
         self._thread = threading.Thread(target=self._run, args=(self._loop,), name="fa_serve-engine", daemon=True)
         self._thread.start()
@@ -143,7 +151,7 @@ class ThreadWorker:
             loop.run()
         except BaseException as error:
             log.exception("the engine has ended")
-            self._on_death(f"{type(error).__name__}: {error}")
+            self._on_death(_reason(error))
 
 
 class ProcessWorker:
@@ -151,12 +159,12 @@ class ProcessWorker:
 
     def __init__(
         self,
-        config: EngineConfig | None,
+        config: EngineConfig,
         on_outputs: OnOutputs,
         on_death: OnDeath,
         on_phase: OnPhase | None = None,
     ) -> None:
-        self._config = config or EngineConfig()
+        self._config = config
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._on_phase = on_phase or log_phase
@@ -178,6 +186,8 @@ class ProcessWorker:
         if self._stopping:  # `stop` was called before there was a process
             self._process.kill()
         try:
+            from fa_serve.engine.loading import load_tokenizer  # while the process imports the same modules
+
             tokenizer = load_tokenizer(self._config)
             received = _receive(ours)
             ready = self._wait(received)
@@ -257,10 +267,23 @@ class ProcessWorker:
         self._process.join()
         self._commands.put(None)  # ends the thread that writes to the process
         if error is not None:
-            self._on_death(f"{type(error).__name__}: {error}")
+            self._on_death(_reason(error))
         elif not self._stopping:
             log.error("the engine has ended: its process ended with exit code %s", self._process.exitcode)
             self._on_death(f"its process ended with exit code {self._process.exitcode}")
+
+
+def _import_engine(on_phase: OnPhase) -> type[Engine]:
+    """The engine's class. With it come the models of transformers, which take longer to import than all the rest."""
+    begin = time.perf_counter()
+    from fa_serve.engine.engine import Engine
+
+    on_phase(Phase("engine", "imported", time.perf_counter() - begin))
+    return Engine
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
 
 
 def _main(config: EngineConfig, connection: Connection) -> None:
@@ -279,11 +302,20 @@ def _main(config: EngineConfig, connection: Connection) -> None:
             output.prompt_token_ids = []  # the parent knows them
         outgoing.put(step)
 
+    def end(error: EngineDeadError) -> None:
+        """Another rank is lost. The main thread may wait for it in a step, and then it would not notice."""
+        log.error("the engine has ended: %s", error)
+        outgoing.put(error)
+        outgoing.put(None)
+        writer.join(EXIT_SECONDS)
+        os._exit(1)
+
     try:
         ready = threading.Event()
         threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
+        make = _import_engine(outgoing.put)
         use_kernel_cache(config.resolve_device())
-        engine = Engine(config, on_phase=outgoing.put, ahead=True)
+        engine = make(config, on_phase=outgoing.put, on_lost=end, ahead=True)
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second

@@ -1,4 +1,4 @@
-"""The adapter to transformers: `attn_implementation="fa_serve"`, and the paged forward of the engine.
+"""The adapter to transformers: `attn_implementation="fa_serve"`, `experts_implementation="fa_serve"`, and the engine's forward.
 
     import fa_serve
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve")
@@ -15,9 +15,14 @@ as it is.
     masks.py           ImplicitMask, and the mask function
     translate.py       transformers' words -> one LayerCall; the one place that knows which keys a call sees
     attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
+    experts.py         the function that computes a mixture's experts, and whether the engine may use it
     paged.py           the engine's forward over packed tokens and a paged cache
     layer_kinds.py     few layers that stand for all layers of a model
+    division.py        which part of each layer a rank of tensor parallelism keeps; divide.py takes it, and proves it
     continuous.py      transformers' own continuous batching (`generate_batch`)
+    quantization_plan.py  which linear layers of a checkpoint are quantised, and how
+    weight_formats.py  how the quantised weights of a layer are kept in a checkpoint
+    quantized_linear.py  the layers that are loaded from such a checkpoint
     info.py            what a model asks of attention, from its config alone
 
 Left out: dropout in attention, attention weights as an output, and caches that hold anything but keys and values.
@@ -35,10 +40,13 @@ except ImportError as error:
     ) from error
 
 from fa_serve.hf.attention import attention_forward
+from fa_serve.hf.divide import PartOfSum, divide, vocab_size
+from fa_serve.hf.division import plan_division
+from fa_serve.hf.experts import expert_modules, experts_forward, take_experts
 from fa_serve.hf.layer_kinds import few_layers
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
-from fa_serve.hf.paged import PagedBatch, attention_layers, check_model, paged_forward
+from fa_serve.hf.paged import OneSequence, PagedBatch, attention_layers, check_model, paged_forward
 from fa_serve.hf.register import patch, register
 from fa_serve.hf.translate import AttendsBatch, LayerCall
 
@@ -46,15 +54,23 @@ __all__ = [
     "NAME",
     "AttendsBatch",
     "LayerCall",
+    "OneSequence",
     "PagedBatch",
+    "PartOfSum",
     "attention_forward",
     "attention_layers",
     "check_model",
+    "divide",
+    "expert_modules",
+    "experts_forward",
     "few_layers",
     "mask_forward",
     "paged_forward",
     "patch",
+    "plan_division",
     "register",
+    "take_experts",
+    "vocab_size",
 ]
 
 register()

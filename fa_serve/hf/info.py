@@ -1,4 +1,4 @@
-"""What a model asks of attention and which backend would serve it, found from a config without weights: `fa-serve info MODEL`.
+"""What a model asks of attention and experts, and which backend would serve it, from a config alone: `fa-serve info MODEL`.
 
     description = describe("Qwen/Qwen3-0.6B", device="cuda", arch=90)
     for layer, calls in description.parts[0].kinds(): ...
@@ -22,10 +22,14 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from fa_serve import ops
+from fa_serve.hf.division import plan_division
+from fa_serve.hf.experts import expert_modules, gate_of
 from fa_serve.hf.models import NAME, check_class, prepare_model
-from fa_serve.hf.paged import check_model
+from fa_serve.hf.paged import attention_layers, check_model
+from fa_serve.hf.quantized_linear import describe_weights
 from fa_serve.hf.translate import spec_of, translate
-from fa_serve.spec import AttentionSpec, UnsupportedModelError
+from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Part:
     refused: why fa_serve does not serve it, or None
     untried: why its layers are not known, or None
     layers:  the calls of attention in one forward, in order
+    experts: for each class of experts, who computes them with experts_implementation="fa_serve", or why nobody does
     """
 
     name: str
@@ -50,6 +55,7 @@ class Part:
     refused: str | None = None
     untried: str | None = None
     layers: list[Layer] = field(default_factory=list)
+    experts: dict[str, str] = field(default_factory=dict)
 
     def kinds(self) -> list[tuple[Layer, str]]:
         """The different layers, each with the calls of the forward that ask for the same: "0-4, 6-10"."""
@@ -64,17 +70,47 @@ class Part:
 
 
 @dataclass(frozen=True)
+class RankShare:
+    """What each rank of tensor parallelism holds.
+
+    divided, whole: bytes of the parts of divided weights, and of weights that every rank keeps whole
+    total:          bytes of all weights
+    layers:         what attention layers ask for on a rank, by layer
+    """
+
+    size: int
+    divided: int
+    whole: int
+    total: int
+    layers: list[AttentionSpec]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of one token, in all layers."""
+        return sum(x.num_kv_heads * (x.head_dim + x.head_dim_v) * x.kv_dtype.itemsize for x in self.layers)
+
+
+@dataclass(frozen=True)
 class Description:
-    """The parts of a model, and why the engine cannot run it (None: it can)."""
+    """The parts of a model, and why the engine cannot run it (None: it can).
+
+    share: what each rank of tensor parallelism holds, or why the model cannot be divided; None for one rank
+    weights: how the weights of linear layers are kept and who computes them, and the layers; empty if that is refused
+    """
 
     parts: list[Part]
     engine: str | None
+    weights: dict[str, str] = field(default_factory=dict)
+    share: RankShare | str | None = None
 
 
-def describe(model_or_config: str | PreTrainedConfig, device: str = "cpu", arch: int = 0) -> Description:
+def describe(
+    model_or_config: str | PreTrainedConfig, device: str = "cpu", arch: int = 0, tensor_parallel: int = 1
+) -> Description:
     """What the layers of a model ask for, and why fa_serve or its engine refuses it, if they do.
 
     model_or_config: a hub name, a folder or a config
+    tensor_parallel: number of ranks that the model would be divided between
     device, arch:    where the layers would run: a torch device type, and 10 * major + minor of a CUDA device (90 for an H200)
 
     Raises OSError or ValueError, with transformers' message, for a name that belongs to no model.
@@ -87,12 +123,49 @@ def describe(model_or_config: str | PreTrainedConfig, device: str = "cpu", arch:
     with torch.device("meta"):
         whole: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=config.dtype or torch.bfloat16)
     parts = {part.name: part for part in (_examine(*each, device, arch) for each in _models(whole))}
+    weights: dict[str, str] = {}
+    engine = None
     try:
         check_model(loaded)
-        engine = None
-    except UnsupportedModelError as error:
+        weights = describe_weights(loaded, device, arch)
+    except (UnsupportedModelError, ParameterError) as error:
         engine = str(error)
-    return Description(list(parts.values()), engine)
+    share: RankShare | str | None = None
+    if engine is None and tensor_parallel > 1:
+        try:
+            share = _rank_share(loaded, tensor_parallel)
+        except UnsupportedModelError as error:
+            share = str(error)
+    return Description(list(parts.values()), engine, weights, share)
+
+
+def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
+    """Plan the division of a model that has no weights."""
+    auto: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model: PreTrainedModel = auto.from_config(config, attn_implementation=NAME, dtype=config.dtype or torch.bfloat16)
+    division = plan_division(model, size)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    divided = saved = 0
+    for path, layer in division.layers.items():
+        for name, cut in layer.cuts.items():
+            parameter = model.get_parameter(f"{path}.{name}")
+            kept = sum(part.numel() for part in cut.kept(parameter, 0, size)) * parameter.element_size()
+            divided += kept
+            saved += parameter.numel() * parameter.element_size() - kept
+    if division.vocabulary is not None:
+        whole: Any = model
+        parts = {id(m.weight): m.weight for m in (whole.get_input_embeddings(), whole.get_output_embeddings())}
+        for weight in parts.values():
+            num_bytes = weight.numel() * weight.element_size()
+            divided += num_bytes // size
+            saved += num_bytes - num_bytes // size
+    specs = []
+    for spec, layer in zip(attention_layers(config), division.layers.values(), strict=True):
+        heads = next(iter(layer.attention.values()), (spec.num_heads, spec.num_kv_heads))
+        own = replace(spec, num_heads=heads[0], num_kv_heads=heads[1], dtype=model.dtype, kv_dtype=model.dtype)
+        specs.append(own)
+    return RankShare(size, divided, total - saved - divided, total, specs)
 
 
 def decoding(spec: AttentionSpec) -> AttentionSpec:
@@ -133,6 +206,7 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
         return part
     if len({type(m.config) for m in within}) > 1:
         return part  # the parts inside it attend, and are examined one by one
+    part.experts = _examine_experts(model, OpSpec(device, arch))
     for each in within:
         prepare_model(each)
         each.config._attn_implementation = NAME
@@ -151,6 +225,17 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
     if not part.layers and part.untried is None:
         part.untried = "its forward calls no attention"
     return part
+
+
+def _examine_experts(model: PreTrainedModel, spec: OpSpec) -> dict[str, str]:
+    found = {}
+    for module in expert_modules(model):
+        try:
+            gate_of(module)
+            found[type(module).__name__] = ops.TABLE.select(spec).name
+        except UnsupportedModelError as error:
+            found[type(module).__name__] = f"refused: {error}"
+    return found
 
 
 class _Recorder:

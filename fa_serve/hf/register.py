@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from fa_serve.hf.attention import attention_forward
 from fa_serve.hf.continuous import PAGED_NAME, enable, paged_attention
+from fa_serve.hf.experts import experts_forward
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME, check_class, prepare_model
 
@@ -38,10 +40,12 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def register() -> None:
-    """Make `attn_implementation="fa_serve"` known to transformers; called by `import fa_serve`, harmless when repeated."""
+    """Make `attn_implementation="fa_serve"` and `experts_implementation="fa_serve"` known to transformers; called by
+    `import fa_serve`, harmless when repeated."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionInterface.register(PAGED_NAME, paged_attention)
     AttentionMaskInterface.register(NAME, mask_forward)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     original: Any = PreTrainedModel.get_correct_attn_implementation
     if getattr(original, "asks_fa_serve", False):
         return

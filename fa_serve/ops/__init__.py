@@ -14,8 +14,8 @@ The functions do not validate their arguments: the engine makes about ten calls 
 has compared their results with those of the model's own layers before.
 
 Sources: RMS norm (Zhang, Sennrich 2019, arXiv:1910.07467), rotary embedding (Su et al. 2021, arXiv:2104.09864), gated units
-(Shazeer 2020, arXiv:2002.05202), deterministic sums (He et al., "Defeating Nondeterminism in LLM Inference", 2025). This
-package leaves out attention, which is in `api.py`.
+(Shazeer 2020, arXiv:2002.05202), experts (Shazeer et al. 2017, arXiv:1701.06538), deterministic sums (He et al., "Defeating
+Nondeterminism in LLM Inference", 2025). This package leaves out attention, which is in `api.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.backends import BackendTable
 from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
+from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
+from fa_serve.ops.ops_backend import Gate as Gate
 from fa_serve.ops.ops_backend import Norm as Norm
 from fa_serve.ops.ops_backend import OpsBackend as OpsBackend
+from fa_serve.ops.ops_backend import Router as Router
+from fa_serve.ops.ops_backend import Weight as Weight
+from fa_serve.ops.quantized_weight import QuantizedWeight as QuantizedWeight
+from fa_serve.ops.quantized_weight import merge_rows as merge_rows
 from fa_serve.spec import OpSpec
 
 log = logging.getLogger(__name__)
@@ -42,7 +48,7 @@ TABLE: BackendTable[OpsBackend] = BackendTable(
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
@@ -57,9 +63,11 @@ def linear(
         residual += alpha * y                              with `residual`, in place
 
     On a GPU a single token takes one kernel; more tokens take PyTorch's product and one kernel each for the norm and the gate.
+    The product with a quantised weight is that with its matrix in x's dtype, unless activations are rounded to float8 as well
+    (quantized_product.py).
 
     x:          (total, k)
-    weight:     (n, k), contiguous
+    weight:     (n, k), contiguous, or a QuantizedWeight of that shape
     bias:       (n,)
     activation: one of ACTIVATIONS; not together with `residual`
     residual:   (total, n), updated in place
@@ -121,6 +129,38 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     return select_ops(x.device).act_and_mul(x, activation)
 
 
+def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token, and weigh them.
+
+    logits: (tokens, num_experts), the elements of a row contiguous
+    bias:   (num_experts,), added to scores for the choice only, or None
+    dtype:  of the weights
+
+    Returns (weights, index), both (tokens, top_k), from the largest score + bias to the smallest; index is int64.
+    """
+    return select_ops(logits.device).route(logits, bias, router, dtype)
+
+
+def experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, *, invariant: bool = False
+) -> Tensor:
+    """Compute the experts that each token takes, and sum their results by the weights of the router.
+
+        h = gate(x @ gate_up[e].T + gate_up_bias[e])            for each expert e that the token takes
+        y = sum over them of weight * (h @ down[e].T + down_bias[e])
+
+    On a GPU it takes two or four launches and reads nothing back; PyTorch reads back which experts are taken.
+
+    x:             (tokens, hidden), of the dtype of the weights
+    top_k_index:   (tokens, top_k), int64 or int32; an expert below 0 or at least num_experts adds nothing
+    top_k_weights: (tokens, top_k), any floating dtype
+    invariant:     the bits of a row do not depend on the other rows
+
+    Returns (tokens, hidden).
+    """
+    return select_ops(x.device).experts(x, top_k_index, top_k_weights, experts, invariant)
+
+
 def sample_rows(
     logits: Tensor,
     keys: Tensor | None = None,
@@ -153,11 +193,11 @@ def sample_rows(
     )
 
 
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def invariant_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Compute x @ weight.T + bias such that the bits of a row do not depend on the number of rows.
 
     x:      (..., k)
-    weight: (n, k), any strides
+    weight: (n, k), any strides, or a QuantizedWeight
     bias:   (n,) or None
 
     Returns (..., n).

@@ -21,7 +21,7 @@ _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     e = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
@@ -30,10 +30,10 @@ def _sigmoid(x):
 def activate(x, KIND: tl.constexpr):
     """SiLU, GELU in its tanh approximation, or GELU by erf (Hendrycks, Gimpel 2016, arXiv:1606.08415)."""
     if KIND == 0:
-        y = x * _sigmoid(x)
+        y = x * sigmoid(x)
     elif KIND == 1:
         # (1 + tanh(u)) / 2 = sigmoid(2u)
-        y = x * _sigmoid(2.0 * _SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
+        y = x * sigmoid(2.0 * _SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
     else:
         y = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     return y

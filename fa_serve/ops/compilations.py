@@ -69,19 +69,19 @@ def num_compilations() -> Compilations:
     return listener.counted if isinstance(listener, _Counter) else Compilations()
 
 
-def run_compiled(calls: Iterable[Callable[[], None]], num_threads: int) -> None:
+def run_compiled(calls: Iterable[Callable[[], None]], num_threads: int) -> list[Exception]:
     """Call each function until it comes to its end, while threads compile the kernels that the functions launch.
 
     A function ends early at a kernel that is not compiled yet. It is called again, from its beginning, when that kernel exists;
-    meanwhile the others run. So every kernel that is launched reads what earlier kernels have written. Raises what a function
-    or a compilation raises; the remaining functions are then not called.
+    meanwhile the others run. So every kernel that is launched reads what earlier kernels have written. A function that raises,
+    or whose kernel cannot be compiled, is not called again. Returns what was raised. Raises torch.AcceleratorError at once,
+    because nothing more can be computed on that device in this process.
     """
     try:
         from fa_serve.backends.launch import NotCompiledError, compiling_in_threads
     except ImportError:  # without Triton there is nothing to compile
-        for call in calls:
-            call()
-        return
+        return [error for call in calls if (error := _error_of(call)) is not None]
+    errors: list[Exception] = []
     ready = list(calls)
     blocked: dict[Future[Any], list[Callable[[], None]]] = {}
     with compiling_in_threads(num_threads):
@@ -91,11 +91,24 @@ def run_compiled(calls: Iterable[Callable[[], None]], num_threads: int) -> None:
             for compiled in [x for x in blocked if x.done()]:
                 ready += blocked.pop(compiled)
             for call in ready:
-                try:
-                    call()
-                except NotCompiledError as error:
+                error = _error_of(call)
+                if isinstance(error, NotCompiledError):
                     blocked.setdefault(error.compiled, []).append(call)
+                elif error is not None:
+                    errors.append(error)
             ready = []
+    return errors
+
+
+def _error_of(call: Callable[[], None]) -> Exception | None:
+    """What the function raises, without the frames, which hold tensors."""
+    try:
+        call()
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        return error.with_traceback(None)
+    return None
 
 
 def use_kernel_cache(device: str) -> None:

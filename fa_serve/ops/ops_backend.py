@@ -6,14 +6,21 @@ out the choice among backends (`__init__.py`) and their code (`torch_ops.py`, `t
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import math
+from typing import NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
+from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.spec import OpSpec
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 """Names of the activations: SiLU, GELU in its tanh approximation, and GELU by the error function."""
+
+
+Weight: TypeAlias = Tensor | QuantizedWeight
+"""The weights of a product: a matrix (n, k), or a quantised one."""
 
 
 class Norm(NamedTuple):
@@ -29,6 +36,58 @@ class Norm(NamedTuple):
     offset: float = 0.0
 
 
+class Gate(NamedTuple):
+    """How an expert makes one number of a gate and an up value: f(min(gate, limit)) * (clamp(up, -limit, limit) + offset).
+
+    f is x -> activation(slope * x) / slope. With SiLU that is x * sigmoid(slope * x).
+
+    activation:  one of ACTIVATIONS
+    interleaved: rows 2n and 2n + 1 of the weights give gate and up n; else rows n and width + n
+    """
+
+    activation: str
+    interleaved: bool = False
+    slope: float = 1.0
+    limit: float = math.inf
+    offset: float = 0.0
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of a mixture's experts.
+
+    gate_up:      (num_experts, 2 * width, hidden), any strides: transposed weights are a view
+    gate_up_bias: (num_experts, 2 * width), last dimension contiguous
+    down:         (num_experts, hidden, width), any strides
+    down_bias:    (num_experts, hidden), last dimension contiguous
+    """
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    gate: Gate
+
+
+class Router(NamedTuple):
+    """How a router chooses experts from logits, and weighs them.
+
+    The score of an expert is a softmax over all experts or, with `sigmoid`, the sigmoid of its logit. The top_k experts with
+    the largest score + bias are chosen. With several groups they are chosen among top_groups of num_groups equal groups: those
+    whose two largest values of score + bias have the largest sum. The weights are scores without bias.
+
+    renormalise: the weights are divided by their sum
+    scale:       they are then multiplied by it
+    num_groups:  1, or such that groups have a power of two of experts, as all experts have
+    """
+
+    top_k: int
+    sigmoid: bool = False
+    renormalise: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+
+
 class OpsBackend(Protocol):
     """Computes every function of `fa_serve.ops`; shapes and conventions are documented there."""
 
@@ -41,7 +100,7 @@ class OpsBackend(Protocol):
     def linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         norm: Norm | None,
         activation: str | None,
@@ -84,6 +143,12 @@ class OpsBackend(Protocol):
         /,
     ) -> Tensor: ...
 
-    def invariant_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor: ...
+    def route(self, logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype, /) -> tuple[Tensor, Tensor]: ...
+
+    def experts(
+        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool, /
+    ) -> Tensor: ...
+
+    def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor: ...
 
     def invariant_sum(self, x: Tensor, /) -> Tensor: ...

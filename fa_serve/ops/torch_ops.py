@@ -1,6 +1,7 @@
 """The backend of ops for any device, in plain PyTorch.
 
-It computes in float32, or in float64 for float64 input, and rounds the result once. Sampling is in `torch_sampling.py`.
+It computes in float32, or in float64 for float64 input, and rounds the result once. Sampling is in `torch_sampling.py`,
+experts are in `torch_experts.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from fa_serve.api import store_kv
-from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.ops_backend import Norm, Weight
+from fa_serve.ops.quantized_weight import QuantizedWeight
+from fa_serve.ops.torch_experts import activate, experts, route
 from fa_serve.ops.torch_sampling import sample_rows
 from fa_serve.spec import OpSpec
 
@@ -19,6 +22,8 @@ class TorchOps:
 
     name = "torch"
     sample_rows = staticmethod(sample_rows)
+    route = staticmethod(route)
+    experts = staticmethod(experts)
 
     def supports(self, spec: OpSpec) -> str | None:
         return None
@@ -26,7 +31,7 @@ class TorchOps:
     def linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         norm: Norm | None,
         activation: str | None,
@@ -36,7 +41,7 @@ class TorchOps:
     ) -> Tensor:
         if norm is not None:
             x = self.rms_norm(x, norm, None, None)
-        y = product(x, weight, bias, residual, alpha)
+        y = product(x, _matrix(weight, x.dtype), bias, residual, alpha)
         return y if activation is None else self.act_and_mul(y, activation)
 
     def rms_norm(self, x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor | None, /) -> Tensor:
@@ -74,17 +79,14 @@ class TorchOps:
 
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor:
         gate, up = _wide(x).chunk(2, dim=1)
-        if activation == "silu":
-            gate = torch.nn.functional.silu(gate)
-        else:
-            gate = torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-        return (gate * up).to(x.dtype)
+        return (activate(gate, activation) * up).to(x.dtype)
 
-    def invariant_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor:
+    def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor:
+        matrix = _matrix(weight, x.dtype)
         if len(x) == 0:
-            return x @ weight.t()
+            return x @ matrix.t()
         # a library chooses its algorithm by the number of rows, so each row is computed alone
-        return torch.cat([torch.nn.functional.linear(row[None], weight, bias) for row in x])
+        return torch.cat([torch.nn.functional.linear(row[None], matrix, bias) for row in x])
 
     def invariant_sum(self, x: Tensor, /) -> Tensor:
         if len(x) == 0:
@@ -102,6 +104,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     if bias is not None:
         residual.add_(bias, alpha=alpha)
     return residual.addmm_(x, weight.t(), alpha=alpha)
+
+
+def _matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """A weight as a matrix of floats, (n, k)."""
+    return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
 
 
 def _rotate(out: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The backend of ops for GPUs: each op is one Triton kernel, except products of several tokens.
+"""The backend of ops for GPUs: each op is one Triton kernel, except products of several tokens and experts.
 
 Each kernel stands with its launcher in a file `*_kernel.py`. A launcher keeps what it decides about a call (grid, blocks,
 strides) in `PLANS`, by those facts of the tensors that decide it; calls that look alike compute it once.
@@ -9,10 +9,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa_serve.ops.activation_kernel import launch_act_and_mul
+from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
-from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.ops_backend import Norm, Weight
+from fa_serve.ops.quantized_kernel import launch_quantized_row
+from fa_serve.ops.quantized_product import dequantize, has_kernels, quantized_product
+from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
+from fa_serve.ops.routing_kernel import launch_route
 from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
 from fa_serve.ops.sampling_kernel import launch_sample_rows
 from fa_serve.ops.torch_ops import product
@@ -27,7 +32,8 @@ class TritonOps:
     rotary_store_kv = staticmethod(launch_rotary_store_kv)
     act_and_mul = staticmethod(launch_act_and_mul)
     sample_rows = staticmethod(launch_sample_rows)
-    invariant_linear = staticmethod(launch_invariant_linear)
+    route = staticmethod(launch_route)
+    experts = staticmethod(launch_experts)
     invariant_sum = staticmethod(launch_invariant_sum)
 
     def supports(self, spec: OpSpec) -> str | None:
@@ -36,7 +42,7 @@ class TritonOps:
     def linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         norm: Norm | None,
         activation: str | None,
@@ -44,9 +50,31 @@ class TritonOps:
         alpha: float,
         /,
     ) -> Tensor:
+        if isinstance(weight, QuantizedWeight):
+            return self._quantized_linear(x, weight, bias, norm, activation, residual, alpha)
         if x.shape[0] == 1:
             return launch_linear_row(x, weight, bias, norm, activation, residual, alpha)
         if norm is not None:
             x = launch_rms_norm(x, norm, None, None)
         y = product(x, weight, bias, residual, alpha)
         return y if activation is None else launch_act_and_mul(y, activation)
+
+    def _quantized_linear(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        alpha: float,
+    ) -> Tensor:
+        x = x.contiguous()
+        if x.shape[0] == 1 and has_kernels(weight):
+            return launch_quantized_row(x, weight, bias, norm, activation, residual, alpha)
+        y = quantized_product(x, weight, bias, norm, residual, alpha)
+        return y if activation is None else launch_act_and_mul(y, activation)
+
+    def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor:
+        matrix = dequantize(weight, x.dtype) if isinstance(weight, QuantizedWeight) else weight
+        return launch_invariant_linear(x, matrix, bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from block_sparse_cases import CASES, SparseCase, check_sparse
 from torch.nn.functional import scaled_dot_product_attention
 
 from fa_serve.backends.reference import attention_reference, visible_keys
@@ -34,6 +35,12 @@ def test_windows(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> None:
     assert torch.equal(visible_keys(seqlen_q, seqlen_k, window, q.device), mask)
     out, _ = attention_reference(q, k, v, softmax_scale=SCALE, window_size=window)
     torch.testing.assert_close(out, operator(q, k, v, mask))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_block_sparse_as_a_backend(case: SparseCase) -> None:
+    """The lists of each sequence are expanded to the mask that the cases expand block by block."""
+    check_sparse(case, "reference", torch.float64)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])

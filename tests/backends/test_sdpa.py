@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from block_sparse_cases import BASE, SparseCase, check_sparse, make_lists
+from block_sparse_cases import CASES as SPARSE
 from cases import DENSE, PAGED, VARLEN, Case, check, check_without_keys, params
 
 import fa_serve
@@ -30,6 +32,25 @@ def test_varlen(case: Case) -> None:
 @pytest.mark.parametrize("case", params(PAGED))
 def test_paged(case: Case) -> None:
     check(case, "sdpa", torch.float32, layout="paged")
+
+
+@pytest.mark.parametrize("case", SPARSE, ids=str)
+def test_block_sparse(case: SparseCase) -> None:
+    check_sparse(case, "sdpa", torch.float32)
+
+
+def test_gradients_of_a_block_mask_match_the_reference() -> None:
+    q, k, v = make_qkv(1, 150, 210, 4, 2, 32, dtype=torch.float64)
+    lists, _ = make_lists(BASE)
+    grads = []
+    for backend in ("auto", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = fa_serve.attention(*leaves, causal=True, block_mask=lists, backend=backend)
+        out.square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for ours, exact in zip(*grads, strict=True):
+        assert bool((exact != 0).any())
+        torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
 
 
 def test_many_queries_are_cut_in_chunks() -> None:

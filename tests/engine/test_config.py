@@ -23,11 +23,19 @@ def test_bad_values_name_the_field() -> None:
         ("max_restarts", -1),
         ("kv_cache_dtype", "int4"),
         ("seed", 0.5),
+        ("target_itl", -1.0),
+        ("target_itl", True),
+        ("target_itl", float("nan")),
     ):
         with pytest.raises(ParameterError) as error:
             EngineConfig(**{field: value})
         assert error.value.field == field
         assert repr(value) in str(error.value)
+
+
+def test_a_draft_model_is_not_divided() -> None:
+    with pytest.raises(ParameterError, match="ngram with tensor_parallel above 1"):
+        EngineConfig(speculative="draft=small", tensor_parallel=2)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:

@@ -379,3 +379,32 @@ def test_without_a_tokenizer_there_are_only_tokens() -> None:
     with pytest.raises(ValueError, match="stop must be empty"):
         engine.generate([[1]], SamplingParams(stop=("x",)))
     assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_steps_are_measured_from_the_result_before(make_engine, monkeypatch, depth) -> None:
+    """A step begins on the device when the one before it has ended, or when it is launched."""
+    now = [100.0]
+    monkeypatch.setattr("fa_serve.engine.engine.time.monotonic", lambda: now[0])
+    engine = make_engine(target_itl=None, max_num_batched_tokens=16)
+    engine._depth = depth
+    share = engine._scheduler.prompt_share
+    measured: list[tuple[int, int, float]] = []
+    monkeypatch.setattr(share, "record", lambda *step: measured.append(step))
+    launch = engine._runner.launch
+
+    def slow(batch):
+        now[0] += 0.5
+        return launch(batch)
+
+    monkeypatch.setattr(engine._runner, "launch", slow)
+    engine.add_request("a", list(range(20)), SamplingParams(max_tokens=3))
+    while engine.has_unfinished():
+        engine.step()
+    first = 0.5 * (1 + depth)
+    assert measured == [(0, 16, first), (0, 4, 0.5), (1, 0, 0.5), (1, 0, 0.5 if not depth else 0.0)]
+    now[0] += 60.0
+    engine.add_request("b", [1], SamplingParams(max_tokens=1))
+    engine.step()
+    engine.step()
+    assert measured[-1] == (1, 0, 0.5), "an idle minute is no part of a step"

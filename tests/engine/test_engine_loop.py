@@ -7,10 +7,20 @@ import queue
 import threading
 import time
 
+import pytest
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import AsyncEngine, QueueFullError, SamplingParams, StructuredOutput, engine_loop, structured
-from fa_serve.engine.engine_loop import Abort, Add, EngineLoop
+from fa_serve.engine import (
+    AsyncEngine,
+    EngineDeadError,
+    QueueFullError,
+    SamplingParams,
+    StructuredOutput,
+    engine_loop,
+    structured,
+)
+from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop
+from fa_serve.engine.stats import STEP_SECONDS
 from fa_serve.engine.worker import ThreadWorker
 from fa_serve.spec import ParameterError
 
@@ -46,6 +56,34 @@ def test_commands_are_carried_out_and_errors_are_delivered(make_engine) -> None:
     assert isinstance(errors["c"], QueueFullError)
     assert isinstance(errors["bad"], ParameterError)
     assert errors["bad"].field == "prompt"
+
+
+def test_steps_are_timed_with_their_outputs(make_engine, monkeypatch) -> None:
+    """What the outputs of step n carry are the steps before it."""
+    engine = make_engine()
+    now = [100.0]
+    monkeypatch.setattr("fa_serve.engine.engine_loop.time.monotonic", lambda: now[0])
+    step = engine.step
+
+    def slow():
+        now[0] += 0.003
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow)
+    delivered = []
+    waiting = queue.SimpleQueue()
+
+    def deliver(outputs):
+        now[0] += 0.25
+        delivered.append(outputs.stats.steps)
+        if not engine.has_unfinished():
+            waiting.put(None)
+
+    waiting.put(Add("a", [3], SamplingParams(max_tokens=3)))
+    EngineLoop(engine, waiting, deliver).run()
+    assert [sum(each.counts) for each in delivered] == [0, 1, 2]
+    assert delivered[-1].total == pytest.approx(2 * 0.253)
+    assert delivered[-1].counts[STEP_SECONDS.index(0.256)] == 2
 
 
 def test_an_error_of_an_unknown_class_arrives_as_a_runtime_error(make_engine, monkeypatch) -> None:
@@ -173,3 +211,11 @@ def test_grammars_are_compiled_in_other_threads(make_engine, monkeypatch) -> Non
     assert [text[:1] for text in asyncio.run(main())] == ["0"] * 8
     assert len(names) == 8
     assert {name.rpartition("_")[0] for name in names} == {"fa_serve-grammar"}
+
+
+def test_a_lost_rank_ends_the_loop(make_engine) -> None:
+    """Also one that waits for commands."""
+    commands: Commands = queue.SimpleQueue()
+    commands.put(EngineDeadError("rank 1 of 2 ended"))
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 ended"):
+        EngineLoop(make_engine(), commands, lambda step: None).run()

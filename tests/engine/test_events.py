@@ -46,7 +46,7 @@ def test_an_async_engine_passes_phases_on_and_does_not_log_them(model_folder, ca
 
     with caplog.at_level(logging.INFO, "fa_serve.engine"):
         asyncio.run(main())
-    assert names(phases) == ["weights", "fusion", "kv cache"]
+    assert names(phases) == ["engine", "weights", "fusion", "kv cache"]
     assert "kv cache" not in caplog.text
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from fa_serve.demo import model_path
 from fa_serve.engine import EngineConfig, kv_cache
@@ -56,6 +57,41 @@ def test_an_error_that_is_not_a_files_stays_as_it_is(tmp_path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": "alien"}))
     with pytest.raises(ValueError, match="alien"):
         load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, name: x.pop(name), "model must have the tensor {} in its files, got '1 missing tensors'"),
+        (lambda x, name: x.update({name: x[name][1:].clone()}), r"{} must have the shape \[256\], got \[255\]"),
+    ],
+    ids=["missing", "mis-shaped"],
+)
+def test_a_tensor_that_is_missing_or_has_another_shape_is_named(tmp_path, change, message) -> None:
+    """Otherwise transformers would make random numbers in its place, with a warning."""
+    shutil.copytree(model_path(), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors, "model.layers.3.input_layernorm.weight")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ParameterError, match=message.format("model.layers.3.input_layernorm.weight")):
+        load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
+
+
+def test_weights_that_transformers_computes_are_said_in_the_log(tmp_path, monkeypatch, caplog) -> None:
+    shutil.copytree(model_path(), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = {"quantization_config": {"quant_method": "torchao", "quant_type": "int8_weight_only"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    model = load_model(EngineConfig(device="cpu"))
+    given = []
+    report = {"missing_keys": set(), "mismatched_keys": set()}
+    fake = lambda path, config, **options: given.append(config) or (model, report)  # noqa: E731
+    monkeypatch.setattr("fa_serve.engine.loading.AutoModelForCausalLM.from_pretrained", fake)
+    with caplog.at_level("INFO", "fa_serve.engine"):
+        load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
+    assert given[0].quantization_config["quant_method"] == "torchao"
+    assert "the format torchao are computed by transformers' own modules, in layers that are not fused" in caplog.text
 
 
 def test_pages_beyond_the_memory_are_refused_with_the_arithmetic(make_engine, monkeypatch) -> None:

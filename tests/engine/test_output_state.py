@@ -6,12 +6,13 @@ import pytest
 import torch
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import SamplingParams, TokenLogprob
+from fa_serve.engine import RequestOutput, SamplingParams, StructuredOutput, TokenLogprob
 from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.request import Request
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.stop_strings import StopStrings
+from fa_serve.engine.structured import Grammars
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 3, 4, 4, 4]
 
@@ -25,12 +26,25 @@ def make_state(tokenizer, **params) -> OutputState:
 def test_a_stop_string_completes_an_answer_after_min_tokens(tokenizer) -> None:
     state = make_state(tokenizer, stop=("q",), min_tokens=1)
     letter = tokenizer.backend_tokenizer.token_to_id("q")
-    assert state.push(letter, 1) == ("q", False), "min_tokens is not exceeded"
-    assert state.push(letter, 2) == ("", True)
+    state.sequence.append(letter)
+    assert (state.push([letter]), state.complete) == (("q", 1), False), "min_tokens is not exceeded"
+    state.sequence.append(letter)
+    state.sequence.append(letter)
+    assert (state.push([letter] * 2), state.complete) == (("", 1), True), "the second one is too much"
     assert state.flush() == ""
     assert state.output("", [letter], None).stop_string is None, "the sequence has not ended yet"
     state.sequence.finish("stop")
     assert state.output("", [letter], None).stop_string == "q"
+
+
+def test_a_grammar_completes_an_answer_before_the_tokens_end(tokenizer) -> None:
+    ends = tokenizer.eos_token_id
+    grammars = Grammars(tokenizer, len(tokenizer), [ends])
+    state = make_state(tokenizer)
+    state.matcher = grammars.matcher(StructuredOutput(regex="qq?z"))
+    q, z = (tokenizer.backend_tokenizer.token_to_id(letter) for letter in "qz")
+    assert state.follow([q]) == 0, "it goes on"
+    assert state.follow([q, z, q]) == 2, "the third token comes after the end"
 
 
 def test_prompt_logprobs_that_come_twice_are_taken_once(tokenizer) -> None:
@@ -96,7 +110,38 @@ def test_the_time_in_the_queue(make_engine, monkeypatch) -> None:
     times = {}
     for _ in range(4):
         now[0] += 1.5
-        times |= {output.request_id: output.queue_time for output in engine.step()}
-    assert times == {"a": 1.5, "b": 4.5}
+        times |= {output.request_id: output.times for output in engine.step() if output.finished}
+    assert {name: each.queue for name, each in times.items()} == {"a": 1.5, "b": 4.5}
     engine.add_request("c", [1])
-    assert [output.queue_time for output in engine.abort("c")] == [None]
+    now[0] += 0.5
+    [aborted] = engine.abort("c")
+    assert (aborted.times.queue, aborted.times.begun, aborted.times.until) == (0.5, False, now[0])
+
+
+def test_the_parts_of_the_time_add_up(make_engine, monkeypatch) -> None:
+    """With a clock that moves at every look, and a structured output whose masks take time."""
+    now = [10.0]
+
+    def tick() -> float:
+        now[0] += 0.25
+        return now[0]
+
+    monkeypatch.setattr("fa_serve.engine.engine.time.monotonic", tick)
+    engine = make_engine(max_num_batched_tokens=8)
+    structured = StructuredOutput(regex="[ab]{4}")
+    engine.add_request("a", PROMPT, SamplingParams(structured=structured))
+    engine.add_request("b", PROMPT * 2, SamplingParams(max_tokens=5))
+    outputs: dict[str, list[RequestOutput]] = {"a": [], "b": []}
+    while engine.has_unfinished():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    for name in "ab":
+        first, *rest, last = outputs[name]
+        assert all(output.times is None for output in rest), "only the first and the last output carry times"
+        assert (first.times.num_steps, first.times.decode) == (1, 0.0)
+        times = last.times
+        parts = (times.queue, times.prompt, times.decode, times.masks, times.detokenise)
+        assert sum(parts) == times.until - times.arrival
+        assert min(parts) > 0
+        assert times.num_steps == len(outputs[name])
+        assert times.decode + times.masks >= times.longest_step > 0

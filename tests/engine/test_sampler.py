@@ -10,7 +10,7 @@ from chi_square import assert_distribution
 from fa_serve import ops
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.sampler import SampleParams, TokenCounts, draft_arrays, log_probabilities, random_keys, sample
-from fa_serve.engine.scheduler import INVALID_TOKEN, NO_TOKEN
+from fa_serve.engine.scheduled_batch import INVALID_TOKEN, NO_TOKEN
 
 DRAWS = 20_000
 
@@ -109,6 +109,17 @@ def test_penalties_count_the_drafts_before_a_row() -> None:
         in_turn.record(slots, torch.tensor([4]), penalties(1))
     assert torch.equal(at_once.penalise(scores, slots.repeat(3), penalties(3, **fields)), torch.cat(expected))
     assert at_once.generated[1].tolist() == [0, 0, 0, 1, 0, 0, 0, 0], "drafts are not recorded before they are accepted"
+
+
+def test_a_row_without_a_token_counts_for_nothing() -> None:
+    """Its sequence may go on: a late mask leaves it without a token for one step."""
+    counts = TokenCounts(4, 8, torch.device("cpu"))
+    counts.start(2, [7, 6], 2)
+    counts.record(torch.tensor([0, 1, 2]), torch.tensor([3, INVALID_TOKEN, NO_TOKEN]), penalties(3))
+    fields = {name: torch.from_numpy(array) for name, array in draft_arrays([[4]], 8).items()}
+    counts.record(torch.tensor([3, 3]), torch.tensor([NO_TOKEN, NO_TOKEN]), penalties(2, **fields))
+    assert counts.generated.nonzero().tolist() == [[0, 3]]
+    assert counts.present.nonzero().tolist() == [[0, 3], [2, 6], [2, 7]]
 
 
 def test_tokens_are_recorded_up_to_the_first_that_differs_from_its_draft() -> None:

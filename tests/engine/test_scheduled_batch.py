@@ -5,16 +5,21 @@ from __future__ import annotations
 from scheduling import make_request, make_scheduler
 
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduler import INVALID_TOKEN, Scheduler
+from fa_serve.engine.scheduled_batch import INVALID_TOKEN
+from fa_serve.engine.scheduler import Scheduler
 from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.speculation import Drafter, Speculation
+from fa_serve.engine.speculation import NgramDrafter, Speculation
 
 
-class Repeating(Speculation):
+class OneTwo(NgramDrafter):
     """Proposes the token 1 and then 2."""
 
-    def _propose(self, drafter: Drafter, sequence: SequenceState, count: int) -> list[int]:
+    def propose(self, sequence: SequenceState, count: int) -> list[int]:
         return [1, 2, 2, 2, 2][:count]
+
+
+def repeating(num_tokens: int) -> Speculation:
+    return Speculation(num_tokens, OneTwo())
 
 
 def decoding(scheduler: Scheduler, *requests: Request) -> list[SequenceState]:
@@ -25,7 +30,7 @@ def decoding(scheduler: Scheduler, *requests: Request) -> list[SequenceState]:
 
 
 def test_a_step_verifies_the_drafts_of_a_sequence() -> None:
-    scheduler = make_scheduler(speculation=Repeating(4))
+    scheduler = make_scheduler(speculation=repeating(4))
     (sequence,) = decoding(scheduler, make_request("a", [0, 0, 0, 0, 0], 8))
     batch = scheduler.schedule()
     (chunk,) = batch.chunks
@@ -41,7 +46,7 @@ def test_a_step_verifies_the_drafts_of_a_sequence() -> None:
 
 
 def test_a_draft_ends_a_sequence_where_the_answer_ends() -> None:
-    scheduler = make_scheduler(speculation=Repeating(4))
+    scheduler = make_scheduler(speculation=repeating(4))
     (sequence,) = decoding(scheduler, make_request("a", [0], 8, end_ids=frozenset({2})))
     assert scheduler.commit(scheduler.schedule(), [1, 2, 2, 2, 2]) == [(sequence, 1), (sequence, 2)]
     assert (sequence.finish_reason, sequence.tokens) == ("stop", [0, 1, 1, 2])
@@ -56,7 +61,7 @@ def test_a_draft_ends_a_sequence_where_the_answer_ends() -> None:
 
 
 def test_an_answer_that_is_complete_drops_the_tokens_after_it() -> None:
-    scheduler = make_scheduler(speculation=Repeating(4))
+    scheduler = make_scheduler(speculation=repeating(4))
     (sequence,) = decoding(scheduler, make_request("a", [0] * 5, 5))
     scheduler.commit(scheduler.schedule(), [1, 2, 2, 2])
     assert (sequence.finish_reason, sequence.num_output_tokens) == ("length", 5)
@@ -66,7 +71,7 @@ def test_an_answer_that_is_complete_drops_the_tokens_after_it() -> None:
 
 
 def test_drafts_take_no_pages_that_others_need() -> None:
-    scheduler = make_scheduler(num_pages=6, speculation=Repeating(4))
+    scheduler = make_scheduler(num_pages=6, speculation=repeating(4))
     first, second = decoding(scheduler, make_request("a", [0] * 7, 8), make_request("b", [1] * 7, 8, 1))
     batch = scheduler.schedule()
     assert [(len(chunk.drafts), len(chunk.sequence.pages)) for chunk in batch.chunks] == [(0, 2), (0, 2)]
@@ -75,13 +80,13 @@ def test_drafts_take_no_pages_that_others_need() -> None:
 
 
 def test_drafts_stay_within_the_tokens_of_a_step() -> None:
-    scheduler = make_scheduler(tokens=7, speculation=Repeating(4))
+    scheduler = make_scheduler(tokens=7, speculation=repeating(4))
     decoding(scheduler, make_request("a", [0], 8), make_request("b", [1], 8, 1))
     assert [chunk.length for chunk in scheduler.schedule().chunks] == [5, 2]
 
 
 def test_a_sequence_with_drafts_in_flight_can_be_preempted() -> None:
-    scheduler = make_scheduler(num_pages=32, caching=False, speculation=Repeating(4))
+    scheduler = make_scheduler(num_pages=32, caching=False, speculation=repeating(4))
     (sequence,) = decoding(scheduler, make_request("a", [0] * 5, 8))
     batch = scheduler.schedule()
     scheduler._requeue(sequence)
@@ -93,11 +98,11 @@ def test_a_sequence_with_drafts_in_flight_can_be_preempted() -> None:
 
 
 def test_few_sequences_that_wait_do_not_stop_the_others() -> None:
-    class Own(Repeating):
-        def _propose(self, drafter: Drafter, sequence: SequenceState, count: int) -> list[int]:
+    class Own(NgramDrafter):
+        def propose(self, sequence: SequenceState, count: int) -> list[int]:
             return [1] * count if sequence.request.request_id == "0" else []
 
-    scheduler = make_scheduler(num_pages=64, seqs=6, tokens=64, speculation=Own(4))
+    scheduler = make_scheduler(num_pages=64, seqs=6, tokens=64, speculation=Speculation(4, Own()))
     requests = [make_request(str(number), [number], 8, number) for number in range(6)]
     for request in requests[:5]:
         scheduler.add(request)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scheduling import Device, Guesses, expected_output, make_request, make_scheduler
 
 from fa_serve.engine import RequestError, SamplingParams
-from fa_serve.engine.scheduled_batch import ScheduledBatch
-from fa_serve.engine.scheduler import INVALID_TOKEN, NO_TOKEN, Scheduler
+from fa_serve.engine.scheduled_batch import INVALID_TOKEN, NO_TOKEN, ScheduledBatch
+from fa_serve.engine.scheduler import Scheduler
 from fa_serve.engine.sequence import EXPECTED_TOKENS, SequenceState
 
 FAILURE = RequestError("step_failed", "the step failed")
@@ -61,7 +61,7 @@ ONE = (0, [0], 1, frozenset(), 0, None, 0)
     caching=st.booleans(),
     failing=st.sets(st.integers(0, 30), max_size=2),
     rolled_back=st.sets(st.integers(0, 30), max_size=2),
-    guesses=st.none() | st.tuples(st.integers(1, 7), st.sets(st.integers(0, 6), max_size=3)),
+    guesses=st.none() | st.tuples(st.integers(1, 7), st.sets(st.integers(0, 6), max_size=3), st.booleans()),
 )
 def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, caching, failing, rolled_back, guesses) -> None:
     speculation = None if guesses is None else Guesses(*guesses)
@@ -114,7 +114,7 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
 
     assert sorted(ended) == sorted(sequences), "a request did not end exactly once"
     assert scheduler.pages.num_held == 0
-    assert speculation is None or not speculation._drafters
+    assert speculation is None or not (speculation._histories or speculation.drafter._indices)
     for index, (_, prompt, max_tokens, end_ids, *_) in enumerate(arrivals):
         expected = expected_output(prompt, max_tokens, end_ids)
         got = output[str(index)]

@@ -9,32 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speculation_cases import CASES, SAMPLED, TIGHT, shown
 from tiny_models import VOCAB, make_model, random_prompts
 
-from fa_serve.engine import Completion, Engine, RequestOutput, SamplingParams, StructuredOutput, speculation
+from fa_serve.engine import Engine, RequestOutput, SamplingParams, speculation
 from fa_serve.engine.request import Request
 from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.speculation import MAX_PAUSE, MIN_MATCH, NgramIndex, Speculation, draft_limit, num_accepted
-
-SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, seed=5)
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-CASES = {
-    "greedy": SamplingParams(max_tokens=20, temperature=0.0),
-    "sampled": replace(SAMPLED, top_k=40, top_p=0.95, min_p=0.01),
-    "penalties": replace(SAMPLED, presence_penalty=0.3, frequency_penalty=0.5, repetition_penalty=1.2, top_k=30),
-    "logprobs": replace(SAMPLED, logprobs=2, prompt_logprobs=1),
-    "regex": replace(SAMPLED, structured=StructuredOutput(regex="[ab]{6}c{3,9}")),
-    "schema": replace(SAMPLED, structured=StructuredOutput(json_schema=SCHEMA), logprobs=0),
-    "choice": replace(SAMPLED, structured=StructuredOutput(choice=("the quick", "the slow")), frequency_penalty=0.5),
-    "ids": replace(SAMPLED, logit_bias={5: 4.0, 9: -100.0}, bad_token_ids=(8,)),
-    "allowed": replace(SAMPLED, allowed_token_ids=(3, 5, 7), frequency_penalty=1.0),
-    "answers": replace(SAMPLED, n=2, max_tokens=9),
-    "best": replace(SAMPLED, n=1, best_of=3, max_tokens=9),
-    "one": replace(SAMPLED, max_tokens=1),
-    "two": replace(SAMPLED, max_tokens=2),
-    "three": replace(SAMPLED, max_tokens=3),
-}
-TIGHT = {"num_pages": 20, "max_model_len": 64, "max_num_batched_tokens": 24}
+from fa_serve.engine.speculation import MAX_PAUSE, MIN_MATCH, NgramDrafter, NgramIndex, Speculation, draft_limit, num_accepted
 
 
 class Oracle:
@@ -43,7 +24,7 @@ class Oracle:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
         self._random = random.Random(3)
-        monkeypatch.setattr(Speculation, "_propose", lambda _, drafter, sequence, count: self.propose(sequence, count))
+        monkeypatch.setattr(NgramDrafter, "propose", lambda _, sequence, count: self.propose(sequence, count))
         monkeypatch.setattr(speculation, "MAX_PAUSE", 1)
 
     def watch(self, engine: Engine) -> None:
@@ -63,15 +44,6 @@ class Oracle:
         assert answer[: len(sequence.tokens)] == sequence.tokens[: len(answer)], "the answer has changed"
         drafts = answer[len(sequence.tokens) :][:count]
         return [(token + 1) % VOCAB if self._random.random() < 0.2 else token for token in drafts]
-
-
-def shown(completion: Completion) -> tuple[object, ...]:
-    logprobs = [
-        (entry.token_id, pytest.approx(entry.logprob, abs=1e-4), [token for token, _ in entry.top])
-        for entry in [*(completion.logprobs or ()), *(completion.prompt_logprobs or ())]
-        if entry is not None
-    ]
-    return completion.token_ids, completion.text, completion.finish_reason, completion.index, logprobs
 
 
 @pytest.fixture
@@ -170,7 +142,7 @@ def test_requests_come_and_are_aborted_while_drafts_are_in_flight(make_engine, m
     assert got["1"] == expected[1][: len(got["1"])]
     assert 0 < len(got["1"]) < 20
     assert [got[name] for name in "023"] == [expected[number] for number in (0, 2, 3)]
-    assert engine._speculation._drafters == {}, "nothing is remembered of sequences that have ended"
+    assert engine._speculation._histories == {}, "nothing is remembered of sequences that have ended"
 
 
 def test_pages_of_wrong_drafts_are_not_shared(make_engine, monkeypatch) -> None:
@@ -257,7 +229,7 @@ def test_a_sequence_waits_for_its_newest_token_only_if_more_may_follow() -> None
 
 def test_wrong_drafts_pause_a_sequence_longer_and_longer() -> None:
     guesses = Speculation(7)
-    sequence = make_sequence([1, 1, 1, 1, 1])
+    sequence = make_sequence([1, 1, 1, 1, 1], max_tokens=1000)
     pauses = []
     for _ in range(8):
         drafts = guesses.draft(sequence, 1, 9)
@@ -271,10 +243,10 @@ def test_wrong_drafts_pause_a_sequence_longer_and_longer() -> None:
     assert pauses == [2, 4, 8, 16, 32, 64, 64, MAX_PAUSE]
     guesses.record(sequence, 7, 2)
     guesses.record(sequence, 7, 0)
-    assert guesses._drafters[sequence].resume_at == len(sequence.tokens) + 2, "a right draft ends the series"
+    assert guesses._histories[sequence].resume_at == len(sequence.tokens) + 2, "a right draft ends the series"
     assert guesses.snapshot().accepted_at == (1, 1, 0, 0, 0, 0, 0)
     guesses.forget(sequence)
-    assert guesses._drafters == {}
+    assert guesses._histories == {}
 
 
 def test_waiting_in_vain_counts_as_a_wrong_draft() -> None:
@@ -285,7 +257,7 @@ def test_waiting_in_vain_counts_as_a_wrong_draft() -> None:
     sequence.receive()
     sequence.append(8)
     assert guesses.draft(sequence, 1, 9) == []
-    assert guesses._drafters[sequence].failures == 1
+    assert guesses._histories[sequence].failures == 1
 
 
 @pytest.mark.parametrize(

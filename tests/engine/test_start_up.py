@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,10 @@ from tiny_models import VOCAB, greedy, make_model
 
 from fa_serve.backends.launch import NotCompiledError
 from fa_serve.engine import SamplingParams, start_up
-from fa_serve.engine.events import Phase
+from fa_serve.engine.events import Phase, PhaseClock
+from fa_serve.engine.loading import Loaded
+from fa_serve.engine.model_runner import ModelRunner
+from fa_serve.engine.ranks import Leader
 from fa_serve.engine.warm_up import empty_steps, sampling_variants
 
 PROMPT = [3, 4, 5, 6, 7]
@@ -107,7 +110,9 @@ def test_a_warm_up_that_fails_is_logged_and_a_lost_device_ends_the_start(make_en
     monkeypatch.setattr(engine._runner, "run_warm_up", fail)
     error: Exception = ValueError("no such tile")
     start_up.warm_up(engine._runner, engine.config, 64)
-    assert "requests may wait for compilations, because a step of the warm-up failed: no such tile" in caplog.text
+    planned = len(empty_steps(max_num_seqs=8, max_tokens=engine.config.max_num_batched_tokens, max_keys=64))
+    planned += len([*sampling_variants()])
+    assert f"because {planned} of {planned} steps of the warm-up failed: no such tile" in caplog.text
     assert engine._runner.model.config.num_hidden_layers == make_model().config.num_hidden_layers, "all layers again"
     error = torch.AcceleratorError("unspecified launch failure")
     with pytest.raises(torch.AcceleratorError):
@@ -126,7 +131,41 @@ def test_graphs_are_captured_for_a_limited_time(make_engine, replays) -> None:
 def test_the_phases_of_a_start(make_engine) -> None:
     phases: list[Phase] = []
     engine = make_engine()
-    started = start_up.start_up(engine.config, make_model(), None, phases.append, ahead=True)
+    ranks = Leader(engine.config)
+    started = start_up.start_up(engine.config, ranks, PhaseClock(phases.append), make_model(), None, ahead=True)
     assert [phase.name for phase in phases] == ["fusion", "kv cache"], "without a GPU there is nothing to compile or capture"
     assert started.config.max_model_len == engine.config.max_model_len
     assert started.runner.kv_caches
+
+
+def test_the_draft_model_is_warmed_up_with_its_own_steps(make_engine, monkeypatch) -> None:
+    engine = make_engine(max_num_seqs=4)
+    runner = engine._runner
+    runner.draft = ModelRunner(make_model("gemma2"), engine.config, drafting=True)
+    runner.allocate(engine.config.num_pages, engine.config.max_model_len)
+    seen = {runner: [], runner.draft: []}
+    for each, works in seen.items():
+        run = each.run_warm_up
+        monkeypatch.setattr(each, "run_warm_up", lambda work, run=run, works=works: (works.append(work), run(work)))
+    monkeypatch.setattr(start_up, "CATCH_UP", 8)
+    start_up.warm_up(runner, engine.config, 64)
+    tokens = engine.config.max_num_batched_tokens
+    assert seen[runner] == [*empty_steps(max_num_seqs=4, max_tokens=tokens, max_keys=64), *sampling_variants()]
+    planned = empty_steps(max_num_seqs=4, max_tokens=8, max_keys=64)
+    assert seen[runner.draft] == [*planned, *sampling_variants(drafting=True)]
+    assert runner.draft.model.config.num_hidden_layers == make_model("gemma2").config.num_hidden_layers
+
+
+def test_several_ranks_do_not_run_the_warm_up(make_engine, monkeypatch, caplog) -> None:
+    engine = make_engine()
+
+    class Runner:
+        device = torch.device("cuda")
+
+    loaded = Loaded(cast(Any, Runner()), cast(Any, None), None, engine.config, frozenset())
+    monkeypatch.setattr(start_up, "load", lambda *_: loaded)
+    ranks = Leader(engine.config)
+    ranks.size = 2
+    caplog.set_level("INFO")
+    assert start_up.start_up(engine.config, ranks, PhaseClock(None), ahead=True) is loaded
+    assert "the first requests wait for compilations, because 2 ranks do not run the warm-up" in caplog.text

@@ -7,12 +7,14 @@ import json
 import pickle
 import re
 import threading
+import time
 
 import jsonschema
 import pytest
 from tiny_models import VOCAB, greedy, make_model
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams, StructuredOutput, structured
+from fa_serve.engine.sequence import SequenceState
 from fa_serve.spec import ParameterError
 
 pytest.importorskip("llguidance")
@@ -24,6 +26,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 LARK = 'start: sum\nsum: number ("+" number){1,3}\nnumber: /[1-9][0-9]?/'
+CLIENTS = ["one", "other", None]
 STRANGE = ('a "quoted"\n', "back\\slash", "ünïcode 日本", "(a|b)*")
 KINDS = {
     "json_schema": StructuredOutput(json_schema=SCHEMA),
@@ -156,7 +159,8 @@ def test_masks_follow_drafts_and_leave_the_matcher_where_it_is(make_engine, toke
         return bool(words[row][token // 32] >> (token % 32) & 1)
 
     for _ in range(2):
-        words = grammars.masks([letters, digits, others], [[a, b], [], [x, b]])
+        words, late = grammars.masks([letters, digits, others], CLIENTS[:3], [[a, b], [], [x, b]])
+        assert not late
         assert words.shape[0] == 3 + 1 + 3
         assert [allows(row, a) for row in range(4)] == [True, False, False, False]
         assert [allows(row, b) for row in range(4)] == [False, True, False, False]
@@ -165,7 +169,109 @@ def test_masks_follow_drafts_and_leave_the_matcher_where_it_is(make_engine, toke
         assert allows(5, x), "after a draft that may not come, the row does not matter"
     assert not letters.is_error()
     assert not others.is_error()
-    assert grammars.masks([digits, letters]).shape[0] == 2
+    assert grammars.masks([digits, letters], CLIENTS[:2])[0].shape[0] == 2
+
+
+def test_masks_behind_slow_ones_are_the_same_and_a_spent_budget_leaves_no_token(make_engine, tokenizer) -> None:
+    grammars = make_engine().grammars
+    digits = grammars.matcher(StructuredOutput(regex="[0-9]{3}"))
+    letters = grammars.matcher(StructuredOutput(regex="a[bc]"))
+    drafts = [[tokenizer.convert_tokens_to_ids("a")], []]
+    together, _ = grammars.masks([letters, digits], CLIENTS[:2], drafts)
+    grammars._one_by_one = True
+    assert (grammars.masks([letters, digits], CLIENTS[:2], drafts)[0] == together).all()
+    letters.charge(10.0)
+    words, _ = grammars.masks([letters, digits], CLIENTS[:2], drafts)
+    assert not words[:2].any()
+    assert (words[2] == together[2]).all()
+
+
+class SlowMatcher(structured.Matcher):
+    """Each of its masks takes 30 ms, which it is not charged for."""
+
+    def fill(self, address: int, num_bytes: int) -> float:
+        time.sleep(0.03)
+        super().fill(address, num_bytes)
+        return 0.03
+
+    def charge(self, seconds: float) -> None: ...
+
+    def deep_copy(self) -> SlowMatcher:
+        return SlowMatcher(self.inner.deep_copy())
+
+
+def copies(matcher: structured.Matcher, count: int) -> list[structured.Matcher]:
+    return [matcher.deep_copy() for _ in range(count)]
+
+
+def test_masks_of_one_client_do_not_wait_for_slow_ones_of_another(make_engine) -> None:
+    grammars = make_engine().grammars
+    fast = grammars.matcher(StructuredOutput(regex="[0-9]{3}"))
+    slow = SlowMatcher(fast.inner)
+    matchers = copies(slow, 5) + copies(fast, 3)
+    expected, late = grammars.masks(copies(fast, 8), ["honest"] * 8)
+    assert not late
+    grammars._one_by_one = True
+    clients = ["attacker"] * 5 + ["honest"] * 3
+    assert grammars.masks(matchers, clients)[1] == [1, 2, 3, 4, 5, 6, 7], "nothing is known of the clients yet"
+    for _ in range(3):
+        words, late = grammars.masks(matchers, clients)
+        assert late == [1, 2, 3, 4]
+        assert not words[late].any()
+        done = [0, 5, 6, 7]
+        assert (words[done] == expected[done]).all()
+
+
+def test_side_by_side_no_more_than_a_slice_is_computed_after_slow_masks(make_engine, monkeypatch) -> None:
+    grammars = make_engine().grammars
+    matcher = grammars.matcher(StructuredOutput(regex="[0-9]{3}"))
+    sizes = []
+    fill = grammars._fill
+
+    def slow_fill(rows, words) -> None:
+        sizes.append(len(rows))
+        time.sleep(0.02 if len(sizes) == 2 else 0.0)
+        fill(rows, words)
+
+    monkeypatch.setattr(grammars, "_fill", slow_fill)
+    words, late = grammars.masks(copies(matcher, 100), [None] * 100)
+    assert sizes == [8, 16], "the others are computed one by one"
+    assert not late
+    assert (words == words[0]).all()
+    assert grammars._one_by_one
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_with_late_masks_are_the_same(with_end, monkeypatch, kind, depth) -> None:
+    """Answers that wait for a mask sample the same tokens later; log-probabilities and penalties included."""
+    wanted = [params(kind, seed=seed, n=2, logprobs=2, presence_penalty=0.3, prompt_logprobs=1) for seed in range(3)]
+    wanted.append(SamplingParams(max_tokens=30, seed=7, frequency_penalty=0.2))
+    prompts = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 10, 11], [3], [4, 4]]
+    expected = with_end(depth).generate(prompts, wanted)
+    engine = with_end(depth)
+    monkeypatch.setattr(structured, "MASKS_SECONDS", 0.0)  # one mask in a step
+    engine.grammars._one_by_one = True
+    monkeypatch.setattr(structured, "SLOW_STEP_SECONDS", -1.0)
+    postponed = []
+    monkeypatch.setattr(SequenceState, "postpone", counting(SequenceState.postpone, postponed))
+    answers = engine.generate(prompts, wanted)
+    assert [(x.token_ids, x.text, x.finish_reason) for x in answers] == [
+        (x.token_ids, x.text, x.finish_reason) for x in expected
+    ]
+    for one, other in zip(answers, expected, strict=True):
+        for mine, right in zip(one.logprobs or [], other.logprobs or [], strict=True):
+            assert mine.logprob == pytest.approx(right.logprob, abs=1e-4)
+    assert len(postponed) > 10
+    engine.check_integrity()
+
+
+def counting(function, calls):
+    def counted(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    return counted
 
 
 def test_a_mask_that_leaves_nothing_fails_its_request_alone(with_end) -> None:

@@ -10,6 +10,8 @@ from fa_serve.backends.hopper import hopper_tiles
 from fa_serve.backends.triton import triton_tiles
 from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
+from fa_serve.ops.experts_kernel import are_few, grouped_tile
+from fa_serve.ops.quantized_kernel import linear_tile
 
 LIMITS = {"max_num_seqs": 256, "max_tokens": 4096, "max_keys": 8192}
 
@@ -108,3 +110,28 @@ def test_the_largest_step_is_as_large_as_the_settings_allow(make_engine) -> None
     assert batch.num_prompt_logits == min(8 * 7, MAX_PROMPT_LOGITS)
     result = engine._runner.sample(engine._runner.launch(batch)).read()
     assert (len(result.tokens), len(result.logprobs), len(result.prompt_logprobs)) == (8, 8, 8)
+
+
+@pytest.mark.parametrize(("max_tokens", "max_keys"), [(4096, 8192), (8192, 2048), (3000, 100)])
+def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys) -> None:
+    """Chunks of prompts of any size, as `target_itl` makes them, and drafts of all sequences choose by their tokens."""
+    steps = empty_steps(max_num_seqs=256, max_tokens=max_tokens, max_keys=max_keys)
+    planned = {step.num_tokens for step in steps}
+    possible = range(1, max_tokens + 1)
+    assert max(planned) > 0.9 * max_tokens
+    for columns in (64, 4096, 14336, 128256):
+        assert {linear_tile(132, m, columns, 2) for m in possible} == {linear_tile(132, m, columns, 2) for m in planned}
+    for num_experts, top_k in ((8, 2), (64, 6), (128, 8), (256, 8)):
+
+        def tile(tokens: int, num_experts: int = num_experts, top_k: int = top_k) -> object:
+            pairs = tokens * top_k
+            few = are_few(pairs, tokens, num_experts)
+            return "few" if few else grouped_tile(pairs / num_experts, 2, 90)
+
+        assert {tile(tokens) for tokens in possible} == {tile(tokens) for tokens in planned}
+
+
+def test_a_draft_model_has_no_penalties_and_no_masks() -> None:
+    variants = [*sampling_variants(drafting=True)]
+    assert len(variants) == 11
+    assert not any(v.masked or v.params.penalised or v.params.logprobs is not None for v in variants)

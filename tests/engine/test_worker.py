@@ -88,7 +88,7 @@ class TwoArgumentsError(Exception):
 
 def test_an_item_that_cannot_be_read_is_a_death(monkeypatch) -> None:
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
-    process = worker.ProcessWorker(None, lambda _: None, deaths.put)
+    process = worker.ProcessWorker(EngineConfig(), lambda _: None, deaths.put)
     ours, theirs = multiprocessing.Pipe()
     process._process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     process._process.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tiny_models import CONFIGS, SIZES, greedy, make_model, make_tokenizer, rand
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fa_serve.engine import Completion, Engine, EngineConfig, SamplingParams, StructuredOutput
+from fa_serve.engine.fused_router import FusedRouter
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
@@ -120,6 +122,25 @@ def test_deterministic_answers_are_bitwise_the_same_alone_and_in_any_batch(dtype
         assert running.stats().num_preemptions > 0 or settings.get("num_pages") != 260
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_deterministic_mixtures_are_bitwise_the_same_alone_and_in_a_batch(family: str) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=2)
+    prompt, *others = random_prompts(24, 60)
+    alone = make_engine(family, deterministic=True).generate([prompt], params)[0]
+    mixed = make_engine(family, deterministic=True, max_num_batched_tokens=40).generate([*others, prompt], params)[-1]
+    assert mixed.token_ids == alone.token_ids
+    assert [(x.logprob, x.top) for x in mixed.logprobs or []] == [(x.logprob, x.top) for x in alone.logprobs or []]
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_mixtures_decode_in_graphs_with_our_experts(family: str) -> None:
+    engine = make_engine(family)
+    assert engine._runner.model.config._experts_implementation == "fa_serve"
+    assert engine._runner._graphs is not None
+    routers = [vars(m).get("forward") for m in engine._runner.model.modules()]
+    assert len([r for r in routers if isinstance(r, FusedRouter)]) == 2
+
+
 def test_one_step_ahead_gives_each_token_once() -> None:
     engine = make_engine()
     engine.add_request("a", [1, 2, 3], GREEDY)
@@ -216,11 +237,11 @@ def test_speculation_changes_no_answer(family: str, settings: dict[str, Any], mo
         expected = make_engine(family, **settings).generate(asked, params)
         answers = {tuple(prompt): [*prompt, *x.token_ids] for prompt, x in zip(asked, expected, strict=True)}
 
-        def propose(_: Any, drafter: Any, sequence: Any, count: int, answers: Any = answers) -> list[int]:
+        def propose(_: Any, sequence: Any, count: int, answers: Any = answers) -> list[int]:
             rest = answers[tuple(sequence.request.prompt)][len(sequence.tokens) :][:count]
             return [token if draw.random() < 0.8 else (token + 1) % 320 for token in rest]
 
-        monkeypatch.setattr("fa_serve.engine.speculation.Speculation._propose", propose)
+        monkeypatch.setattr("fa_serve.engine.speculation.NgramDrafter.propose", propose)
         engine = make_engine(family, speculative="ngram", **settings)
         found = engine.generate(asked, params)
         assert [x.token_ids for x in found] == [x.token_ids for x in expected]
@@ -230,3 +251,42 @@ def test_speculation_changes_no_answer(family: str, settings: dict[str, Any], mo
         graphs = engine._runner._graphs
         assert settings or (graphs is not None and any(shape.kind == "drafts" for shape in graphs._replays))
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"eager": True}], ids=["graphs", "deterministic", "eager"])
+def test_a_draft_model_changes_no_answer(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The draft model is the model with noise on its weights, and then the model itself, whose drafts are right."""
+    asked = random_prompts(8, 60)
+    for noise in (0.1, 0.0):
+        draft = make_model()
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for weight in draft.parameters():
+                weight += noise * weight.std() * torch.randn_like(weight)
+        draft.save_pretrained(tmp_path)
+        make_tokenizer().save_pretrained(tmp_path)
+        for params in (GREEDY, SamplingParams(max_tokens=24, temperature=0.8, seed=3, top_p=0.9)):
+            expected = make_engine(**settings).generate(asked, params)
+            engine = make_engine(speculative=f"draft={tmp_path}", **settings)
+            found = engine.generate(asked, params)
+            assert [x.token_ids for x in found] == [x.token_ids for x in expected]
+            if "deterministic" in settings:
+                assert found == expected
+            counted = engine.stats().speculation
+            assert counted.num_accepted_tokens > (0 if noise else 0.9 * counted.num_draft_tokens)
+            engine.check_integrity()
+
+
+def test_the_caches_of_both_models_fit(tmp_path: Path) -> None:
+    """The pages that the engine takes by itself hold the keys of both models."""
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    plain = make_engine(num_pages=None, gpu_memory_utilization=0.3, max_model_len=256)
+    pages = plain.config.num_pages
+    del plain
+    gc.collect()
+    engine = make_engine(num_pages=None, gpu_memory_utilization=0.3, max_model_len=256, speculative=f"draft={tmp_path}")
+    assert pages is not None
+    assert engine.config.num_pages is not None
+    assert 0.4 < engine.config.num_pages / pages <= 0.51
+    assert len(engine.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 24

@@ -155,7 +155,7 @@ def test_long_against_torch(head_dims: tuple[int, int], causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_every_head_dim(head_dim: int, causal: bool) -> None:
-    """Columns past head_dim read as zeros, and nothing is written there: the memory beside O keeps what it holds."""
+    """Columns past head_dim arrive as zeros and are not written: what lies beside O keeps its value."""
     q, k, v = make_qkv(2, 300, 300, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
     memory = torch.full((2, 300, 4, head_dim + 8), 7.0, dtype=torch.bfloat16, device="cuda")
     out = memory[..., :head_dim]

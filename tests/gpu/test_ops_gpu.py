@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.ops.torch_ops import TorchOps
+from fa_serve.testing import assert_matches_reference
 
 CALLS = 3
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -147,12 +148,116 @@ def test_rows_of_invariant_ops_do_not_depend_on_their_place_or_number(dtype: tor
     assert torch.equal(ops.invariant_sum(x[7:100]), sums[7:100])
 
 
+GATES = {
+    "silu": ops.Gate("silu"),
+    "gpt-oss": ops.Gate("silu", interleaved=True, slope=1.702, limit=7.0, offset=1.0),
+}
+
+
+def routed(
+    tokens: int, gate: ops.Gate, dtype: torch.dtype, sizes: tuple[int, int, int, int] = (32, 4, 256, 192)
+) -> tuple[Tensor, Tensor, Tensor, ops.ExpertWeights]:
+    """The arguments of `ops.experts`, with an uneven routing. gpt-oss has transposed weights and biases."""
+    num_experts, top_k, hidden, width = sizes
+    shapes = ((num_experts, 2 * width, hidden), (num_experts, hidden, width))
+    weights = [inputs(*shape, dtype=dtype, seed=i) * shape[2] ** -0.5 for i, shape in enumerate(shapes)]
+    biases: list[Tensor | None] = [None, None]
+    if gate.interleaved:
+        biases = [inputs(*shape[:2], dtype=dtype, seed=2) for shape in shapes]
+        weights = [w.transpose(1, 2).contiguous().transpose(1, 2) for w in weights]
+    scores = inputs(tokens, num_experts, dtype=torch.float32, seed=3) - torch.arange(num_experts, device="cuda") / 8
+    top_k_weights, index = scores.softmax(-1).topk(top_k)
+    return (
+        inputs(tokens, hidden, dtype=dtype, seed=4),
+        index,
+        top_k_weights,
+        ops.ExpertWeights(weights[0], biases[0], weights[1], biases[1], gate),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("tokens", [1, 2, 16, 200, 2000])
+def test_experts(tokens: int, gate: ops.Gate, dtype: torch.dtype) -> None:
+    x, index, weights, experts = routed(tokens, gate, dtype)
+    wide = ops.ExpertWeights(*[None if w is None else w.double() for w in experts[:-1]], gate)
+    exact = EXACT.experts(x.double(), index, weights.double(), wide, False)
+    eager = EXACT.experts(x, index, weights, experts, False)
+    results = [ops.experts(x, index, weights, experts) for _ in range(CALLS)]
+    for out in results:
+        assert_matches_reference(out, exact, eager)
+        assert torch.equal(out, results[0]), "equal calls have equal bits"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_invariant_experts_have_independent_rows(gate: ops.Gate, dtype: torch.dtype) -> None:
+    x, index, weights, experts = routed(130, gate, dtype)
+    whole = ops.experts(x, index, weights, experts, invariant=True)
+    for rows in (*[slice(row, row + 1) for row in range(130)], slice(7, 100)):
+        assert torch.equal(ops.experts(x[rows], index[rows], weights[rows], experts, invariant=True), whole[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(
+    ("num_experts", "router"),
+    [
+        pytest.param(128, ops.Router(8, renormalise=True), id="qwen3"),
+        pytest.param(60, ops.Router(4), id="qwen2"),
+        pytest.param(256, ops.Router(8, True, True, 2.5, 8, 4), id="deepseek"),
+    ],
+)
+def test_route(num_experts: int, router: ops.Router, dtype: torch.dtype) -> None:
+    for seed in range(CALLS):
+        rows = [torch.randperm(num_experts, generator=torch.Generator().manual_seed(9 * seed + i)) for i in range(9)]
+        logits = (torch.stack(rows).float() / 32).to("cuda", dtype)  # without ties
+        bias = inputs(num_experts, dtype=torch.float32, seed=seed) / 64 if router.sigmoid else None
+        exact, chosen = EXACT.route(logits.double(), None if bias is None else bias.double(), router, torch.float64)
+        weights, index = ops.route(logits, bias, router, dtype)
+        assert torch.equal(index, chosen)
+        assert_rounded_once(weights, exact)
+
+
+def test_a_row_of_logits_that_is_not_finite_has_experts_that_exist() -> None:
+    logits = inputs(2, 60, dtype=torch.float32)
+    logits[1] = float("nan")
+    weights, index = ops.route(logits, None, ops.Router(4, renormalise=True), torch.float32)
+    assert torch.isnan(weights[1]).all()
+    assert torch.isfinite(weights[0]).all()
+    assert bool(((index >= 0) & (index < 60)).all())
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_experts_replay_in_a_graph_with_another_routing(tokens: int) -> None:
+    x, index, weights, experts = routed(tokens, GATES["silu"], torch.bfloat16)
+    ops.experts(x, index, weights, experts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.experts(x, index, weights, experts)
+    for routing in (index.flip(0), (index + 5) % 32, index * 0 + 3, index * 0 + 32):
+        index.copy_(routing)
+        graph.replay()
+        assert torch.equal(out, ops.experts(x, index, weights, experts))
+    assert not out.any(), "no expert has the number 32"
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_row_of_experts_that_is_not_finite_stays_alone(tokens: int) -> None:
+    x, index, weights, experts = routed(tokens, GATES["gpt-oss"], torch.bfloat16)
+    expected = ops.experts(x, index, weights, experts)
+    x[-1] = float("nan")
+    out = ops.experts(x, index, weights, experts)
+    assert torch.isnan(out[-1]).all()
+    assert torch.equal(out[:-1], expected[:-1])
+
+
 def test_no_op_waits_for_the_device(no_synchronisation: Callable[[], AbstractContextManager[None]]) -> None:
     x = inputs(3, 256, dtype=torch.bfloat16)
     weight = inputs(256, 256, dtype=torch.bfloat16)
     norm = ops.Norm(inputs(256, dtype=torch.bfloat16), 1e-6)
     caches = [torch.zeros(2, 16, 1, 64, dtype=torch.bfloat16, device="cuda") for _ in "kv"]
     slots = torch.arange(3, device="cuda")
+    _, index, scores, experts = routed(3, GATES["silu"], torch.bfloat16)
 
     def each() -> None:
         for rows in (1, 3):
@@ -162,6 +267,8 @@ def test_no_op_waits_for_the_device(no_synchronisation: Callable[[], AbstractCon
             ops.sample_rows(x[:rows])
             ops.invariant_linear(x[:rows], weight, None)
             ops.invariant_sum(x[:rows])
+            ops.experts(x[:rows], index[:rows], scores[:rows], experts)
+            ops.route(x[:rows], None, ops.Router(4), torch.bfloat16)
 
     each()
     with no_synchronisation():

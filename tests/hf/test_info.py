@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,19 @@ def test_parts_of_a_composite_model() -> None:
 
 
 def test_heads_too_large_for_a_kernel() -> None:
-    """Gemma 4 has heads of 512 in its full layers: the portable kernel says why it does not take them, and sdpa serves."""
+    """Gemma 4 has heads of 512 in its full layers: Hopper's kernel says why it does not take them, the portable one does."""
     text = describe(AutoConfig.for_model("gemma4"), "cuda", 90).parts[-1]
     window, full = (layer.spec for layer, _ in text.kinds())
     assert (window.head_dim, full.head_dim) == (256, 512)
     assert explain(window)["hopper"] is None
-    assert explain(full)["triton"] == "has kernels for a head_dim up to 256, got 512"
-    assert explain(decoding(full))["sdpa"] is None
+    assert explain(full)["hopper"] == "has head sizes of a multiple of 8 up to 256, got 512"
+    assert explain(full)["triton"] is None
+    assert explain(decoding(full))["triton"] is None
+    wider = replace(full, head_dim=520)
+    assert explain(wider)["triton"] == "has kernels for a head_dim up to 512, got 520"
+    trained = replace(full, layout="dense", needs_grad=True)
+    assert explain(trained)["triton"] == "computes gradients for a head_dim up to 256, got 512"
+    assert explain(wider)["sdpa"] is None
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -113,3 +120,16 @@ def test_the_command_refuses_with_the_reason(tmp_path: Path) -> None:
     done = run(str(tmp_path / "nothing"))
     assert done.exit_code == 2
     assert "nothing" in done.output
+
+
+def test_experts_have_a_backend_or_a_reason(tmp_path: Path) -> None:
+    mixture = AutoConfig.for_model("gpt_oss", num_hidden_layers=2, num_local_experts=4)
+    assert describe(mixture, "cuda", 90).parts[0].experts == {"GptOssExperts": "triton"}
+    assert describe(mixture).parts[0].experts == {"GptOssExperts": "torch"}
+    plain = AutoConfig.for_model("nemotron_h", layers_block_type=["attention", "moe"])
+    [reason] = describe(plain).parts[0].experts.values()
+    assert reason == "refused: NemotronHExperts has experts without a gate, which fa_serve does not compute"
+    assert describe(AutoConfig.for_model("llama")).parts[0].experts == {}
+    mixture.save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["info", str(tmp_path)])
+    assert "experts: GptOssExperts\n    torch\n" in done.stdout

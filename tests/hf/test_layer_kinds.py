@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tiny_models import CONFIGS, SIZES, make_model
+from torch import nn
 from transformers import Gemma3TextConfig, LlamaConfig
 
 from fa_serve.hf.layer_kinds import few_layers, num_distinct_layers
@@ -35,3 +36,12 @@ def test_forwards_compute_few_layers_within_the_context() -> None:
     calls.clear()
     model(model.dummy_inputs["input_ids"])
     assert calls == [0, 1]
+
+
+def test_weights_tell_layers_apart() -> None:
+    """As dense layers among experts, and layers that are not quantised, do."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(4, 4, bias=False), nn.Linear(4, 4).half()]
+    sizes = {name: value for name, value in SIZES.items() if name != "num_hidden_layers"}
+    for count, kinds in ((2, 1), (3, 3), (4, 4), (5, 5)):
+        config = LlamaConfig(**sizes, num_hidden_layers=count)
+        assert num_distinct_layers(config, layers[:count]) == kinds

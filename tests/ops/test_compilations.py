@@ -124,7 +124,7 @@ def test_a_call_is_repeated_only_when_its_kernel_exists() -> None:
     assert sorted(tries[6:]) == ["2", "4"]
 
 
-def test_what_a_call_or_a_compilation_raises_ends_all() -> None:
+def test_what_a_call_or_a_compilation_raises_is_returned_and_the_others_run() -> None:
     broken: Future[object] = Future()
 
     def fail() -> None:
@@ -133,10 +133,20 @@ def test_what_a_call_or_a_compilation_raises_ends_all() -> None:
         broken.result()
 
     threading.Timer(0.1, broken.set_exception, [ValueError("no such instruction")]).start()
-    with pytest.raises(ValueError, match="no such instruction"):
-        run_compiled([fail], 1)
+    ended = []
+
+    def lose() -> None:
+        raise torch.AcceleratorError("unspecified launch failure")
+
+    errors = run_compiled([fail, partial(ended.append, "other"), fail], 1)
+    assert [(type(error), str(error)) for error in errors] == [(ValueError, "no such instruction")] * 2
+    assert ended == ["other"]
     assert launch._COMPILING is None
-    run_compiled([], 1)
+    with pytest.raises(torch.AcceleratorError):
+        run_compiled([lose, partial(ended.append, "not called")], 1)
+    assert launch._COMPILING is None
+    assert ended == ["other"]
+    assert run_compiled([], 1) == []
 
 
 def test_kernels_are_kept_by_release_and_card(tmp_path, monkeypatch) -> None:

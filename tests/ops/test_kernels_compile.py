@@ -5,13 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from cross_compile import TARGETS, compiling_for
+from quantized import float8_weight, int4_weight
 from torch import Tensor
 
-from fa_serve.ops import ACTIVATIONS, Norm
+from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Router
 from fa_serve.ops.activation_kernel import launch_act_and_mul
+from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
+from fa_serve.ops.quantized_kernel import (
+    launch_dequantize,
+    launch_quantize_rows,
+    launch_quantized_linear,
+    launch_quantized_row,
+)
+from fa_serve.ops.quantized_product import converts_float8
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
+from fa_serve.ops.routing_kernel import launch_route
 from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
 from fa_serve.ops.sampling_kernel import launch_sample_rows
 
@@ -67,3 +77,73 @@ def test_kernels_of_sampling_and_of_deterministic_mode(target: str) -> None:
         launch_invariant_sum(bf16(3, 4096))
     assert [kernel.name for kernel in kernels] == ["_sample_rows"] * 2 + ["_invariant_linear", "_invariant_sum"]
     assert [kernel.spill_bytes for kernel in kernels] == [0, 80 if target == "sm80" else 0, 0, 0]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_products_with_quantised_weights(target: str) -> None:
+    """Every format that the target reads. A tile fits into 99 KB of shared memory, and weights reach Hopper's tensor cores."""
+    weights = [int4_weight(2048, 1024, group_size=128, zeros=True, act_order=True, dtype=torch.bfloat16)]
+    if converts_float8(TARGETS[target].arch if target != "gfx942" else 0):
+        weights += [float8_weight(2048, 1024, group_size=1024), float8_weight(2048, 1024, group_size=128)]
+    with compiling_for(target) as kernels:
+        for weight in weights:
+            launch_quantized_row(bf16(1, 1024), weight, None, Norm(bf16(1024), 1e-6), "silu", None, 1.0)
+            launch_quantized_linear(bf16(2, 1024), weight, None, bf16(2, 2048), 1.0)
+            launch_quantized_linear(bf16(200, 1024), weight, bf16(2048), None, 1.0)
+            launch_dequantize(weight, torch.bfloat16)
+        if len(weights) > 1:
+            launch_quantize_rows(bf16(3, 14336), Norm(bf16(14336), 1e-6), None)
+            launch_quantize_rows(bf16(3, 28672), None, torch.ones(1))
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+    assert max(kernel.shared_bytes for kernel in kernels) <= 99 * 1024
+    if target == "sm90":
+        assert all(kernel.instructions["HGMMA"] for kernel in kernels if kernel.name == "_quantized_linear")
+
+
+GPT_OSS = Gate("silu", interleaved=True, slope=1.702, limit=7.0, offset=1.0)
+MIXTURES = {
+    "qwen3-30b": ((128, 8, 2048, 768), Gate("silu"), (1, 64, 512, 4096)),
+    "gpt-oss-20b": ((32, 4, 2880, 2880), GPT_OSS, (1, 64, 512, 4096)),
+    "mixtral": ((8, 2, 4096, 14336), Gate("silu"), (2,)),
+}
+"""(experts, top_k, hidden, width), the gate, and numbers of tokens that take different tiles. gpt-oss has transposed weights
+and biases."""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("sizes", "gate", "counts"), MIXTURES.values(), ids=MIXTURES)
+def test_experts(sizes: tuple[int, int, int, int], gate: Gate, counts: tuple[int, ...], target: str) -> None:
+    num_experts, top_k, hidden, width = sizes
+    weights = [torch.empty(num_experts, *shape, dtype=torch.bfloat16) for shape in ((2 * width, hidden), (hidden, width))]
+    biases: list[Tensor | None] = [None, None]
+    if gate.interleaved:
+        biases = [bf16(*w.shape[:2]) for w in weights]
+        weights = [w.view(num_experts, w.shape[2], w.shape[1]).transpose(1, 2) for w in weights]
+    experts = ExpertWeights(weights[0], biases[0], weights[1], biases[1], gate)
+    with compiling_for(target) as kernels:
+        for tokens in counts:
+            x = bf16(tokens, hidden)
+            index = torch.zeros(tokens, top_k, dtype=torch.int64)
+            launch_experts(x, index, bf16(tokens, top_k), experts, False)
+    few = ["_gated_rows", "_mixed_rows"]
+    many = ["_sort_pairs", "_grouped_linear", "_grouped_linear", "_sum_experts"]
+    assert [kernel.name for kernel in kernels] == [name for count in counts for name in (few if count == 1 else many)]
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+    products = [kernel for kernel in kernels if kernel.name == "_grouped_linear"]
+    assert max(kernel.shared_bytes for kernel in products) <= (65536 if target.startswith("gfx") else 101376)
+    if target == "sm90":
+        large = [kernel for kernel in products if kernel.shared_bytes > 65536]
+        assert all(kernel.instructions["HGMMA"] and not kernel.instructions["HMMA"] for kernel in large)
+        assert all(kernel.instructions["LDGSTS"] >= 9 for kernel in products), "tiles are loaded while others are multiplied"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_routers(target: str) -> None:
+    """One warp for each token, without shared memory: Qwen3-30B-A3B, gpt-oss, DeepSeek-V3, and 512 experts."""
+    deepseek = Router(8, sigmoid=True, renormalise=True, scale=2.5, num_groups=8, top_groups=4)
+    with compiling_for(target) as kernels:
+        for num_experts, router in ((128, Router(8, renormalise=True)), (32, Router(4)), (256, deepseek), (512, Router(10))):
+            bias = torch.zeros(num_experts) if router.sigmoid else None
+            launch_route(torch.zeros(3, num_experts), bias, router, torch.bfloat16)
+    assert [kernel.name for kernel in kernels] == ["_route"] * 4
+    assert [(kernel.spill_bytes, kernel.shared_bytes) for kernel in kernels] == [(0, 0)] * 4

@@ -20,6 +20,8 @@ def test_the_protocol_has_every_op() -> None:
         "rms_norm",
         "rotary_store_kv",
         "act_and_mul",
+        "experts",
+        "route",
         "sample_rows",
         "invariant_linear",
         "invariant_sum",

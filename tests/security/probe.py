@@ -98,24 +98,32 @@ def measure(url: str, key: str | None, seconds: float) -> ProbeReport:
 
 def warm_up(url: str, key: str | None, model: str = "fa-serve-demo") -> None:
     """Use what an honest client may use, so that memory that a server takes once is taken: all pages of the KV cache, which
-    the system gives when they are written, a grammar, and the kernels of many batch sizes."""
+    the system gives when they are written, a grammar, and the kernels of as many batch sizes as oneDNN's cache holds."""
+    lengths = [{"prompt": [7] * length, "max_tokens": 1} for length in range(9, 777, 6)]
     prompts = [{"prompt": [5 + (i * 7 + j * (i + 3)) % 2000 for j in range(1000)]} for i in range(18)]
     grammars = [{"structured_outputs": {"regex": "[a-f]{3}"}}]
     together = [{"prompt": f"def f{i}(x):", "max_tokens": 8 + i} for i in range(48)]
     with ThreadPoolExecutor(48) as threads:
+        for body in lengths:  # one after the other, so that each is a step
+            _complete(url, key, {"model": model} | body)
         for bodies in (prompts, grammars, together, together):
             list(threads.map(lambda fields: _complete(url, key, {"model": model, "prompt": "x"} | fields), bodies))
 
 
 def _complete(url: str, key: str | None, body: dict) -> None:
+    """One completion. A server that allows its key fewer at once is asked again."""
     address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120)
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    with contextlib.closing(connection):
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        reply = connection.getresponse()
-        assert reply.status == 200, reply.read()
-        reply.read()
+    status = 429
+    while status == 429:
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            reply = connection.getresponse()
+            text = reply.read()
+        status = reply.status
+        time.sleep(0.05 if status == 429 else 0)
+    assert status == 200, text
 
 
 def process_tree(pid: int) -> list[int]:

@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -81,68 +80,9 @@ class Prober:
             self.completions += wait_times(1, self._url)
 
 
-def memory(pid: int) -> int:
-    """Bytes that a process and its children hold."""
-    total = 0
-    for entry in Path(f"/proc/{pid}/task").iterdir():
-        total += sum(memory(int(child)) for child in (entry / "children").read_text().split())
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return total + int(line.split()[1]) * 1024
-    return total
-
-
-def test_memory_of_large_regexes_comes_back(server) -> None:
-    """Before: 48 such regexes left 6.6 GB behind."""
-    complete(server.url, structured_outputs={"regex": "[a-f]{3}"})
-    calm = memory(server.process.pid)
-    calm_times = wait_times(20, server.url)
-    peak = calm
-    with Prober(server.url) as probes:
-        for index in range(48 if FULL else 12):
-            regex = f"((X{{100}}){{100}}){{{100 + index}}}z"
-            complete(server.url, ATTACKER, structured_outputs={"regex": regex})
-            peak = max(peak, memory(server.process.pid))
-    deadline = time.monotonic() + 30
-    while memory(server.process.pid) > 1.1 * calm and time.monotonic() < deadline:
-        time.sleep(0.5)
-    after = memory(server.process.pid)
-    print(f"calm {calm >> 20} MB, peak {peak >> 20} MB, 30 s later {after >> 20} MB")
-    print(
-        f"probes: health p99 {p99(probes.health):.3f}, completion p99 {p99(probes.completions):.3f}, calm {p99(calm_times):.3f}"
-    )
-    assert after <= 1.1 * calm
-    assert p99(probes.completions) <= 5 * p99(calm_times) + SLACK_SECONDS
-
-
 def large_schema(index: int) -> dict:
     """About 169 kB, which take llguidance two seconds."""
     return {"type": "object", "properties": {f"s{index}k{i}": {"type": "string"} for i in range(5600)}}
-
-
-def choose(url: str, index: int) -> float:
-    begin = time.perf_counter()
-    answer = complete(url, structured_outputs={"choice": [f"yes{index}", f"no{index}"]})
-    assert answer.status_code == 200
-    return time.perf_counter() - begin
-
-
-def test_large_schemas_do_not_hold_up_anothers_choice(server) -> None:
-    """Before: a `guided_choice` waited for 58 s behind 24 schemas."""
-    calm = p99([choose(server.url, index) for index in range(20)])
-    attackers = []
-    for index in range(24 if FULL else 8):
-        fields = {"structured_outputs": {"json": large_schema(index)}}
-        attackers.append(threading.Thread(target=quietly, args=(complete, server.url, ATTACKER), kwargs=fields, daemon=True))
-    for thread in attackers:
-        thread.start()
-    time.sleep(1)
-    with Prober(server.url) as probes:
-        times = [choose(server.url, 100 + index) for index in range(40 if FULL else 15)]
-    print(f"choice: calm p99 {calm:.3f} s, attacked p50 {sorted(times)[len(times) // 2]:.3f}, p99 {p99(times):.3f} s")
-    print(f"probes: health p99 {p99(probes.health):.3f} s, completion p99 {p99(probes.completions):.3f} s")
-    assert any(thread.is_alive() for thread in attackers)  # the attack lasted
-    assert p99(times) <= 5 * calm + SLACK_SECONDS
 
 
 def quietly(function: Callable[..., object], *arguments: object, **fields: object) -> None:
@@ -191,7 +131,8 @@ def test_allowed_stop_strings_cost_others_little(server) -> None:
     stop = ["a" * 240 + chr(ord("A") + i) for i in range(16)]
     with Prober(server.url) as probes:
         assert complete(server.url, ATTACKER, stop=stop, n=8, max_tokens=200, logit_bias={}).status_code == 200
-    print(f"completion: calm p99 {calm:.3f} s, attacked p50 {sorted(probes.completions)[len(probes.completions) // 2]:.3f} s")
+    print(f"completion: calm p99 {calm:.3f} s, attacked p99 {p99(probes.completions):.3f} s")
+    assert p99(probes.completions) <= 5 * max(calm, 0.085) + SLACK_SECONDS
 
 
 @pytest.mark.parametrize(("route", "body"), [("tokenize", {"prompt": "Hi"}), ("detokenize", {"tokens": [5, 6]})])

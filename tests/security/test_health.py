@@ -198,16 +198,23 @@ def test_a_log_that_nobody_reads():
         process.stderr.close()
 
 
-def half_closed(served, body: dict) -> bytes:
-    """What a client gets that ends its side after the request."""
-    host, _, port = served.url.removeprefix("http://").partition(":")
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def post(body: dict) -> bytes:
     content = json.dumps(body).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content)}\r\n\r\n"
     )
+    return head.encode() + content
+
+
+def half_closed(served, requests: bytes) -> bytes:
+    """What a client gets that ends its side after the requests."""
+    host, _, port = served.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(head.encode() + content)
+        connection.sendall(requests)
         connection.shutdown(socket.SHUT_WR)
         received = b""
         while data := connection.recv(65536):
@@ -218,10 +225,10 @@ def half_closed(served, body: dict) -> bytes:
 @linux
 def test_half_a_connection(served):
     """A client that has sent everything still gets its answer: a short one as it is, a long one after an interim response."""
-    assert half_closed(served, TEXT).startswith(b"HTTP/1.1 200 OK")
-    assert half_closed(served, TEXT | {"stream": True}).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert half_closed(served, post(TEXT)).startswith(b"HTTP/1.1 200 OK")
+    assert half_closed(served, post(TEXT | {"stream": True})).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     begin = time.monotonic()
-    answer = half_closed(served, LONG | {"max_tokens": 1000})
+    answer = half_closed(served, post(LONG | {"max_tokens": 1000}))
     waited = time.monotonic() - begin
     assert answer.count(b"HTTP/1.1 200 OK") == 1
     assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 1000
@@ -229,17 +236,29 @@ def test_half_a_connection(served):
 
 
 @linux
+@pytest.mark.parametrize("second", [HEALTH, HEALTH[:20], post(TEXT)[:-1]], ids=["whole", "half a head", "half a body"])
+def test_half_a_connection_with_a_pipelined_request(served, second):
+    """No interim response may stand inside of the stream, and the connection ends behind the answers."""
+    answer = half_closed(served, post(LONG | {"max_tokens": 400, "stream": True}) + second)
+    first, end, rest = answer.partition(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert first.startswith(b"HTTP/1.1 200 OK")
+    assert end
+    assert first.count(b"HTTP/1.1") == 1
+    if second == HEALTH:
+        assert rest.startswith(b"HTTP/1.1 200 OK")
+        assert rest.endswith(b'{"status":"alive"}')
+    else:
+        assert rest == b""
+
+
+@linux
+@pytest.mark.parametrize("pipelined", [b"", HEALTH], ids=["alone", "pipelined"])
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
-def test_a_client_that_is_gone_is_still_noticed(served, stream):
+def test_a_client_that_is_gone_is_still_noticed(served, stream, pipelined):
     host, _, port = served.url.removeprefix("http://").partition(":")
-    content = json.dumps(LONG | {"n": 4, "stream": stream}).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n"
-    )
     aborted = served.aborted()
     with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(head.encode() + content)
+        connection.sendall(post(LONG | {"n": 4, "stream": stream}) + pipelined)
         eventually(lambda: served.metric("num_requests_running") == 4, 5)
     eventually(lambda: served.metric("num_requests_running") == 0, 3)
     assert served.aborted() == aborted + 4

@@ -17,9 +17,9 @@ from server_process import served, start_server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fa_serve.engine import RequestError, RequestOutput, TokenLogprob
+from fa_serve.engine import RequestError, RequestOutput, SequenceTimes, TokenLogprob
 from fa_serve.engine.prompts import PromptReader
-from fa_serve.engine.stats import SpeculationStats
+from fa_serve.engine.stats import SpeculationStats, StepStats
 from fa_serve.engine.worker import Pulse
 
 __all__ = ["served", "start_server"]
@@ -87,6 +87,7 @@ class FakeEngine:
             num_late_compilations=10,
             num_late_captures=11,
             speculation=SpeculationStats(10, 20, (8, 4)),
+            steps=StepStats().plus(0.003).plus(99.0),
         )
 
     def _logprobs(self, token: int, count: int | None) -> list[TokenLogprob] | None:
@@ -123,7 +124,7 @@ class FakeEngine:
                         num_output_tokens=i + 1,
                         num_cached_tokens=2,
                         index=index,
-                        queue_time=0.25 if last else None,
+                        times=SequenceTimes(0.0, queue=0.25, prompt=0.5, begun=True) if last else None,
                         prompt_logprobs=[None, *scores] if scored else None,
                     )
         finally:

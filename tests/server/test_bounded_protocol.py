@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,6 +15,7 @@ from fa_serve.server.settings import Settings
 pytestmark = pytest.mark.anyio
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 BODY = b'{"model":"fake","prompt":"Hi"}'
 
 
@@ -81,12 +83,13 @@ LONG = b"y" * 3000
         ((HEALTH + b"X: " + LONG + b"\r\n\r\n",), (431, "headers_too_large")),
         ((HEALTH, b"X: ", *[LONG] * 3), (431, "headers_too_large")),
         ((HEALTH, b"X: y\r\n" * 500, CLOSE), (431, "headers_too_large")),
-        ((POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n[\r\n" * 3000), (400, "chunks_too_small")),
-        ((POST + b"Transfer-Encoding: chunked\r\n\r\n1;", *[b"a=b;" * 100_000] * 4), (413, "request_too_large")),
-        ((POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n" * 500, b"\r\n"), (431, "headers_too_large")),
+        ((CHUNKED, b"1\r\n[\r\n" * 3000), (400, "chunks_too_small")),
+        ((CHUNKED + b"1;", *[b"a=b;" * 100_000] * 4), (413, "request_too_large")),
+        ((CHUNKED + b"0\r\n", b"X: y\r\n" * 500, b"\r\n"), (431, "headers_too_large")),
         ((b"\x16\x03\x01\x02\x00\r\n\r\n",), (400, "invalid_http")),
+        ((HEALTH + b"Host: other\r\n" + CLOSE,), (400, "invalid_http")),
     ],
-    ids=["url", "url in parts", "header", "header in parts", "headers", "chunks", "extension", "trailers", "TLS"],
+    ids=["url", "url in parts", "header", "header in parts", "headers", "chunks", "extension", "trailers", "TLS", "two hosts"],
 )
 async def test_too_many_bytes(listening, parts, expected):
     async with listening(max_url_bytes=2000, max_header_bytes=2500, max_body_bytes=10_000) as connect:
@@ -210,3 +213,107 @@ def test_the_limit_of_open_files_leaves_room(monkeypatch):
         monkeypatch.setattr("resource.getrlimit", lambda _, files=files: (files, files))
         assert connection_limit(None) == expected
         assert connection_limit(5) == min(5, expected)
+
+
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+SECOND = b"GET /second HTTP/1.1\r\nHost: localhost\r\n\r\n"
+REFUSED = {
+    "cl+te": POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + SECOND,
+    "te+cl": POST + b"Transfer-Encoding: chunked\r\n" + LENGTH + b"\r\n0\r\n\r\n" + SECOND,
+    "two cl differ": POST + LENGTH + b"Content-Length: 5\r\n\r\n" + BODY,
+    "two cl same": POST + LENGTH + LENGTH + b"\r\n" + BODY,
+    "cl list": POST + b"Content-Length: 30, 30\r\n\r\n" + BODY,
+    "cl negative": POST + b"Content-Length: -1\r\n\r\n" + BODY,
+    "cl plus": POST + b"Content-Length: +30\r\n\r\n" + BODY,
+    "cl hex": POST + b"Content-Length: 0x1e\r\n\r\n" + BODY,
+    "cl huge": POST + b"Content-Length: 99999999999999999999999\r\n\r\n" + BODY,
+    "cl empty": POST + b"Content-Length:\r\n\r\n" + BODY,
+    "te xchunked": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + SECOND,
+    "te identity": POST + b"Transfer-Encoding: identity\r\n\r\n" + BODY + SECOND,
+    "te chunked, identity": POST + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n" + SECOND,
+    "te gzip, chunked": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "te space": POST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    "te vt": POST + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n" + SECOND,
+    "te twice": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n" + SECOND,
+    "te http10": POST.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
+    "chunk neg": CHUNKED + b"-1\r\n",
+    "chunk 0x": CHUNKED + b"0x1e\r\n" + BODY,
+    "chunk overflow": CHUNKED + b"fffffffffffffffff\r\n" + BODY,
+    "chunk bare lf": CHUNKED + b"1e\n" + BODY + b"\n0\n\n",
+    "chunk no crlf": CHUNKED + b"%x\r\n%bX0\r\n\r\n" % (len(BODY), BODY),
+    "chunk ext lf": CHUNKED + b"2;\nxx\r\n0\r\n\r\n" + SECOND,
+    "bare lf": b"GET /health HTTP/1.1\nHost: localhost\n\n",
+    "bare cr": b"GET /health HTTP/1.1\rHost: localhost\r\r",
+    "obs-fold": HEALTH + b"X: a\r\n b\r\n\r\n",
+    "nul header": HEALTH + b"X: a\x00b\r\n\r\n",
+    "nul name": HEALTH + b"X\x00: a\r\n\r\n",
+    "no colon": HEALTH + b"garbage\r\n\r\n",
+    "space name": HEALTH + b"X y: a\r\n\r\n",
+    "empty name": HEALTH + b": a\r\n\r\n",
+    "first line space": b"GET /health HTTP/1.1\r\n Host: localhost\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "connect": b"CONNECT evil:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "lower method": b"get /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "long method": b"A" * 3000 + b" / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "http 0.9": b"GET /health\r\n\r\n",
+    "http 2.0": b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n",
+    "preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "http 9.9": b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n",
+    "path utf8": b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "space url": b"GET /hea lth HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+READ = {
+    "cl over": (413, POST + b"Content-Length: 99999999999\r\n\r\n" + BODY),
+    "te tab": (200, POST + b"Transfer-Encoding:\tchunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)),
+    "absolute": (200, b"GET http://evil/health HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "trace": (405, b"TRACE /health HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "options *": (404, b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "h2c": (200, HEALTH + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n"),
+    "websocket": (
+        200,
+        HEALTH + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x\r\nSec-WebSocket-Version: 13\r\n\r\n",
+    ),
+    "expect": (200, POST + LENGTH + b"Expect: 100-continue\r\n\r\n" + BODY),
+    "expect other": (200, POST + LENGTH + b"Expect: 200-ok\r\n\r\n" + BODY),
+    "get body": (200, b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(SECOND) + SECOND),
+    "path nul": (404, b"GET /health%00 HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "dots": (404, b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "dots enc": (404, b"GET /docs/%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "double slash": (404, b"GET //health HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "semicolon": (404, b"GET /health;x HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "hdr latin": (200, HEALTH + b"X: \xff\xfe\r\n\r\n"),
+    "auth latin": (200, HEALTH + b"Authorization: Bearer \xff\r\n\r\n"),
+    "blank lines": (200, b"\r\n\r\n" + HEALTH + b"\r\n"),
+    "head post": (405, b"HEAD /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "delete": (405, b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+}
+
+
+async def answers(connect, request: bytes) -> tuple[list[int], bytes]:
+    """The statuses of all answers within 0.3 s of the last byte, and what came."""
+    reader, writer = await connect()
+    writer.write(request)
+    came = b""
+    try:
+        while piece := await asyncio.wait_for(reader.read(65536), 0.3):
+            came += piece
+    except (TimeoutError, ConnectionError):
+        pass
+    writer.close()
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", came)], came
+
+
+async def test_what_another_parser_may_read_in_another_way_is_refused(listening):
+    async with listening() as connect:
+        for name, request in REFUSED.items():
+            statuses, came = await answers(connect, request)
+            assert statuses == [400], (name, statuses)
+            assert said(came) == (400, "invalid_http"), name
+
+
+async def test_unusual_requests_get_one_answer(listening):
+    async with listening() as connect:
+        for name, (expected, request) in READ.items():
+            statuses, came = await answers(connect, request)
+            assert [status for status in statuses if status != 100] == [expected], (name, statuses)
+            assert b"/second" not in came, name

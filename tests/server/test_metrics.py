@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ async def test_metrics(serving, engine):
         f"fa_serve:late_captures_total{{{label}}}": 11,
         f"fa_serve:time_to_first_token_seconds_count{{{label}}}": 2,
         f"fa_serve:inter_token_latency_seconds_count{{{label}}}": 4,
+        f'fa_serve:engine_step_seconds_bucket{{le="0.002",{label}}}': 0,
+        f'fa_serve:engine_step_seconds_bucket{{le="0.004",{label}}}': 1,
+        f'fa_serve:engine_step_seconds_bucket{{le="+Inf",{label}}}': 2,
+        f"fa_serve:engine_step_seconds_sum{{{label}}}": 99.003,
         f'fa_serve:request_success_total{{finished_reason="stop",{label}}}': 2,
         f'fa_serve:request_success_total{{finished_reason="abort",{label}}}': 1,
     }
@@ -99,3 +104,25 @@ async def test_the_dashboard_asks_for_what_there_is(serving):
     rules = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
     assert set(re.findall(r"fa_serve:\w+", rules)) - known == set()
     assert "fa_serve:" in rules
+
+
+async def test_a_blocked_event_loop_is_seen(serving):
+    """A look every 50 ms: one that comes late says how long the loop ran something else."""
+
+    def delays(text: str) -> dict[str, float]:
+        lines = [line for line in text.splitlines() if line.startswith("fa_serve:event_loop_delay_seconds")]
+        return {
+            line.split("{")[0].rpartition("_")[2] + line.split('le="')[-1].split('"')[0]: float(line.split()[-1])
+            for line in lines
+        }
+
+    async with serving() as client:
+        await asyncio.sleep(0.12)
+        before = (await client.get("/metrics")).text
+        time.sleep(0.6)
+        await asyncio.sleep(0.12)
+        after = (await client.get("/metrics")).text
+        timer = client.service._loop_delay._timer
+    total = [sum(value for name, value in delays(text).items() if name.startswith("sum")) for text in (before, after)]
+    assert 0.55 <= total[1] - total[0] < 5
+    assert timer.cancelled(), "nothing goes on when the service has ended"

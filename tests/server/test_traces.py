@@ -76,7 +76,11 @@ async def test_traces(serving, collector, engine):
     assert "gen_ai.latency.time_to_first_token" not in attributes(refused)
     first = next(span for span in spans if span.parent_span_id.hex() == parent)
     assert first.trace_id.hex() == trace
-    assert attributes(first) == {
+    latency = {name: value for name, value in attributes(first).items() if name.startswith("fa_serve.latency.")}
+    assert {name.removeprefix("fa_serve.latency.") for name in latency} == {
+        *("prepare", "handover", "queue", "prompt", "decode", "masks", "detokenise", "write", "blocked")
+    }
+    assert {name: value for name, value in attributes(first).items() if name not in latency} == {
         "http.request.method": "POST",
         "url.path": "/v1/completions",
         "http.response.status_code": 200,
@@ -89,6 +93,8 @@ async def test_traces(serving, collector, engine):
         assert found["gen_ai.response.finish_reasons"] == ["stop"]
         assert (found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"]) == (8, 3)
         assert found["gen_ai.latency.time_in_queue"] == 0.25
+        assert found["gen_ai.latency.time_in_model_prefill"] == 0.5
+        assert (found["gen_ai.latency.time_in_model_decode"], found["gen_ai.latency.time_in_masks"]) == (0.0, 0.0)
         assert 0 < found["gen_ai.latency.time_to_first_token"] <= found["gen_ai.latency.e2e"]
 
 

@@ -59,6 +59,8 @@ class HopperBackend:
             return "supports no ALiBi, and alibi_slopes were given"
         if spec.attention_chunk:
             return "supports windows but no attention_chunk, and one was given"
+        if spec.block_mask:
+            return "reads the keys of a band and no lists of blocks; the portable kernels serve a block_mask"
         if spec.layout == "paged" and spec.needs_grad:
             return "has no backward pass through a paged cache, and an input requires gradients"
         return None

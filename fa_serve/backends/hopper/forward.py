@@ -470,7 +470,7 @@ def _run_launches(launches: _Launches, out_shape: tuple[int, ...], lse_shape: tu
     attention, table_of, max_tiles, counted = launches
 
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse, _ = tensors
+        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse, _, _ = tensors
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or (out is not None and out.data_ptr() & 15):
             return _run_on_copies(run, tensors)
         if out is None:

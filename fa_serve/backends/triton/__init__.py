@@ -2,8 +2,9 @@
 
 `forward` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward`, with its `backward_kernels`,
 the gradients of dense and packed calls. `decode` divides one sequence's keys, paged or dense, among programs when the queries
-are few; `splits` cuts the keys and merges the results, and `float8_conversions` reads a quantised cache. `store_kv` writes the
-paged cache. `primitives` are the steps of the algorithm that kernels share, and `triton_tiles` chooses tiles.
+are few; `splits` cuts the keys and merges the results, `key_pages` finds them, and `float8_conversions` reads a quantised
+cache. `block_sparse` walks over lists of key blocks, for prompts and for decoding. `store_kv` writes the paged cache.
+`primitives` are the steps of the algorithm that kernels share, and `triton_tiles` chooses tiles.
 
 This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes beside attention
 (`fa_serve.ops`).
@@ -18,6 +19,7 @@ import triton
 
 from fa_serve.backends.plan import AttentionOptions, Run
 from fa_serve.backends.triton.backward import plan_backward
+from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.forward import plan_forward
 from fa_serve.backends.triton.store_kv import plan_store_kv
@@ -25,7 +27,8 @@ from fa_serve.backends.triton.triton_tiles import DECODE_MIN_ROWS
 from fa_serve.spec import AttentionSpec, dtype_name
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
+_MAX_HEAD_DIM_OF_GRADIENTS = 256
 
 
 class TritonBackend:
@@ -47,12 +50,17 @@ class TritonBackend:
             return f"reads a cache of q's dtype or float8_e4m3fn, got {dtype_name(spec.kv_dtype)}"
         if spec.kv_dtype == torch.float8_e4m3fn and 0 < spec.arch < 89:
             return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
-        if max(spec.head_dim, spec.head_dim_v) > _MAX_HEAD_DIM:
-            return f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {max(spec.head_dim, spec.head_dim_v)}"
+        widest = max(spec.head_dim, spec.head_dim_v)
+        if widest > _MAX_HEAD_DIM:
+            return f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {widest}"
+        if (spec.needs_grad or spec.op == "backward") and widest > _MAX_HEAD_DIM_OF_GRADIENTS:
+            return f"computes gradients for a head_dim up to {_MAX_HEAD_DIM_OF_GRADIENTS}, got {widest}"
         if spec.layout == "paged" and spec.needs_grad:
             return "has no backward pass through a paged cache, and an input requires gradients"
         if (spec.needs_grad or spec.op == "backward") and (spec.alibi or spec.attention_chunk):
             return "has no backward pass for alibi_slopes and attention_chunk, and an input requires gradients"
+        if spec.needs_grad and spec.block_mask:
+            return "has no backward pass for a block_mask, and an input requires gradients"
         return None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:
@@ -61,4 +69,6 @@ class TritonBackend:
         assert options is not None
         if spec.op == "backward":
             return plan_backward(tensors, options)
+        if spec.block_mask:
+            return plan_block_sparse(tensors, options)
         return plan_decode(tensors, options) if spec.op == "decode" else plan_forward(tensors, options)

@@ -67,8 +67,8 @@ class _BackwardPlan:
         q, k, v = tensors[:3]
         mask = tensors.mask
         varlen = tensors.cu_seqlens_q is not None
+        arch = spec.arch_of(q.device)
         if tiles is None:
-            arch = spec.arch_of(q.device)
             tiles = backward_tiles(arch, q.element_size(), q.shape[-1], v.shape[-1])
         self._options = options
         self._tiles = tiles
@@ -92,6 +92,7 @@ class _BackwardPlan:
             mask_grad=tensors.needs_dmask,
             tma=self._tma_keys,
             precision="ieee" if q.dtype == torch.float32 else "tf32",
+            ptx=arch >= 80,
         )
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         padded = _padded_rows(options.max_seqlen_q)

@@ -26,6 +26,7 @@ class BackwardVariant:
     mask_grad:  the gradient of the mask is computed
     tma:        the walk reads through tensor descriptors: q, dO and the row statistics, or k and v
     precision:  input precision of the products
+    ptx:        inline PTX is available, so that the softcap is computed as in the forward pass
     """
 
     num_heads: int
@@ -44,6 +45,7 @@ class BackwardVariant:
     mask_grad: bool
     tma: bool
     precision: str
+    ptx: bool
 
 
 @triton.jit
@@ -95,7 +97,7 @@ def _probabilities(s, lse, rows, cols, edge, lengths, scaling, window, mask_tens
     factor = scale * LOG2E
     slope = 1.0
     if var.has_softcap:
-        s = softcap_scores(s, scale, softcap, var.precision == "ieee")
+        s = softcap_scores(s, scale, softcap, var.precision == "ieee", var.ptx)
         tanh = s * (1.0 / (softcap * LOG2E))
         slope = 1.0 - tanh * tanh
         factor = 1.0

@@ -13,7 +13,8 @@ A sequence that has one split is written at once. The others leave (out, lse) fo
 Hopper and later both kernels are launched programmatically: the next kernel starts while this one drains and waits for its
 results (griddepcontrol).
 
-Scores have keys as rows, so 8 query rows fill the other side of a tensor core's tile (16 by 8). A float8 cache is widened to
+Scores of up to 32 rows have keys as rows, so 8 query rows fill the other side of a tensor core's tile (16 by 8). Tiles of 64
+rows have queries as rows: they fill a wgmma, and a row's maximum and sum stay within four threads. A float8 cache is widened to
 float16 (`float8_conversions`). Sequences with more than `max_seqlen_q` queries are skipped: in a mixed batch they belong to
 another kernel. This module leaves out long prompts (`forward`) and writing the cache (`store_kv`).
 """
@@ -32,11 +33,13 @@ from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.launch import Launch, launch_options, multiprocessors
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.float8_conversions import fit_float16, half_of_pairs, widen
+from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import (
     LOG2E,
     add_alibi,
     finish_softmax,
     first_visible,
+    online_softmax_update,
     softcap_scores,
     softmax_update_by_columns,
     wait_for_previous_kernel,
@@ -65,6 +68,7 @@ class DecodeVariant:
     aligned:      the strides of pages and tokens are multiples of 16
     precision:    input precision of the products
     pairs:        float8 values are read in pairs of columns
+    by_rows:      scores have queries as rows, not keys
     ptx:          inline PTX is available
     alibi:        "none", "heads" or "batch", see `forward.ForwardVariant`
     """
@@ -79,63 +83,28 @@ class DecodeVariant:
     aligned: bool
     precision: str
     pairs: bool
+    by_rows: bool
     ptx: bool
     alibi: str
 
 
 @triton.jit
-def _read_pages(table_ptr, block, offs_n, first_key, kv_len, var: tl.constexpr):
-    """The page of each key of a block, 0 for keys outside of the sequence or before its window.
-
-    It is a single number where a page is a whole number of blocks.
-    """
-    BLOCK_N: tl.constexpr = var.split.block_n
-    PAGE_SIZE: tl.constexpr = var.page_size
-    if PAGE_SIZE % BLOCK_N == 0:
-        owned = (block * BLOCK_N < kv_len) & (block * BLOCK_N + BLOCK_N > first_key)
-        index = block * BLOCK_N // PAGE_SIZE
-    else:
-        cols = block * BLOCK_N + offs_n
-        owned = cols < kv_len
-        if var.split.has_left:
-            owned = owned & (cols >= first_key)
-        # both are the same number; the first form makes what changes from block to block one sum for all keys
-        index = block * (BLOCK_N // PAGE_SIZE) + offs_n // PAGE_SIZE if BLOCK_N % PAGE_SIZE == 0 else cols // PAGE_SIZE
-    return tl.load(table_ptr + index, mask=owned, other=0)
+def _of_keys(x, BY_ROWS: tl.constexpr):
+    """What belongs to keys, [BLOCK_N], as it is combined with scores."""
+    return x[None, :] if BY_ROWS else x[:, None]
 
 
 @triton.jit
-def _key_offsets(page, block, offs_n, stride_page, stride_token, var: tl.constexpr):
-    """Where the keys of a block lie in the cache, in 64 bits, because caches hold more than 2^31 elements."""
-    BLOCK_N: tl.constexpr = var.split.block_n
-    PAGE_SIZE: tl.constexpr = var.page_size
-    if PAGE_SIZE == 0:
-        where = page * stride_page + tl.cast(block * BLOCK_N, tl.int64) * stride_token + offs_n * stride_token
-    elif PAGE_SIZE % BLOCK_N == 0:
-        slot = tl.cast(block * BLOCK_N % PAGE_SIZE, tl.int64)
-        where = page.to(tl.int64) * stride_page + slot * stride_token + offs_n * stride_token
-    else:
-        if var.ptx:
-            # This is one instruction. LLVM takes five, once it has widened the stride ahead of the loop.
-            start = tl.inline_asm_elementwise(
-                "mul.wide.s32 $0, $1, $2;", "=l,r,r", [page, stride_page], dtype=tl.int64, is_pure=True, pack=1
-            )
-            if var.aligned:
-                start = tl.multiple_of(start, [16] * len(page.shape))
-        else:
-            start = page.to(tl.int64) * stride_page
-        if BLOCK_N % PAGE_SIZE == 0:
-            where = start + offs_n % PAGE_SIZE * stride_token
-        else:
-            where = start + (block * BLOCK_N + offs_n) % PAGE_SIZE * stride_token
-    return where
+def _of_queries(x, BY_ROWS: tl.constexpr):
+    """What belongs to query rows, [BLOCK_M], as it is combined with scores and with the output."""
+    return x[:, None] if BY_ROWS else x[None, :]
 
 
 @triton.jit
 def _walk(
     q, row_scale, slopes, row_max, row_sum, span, pointers, seq, positions, lengths, scaling, window, strides, var: tl.constexpr
 ):
-    """The inner loop over the key blocks of one split. q: [BLOCK_D, BLOCK_M].
+    """The inner loop over the key blocks of one split. q: [BLOCK_D, BLOCK_M], or [BLOCK_M, BLOCK_D] by rows.
 
     -> out [BLOCK_M, BLOCK_DV], which is not divided yet, the largest score and the sum of exponentials [BLOCK_M].
     """
@@ -151,16 +120,25 @@ def _walk(
     PRECISION: tl.constexpr = var.precision
     WIDTH: tl.constexpr = BLOCK_DV // 2 if var.pairs else BLOCK_DV
     HALVES: tl.constexpr = 2 if var.pairs else 1
+    BY_ROWS: tl.constexpr = var.by_rows
     offs_d = tl.arange(0, var.block_d)
     offs_v = tl.arange(0, WIDTH)
     offs_n = tl.arange(0, BLOCK_N)
-    acc = tl.zeros([WIDTH, BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH] if BY_ROWS else [WIDTH, BLOCK_M], tl.float32)
     second = acc
     if var.pairs:
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    if BY_ROWS:
+        inner_end = kv_len // BLOCK_N
+        inner_begin = 0
+        if var.has_right:
+            inner_end = tl.minimum(inner_end, tl.maximum(tl.min(positions, 0) + window_right + 1, 0) // BLOCK_N)
+        if var.split.has_left:
+            last_first = first_visible(tl.max(positions, 0), window_left, var.split.chunked)
+            inner_begin = (tl.maximum(last_first, 0) + BLOCK_N - 1) // BLOCK_N
     next_page = seq.to(tl.int64)
     if var.page_size > 0:
-        next_page = _read_pages(table_ptr, begin, offs_n, first_key, kv_len, var)
+        next_page = read_pages(table_ptr, begin, offs_n, first_key, kv_len, var)
     if mask_ptr is not None:
         cols = begin * BLOCK_N + offs_n
         next_seen = tl.load(mask_ptr + cols * stride_mk, mask=cols < kv_len, other=0)
@@ -176,42 +154,58 @@ def _walk(
         # The page is loaded one iteration before its address is needed, which leaves all the stages to K and V.
         page = next_page
         if var.page_size > 0:
-            next_page = _read_pages(table_ptr, block + 1, offs_n, first_key, kv_len, var)
-        k_offs = _key_offsets(page, block, offs_n, stride_kp, stride_kt, var)
+            next_page = read_pages(table_ptr, block + 1, offs_n, first_key, kv_len, var)
+        k_offs = key_offsets(page, block, offs_n, stride_kp, stride_kt, var)
         v_offs = k_offs
         if not var.same_strides:
-            v_offs = _key_offsets(page, block, offs_n, stride_vp, stride_vt, var)
+            v_offs = key_offsets(page, block, offs_n, stride_vp, stride_vt, var)
         if var.pairs:
             v_offs = v_offs >> 1
         k = tl.load(k_ptr + k_offs[:, None] + offs_d[None, :], mask=owned[:, None] & (offs_d < var.dim)[None, :], other=0.0)
-        s = tl.dot(widen(k, q.dtype, var.ptx), q, input_precision=PRECISION)
+        k = widen(k, q.dtype, var.ptx)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) if BY_ROWS else tl.dot(k, q, input_precision=PRECISION)
         if row_scale is not None:
-            s *= row_scale[None, :]
+            s *= _of_queries(row_scale, BY_ROWS)
         factor = scale * LOG2E
         if var.has_softcap:
             s = softcap_scores(s, scale, softcap, PRECISION == "ieee", var.ptx)
             factor = 1.0
         if slopes is not None:
-            s = add_alibi(s, factor, slopes[None, :], positions[None, :] - cols[:, None])
+            distances = _of_queries(positions, BY_ROWS) - _of_keys(cols, BY_ROWS)
+            s = add_alibi(s, factor, _of_queries(slopes, BY_ROWS), distances)
             factor = 1.0
-        keep = owned[:, None]
-        if var.has_right:
-            keep = keep & (cols[:, None] <= positions[None, :] + window_right)
-        if var.split.has_left:
-            keep = keep & (cols[:, None] >= first_visible(positions, window_left, var.split.chunked)[None, :])
-        s = tl.where(keep, s, float("-inf"))
-        p, row_max, row_sum, alpha = softmax_update_by_columns(s, factor, row_max, row_sum)
-        p = p.to(q.dtype)
-        # Values are loaded as the product takes them, columns first. Transposing them afterwards would cost a copy.
-        keep_v = owned[None, :] & (offs_v < var.split.dim_v // HALVES)[:, None]
-        v = tl.load(v_ptr + v_offs[None, :] + offs_v[:, None], mask=keep_v, other=0 if var.pairs else 0.0)
-        if var.pairs:
-            acc = tl.dot(half_of_pairs(v, "0x5410"), p, acc * alpha[None, :], input_precision=PRECISION)
-            second = tl.dot(half_of_pairs(v, "0x7632"), p, second * alpha[None, :], input_precision=PRECISION)
+        hidden = True
+        if BY_ROWS and mask_ptr is None:
+            # Most blocks are visible to every row, and all threads skip their mask together.
+            hidden = (block < inner_begin) | (block >= inner_end)
+        if hidden:
+            keep = _of_keys(owned, BY_ROWS)
+            if var.has_right:
+                keep = keep & (_of_keys(cols, BY_ROWS) <= _of_queries(positions, BY_ROWS) + window_right)
+            if var.split.has_left:
+                first = first_visible(positions, window_left, var.split.chunked)
+                keep = keep & (_of_keys(cols, BY_ROWS) >= _of_queries(first, BY_ROWS))
+            s = tl.where(keep, s, float("-inf"))
+        if BY_ROWS:
+            p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
         else:
-            acc = tl.dot(widen(v, q.dtype, var.ptx), p, acc * alpha[None, :], input_precision=PRECISION)
+            p, row_max, row_sum, alpha = softmax_update_by_columns(s, factor, row_max, row_sum)
+        p = p.to(q.dtype)
+        if BY_ROWS:
+            keep_v = owned[:, None] & (offs_v < var.split.dim_v)[None, :]
+            v = tl.load(v_ptr + v_offs[:, None] + offs_v[None, :], mask=keep_v, other=0.0)
+            acc = tl.dot(p, widen(v, q.dtype, var.ptx), acc * alpha[:, None], input_precision=PRECISION)
+        else:
+            # Values are loaded as the product takes them, columns first. Transposing them afterwards would cost a copy.
+            keep_v = owned[None, :] & (offs_v < var.split.dim_v // HALVES)[:, None]
+            v = tl.load(v_ptr + v_offs[None, :] + offs_v[:, None], mask=keep_v, other=0 if var.pairs else 0.0)
+            if var.pairs:
+                acc = tl.dot(half_of_pairs(v, "0x5410"), p, acc * alpha[None, :], input_precision=PRECISION)
+                second = tl.dot(half_of_pairs(v, "0x7632"), p, second * alpha[None, :], input_precision=PRECISION)
+            else:
+                acc = tl.dot(widen(v, q.dtype, var.ptx), p, acc * alpha[None, :], input_precision=PRECISION)
 
-    out = tl.trans(acc)
+    out = acc if BY_ROWS else tl.trans(acc)
     if var.pairs:
         out = tl.reshape(tl.join(out, tl.trans(second)), (BLOCK_M, BLOCK_DV))
     return out, row_max, row_sum
@@ -368,7 +362,7 @@ def _decode(
                 None if mask_ptr is None else mask_ptr + seq.to(tl.int64) * stride_mb,
             )
             acc, row_max, row_sum = _walk(
-                tl.trans(q),
+                q if var.by_rows else tl.trans(q),
                 row_scale,
                 slopes,
                 row_max,
@@ -509,7 +503,7 @@ class _DecodePlan:
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse, alibi_slopes = tensors
+        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse, alibi_slopes, _ = tensors
         if not self._takes_q:
             q = _rows_of(q)
         result = out if self._takes_out and out is not None else q.new_empty(self._out_shape)
@@ -571,6 +565,7 @@ def _variant(
     v_strides = v.stride()[:3]
     right = options.window_size[1]
     float8 = k.element_size() == 1
+    even = dim_v % 2 == 0 and all(s % 2 == 0 for s in v_strides)
     return DecodeVariant(
         split=SplitVariant(
             groups=groups,
@@ -593,7 +588,8 @@ def _variant(
         aligned=all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])),
         precision="ieee" if dtype == torch.float32 else "tf32",
         # pairs of columns need an even number of columns at even addresses
-        pairs=arch >= 89 and float8 and dim_v % 2 == 0 and dtype.itemsize == 2 and all(s % 2 == 0 for s in v_strides),
+        pairs=arch >= 89 and float8 and even and dtype.itemsize == 2 and not tiles.by_rows,
+        by_rows=tiles.by_rows,
         ptx=arch >= 89,
         alibi="none" if tensors.alibi_slopes is None else "heads" if tensors.alibi_slopes.dim() == 1 else "batch",
     )

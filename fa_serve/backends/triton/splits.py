@@ -4,7 +4,7 @@ The kernel of `decode` and the kernel `_combine` here find the same splits, each
 stored. This module leaves out what is computed for a split (`decode`).
 
 In the helpers, `sequences` is (cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left). A dense batch has no cu_q_ptr, and all
-of its sequences have max_q queries and max_k keys.
+of its sequences have max_q queries and max_k keys. Without used_k_ptr, only lists know which keys a sequence has.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class SplitVariant:
     balanced:    the key blocks of the batch are cut into equal shares
     has_left:    there is a limit to the left, a window or, if `chunked`, a chunk
     pdl:         both kernels are launched programmatically
+    listed:      keys are those of lists (`block_sparse`), and each sequence has all splits, of which some may be empty
     """
 
     groups: int
@@ -43,6 +44,7 @@ class SplitVariant:
     has_left: bool
     pdl: bool
     chunked: bool = False
+    listed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,9 @@ def sequence_lengths(seq, sequences):
     else:
         row0 = tl.load(cu_q_ptr + seq)
         q_len = tl.load(cu_q_ptr + seq + 1) - row0
-        kv_len = tl.load(used_k_ptr + seq)
+        kv_len = max_k
+        if used_k_ptr is not None:
+            kv_len = tl.load(used_k_ptr + seq)
     return row0, q_len, kv_len
 
 
@@ -236,7 +240,7 @@ def _combine(
         num_splits = (start + tl.maximum(blocks, 1) - 1) // size - start // size + 1
     else:
         place0 = seq * splits
-        num_splits = tl.minimum(tl.maximum(blocks // min_blocks, 1), splits)
+        num_splits = splits if var.listed else tl.minimum(tl.maximum(blocks // min_blocks, 1), splits)
     wait_for_previous_kernel(var.pdl)
     if (num_splits <= 1) | (q_len <= 0) | (q_len > max_q):
         return

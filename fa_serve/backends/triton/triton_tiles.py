@@ -1,6 +1,7 @@
 """Which tiles the portable kernels use: pure functions of what the host knows. Nothing is tuned on the serving path.
 
-`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for merging splits. Each
+`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for merging splits,
+`sparse_tiles` for block-sparse calls. Each
 branch carries the measurement behind it; `python benchmarks/bench_attention.py tune` and `python benchmarks/tune_decode.py`
 repeat them.
 """
@@ -66,6 +67,25 @@ class DecodeTiles:
     min_blocks: int = 1
     registers: int = 0
 
+    @property
+    def by_rows(self) -> bool:
+        """Scores have queries as rows; with fewer rows they have keys as rows."""
+        return self.block_m >= 64
+
+
+@dataclass(frozen=True, slots=True)
+class SparseTiles:
+    """Tiles of the block-sparse kernel: block_m packed query rows by block_n keys, which divide the blocks of the lists.
+
+    splits: splits of the lists of each block of queries
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+
 
 @dataclass(frozen=True, slots=True)
 class CombineTiles:
@@ -103,6 +123,8 @@ def forward_tiles(
 ) -> TileConfig:
     """The tile of one forward call. `arch` is 10 * major + minor, 0 for a GPU that is not NVIDIA's and for the interpreter."""
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
+    if width > 256:
+        return _widest_forward_tiles(arch, itemsize, masked)
     if itemsize == 4:
         # float32 keeps its full mantissa: "ieee" products run on the FMA units, and large tiles would spill registers
         if width <= 64:
@@ -128,6 +150,20 @@ def forward_tiles(
     if width <= 64:
         return TileConfig(64 if paged or masked or max_seqlen_q <= 64 else 128, 64, 4, 2 if paged else 3)
     return TileConfig(64, 64, 4, 2) if width <= 128 else TileConfig(64, 32, 8 if paged else 4, 2)
+
+
+def _widest_forward_tiles(arch: int, itemsize: int, masked: bool) -> TileConfig:
+    """The tiles of heads above 256, padded to 512. They are compiled but not measured: the largest without spills.
+
+    Eight warps share an accumulator of 64 x 512, which is 128 registers per thread, so it needs no division of the head.
+    """
+    if itemsize == 4:
+        return TileConfig(16, 16, 4, 1)
+    if arch == 0:
+        return TileConfig(32, 32, 4, 1)
+    if arch in (80, 90, 100, 103):
+        return TileConfig(64, 32, 8, 2)
+    return TileConfig(64, 16, 8, 1 if masked else 2)  # 99 KiB of shared memory
 
 
 def backward_tiles(arch: int, itemsize: int, head_dim: int, head_dim_v: int) -> BackwardTiles:
@@ -187,8 +223,13 @@ def decode_tiles(
     """The tile of one decoding call. With `num_splits` given, neither the batch nor the lengths change the result."""
     groups = num_heads // num_kv_heads
     rows = groups if num_splits else groups * max_seqlen_q
-    block_m = min(32, max(DECODE_MIN_ROWS, 1 << (rows - 1).bit_length()))  # 64 rows would spill registers
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
+    # With keys as rows, 64 query rows would spill registers.
+    block_m = min(32, max(DECODE_MIN_ROWS, 1 << (rows - 1).bit_length()))
+    if block_m == 32 and arch == 90 and itemsize == kv_itemsize == 2 and width <= 128:
+        block_m = 64
+    if width > 256 and arch == 0:
+        block_m = max(16, block_m)  # 8 rows spill a kilobyte on gfx942
     found = _decode_resources(arch, itemsize, kv_itemsize, width, block_m, one_sequence=batch == 1 and not num_splits)
     tile_bytes = found.block_n * (padded_dim(head_dim) + padded_dim(head_dim_v)) * kv_itemsize
     q_bytes = block_m * padded_dim(head_dim) * itemsize
@@ -214,6 +255,14 @@ def _decode_resources(
     arch: int, itemsize: int, kv_itemsize: int, width: int, block_m: int, *, one_sequence: bool
 ) -> _Resources:
     """Keys per tile, warps, stages and registers, for tiles of `width` columns. The figures are from one H200."""
+    if block_m == 64:
+        # A block of 64 keys takes 596 instructions and three barriers. 32 rows with keys as rows take 621 and nine, and reach
+        # 3.1 TB/s (8 queries of 32/8 heads, 32 x 4096).
+        return _Resources(block_n=128 if width <= 64 else 64, num_warps=4, max_stages=2, registers=0, resident=2)
+    if width > 256:
+        # This is compiled but not measured. With 32 rows, 32 keys spill on sm80 to sm89, and 4 warps on every NVIDIA GPU.
+        max_stages = 1 if arch == 0 else 2 if block_m > 16 else 4  # by shared memory
+        return _Resources(block_n=16, num_warps=8 if arch else 4, max_stages=max_stages, registers=0, resident=2)
     # With three stages 8 sequences of 8192 keys take 73.4 us, with two 72.4.
     found = _Resources(block_n=64, num_warps=4, max_stages=2, registers=168, resident=3)
     if kv_itemsize == 1:
@@ -242,6 +291,41 @@ def _pipeline_bytes(arch: int) -> int:
     return 72 << 10 if arch == 80 else 40 << 10 if arch else 24 << 10
 
 
+def sparse_tiles(
+    arch: int,
+    num_sms: int,
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    block_rows: int,
+    block_keys: int,
+    rows: int,
+    lists: int,
+    split_keys: int,
+    num_splits: int,
+) -> SparseTiles:
+    """The tile of one block-sparse call. None of it is measured: these are the forward kernel's tiles for pointer loads, with
+    fewer keys where those spill registers.
+
+    block_rows: packed rows per block of queries; block_keys: keys per block
+    rows:       packed rows of the longest sequence; lists: sequences times heads that have lists
+    split_keys: the most keys in a list that may be cut into splits, 0 where programs are many enough without
+    """
+    found = forward_tiles(arch, itemsize, head_dim, head_dim_v, rows, block_keys, causal=True, paged=True, masked=True)
+    block_m = min(found.block_m, max(16, power_of_2(rows)))
+    while block_rows % block_m:
+        block_m //= 2
+    block_n = min(found.block_n, block_keys)
+    width = max(head_dim, head_dim_v)
+    if arch not in (0, 90) and width > 64:
+        block_n = min(block_n, 32 if width <= 256 else 16)  # twice as many keys spill up to 160 bytes on sm80 to sm120
+    splits = num_splits
+    if not splits:
+        programs = lists * triton.cdiv(rows, block_m)
+        splits = max(1, min(2 * num_sms // programs, split_keys // (2 * block_n)))
+    return SparseTiles(block_m, block_n, found.num_warps, found.num_stages, splits)
+
+
 def combine_tiles(balanced: bool, splits: int, block_dv: int, rows: int) -> CombineTiles:
     """The tile of a merge. It takes few values, so changing shapes compile few kernels.
 
@@ -251,9 +335,10 @@ def combine_tiles(balanced: bool, splits: int, block_dv: int, rows: int) -> Comb
     arguments alone set the order in which splits are added, so with a fixed number of splits it does not depend on the batch.
     """
     if not balanced:
-        return CombineTiles(16 if splits <= 16 else 32 if splits <= 32 else 64, 1, 2 if block_dv <= 128 else 4)
+        num_warps = 2 if block_dv <= 128 else 4 if block_dv <= 256 else 8
+        return CombineTiles(16 if splits <= 16 else 32 if splits <= 32 else 64, 1, num_warps)
     if rows >= 4096:
         # Fewer programs with few splits each: 256 x 4096 keys with 64/8 heads take 994 us instead of 1004, and of head size 64
         # 539 instead of 550.
-        return CombineTiles(4, 2, 1)
+        return CombineTiles(4, 2, 1 if block_dv <= 256 else 2)
     return CombineTiles(16 if block_dv <= 128 else 4, 1, 1)

@@ -51,6 +51,7 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"head_dim": 264, "head_dim_v": 128}, "got 264/128"),
         ({"mask": "bool"}, "explicit mask"),
         ({"alibi": True}, "no ALiBi"),
+        ({"block_mask": True}, "the portable kernels serve a block_mask"),
         ({"attention_chunk": True}, "no attention_chunk"),
         ({"op": "backward"}, "portable kernels compute the gradients"),
         ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),

@@ -52,12 +52,17 @@ class Shape:
 EVERYWHERE = [
     Shape(),
     Shape(heads=(64, 8), head_dim=64, head_dim_v=64, max_seqlen_q=4, dtype=torch.float16, every_option=True),
+    Shape(heads=(8, 2), head_dim=512, head_dim_v=512),
+    Shape(heads=(16, 2), head_dim=512, head_dim_v=512, max_seqlen_q=16, every_option=True),
+    Shape(heads=(8, 4), head_dim=512, head_dim_v=512, num_splits=40),
+    Shape(heads=(8, 4), head_dim=512, head_dim_v=512, dtype=torch.float32),
 ]
 ON_HOPPER = [
     Shape(heads=(32, 32), head_dim=64, head_dim_v=64),
     Shape(heads=(16, 8), head_dim=256, head_dim_v=256),
     Shape(heads=(128, 128), head_dim=192, head_dim_v=128, page_size=64),
     Shape(max_seqlen_q=16, page_size=33),
+    Shape(max_seqlen_q=16, head_dim=256, head_dim_v=256),
     Shape(dtype=torch.float32),
     Shape(num_splits=4, every_option=True),
 ]
@@ -153,6 +158,18 @@ def test_hopper_keeps_a_block_in_flight_and_waits_programmatically() -> None:
     assert kernel.hot_loop["HMMA"] == 16
     assert kernel.hot_loop["LDL"] == kernel.hot_loop["STL"] == 0
     assert "griddepcontrol.wait" in kernel.binary.asm["ptx"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_verify_steps_have_queries_as_rows(head_dim: int) -> None:
+    """A row's maximum and sum are exchanged within four threads, two values each, so no barrier separates the two products."""
+    kernel = compile_decode("sm90", Shape(max_seqlen_q=8, head_dim=head_dim, head_dim_v=head_dim))[0]
+    assert kernel.hot_loop["HGMMA"] == 12
+    assert kernel.hot_loop["SHFL"] == 8
+    assert kernel.hot_loop["BAR"] <= 3
+    assert kernel.hot_loop["LDL"] == kernel.hot_loop["STL"] == 0
+    assert 2 * (kernel.shared_bytes + 1024) <= 228 << 10
+    assert 2 * 128 * kernel.registers <= 65536
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])

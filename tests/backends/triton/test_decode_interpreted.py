@@ -17,6 +17,7 @@ import fa_serve
 from fa_serve.backends import triton as backend
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.reference import attention_reference
+from fa_serve.backends.triton import decode as decode_module
 from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.float8_conversions import fit_float16
 from fa_serve.backends.triton.forward import plan_forward
@@ -155,6 +156,8 @@ SHAPES = [
     Case(heads=(6, 2), head_dim=96, page_size=33, dtype=torch.float16),
     Case(heads=(4, 2), head_dim=192, head_dim_v=128, page_size=64, num_splits=3, dtype=torch.float16),
     Case(heads=(2, 1), head_dim=256, page_size=32, dtype=torch.float16),
+    Case(heads=(4, 1), head_dim=512, num_splits=2, dtype=torch.float16),
+    Case(heads=(2, 2), head_dim=512, head_dim_v=288, page_size=7),
     Case(heads=(71, 1), head_dim=64),
     Case(heads=(2, 2), head_dim=5, head_dim_v=9),
 ]
@@ -237,6 +240,23 @@ def test_every_cut_gives_the_same_answer(splits: int, balanced: bool):
     check(Case(q_lens=(1, 2, 0, 1), kv_lens=(300, 17, 40, 2), sinks=True), tiles=tiles)
 
 
+BY_ROWS = [
+    pytest.param(Case(q_lens=(8, 8), kv_lens=(300, 170)), 3, id="verify"),
+    pytest.param(Case(q_lens=(100, 100), kv_lens=(130, 101), heads=(4, 2)), 3, id="chunks-in-four-tiles"),
+    pytest.param(Case(q_lens=(4, 0, 16, 1), kv_lens=(64, 9, 128, 0), heads=(12, 2), sinks=True), 5, id="unequal-sinks"),
+    pytest.param(Case(q_lens=(9, 3), kv_lens=(3, 1)), 2, id="more-queries-than-keys"),
+    pytest.param(Case(q_lens=(6, 9), kv_lens=(150, 90), window_size=(9, 2)), 3, id="both-windows"),
+    pytest.param(Case(q_lens=(6, 9), kv_lens=(150, 90), window_size=(-1, -1), softcap=4.0), 3, id="full-softcap"),
+    pytest.param(Case(q_lens=(6, 9), kv_lens=(150, 90), dtype=torch.float16, head_dim=40, head_dim_v=24), 3, id="float16"),
+]
+
+
+@pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "fixed"])
+@pytest.mark.parametrize(("case", "splits"), BY_ROWS)
+def test_tiles_of_64_rows_have_queries_as_rows(case: Case, splits: int, balanced: bool):
+    check(case, tiles=DecodeTiles(64, 16, 4, 2, splits, balanced))
+
+
 DENSE = [
     pytest.param((2, 1, 150), (-1, 0), False, id="one-query"),
     pytest.param((1, 3, 90), (20, 0), False, id="one-sequence-window"),
@@ -244,9 +264,15 @@ DENSE = [
 ]
 
 
+@pytest.mark.parametrize("by_rows", [False, True], ids=["", "by-rows"])
 @pytest.mark.parametrize(("shape", "window_size", "padded"), DENSE)
-def test_dense_cache(shape: tuple[int, int, int], window_size: tuple[int, int], padded: bool):
+def test_dense_cache(
+    shape: tuple[int, int, int], window_size: tuple[int, int], padded: bool, by_rows: bool, monkeypatch: pytest.MonkeyPatch
+):
     """A cache of (batch, heads, room, dim), as transformers' are; the room behind the keys is NaN."""
+    PLANS.clear()
+    if by_rows:
+        monkeypatch.setattr(decode_module, "decode_tiles", lambda *_: DecodeTiles(64, 16, 4, 2, 3, balanced=True))
     batch, seqlen_q, seqlen_k = shape
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(batch, 8, seqlen_q, 32, generator=generator).transpose(1, 2)

@@ -89,7 +89,7 @@ MESSAGES = {
     ),
     "tool-without-id": ({"role": "tool", "content": "3"}, "tool_call_id must be given with the role tool"),
     "id-without-tool": (USER | {"tool_call_id": "1"}, "tool_call_id must be given with the role tool, and with no other role"),
-    "role": ({"role": "me", "content": ""}, "Input should be 'system', 'developer', 'user', 'assistant' or 'tool'"),
+    "role": ({"role": "me!", "content": ""}, "String should match pattern"),
     "arguments-list": (
         {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "add", "arguments": "[]"}}]},
         "must be a JSON object",

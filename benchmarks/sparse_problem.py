@@ -1,0 +1,101 @@
+"""One block-sparse call: lists with a part of the blocks, our call, FlexAttention's, dense attention, and the float64 check.
+
+bench_attention.py times these calls. Each head keeps the same number of random key blocks in each block of queries, the block
+of the queries among them, so that the part that is kept is exact and the load is balanced. A causal problem keeps a part of the
+blocks up to the diagonal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+import fa_serve
+from fa_serve.backends.reference import attention_reference
+from fa_serve.testing import assert_matches_reference, eager_attention
+
+BLOCK = 128  # FlexAttention's default
+
+
+def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+@dataclass
+class SparseProblem:
+    """q, k, v (1, seqlen, heads, head_dim); keep: bool (1, heads, blocks, blocks)"""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keep: Tensor
+    causal: bool
+
+    @classmethod
+    def make(
+        cls, seqlen: int, heads: int, head_dim: int, part: float, causal: bool, dtype: torch.dtype, device: str
+    ) -> SparseProblem:
+        """`part`: of the blocks that a dense call would visit, how much each block of queries keeps, at least one block."""
+        q, k, v = (torch.randn(1, seqlen, heads, head_dim, device=device, dtype=dtype) for _ in range(3))
+        blocks = -(-seqlen // BLOCK)
+        rank = torch.rand(1, heads, blocks, blocks, device=device)
+        rank.diagonal(dim1=2, dim2=3).fill_(-1.0)
+        reachable = torch.full((blocks,), blocks, device=device)
+        if causal:
+            rank = rank.masked_fill(torch.ones(blocks, blocks, dtype=torch.bool, device=device).triu(1), 2.0)
+            reachable = torch.arange(1, blocks + 1, device=device)
+        kept = (reachable * part).round().long().clamp(min=1)
+        keep = rank.argsort(-1).argsort(-1) < kept[:, None]
+        return cls(q, k, v, keep, causal)
+
+    @property
+    def part(self) -> float:
+        """The part of the blocks of a dense call that is kept, over all blocks of queries."""
+        blocks = self.keep.shape[-1]
+        return self.keep.float().mean().item() * (2 * blocks / (blocks + 1) if self.causal else 1.0)
+
+    def ours(self, backend: str = "auto") -> Callable[[], Tensor]:
+        lists = fa_serve.BlockLists.from_blocks(self.keep, (BLOCK, BLOCK))
+        return partial(fa_serve.attention, self.q, self.k, self.v, causal=self.causal, block_mask=lists, backend=backend)
+
+    def dense(self, backend: str = "auto") -> Callable[[], Tensor]:
+        """Every block: what the sparse call is to be faster than."""
+        return partial(fa_serve.attention, self.q, self.k, self.v, causal=self.causal, backend=backend)
+
+    def flex(self) -> Callable[[], Tensor]:
+        """FlexAttention, compiled, on the same blocks. Only blocks on the diagonal of a causal call are masked."""
+        blocks = self.keep.shape[-1]
+        diagonal = torch.eye(blocks, dtype=torch.bool, device=self.keep.device)
+        partial_blocks = self.keep & diagonal if self.causal else torch.zeros_like(self.keep)
+        some, whole = (fa_serve.BlockLists.from_blocks(x) for x in (partial_blocks, self.keep & ~partial_blocks))
+        mask = BlockMask.from_kv_blocks(
+            some.kv_num_blocks,
+            some.kv_indices,
+            whole.kv_num_blocks,
+            whole.kv_indices,
+            BLOCK_SIZE=BLOCK,
+            mask_mod=_causal if self.causal else None,
+            seq_lengths=(self.q.shape[1], self.q.shape[1]),
+        )
+        call = torch.compile(flex_attention, dynamic=False)
+        q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
+        return lambda: call(q, k, v, block_mask=mask).transpose(1, 2)
+
+    def check(self, out: Tensor, name: str) -> None:
+        """Compare three blocks of queries of two heads with float64; AssertionError if the 2x rule is broken."""
+        seqlen, heads = self.q.shape[1:3]
+        for block in {0, self.keep.shape[2] // 2, self.keep.shape[2] - 1}:
+            rows = slice(block * BLOCK, min((block + 1) * BLOCK, seqlen))
+            i = torch.arange(rows.start, rows.stop, device=out.device)[:, None]
+            j = torch.arange(seqlen, device=out.device)
+            for head in {0, heads - 1}:
+                mask = self.keep[0, head, block].repeat_interleave(BLOCK)[:seqlen] & ((i >= j) if self.causal else (i >= 0))
+                one = (self.q[:, rows, head : head + 1], *(x[:, :, head : head + 1] for x in (self.k, self.v)))
+                options = {"softmax_scale": self.q.shape[-1] ** -0.5, "mask": mask[None, None]}
+                exact, _ = attention_reference(*(x.double() for x in one), **options)
+                assert_matches_reference(out[:, rows, head : head + 1], exact, eager_attention(*one, **options), name)

@@ -1,0 +1,58 @@
+"""Where the decoding kernel finds the keys and values of a block: in the pages of a cache, or in a dense one.
+
+The computation of addresses was the largest part of that kernel's instructions (see docs/kernels.md), so each form of page has
+the cheapest one. `var` is `decode.DecodeVariant`. This module leaves out what is done with keys (`decode`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def read_pages(table_ptr, block, offs_n, first_key, kv_len, var: tl.constexpr):
+    """The page of each key of a block, 0 for keys outside of the sequence or before its window.
+
+    It is a single number where a page is a whole number of blocks.
+    """
+    BLOCK_N: tl.constexpr = var.split.block_n
+    PAGE_SIZE: tl.constexpr = var.page_size
+    if PAGE_SIZE % BLOCK_N == 0:
+        owned = (block * BLOCK_N < kv_len) & (block * BLOCK_N + BLOCK_N > first_key)
+        index = block * BLOCK_N // PAGE_SIZE
+    else:
+        cols = block * BLOCK_N + offs_n
+        owned = cols < kv_len
+        if var.split.has_left:
+            owned = owned & (cols >= first_key)
+        # both are the same number; the first form makes what changes from block to block one sum for all keys
+        index = block * (BLOCK_N // PAGE_SIZE) + offs_n // PAGE_SIZE if BLOCK_N % PAGE_SIZE == 0 else cols // PAGE_SIZE
+    return tl.load(table_ptr + index, mask=owned, other=0)
+
+
+@triton.jit
+def key_offsets(page, block, offs_n, stride_page, stride_token, var: tl.constexpr):
+    """Where the keys of a block lie in the cache, in 64 bits, because caches hold more than 2^31 elements."""
+    BLOCK_N: tl.constexpr = var.split.block_n
+    PAGE_SIZE: tl.constexpr = var.page_size
+    if PAGE_SIZE == 0:
+        where = page * stride_page + tl.cast(block * BLOCK_N, tl.int64) * stride_token + offs_n * stride_token
+    elif PAGE_SIZE % BLOCK_N == 0:
+        slot = tl.cast(block * BLOCK_N % PAGE_SIZE, tl.int64)
+        where = page.to(tl.int64) * stride_page + slot * stride_token + offs_n * stride_token
+    else:
+        if var.ptx:
+            # This is one instruction. LLVM takes five, once it has widened the stride ahead of the loop.
+            start = tl.inline_asm_elementwise(
+                "mul.wide.s32 $0, $1, $2;", "=l,r,r", [page, stride_page], dtype=tl.int64, is_pure=True, pack=1
+            )
+            if var.aligned:
+                start = tl.multiple_of(start, [16] * len(page.shape))
+        else:
+            start = page.to(tl.int64) * stride_page
+        if BLOCK_N % PAGE_SIZE == 0:
+            where = start + offs_n % PAGE_SIZE * stride_token
+        else:
+            where = start + (block * BLOCK_N + offs_n) % PAGE_SIZE * stride_token
+    return where

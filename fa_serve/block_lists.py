@@ -1,0 +1,178 @@
+"""Block-sparse attention: for each block of queries, the list of key blocks that it attends to.
+
+    lists = BlockLists.from_blocks(keep, block_size=(64, 64))      # keep: bool (1, 1, query blocks, key blocks)
+    lists = BlockLists.from_block_mask(flex_block_mask)            # evaluates FlexAttention's mask_mod once, to bits
+    out = fa_serve.attention(q, k, v, causal=True, block_mask=lists)
+
+`as_block_lists` reads the argument `block_mask` of the public functions: a `BlockLists`, a `BlockMask` of FlexAttention, or its
+four tensors. The form is FlexAttention's, so its masks need no conversion. An arbitrary `mask_mod` is refused, because the
+kernels are compiled ahead of the call and cannot include a function; `from_block_mask` turns it into bits. This module leaves
+out which blocks are worth keeping, which is the caller's choice (examples/sparse_prefill.py shows one).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_serve.spec import ParameterError
+
+BLOCK_SIZES = (64, 128)
+WORD = 32
+"""Keys per word of `partial_bits`."""
+
+_EVALUATED_TOGETHER = 64
+"""Blocks that `from_block_mask` evaluates at once: 64 blocks of 128 x 128 bool are 1 MB."""
+
+_FORMS = "be a fa_serve.BlockLists, a BlockMask of FlexAttention, or its four tensors"
+_NO_MASK_MOD = (
+    "have no mask_mod, because kernels cannot include a Python function: if mask_mod is the causal or the sliding-window rule, "
+    "pass causal=True or window_size, and the four tensors of the mask; otherwise pass "
+    "fa_serve.BlockLists.from_block_mask(block_mask), which evaluates mask_mod once and keeps the bits of partial blocks"
+)
+
+
+class BlockLists(NamedTuple):
+    """The key blocks of each block of queries. Query block i holds the queries i * block_size[0] and following of a sequence in
+    this call, key block j the keys j * block_size[1] and following of the sequence.
+
+    kv_num_blocks:      (1 or batch, heads, query blocks), int32: how many blocks of the list are partial
+    kv_indices:         (1 or batch, heads, query blocks, width), int32: the partial key blocks, each at most once. Entries past
+                        the number are not read
+    full_kv_num_blocks, full_kv_indices: the same for full blocks, to which `partial_bits` does not apply; or None
+    block_size:         (queries, keys) per block, 64 or 128 each
+    partial_bits:       (1 or batch, heads, query blocks, partial width, block_size[0], block_size[1] // 32), int32: bit c of
+                        word w keeps key 32 * w + c of the block for a query. None keeps all keys of partial blocks. The partial
+                        width is at least the largest of kv_num_blocks
+
+    `heads` is 1, the number of KV heads, or the number of query heads. A query sees a key if its list has the block, the bit is
+    set where the block is partial and has bits, and causality and the window of the call allow it.
+    """
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor | None = None
+    full_kv_indices: Tensor | None = None
+    block_size: tuple[int, int] = (128, 128)
+    partial_bits: Tensor | None = None
+
+    @classmethod
+    def from_blocks(cls, keep: Tensor, block_size: tuple[int, int] = (128, 128)) -> BlockLists:
+        """Lists of the blocks where `keep` is True: bool (1 or batch, heads, query blocks, key blocks)."""
+        if keep.dim() != 4 or keep.dtype != torch.bool:
+            raise ParameterError("keep", "be bool (batch, heads, query blocks, key blocks)", (keep.dtype, tuple(keep.shape)))
+        # a stable sort puts the kept blocks first, in their order
+        order = torch.argsort(keep.to(torch.uint8), dim=-1, descending=True, stable=True)
+        return cls(keep.sum(-1, dtype=torch.int32), order.to(torch.int32), block_size=block_size)
+
+    @classmethod
+    def from_block_mask(cls, block_mask: Any) -> BlockLists:
+        """A `BlockMask` of FlexAttention with its `mask_mod` evaluated in every partial block.
+
+        The host waits for the device once, to read the largest number of partial blocks, and each partial block takes 2 kB at
+        128 x 128. Build it once for each mask, and not at each call.
+        """
+        lists = _lists_of(block_mask)
+        rows, keys = lists.block_size
+        width = int(lists.kv_num_blocks.max()) if lists.kv_num_blocks.numel() else 0
+        shape = (*lists.kv_num_blocks.shape, width, rows, keys // WORD)
+        bits = torch.zeros(shape, dtype=torch.int32, device=lists.kv_indices.device)
+        listed = torch.arange(width, device=bits.device) < lists.kv_num_blocks[..., None]
+        entries = listed.nonzero()
+        last_query, last_key = (n - 1 for n in block_mask.seq_lengths)
+        evaluate = block_mask.mask_mod
+        for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+            evaluate = torch.vmap(evaluate, in_dims=dims)
+        for some in torch.split(entries, _EVALUATED_TOGETHER):
+            batch, head, block, place = some.unbind(1)
+            # indices past the end would read past the end of tensors that mask_mod reads; no query or key is there
+            i = (block[:, None] * rows + torch.arange(rows, device=bits.device)).clamp(max=last_query)
+            first = lists.kv_indices[batch, head, block, place].long() * keys
+            j = (first[:, None] + torch.arange(keys, device=bits.device)).clamp(max=last_key)
+            bits[batch, head, block, place] = pack_bits(evaluate(batch, head, i, j))
+        return lists._replace(partial_bits=bits)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order in which kernels and operators take them."""
+        return (
+            self.kv_num_blocks,
+            self.kv_indices,
+            self.full_kv_num_blocks,
+            self.full_kv_indices,
+            self.partial_bits,
+        )
+
+    def of_sequence(self, index: int) -> BlockLists:
+        """The lists of one sequence of a batch."""
+        if self.kv_num_blocks.shape[0] == 1:
+            return self
+        num, indices, full_num, full_indices, bits = (x if x is None else x[index : index + 1] for x in self.tensors)
+        assert num is not None
+        assert indices is not None
+        return BlockLists(num, indices, full_num, full_indices, self.block_size, bits)
+
+    def expanded(self, seqlen_q: int, seqlen_k: int, num_heads: int) -> Tensor:
+        """bool (1 or batch, 1 or num_heads, seqlen_q, seqlen_k): the keys that the lists and the bits leave to each query."""
+        rows, keys = self.block_size
+        blocks = (-(-seqlen_q // rows), -(-seqlen_k // keys))
+        keep = _expanded(self.kv_num_blocks, self.kv_indices, self.partial_bits, blocks, self.block_size)
+        if self.full_kv_num_blocks is not None and self.full_kv_indices is not None:
+            keep |= _expanded(self.full_kv_num_blocks, self.full_kv_indices, None, blocks, self.block_size)
+        keep = keep[..., :seqlen_q, :seqlen_k]
+        heads = keep.shape[1]
+        return keep if heads == 1 else keep.repeat_interleave(num_heads // heads, dim=1)
+
+
+def as_block_lists(block_mask: Any) -> BlockLists:
+    """What the argument `block_mask` says. Raises ParameterError for another type, and for a BlockMask with a mask_mod."""
+    if isinstance(block_mask, BlockLists):
+        return block_mask
+    if isinstance(block_mask, tuple | list):
+        if len(block_mask) != 4:
+            raise ParameterError("block_mask", _FORMS, f"{len(block_mask)} values")
+        return BlockLists(*block_mask)
+    lists = _lists_of(block_mask)
+    mask_mod = getattr(block_mask, "mask_mod", None)
+    if getattr(mask_mod, "__name__", "noop_mask") != "noop_mask":
+        raise ParameterError("block_mask", _NO_MASK_MOD, mask_mod)
+    return lists
+
+
+def pack_bits(keep: Tensor) -> Tensor:
+    """bool (..., keys) -> int32 (..., keys // 32), as `BlockLists.partial_bits` has them."""
+    words = keep.reshape(*keep.shape[:-1], -1, WORD).to(torch.int64)
+    return (words << torch.arange(WORD, device=keep.device)).sum(-1).to(torch.int32)
+
+
+def _lists_of(block_mask: Any) -> BlockLists:
+    """The four tensors of a BlockMask, whatever its mask_mod is."""
+    names = BlockLists._fields[:4]
+    if not all(hasattr(block_mask, name) for name in (*names, "BLOCK_SIZE")):
+        raise ParameterError("block_mask", _FORMS, type(block_mask).__name__)
+    num, indices, full_num, full_indices = (getattr(block_mask, name) for name in names)
+    queries, keys = block_mask.BLOCK_SIZE
+    return BlockLists(num, indices, full_num, full_indices, (queries, keys))
+
+
+def _expanded(
+    num: Tensor, indices: Tensor, bits: Tensor | None, blocks: tuple[int, int], block_size: tuple[int, int]
+) -> Tensor:
+    """One kind of list as bool (batch, heads, query blocks * rows, key blocks * keys)."""
+    query_blocks, key_blocks = blocks
+    rows, keys = block_size
+    num = num[..., :query_blocks]
+    places = torch.arange(indices.shape[-1], device=num.device)
+    # what the list does not have goes to one more block, which is cut off
+    nowhere = torch.tensor(key_blocks, device=num.device)
+    at = torch.where(places < num[..., None], indices[:, :, :query_blocks].long(), nowhere).clamp(max=key_blocks)
+    if bits is None:
+        keep = torch.zeros(*num.shape, key_blocks + 1, dtype=torch.bool, device=num.device).scatter_(-1, at, True)
+        return keep[..., :-1].repeat_interleave(rows, dim=2).repeat_interleave(keys, dim=3)
+    seen = (bits[:, :, :query_blocks, ..., None] >> torch.arange(WORD, device=num.device)) & 1
+    at = at[..., : bits.shape[3], None, None].expand(*num.shape, -1, rows, keys)
+    keep = torch.zeros(*num.shape, key_blocks + 1, rows, keys, dtype=torch.bool, device=num.device)
+    keep = keep.scatter_(3, at, seen.flatten(-2) != 0)[:, :, :, :-1]
+    return keep.transpose(3, 4).flatten(4, 5).flatten(2, 3)

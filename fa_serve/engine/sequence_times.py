@@ -1,0 +1,73 @@
+"""Where the time of one sequence went in the engine. Plain Python; the clock's values are arguments.
+
+    times = SequenceTimes(arrival=now)
+    times.begin(now)                         # its first step begins: what was before is time in the queue
+    times.end_step(now, num_tokens=1)        # a step has given it a token, or it ends without one
+    times.end_text(now)                      # the token is text now
+
+Each call accounts for the time since the call before it, so the parts always add up to the time from `arrival` to `until`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class SequenceTimes:
+    """Seconds, on the clock of `time.monotonic`, which is the same in all processes of a machine.
+
+    arrival:      when the engine got the request
+    until:        up to when the time is accounted for: the end of the sequence in its last output
+    queue:        waiting for the first step
+    prompt:       from the beginning of the first step to the first token
+    decode:       from the first token to the last one
+    masks:        of steps: computing which tokens structured outputs allow, for all sequences of the step
+    detokenise:   turning its tokens into text
+    num_steps:    steps that gave it tokens
+    longest_step: the longest time from one of these steps to the next
+    """
+
+    arrival: float
+    until: float = 0.0
+    queue: float = 0.0
+    prompt: float = 0.0
+    decode: float = 0.0
+    masks: float = 0.0
+    detokenise: float = 0.0
+    num_steps: int = 0
+    longest_step: float = 0.0
+    begun: bool = False
+
+    def __post_init__(self) -> None:
+        self.until = max(self.until, self.arrival)
+
+    def begin(self, now: float) -> None:
+        """A step of the sequence is about to be launched. Only the first one ends its time in the queue."""
+        if not self.begun:
+            self.begun = True
+            self.queue += self._elapsed(now)
+
+    def end_step(self, now: float, num_tokens: int, mask_seconds: float = 0.0) -> None:
+        """A step has given so many tokens; or the sequence ends without another token."""
+        elapsed = self._elapsed(now)
+        masks = min(mask_seconds, elapsed)
+        self.masks += masks
+        if not self.begun:
+            self.queue += elapsed - masks
+        elif not self.num_steps:
+            self.prompt += elapsed - masks
+        else:
+            self.decode += elapsed - masks
+            self.longest_step = max(self.longest_step, elapsed)
+        if num_tokens:
+            self.num_steps += 1
+
+    def end_text(self, now: float) -> None:
+        """The tokens of the step have become text."""
+        self.detokenise += self._elapsed(now)
+
+    def _elapsed(self, now: float) -> float:
+        elapsed = now - self.until
+        self.until = now
+        return elapsed

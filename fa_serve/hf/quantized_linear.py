@@ -1,0 +1,269 @@
+"""Linear layers with quantised weights in a model of transformers, loaded as their checkpoint keeps them.
+
+    config = AutoConfig.from_pretrained(path)
+    with_quantized_linears(config, None)                   # transformers' loader will make these layers
+    model, report = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True)
+    finish(model.to(device), report)                       # the tensors of the checkpoint become the weights of fa_serve.ops
+
+transformers asks a quantizer to replace layers before weights are loaded, and loads what their parameters are called. Ours is
+registered under the name "fa_serve" and takes the place of the checkpoint's own, so no other package is needed. A layer is
+converted when it is on its device, one after the other, so at no time is there more than one layer in two forms. For a
+checkpoint of floats, the quantizer rounds each weight to float8 when it is read. Left out: which layers are quantised
+(quantization_plan.py), what their tensors mean (weight_formats.py), and products (fa_serve.ops).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fa_serve import ops
+from fa_serve.hf.models import NAME
+from fa_serve.hf.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
+from fa_serve.hf.weight_formats import Rounded, Scheme
+from fa_serve.ops.quantized_choice import explain
+from fa_serve.ops.quantized_weight import quantize_float8
+from fa_serve.spec import ParameterError, dtype_name
+
+_ROUNDED = Rounded()
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with a QuantizedWeight. Until `finish` it has the tensors of its checkpoint as parameters instead.
+
+    scheme:    how the checkpoint keeps the weights
+    weight:    (out_features, in_features), after `finish`
+    bias:      (out_features,) or None
+    invariant: the bits of a row of the result do not depend on the number of rows; slower
+    """
+
+    weight: ops.QuantizedWeight
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.description = scheme.description
+        self.scheme = scheme
+        self.invariant = False
+        self.expected = scheme.tensors(self.out_features, self.in_features, dtype)
+        for name, tensor in self.expected.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.register_parameter("bias", linear.bias)
+
+    def finish(self, layer: str) -> None:
+        """Make `weight` of the tensors that have been loaded. Raises ParameterError, which names one with a wrong shape."""
+        tensors = {name: self._parameters.pop(name) for name in self.expected}
+        for name, tensor in tensors.items():
+            wanted = self.expected[name]
+            assert tensor is not None
+            if tensor.shape != wanted.shape and not tensor.numel() == wanted.numel() == 1:
+                raise ParameterError(f"{layer}.{name}", f"have the shape {list(wanted.shape)}", list(tensor.shape))
+            if tensor.is_floating_point() != wanted.is_floating_point():
+                raise ParameterError(f"{layer}.{name}", f"have the dtype {dtype_name(wanted.dtype)}", dtype_name(tensor.dtype))
+        data = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+        try:
+            self.weight = self.scheme.read(data, self.out_features, self.in_features)
+        except ParameterError as error:
+            raise ParameterError(f"{layer}.{error.field}", error.rule, error.value) from None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.invariant:
+            return ops.invariant_linear(x, self.weight, self.bias)
+        rows = x.reshape(-1, self.in_features).contiguous()
+        return ops.linear(rows, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, {self.description}"
+
+
+def source_config(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """The quantization_config of a checkpoint, or that of its text model; None for a checkpoint of floats."""
+    for each in (config, config.get_text_config(decoder=True)):
+        found = getattr(each, FIELD, None)
+        if found is not None:
+            return found if isinstance(found, Mapping) else dict(found.to_dict())
+    return None
+
+
+def with_quantized_linears(config: PreTrainedConfig, quantization: str | None) -> PreTrainedConfig:
+    """Note in a config, which is changed, that fa_serve loads its quantised weights. Other configs stay as they are.
+
+    quantization: "fp8" rounds a checkpoint of floats while it is loaded
+
+    Raises ParameterError for a format or an option that fa_serve does not know.
+    """
+    source = source_config(config)
+    if source is None:
+        if quantization is not None:
+            setattr(config, FIELD, {"quant_method": NAME, "source": None})
+        return config
+    if quantization is not None:
+        raise ParameterError(
+            "quantization", f"be None for a checkpoint that is quantised already ({method_of(source)})", quantization
+        )
+    if is_ours(source):
+        read_config(source)
+        setattr(config, FIELD, {"quant_method": NAME, "source": dict(source)})
+    return config
+
+
+def quantized_elsewhere(config: PreTrainedConfig) -> str | None:
+    """The format of a checkpoint that transformers loads into other modules; None for every other checkpoint."""
+    source = source_config(config)
+    if source is None or source.get("quant_method") == NAME or is_ours(source):
+        return None
+    return method_of(source)
+
+
+@register_quantization_config(NAME)
+class SourceConfig(QuantizationConfigMixin):
+    """transformers' record of a quantised model. source: the checkpoint's quantization_config, or None for floats."""
+
+    def __init__(self, source: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.quant_method: Any = NAME
+        self.source = source
+
+
+@register_quantizer(NAME)
+class Quantizer(HfQuantizer):
+    """What transformers' loader asks while it makes a model and reads its weights."""
+
+    quantization_config: SourceConfig
+
+    def __init__(self, quantization_config: SourceConfig, **kwargs: Any) -> None:
+        # transformers reads tensors of a checkpoint that is "not pre-quantised" one after the other, and has each rounded
+        super().__init__(quantization_config, **kwargs | {"pre_quantized": quantization_config.source is not None})
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, dtype: Any = None, **kwargs: Any
+    ) -> None:
+        source = self.quantization_config.source
+        if source is not None:
+            _refuse_experts(checkpoint_files or (), type(model).__name__)
+        replace_linears(model, _rounding(model) if source is None else read_config(source), dtype or torch.get_default_dtype())
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        layer, _, name = param_name.rpartition(".")
+        return name == "weight" and isinstance(model.get_submodule(layer), QuantizedLinear)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Round()
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _Round(ConversionOps):
+    """Rounds a weight that has been read."""
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, list[Tensor]]:
+        (value,) = input_dict.values()
+        weight = quantize_float8(value[0] if isinstance(value, list) else value)
+        name: str = kwargs["full_layer_name"]
+        return {name: [weight.data], name.removesuffix("weight") + _ROUNDED.scale: [weight.scales]}
+
+
+def _rounding(model: PreTrainedModel) -> QuantizationPlan:
+    """Every linear layer inside of the layers of a model, because the head and others outside of them are more sensitive."""
+    layers = {id(linear) for m in model.modules() if isinstance(m, nn.ModuleList) for linear in m.modules()}
+    return QuantizationPlan("fp8", [(lambda name, module: id(module) in layers, _ROUNDED)])
+
+
+def replace_linears(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype) -> None:
+    """Put a QuantizedLinear in the place of each linear layer that the plan names. Raises ParameterError if there is none.
+
+    model: on the device "meta"
+    """
+    found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    replaced = 0
+    for name, linear in found:
+        scheme = plan.scheme_of(name, linear)
+        if scheme is not None:
+            model.set_submodule(name, QuantizedLinear(linear, scheme, dtype))
+            replaced += 1
+    if not replaced:
+        raise ParameterError("model", f"have linear layers that its {FIELD} ({plan.format}) names", type(model).__name__)
+
+
+def _refuse_experts(files: Sequence[str], model: str) -> None:
+    """Raise ParameterError for quantised weights of experts, from the headers of the files."""
+    tails = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            continue
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - it is not a dictionary
+                if ".experts." in key and key.endswith(tails):
+                    raise ParameterError("model", f"have no quantised weights of experts, but its files have {key}", model)
+
+
+def finish(model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Check that a checkpoint was complete, and convert the tensors of every QuantizedLinear, which are on their device.
+
+    report: what transformers says about loading: names of missing parameters, and (name, shape, expected shape) of wrong ones
+
+    Raises ParameterError that names the first tensor which is missing or has a wrong shape.
+    """
+    missing = report["missing_keys"]
+    if missing:
+        raise ParameterError("model", f"have the tensor {min(missing)} in its files", f"{len(missing)} missing tensors")
+    for name, shape, expected in sorted(report["mismatched_keys"])[:1]:
+        raise ParameterError(name, f"have the shape {list(expected)}", list(shape))
+    for layer, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            module.finish(layer)
+
+
+def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[str, str]:
+    """How the weights of linear layers are kept and who computes their products, and the layers for which this is so.
+
+    config:       of a causal language model, of which no weights are needed
+    device, arch: where the model would run: a torch device type, and 10 * major + minor of a CUDA device
+
+    Raises ParameterError for a format or an option that fa_serve does not know.
+    """
+    dtype: Any = config.dtype or torch.bfloat16
+    source = source_config(config)
+    if source is None:
+        return {dtype_name(dtype): "all layers"}
+    if elsewhere := quantized_elsewhere(config):
+        return {f"{elsewhere}, computed by transformers' own modules in layers that are not fused": "see the format's config"}
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(copy.deepcopy(config), dtype=dtype)
+        replace_linears(model, read_config(source), dtype)
+    layers: dict[str, Counter[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            scheme = module.scheme
+            ways = explain(scheme.is_packed, scheme.by_row, dtype, device, arch)
+            kept = f"{scheme.description}, computed by {ways}"
+        elif type(module) is nn.Linear:
+            kept = dtype_name(dtype)
+        else:
+            continue
+        layers.setdefault(kept, Counter())[re.sub(r"\.\d+\.", ".*.", name)] += 1
+    return {
+        kept: ", ".join(f"{name} ({count})" if count > 1 else name for name, count in names.items())
+        for kept, names in layers.items()
+    }

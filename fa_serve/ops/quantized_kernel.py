@@ -1,0 +1,413 @@
+"""Products with quantised weights: of one token, of several tokens, and the matrix itself for many tokens.
+
+Weights are read once and become numbers of the input's dtype in registers: 4-bit integers and float8 numbers are the same to
+these kernels but for the load (`_run`). A tile goes through blocks of 256 columns in 8 runs of 32, see quantized_weight.py.
+The product of several tokens is computed as weights times inputs, so that rows of weights, and not a few padded tokens, fill
+the rows of the tensor cores, and unpacked weights go to them from registers. No sum is split, so a result does not change from
+one call to the next. Activations can be quantised to float8 as well (`launch_quantize_rows`); what multiplies both is
+`torch._scaled_mm` (quantized_product.py).
+
+The speed of these kernels has not been measured yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_serve import spec
+from fa_serve.backends.launch import Launch, launch_options, multiprocessors, power_of_2
+from fa_serve.backends.plan import PLANS
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
+from fa_serve.ops.activation_kernel import ACTIVATION_KINDS, activate
+from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.quantized_weight import FLOAT8, QuantizedWeight
+
+
+class Tile(NamedTuple):
+    """block_n rows of weights by block_m tokens, computed by num_warps warps with num_stages loads in flight."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _words(data_ptr, rows, block, N: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr):
+    """[BLOCK_N, 32]: the words of a block of 256 columns; nothing is loaded for float8 weights."""
+    words = tl.zeros([rows.shape[0], 32], tl.int32)
+    if PACKED:
+        ROW: tl.constexpr = (K + 255) // 256 * 32
+        offsets = rows.to(tl.int64)[:, None] * ROW + block // 8 + tl.arange(0, 32)[None, :]
+        words = tl.load(data_ptr + offsets, mask=(rows < N)[:, None] & (block < K), other=0)
+    return words
+
+
+@triton.jit
+def _run(
+    words,
+    data_ptr,
+    scales_ptr,
+    zeros_ptr,
+    rows,
+    start,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHIFT: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """[BLOCK_N, 32] float32: the weights in the columns start, start + 1, ..., which are in one group."""
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    inside = rows < N
+    group = rows.to(tl.int64) * GROUPS + tl.minimum(start // GROUP, GROUPS - 1)
+    scale = tl.load(scales_ptr + group, mask=inside, other=0.0).to(tl.float32)
+    if PACKED:
+        w = ((words >> SHIFT) & 15).to(tl.float32)
+        if zeros_ptr is not None:
+            w -= tl.load(zeros_ptr + group, mask=inside, other=0).to(tl.float32)[:, None]
+        else:
+            w -= 8.0
+    else:
+        cols = start + tl.arange(0, 32)
+        offsets = rows.to(tl.int64)[:, None] * K + cols[None, :]
+        w = tl.load(data_ptr + offsets, mask=inside[:, None] & (cols < K)[None, :], other=0.0).to(tl.float32)
+    return w * scale[:, None]
+
+
+@triton.jit
+def _source(columns_ptr, start, K: tl.constexpr):
+    """[32]: which elements of the input the columns start, start + 1, ... multiply."""
+    cols = start + tl.arange(0, 32)
+    if columns_ptr is not None:
+        cols = tl.load(columns_ptr + cols, mask=cols < K, other=0)
+    return cols
+
+
+@triton.jit
+def _quantized_row(
+    x_ptr,
+    data_ptr,
+    scales_ptr,
+    zeros_ptr,
+    columns_ptr,
+    norm_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    eps,
+    offset,
+    alpha,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PACKED: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The product of one token, with the same steps before and after it as `linear_kernel._linear_row`.
+
+    GATED: the weights have 2 * N rows; the first N give the gates, the others what the gates are multiplied with.
+    """
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # rows of gates that do not exist are rows of the other half, whose results are not stored
+    up_rows = rows + N
+    # no kernel writes weights, so they may be loaded before the previous kernel ends
+    words = _words(data_ptr, rows, 0, ROWS, K, PACKED)
+    up_words = words
+    if GATED:
+        up_words = _words(data_ptr, up_rows, 0, ROWS, K, PACKED)
+    wait_for_previous_kernel(PDL)
+    acc = tl.zeros([BLOCK_N, 32], tl.float32)
+    acc_up = acc
+    squares = tl.zeros([32], tl.float32)
+    for block in tl.range(0, K, 256):
+        # the next block is loaded before this one is used
+        next_words = _words(data_ptr, rows, block + 256, ROWS, K, PACKED)
+        next_up = next_words
+        if GATED:
+            next_up = _words(data_ptr, up_rows, block + 256, ROWS, K, PACKED)
+        for i in tl.static_range(8):
+            start = block + 32 * i
+            keep = start + tl.arange(0, 32) < K
+            source = _source(columns_ptr, start, K)
+            x = tl.load(x_ptr + source, mask=keep, other=0.0).to(tl.float32)
+            if norm_ptr is not None:
+                squares += x * x
+                x *= tl.load(norm_ptr + source, mask=keep, other=0.0).to(tl.float32) + offset
+            acc += _run(words, data_ptr, scales_ptr, zeros_ptr, rows, start, ROWS, K, GROUP, 4 * i, PACKED) * x[None, :]
+            if GATED:
+                w = _run(up_words, data_ptr, scales_ptr, zeros_ptr, up_rows, start, ROWS, K, GROUP, 4 * i, PACKED)
+                acc_up += w * x[None, :]
+        words = next_words
+        up_words = next_up
+    y = tl.sum(acc, 1)
+    factor = 1.0
+    if norm_ptr is not None:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    y *= factor
+    keep_row = rows < N
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + rows, mask=keep_row, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(acc_up, 1) * factor
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + up_rows, mask=keep_row, other=0.0).to(tl.float32)
+        y = activate(y, KIND) * up
+    if residual_ptr is not None:
+        y = tl.load(residual_ptr + rows, mask=keep_row, other=0.0).to(tl.float32) + alpha * y
+    tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=keep_row)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _quantized_linear(
+    x_ptr,
+    data_ptr,
+    scales_ptr,
+    zeros_ptr,
+    columns_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    M,
+    alpha,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A program computes BLOCK_N outputs of BLOCK_M tokens. Consecutive programs read the same weights."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tokens = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for block in tl.range(0, K, 256):
+        words = _words(data_ptr, rows, block, N, K, PACKED)
+        for i in tl.static_range(8):
+            start = block + 32 * i
+            keep = (start + tl.arange(0, 32) < K)[:, None] & (tokens < M)[None, :]
+            x = tl.load(x_ptr + tokens[None, :] * K + _source(columns_ptr, start, K)[:, None], mask=keep, other=0.0)
+            w = _run(words, data_ptr, scales_ptr, zeros_ptr, rows, start, N, K, GROUP, 4 * i, PACKED)
+            acc = tl.dot(w.to(x.dtype), x, acc, input_precision="ieee")
+    inside = rows < N
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
+    offsets = tokens[None, :] * N + rows[:, None]
+    stored = inside[:, None] & (tokens < M)[None, :]
+    if residual_ptr is not None:
+        acc = tl.load(residual_ptr + offsets, mask=stored, other=0.0).to(tl.float32) + alpha * acc
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _dequantize(
+    out_ptr,
+    data_ptr,
+    scales_ptr,
+    zeros_ptr,
+    columns_ptr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A program writes a block of 256 columns of BLOCK_N rows."""
+    BLOCKS: tl.constexpr = (K + 255) // 256
+    rows = tl.program_id(0) // BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(0) % BLOCKS * 256
+    words = _words(data_ptr, rows, block, N, K, PACKED)
+    for i in tl.static_range(8):
+        start = block + 32 * i
+        w = _run(words, data_ptr, scales_ptr, zeros_ptr, rows, start, N, K, GROUP, 4 * i, PACKED)
+        keep = (rows < N)[:, None] & (start + tl.arange(0, 32) < K)[None, :]
+        offsets = rows.to(tl.int64)[:, None] * K + _source(columns_ptr, start, K)[None, :]
+        tl.store(out_ptr + offsets, w.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr, norm_ptr, scale_ptr, out_ptr, scales_ptr, eps, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """A program rounds a row, after its norm, to float8 with the given scale, or with the one that makes its largest 448."""
+    wait_for_previous_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    keep = cols < WIDTH
+    x = tl.load(x_ptr + row * WIDTH + cols, mask=keep, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        x *= tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * (tl.load(norm_ptr + cols, mask=keep, other=0.0).to(tl.float32) + offset)
+    # the least normal number keeps a row of zeros from dividing by zero
+    scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1.1754943508222875e-38)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    y = tl.clamp(x / scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out_ptr + row * WIDTH + cols, y.to(out_ptr.dtype.element_ty), mask=keep)
+    tl.store(scales_ptr + row, scale)
+
+
+def _facts(x: Tensor, weight: QuantizedWeight) -> tuple[Any, ...]:
+    """Everything about an input and a weight that a plan depends on, and that launches of one plan share."""
+    zeros = weight.zeros
+    return (
+        x.shape,
+        x.dtype,
+        x.get_device(),
+        weight.shape,
+        weight.group_size,
+        weight.data.dtype,
+        weight.scales.dtype,
+        zeros is None,
+        weight.columns is None,
+    )
+
+
+def launch_quantized_row(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    norm: Norm | None,
+    activation: str | None,
+    residual: Tensor | None,
+    alpha: float,
+) -> Tensor:
+    """Arguments and result are those of `fa_serve.ops.linear`, with x of (1, k) and all tensors contiguous. One launch."""
+    norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
+    gated = activation is not None
+    n, k = weight.shape
+    n = n // 2 if gated else n
+    out = x.new_empty(1, n) if residual is None else residual
+    key = (
+        "quantized_row",
+        *_facts(x, weight),
+        activation,
+        eps,
+        offset,
+        alpha,
+        None if norm_weight is None else norm_weight.dtype,
+        None if bias is None else bias.dtype,
+        residual is None,
+    )
+    run = PLANS.get(key)
+    if run is None:
+        pdl = spec.arch_of(x.device) >= 90
+        block_n = row_block(multiprocessors(x.device, 1), n, gated)
+        kind = ACTIVATION_KINDS[activation or "silu"]
+        launch = Launch(
+            _quantized_row,
+            triton.cdiv(n, block_n),
+            varying=(eps, offset, alpha),
+            fixed=(n, k, weight.group_size, weight.is_packed, gated, kind, block_n, pdl),
+            options=launch_options(pdl, 4),
+        )
+        run = PLANS.add(key, launch)
+    run((x, weight.data, weight.scales, weight.zeros, weight.columns, norm_weight, bias, residual, out))
+    return out
+
+
+def launch_quantized_linear(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float
+) -> Tensor:
+    """x @ weight.T + bias, (m, n). With `residual`, alpha times that is added to it in place. One launch.
+
+    x, residual: contiguous
+    """
+    m, k = x.shape
+    n = weight.shape[0]
+    out = x.new_empty(m, n) if residual is None else residual
+    key = ("quantized_linear", *_facts(x, weight), alpha, None if bias is None else bias.dtype, residual is None)
+    run = PLANS.get(key)
+    if run is None:
+        if m == 0:
+            return out
+        tile = linear_tile(multiprocessors(x.device, 1), m, n, x.element_size())
+        launch = Launch(
+            _quantized_linear,
+            triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),
+            varying=(m, alpha),
+            fixed=(n, k, weight.group_size, weight.is_packed, tile.block_m, tile.block_n),
+            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        )
+        run = PLANS.add(key, launch)
+    run((x, weight.data, weight.scales, weight.zeros, weight.columns, bias, residual, out))
+    return out
+
+
+def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """What `QuantizedWeight.dequantize` computes. One launch, and no memory but the result."""
+    n, k = weight.shape
+    out = torch.empty(n, k, dtype=dtype, device=weight.device)
+    key = ("dequantize", *_facts(out, weight))
+    run = PLANS.get(key)
+    if run is None:
+        fixed = (n, k, weight.group_size, weight.is_packed, 32)
+        launch = Launch(
+            _dequantize, triton.cdiv(n, 32) * triton.cdiv(k, 256), varying=(), fixed=fixed, options={"num_warps": 4}
+        )
+        run = PLANS.add(key, launch)
+    run((out, weight.data, weight.scales, weight.zeros, weight.columns))
+    return out
+
+
+def launch_quantize_rows(x: Tensor, norm: Norm | None, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Round rows to float8, after an RMS norm if there is one. One launch.
+
+    x:           (m, width), contiguous
+    input_scale: (1,) float32, the scale of every row; None measures each row
+
+    Returns float8_e4m3fn (m, width) and scales (m, 1) float32.
+    """
+    weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
+    m, width = x.shape
+    out = torch.empty(m, width, dtype=FLOAT8, device=x.device)
+    scales = torch.empty(m, 1, dtype=torch.float32, device=x.device)
+    dtype = None if weight is None else weight.dtype
+    key = ("quantize_rows", x.shape, x.dtype, x.get_device(), dtype, eps, offset, input_scale is None)
+    run = PLANS.get(key)
+    if run is None:
+        if m == 0:
+            return out, scales
+        pdl = spec.arch_of(x.device) >= 90
+        block = power_of_2(width)
+        options = launch_options(pdl, min(16, max(1, block // 512)))
+        launch = Launch(_quantize_rows, m, varying=(eps, offset), fixed=(width, block, pdl), options=options)
+        run = PLANS.add(key, launch)
+    run((x, weight, input_scale, out, scales))
+    return out, scales
+
+
+def row_block(num_sms: int, n: int, gated: bool) -> int:
+    """The rows of weights of one program in the product of one token. Not measured yet.
+
+    A program has a block of each row in flight while it computes another: 2 kB for 16 rows of 4-bit weights. A multiprocessor
+    holds several programs, and small matrices get smaller blocks so that each has one.
+    """
+    block_n = 8 if gated else 16
+    while block_n > 2 and n // block_n < 2 * num_sms:
+        block_n //= 2
+    return block_n
+
+
+def linear_tile(num_sms: int, m: int, n: int, element_size: int) -> Tile:
+    """The tile of the product of m tokens with n rows of weights. Not measured yet.
+
+    Up to 64 tokens fit into one tile, so weights are read once. Rows of weights are divided until every multiprocessor has a
+    tile. float32, which tensor cores do not multiply, takes small tiles. Larger ones spill registers before Hopper.
+    """
+    if element_size == 4:
+        return Tile(16, 32, 4, 2)
+    block_m = min(64, max(16, power_of_2(m)))
+    block_n = 64
+    while block_n > 32 and triton.cdiv(m, block_m) * triton.cdiv(n, block_n) < num_sms:
+        block_n //= 2
+    return Tile(block_m, block_n, 4, 3 if block_m == 16 else 2)

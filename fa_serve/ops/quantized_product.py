@@ -1,0 +1,61 @@
+"""The product of several tokens with a quantised weight on a GPU, in the way that quantized_choice.py chooses.
+
+    y = quantized_product(x, weight, bias, norm, residual, alpha)
+
+Left out: the kernels (quantized_kernel.py), of which the caller launches that of one token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_serve import spec
+from fa_serve.ops.norm_kernel import launch_rms_norm
+from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.quantized_choice import choose, converts_float8
+from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantize_rows, launch_quantized_linear
+from fa_serve.ops.quantized_weight import QuantizedWeight
+from fa_serve.ops.torch_ops import product
+
+
+def has_kernels(weight: QuantizedWeight) -> bool:
+    """Whether Triton reads this weight on its device."""
+    return weight.is_packed or converts_float8(spec.arch_of(weight.device))
+
+
+def quantized_product(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, norm: Norm | None, residual: Tensor | None, alpha: float
+) -> Tensor:
+    """The product of `fa_serve.ops.linear` without an activation, for several tokens on a GPU.
+
+    x, residual: contiguous
+    """
+    n, k = weight.shape
+    # torch._scaled_mm takes sizes that are multiples of 16 only
+    by_row = weight.scales.shape[1] == 1 and n % 16 == 0 and k % 16 == 0
+    way = choose(weight.is_packed, by_row, x.shape[0], x.dtype, spec.arch_of(x.device))
+    if way == "scaled_mm":
+        return _scaled_mm(x, weight, bias, norm, residual, alpha)
+    if norm is not None:
+        x = launch_rms_norm(x, norm, None, None)
+    if way == "kernel":
+        return launch_quantized_linear(x, weight, bias, residual, alpha)
+    return product(x, dequantize(weight, x.dtype), bias, residual, alpha)
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """The matrix of a weight on a GPU, (n, k): by a kernel, or by PyTorch where Triton cannot read float8."""
+    return launch_dequantize(weight, dtype) if has_kernels(weight) else weight.dequantize(dtype)
+
+
+def _scaled_mm(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, norm: Norm | None, residual: Tensor | None, alpha: float
+) -> Tensor:
+    """Round the input to float8, in one kernel with its norm, and multiply float8 numbers."""
+    rounded, scales = launch_quantize_rows(x, norm, weight.input_scale)
+    # without fast accumulation: tensor cores add float8 products in about 14 bits, and promoted sums keep float32's
+    y = torch._scaled_mm(
+        rounded, weight.data.t(), scales, weight.scales.t(), bias=bias, out_dtype=x.dtype, use_fast_accum=False
+    )
+    return y if residual is None else residual.add_(y, alpha=alpha)

@@ -1,0 +1,148 @@
+"""A weight matrix of 4-bit integers or of float8 numbers with scales: one layout for every format of a checkpoint.
+
+    weight = QuantizedWeight(pack_int4(values), scales, group_size=128, zeros=zeros, width=4096)
+    weight = quantize_float8(matrix)              # a scale for each row
+    matrix = weight.dequantize(torch.bfloat16)
+
+`ops.linear` takes such a weight in the place of a matrix. A kernel unpacks 4-bit numbers in runs of 32 columns, because a
+product needs no other order: in each block of 256 columns, word j of 32 holds in its bits 4i to 4i + 3 the column 32i + j. So a
+shift of 32 neighbouring words gives 32 neighbouring columns. Scales of float8 weights in blocks of 128 x 128 are repeated for
+each row, so that rows of several matrices can be merged in any number. Left out: the formats of checkpoints
+(fa_serve.hf.weight_formats) and products (quantized_kernel.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST_FLOAT8 = 448.0
+BLOCK = 256
+"""Columns of a row that lie in the same 32 words."""
+RUN = 32
+"""Neighbouring columns that lie in the same bits of neighbouring words. A group is a whole number of runs."""
+SYMMETRIC_ZERO = 8
+"""What stands for 0 in 4 bits where there are no zero points."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A matrix of (n, k): weight[i, columns[j]] = (value[i, j] - zeros[i, j // group_size]) * scales[i, j // group_size].
+
+    data:        the values: (n, words) int32 as `pack_int4` makes them, or (n, k) float8_e4m3fn
+    scales:      (n, groups), floating, contiguous
+    group_size:  columns that share a scale: a multiple of 32, or k
+    width:       k
+    zeros:       (n, groups) uint8; None is 8 for 4-bit values, and 0 for float8
+    columns:     (k,) int32, a permutation; None is 0, 1, 2, ... A checkpoint that was quantised in the order of the activations
+                 has it (GPTQ's act-order)
+    input_scale: (1,) float32, what activations are divided by where they are quantised too; None measures each row
+    """
+
+    data: Tensor
+    scales: Tensor
+    group_size: int
+    width: int
+    zeros: Tensor | None = None
+    columns: Tensor | None = None
+    input_scale: Tensor | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the values are 4-bit integers."""
+        return self.data.dtype == torch.int32
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.data.shape[0], self.width))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The matrix, (n, k), computed in float32 (float64 for float64) and rounded once to `dtype`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        values = (unpack_int4(self.data, self.width) if self.is_packed else self.data).to(wide)
+        if self.is_packed:
+            values -= SYMMETRIC_ZERO if self.zeros is None else self._of_columns(self.zeros)
+        matrix = (values * self._of_columns(self.scales)).to(dtype)
+        if self.columns is not None:
+            ordered = torch.empty_like(matrix)
+            ordered[:, self.columns.long()] = matrix
+            return ordered
+        return matrix
+
+    def _of_columns(self, groups: Tensor) -> Tensor:
+        """(n, groups) -> (n, k), or (n, 1) if each row has one group."""
+        return groups if groups.shape[1] == 1 else groups.repeat_interleave(self.group_size, dim=1)[:, : self.width]
+
+    def rows(self, start: int, stop: int) -> QuantizedWeight:
+        """Rows of the matrix, without a copy."""
+        zeros = None if self.zeros is None else self.zeros[start:stop]
+        return replace(self, data=self.data[start:stop], scales=self.scales[start:stop], zeros=zeros)
+
+
+def merge_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One matrix with the rows of several. An activation gets the largest of their input scales.
+
+    Raises ValueError, which says what differs, for weights that one product cannot compute.
+    """
+    first = weights[0]
+    for name, facts in (
+        ("data", [weight.data.dtype for weight in weights]),
+        ("widths", [weight.width for weight in weights]),
+        ("group sizes", [weight.group_size for weight in weights]),
+        ("scales", [weight.scales.dtype for weight in weights]),
+        ("input scales", [weight.input_scale is None for weight in weights]),
+        ("orders of columns", [weight.columns is None for weight in weights]),
+    ):
+        if len(set(facts)) > 1:
+            raise ValueError(f"quantised projections can be merged only if they agree, but their {name} differ")
+    if first.columns is not None and any(not torch.equal(first.columns, w.columns) for w in weights if w.columns is not None):
+        raise ValueError("quantised projections can be merged only if they agree, but their orders of columns differ")
+    input_scales = [weight.input_scale for weight in weights if weight.input_scale is not None]
+    zeros = None
+    if any(weight.zeros is not None for weight in weights):
+        zeros = torch.cat([_zeros(weight) for weight in weights])
+    return replace(
+        first,
+        data=torch.cat([weight.data for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        zeros=zeros,
+        input_scale=torch.stack(input_scales).amax(0) if input_scales else None,
+    )
+
+
+def _zeros(weight: QuantizedWeight) -> Tensor:
+    """The zero points of a weight of 4-bit values, (n, groups) uint8."""
+    return torch.full_like(weight.scales, SYMMETRIC_ZERO, dtype=torch.uint8) if weight.zeros is None else weight.zeros
+
+
+def pack_int4(values: Tensor) -> Tensor:
+    """(n, k) integers from 0 to 15 -> (n, 32 * ceil(k / 256)) int32. Columns from k on are 0."""
+    n, k = values.shape
+    runs = torch.nn.functional.pad(values, (0, -k % BLOCK)).reshape(n, -1, BLOCK // RUN, RUN)
+    words = torch.zeros(n, runs.shape[1], RUN, dtype=torch.int32, device=values.device)
+    for i in range(BLOCK // RUN):
+        words |= runs[:, :, i].int() << 4 * i
+    return words.view(n, -1)
+
+
+def unpack_int4(words: Tensor, width: int) -> Tensor:
+    """The inverse of `pack_int4`: (n, width) uint8."""
+    n = words.shape[0]
+    blocks = words.view(n, -1, RUN)
+    runs = [((blocks >> 4 * i) & 15).to(torch.uint8) for i in range(BLOCK // RUN)]
+    return torch.stack(runs, dim=2).view(n, -1)[:, :width]
+
+
+def quantize_float8(matrix: Tensor) -> QuantizedWeight:
+    """Round a matrix (n, k) to float8 with a scale for each row, by which the row's largest number becomes 448."""
+    scales = (matrix.float().abs().amax(dim=1, keepdim=True) / LARGEST_FLOAT8).clamp(min=torch.finfo(torch.float32).tiny)
+    data = (matrix.float() / scales).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
+    return QuantizedWeight(data, scales, group_size=matrix.shape[1], width=matrix.shape[1])

@@ -1,0 +1,110 @@
+"""The engine on quantised models: the tokens of the dequantised model, with everything that the engine does to a request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised_copies import FORMATS, copy_of, dequantised, load
+from tiny_models import greedy
+from transformers import AutoModelForCausalLM
+
+from fa_serve.demo import model_path
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.fused_layer import FusedLayer
+from fa_serve.engine.fusion import fuse
+from fa_serve.hf import patch
+from fa_serve.hf.quantized_linear import QuantizedLinear
+from fa_serve.spec import ParameterError
+
+PROMPTS = [list(range(40, 75)), [*range(40, 70), 9, 8, 7], [5, 6, 7], list(range(300, 321))]
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("copies")
+
+
+def engine(model: Path, **settings: Any) -> Engine:
+    """In float32, where other sums of the same numbers choose the same tokens."""
+    defaults = {"device": "cpu", "dtype": "float32", "num_pages": 64, "page_size": 4, "max_num_seqs": 4, "seed": 0}
+    return Engine(EngineConfig(model=model, **defaults | settings))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_are_those_of_the_dequantised_model(copies: Path, name: str) -> None:
+    """Fused, in chunks, with shared prefixes and with preemption."""
+    path = copy_of(None, name, copies)
+    reference = dequantised(load(path, dtype="float32"))
+    expected = [greedy(reference, prompt, 10) for prompt in PROMPTS]
+    ran = engine(path, max_num_batched_tokens=16, num_pages=24)
+    for _ in range(2):
+        assert [c.token_ids for c in ran.generate(PROMPTS, GREEDY)] == expected
+    stats = ran.stats()
+    assert stats.num_cached_tokens > 0
+    assert stats.num_preemptions > 0
+    ran.check_integrity()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_layer_is_fused(copies: Path, name: str) -> None:
+    model = load(copy_of(None, name, copies))
+    assert fuse(model) == 6
+    layer = model.model.layers[2]
+    assert isinstance(layer.forward, FusedLayer)
+    for fused, parts in (
+        (layer.forward.qkv, [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]),
+        (layer.forward.gate_up, [layer.mlp.gate_proj, layer.mlp.up_proj]),
+    ):
+        stored = fused.weight.data.untyped_storage().data_ptr()
+        assert [part.weight.data.untyped_storage().data_ptr() for part in parts] == [stored] * len(parts)
+        matrix = torch.cat([part.weight.dequantize(torch.float32) for part in parts])
+        assert torch.equal(fused.weight.dequantize(torch.float32), matrix)
+
+
+def test_layers_whose_projections_differ_are_left_alone(copies: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(copy_of(None, "awq", copies))
+    plain = AutoModelForCausalLM.from_pretrained(model_path(), dtype="auto")
+    model.model.layers[1].self_attn.k_proj = plain.model.layers[1].self_attn.k_proj
+    other = load(copy_of(None, "fp8", copies))
+    model.model.layers[3].mlp.up_proj = other.model.layers[3].mlp.up_proj
+    assert fuse(model) == 4
+    assert "all or none of the projections that are merged must be quantised" in caplog.text
+    assert "can be merged only if they agree, but their data differ" in caplog.text
+
+
+class Kept(torch.nn.Parameter):
+    """A parameter that keeps its numbers in another way, as torchao's do."""
+
+
+def test_a_parameter_of_another_kind_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype="auto")
+    patch(model)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight = Kept(layer.mlp.down_proj.weight.detach())
+    assert fuse(model) == 0
+    assert "a projection must be a plain nn.Linear of floats" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "fp8-block"])
+def test_deterministic_mode_keeps_every_bit(copies: Path, name: str) -> None:
+    ran = engine(copy_of(None, name, copies), dtype="bfloat16", deterministic=True, max_num_batched_tokens=16)
+    assert all(m.invariant for m in ran._runner.model.modules() if isinstance(m, QuantizedLinear))
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
+    alone = [ran.generate([prompt], params)[0] for prompt in PROMPTS]
+    together = ran.generate(PROMPTS, params)
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert [c.logprobs for c in together] == [c.logprobs for c in alone]
+
+
+def test_rounding_floats_is_a_setting() -> None:
+    ran = engine(model_path(), quantization="fp8")
+    linears = [m for m in ran._runner.model.modules() if isinstance(m, QuantizedLinear)]
+    assert len(linears) == 42
+    assert not any(m.invariant for m in linears)
+    assert len(ran.generate(PROMPTS, GREEDY)[0].token_ids) == 10
+    with pytest.raises(ParameterError, match="quantization must be None or fp8, got 'int3'"):
+        EngineConfig(quantization="int3")

@@ -1,0 +1,64 @@
+"""Block-sparse calls on the GPU: the cases of the interpreter in 16 bits, longer ones beside FlexAttention, and CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from block_sparse_cases import BASE, CASES, DECODE, SparseCase, check_sparse
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import fa_serve
+from fa_serve.testing import make_qkv
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case: SparseCase, dtype: torch.dtype) -> None:
+    if case.float8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("reads float8 from compute capability 8.9 on")
+    check_sparse(case, "triton", dtype, "cuda")
+
+
+@pytest.mark.parametrize("size", [(128, 128), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_wide_heads_and_long_lists(head_dim: int, size: tuple[int, int]) -> None:
+    """Many tiles for each list, so that every stage of the pipeline is used again."""
+    case = replace(BASE, lengths_q=(777,), lengths_k=(2100,), head_dim=head_dim, block_size=size, causal=True, bits=True)
+    for list_heads in ("one", "kv", "q"):
+        check_sparse(replace(case, list_heads=list_heads), "auto", torch.bfloat16, "cuda")
+    check_sparse(
+        replace(DECODE, head_dim=head_dim, lengths_k=(9000, 70, 0, 2100), block_size=size), "auto", torch.bfloat16, "cuda"
+    )
+
+
+def test_a_document_mask_as_flex_attention_computes_it() -> None:
+    q, k, v = make_qkv(1, 4000, 4000, 8, 2, 128, dtype=torch.bfloat16, device="cuda")
+    document = torch.arange(4000, device="cuda") // 700
+
+    def same_document(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (document[i] == document[j]) & (i >= j)
+
+    mask = create_block_mask(same_document, None, None, 4000, 4000, device="cuda")
+    out = fa_serve.attention(q, k, v, block_mask=fa_serve.BlockLists.from_block_mask(mask))
+    flex = torch.compile(flex_attention)
+    theirs = flex(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), block_mask=mask, enable_gqa=True).transpose(1, 2)
+    assert (out.float() - theirs.float()).abs().max() <= 2 * 2**-8 * theirs.abs().max()
+
+
+def test_lists_may_change_below_a_captured_graph() -> None:
+    """Numbers and indices are read on the device at each replay."""
+    q, k, v = make_qkv(2, 1, 1024, 8, 2, 128, dtype=torch.bfloat16, device="cuda")
+    keep = torch.rand(2, 2, 1, 16, device="cuda") < 0.5
+    lists = fa_serve.BlockLists.from_blocks(keep, (64, 64))
+    fa_serve.attention(q, k, v, block_mask=lists)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fa_serve.attention(q, k, v, block_mask=lists)
+    other = fa_serve.BlockLists.from_blocks(~keep, (64, 64))
+    lists.kv_num_blocks.copy_(other.kv_num_blocks)
+    lists.kv_indices.copy_(other.kv_indices)
+    graph.replay()
+    assert torch.equal(out, fa_serve.attention(q, k, v, block_mask=other))

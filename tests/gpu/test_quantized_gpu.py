@@ -1,0 +1,130 @@
+"""Products with quantised weights on a GPU, against float64, and quantised models in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_copies import copy_of, dequantised, load
+from quantized import float8_weight, int4_weight
+from rounded_once import assert_rounded_once, dtype_id, randn
+from tiny_models import greedy
+from torch import Tensor
+
+from fa_serve import ops
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantize_rows
+from fa_serve.ops.quantized_weight import QuantizedWeight, quantize_float8
+from fa_serve.ops.torch_ops import TorchOps
+
+EXACT = TorchOps()
+CALLS = 3  # later calls launch in another way
+WEIGHTS = {
+    "int4-G128": lambda n, k: int4_weight(n, k, group_size=128, dtype=torch.bfloat16),
+    "int4-G32-zeros-act-order": lambda n, k: int4_weight(n, k, group_size=32, zeros=True, act_order=True, dtype=torch.float16),
+    "float8-row": lambda n, k: float8_weight(n, k, group_size=k),
+    "float8-static": lambda n, k: float8_weight(n, k, group_size=k, input_scale=0.01),
+    "float8-G128": lambda n, k: float8_weight(n, k, group_size=128),
+}
+
+
+def on_gpu(weight: QuantizedWeight) -> QuantizedWeight:
+    names = ("data", "scales", "zeros", "columns", "input_scale")
+    return replace(weight, **{n: None if (x := getattr(weight, n)) is None else x.cuda() for n in names})
+
+
+def gpu_randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return randn(*shape, dtype=dtype, seed=seed).cuda()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_dequantised_has_the_bits_of_pytorch(name: str, dtype: torch.dtype) -> None:
+    weight = WEIGHTS[name](200, 1000)
+    for _ in range(CALLS):
+        assert torch.equal(launch_dequantize(on_gpu(weight), dtype).cpu(), weight.dequantize(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize(("n", "k", "gated"), [(4096, 4096, False), (2 * 1536, 1056, True), (101, 999, False)])
+def test_one_token(name: str, n: int, k: int, gated: bool, dtype: torch.dtype) -> None:
+    weight = on_gpu(WEIGHTS[name](n, k))
+    activation = "silu" if gated else None
+    norm = ops.Norm(gpu_randn(k, dtype=dtype, seed=3), 1e-5)
+    for seed in range(CALLS):
+        x = gpu_randn(1, k, dtype=dtype, seed=seed)
+        residual = None if gated else gpu_randn(1, n, dtype=dtype, seed=9)
+        wide = ops.Norm(norm.weight.double(), 1e-5)
+        exact = EXACT.linear(x.double(), weight, None, wide, activation, None if residual is None else residual.double(), 0.5)
+        assert_rounded_once(ops.linear(x, weight, norm=norm, activation=activation, residual=residual, alpha=0.5), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize(("m", "n", "k"), [(2, 4096, 4096), (65, 1024, 992), (300, 101, 999), (700, 512, 1024)])
+def test_several_tokens(name: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """At most twice the error of PyTorch's product with the matrix, and of rounded activations where they are rounded."""
+    weight = on_gpu(WEIGHTS[name](n, k))
+    matrix = weight.dequantize(torch.float64)
+    for seed in range(CALLS):
+        x = gpu_randn(m, k, dtype=dtype, seed=seed)
+        residual = gpu_randn(m, n, dtype=dtype, seed=9)
+        exact = residual.double() + 0.5 * (x.double() @ matrix.t())
+        eager = residual + 0.5 * (x @ matrix.to(dtype).t())
+        if dtype == torch.bfloat16 and weight.scales.shape[1] == 1 and not weight.is_packed and n % 16 == 0:
+            if weight.input_scale is None:
+                rounded = quantize_float8(x).dequantize(torch.float64)
+            else:
+                rounded = (x.float() / weight.input_scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * 0.01
+            eager = (residual.double() + 0.5 * (rounded @ matrix.t())).to(dtype)
+        band = torch.finfo(dtype).eps * exact.abs().max()
+        actual = ops.linear(x, weight, residual=residual.clone(), alpha=0.5)
+        assert (actual.double() - exact).abs().max() <= 2 * ((eager.double() - exact).abs().max() + band)
+
+
+def test_rows_are_rounded_as_pytorch_rounds_and_nan_stays() -> None:
+    x = gpu_randn(33, 4100, dtype=torch.bfloat16)
+    x[3] = 0
+    rounded, scales = launch_quantize_rows(x, None, None)
+    expected = quantize_float8(x)
+    torch.testing.assert_close(scales, expected.scales, rtol=1e-6, atol=0)
+    # a division that is rounded in another way moves a number by one step at most, and few numbers
+    differs = (rounded.float() * scales - expected.data.float() * expected.scales).abs() > 1e-6
+    assert float(differs.float().mean()) < 1e-3
+    x[5, 7] = float("nan")
+    rounded, _ = launch_quantize_rows(x, None, torch.ones(1, device="cuda"))
+    assert rounded.float().isnan().nonzero().tolist() == [[5, 7]]
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("copies")
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "fp8", "fp8-block"])
+@pytest.mark.parametrize("eager", [False, True], ids=["fused-graphs", "eager"])
+def test_the_engine_gives_the_tokens_of_the_dequantised_model(
+    copies: Path, name: str, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    path = copy_of(None, name, copies)
+    reference = dequantised(load(path, dtype="float32")).to("cuda")
+    prompts = [list(range(40, 75)), [*range(40, 70), 9, 8, 7], [5, 6, 7]]
+    expected = [greedy(reference, prompt, 10) for prompt in prompts]
+    settings = {"device": "cuda", "dtype": "float32", "num_pages": 128, "seed": 0, "max_num_batched_tokens": 32}
+    engine = Engine(EngineConfig(model=path, eager=eager, **settings))
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    for _ in range(CALLS):
+        assert [c.token_ids for c in engine.generate(prompts, params)] == expected
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8"])
+def test_deterministic_mode_keeps_every_bit(copies: Path, name: str) -> None:
+    engine = Engine(EngineConfig(model=copy_of(None, name, copies), device="cuda", deterministic=True, num_pages=128, seed=0))
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
+    prompts = [list(range(40, 75)), [5, 6, 7], list(range(300, 321))]
+    alone = [engine.generate([prompt], params)[0].logprobs for prompt in prompts]
+    assert [c.logprobs for c in engine.generate(prompts, params)] == alone

@@ -1,0 +1,144 @@
+"""The kernels of experts in Triton's interpreter, against float64: uneven routing, every layout of weights, odd sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from rounded_once import dtype_id, randn
+from torch import Tensor
+
+from fa_serve import ops
+from fa_serve.ops import experts_kernel
+from fa_serve.ops.experts_kernel import GroupedTile, RowTile, launch_experts
+from fa_serve.ops.torch_ops import TorchOps
+from fa_serve.testing import assert_matches_reference
+
+SWIGLU = ops.Gate("silu")
+CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=1.5, offset=1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `ops.experts`. transposed: the rows of a weight are not contiguous, its columns are."""
+
+    tokens: int
+    top_k: int
+    num_experts: int = 6
+    hidden: int = 40
+    width: int = 24
+    gate: ops.Gate = SWIGLU
+    transposed: bool = False
+    bias: bool = False
+    routing: str = "random"
+
+    def make(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, ops.ExpertWeights]:
+        draw = torch.Generator().manual_seed(7)
+        if self.routing == "one":
+            index = torch.full((self.tokens, self.top_k), self.num_experts - 1)
+        elif self.routing == "uneven":  # most tokens take expert 1, and some experts have none
+            index = torch.randint(0, 100, (self.tokens, self.top_k), generator=draw)
+            index = torch.where(index < 80, 1, index % (self.num_experts - 2))
+        elif self.routing == "elsewhere":  # some experts belong to another process
+            index = torch.randint(-1, self.num_experts + 2, (self.tokens, self.top_k), generator=draw)
+        else:
+            scores = torch.rand(self.tokens, self.num_experts, generator=draw)
+            index = scores.topk(self.top_k, dim=1).indices
+        weights = torch.rand(self.tokens, self.top_k, generator=draw).to(dtype)
+        shapes = ((self.num_experts, 2 * self.width, self.hidden), (self.num_experts, self.hidden, self.width))
+        gate_up, down = (randn(*shape, dtype=dtype, seed=i) / 4 for i, shape in enumerate(shapes, 1))
+        if self.transposed:
+            gate_up, down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (gate_up, down))
+        biases = [randn(*w.shape[:2], dtype=dtype, seed=3) if self.bias else None for w in (gate_up, down)]
+        experts = ops.ExpertWeights(gate_up, biases[0], down, biases[1], self.gate)
+        return randn(self.tokens, self.hidden, dtype=dtype), index, weights, experts
+
+
+CASES = [
+    *[pytest.param(Case(17, k, num_experts=9), id=f"k{k}") for k in range(1, 9)],
+    *[pytest.param(Case(t, 2), id=f"T{t}") for t in (1, 2, 63, 64)],
+    pytest.param(Case(64, 4, routing="uneven"), id="uneven"),
+    pytest.param(Case(40, 2, routing="one"), id="one-expert"),
+    pytest.param(Case(9, 3, routing="elsewhere", bias=True), id="elsewhere"),
+    pytest.param(Case(1, 8, routing="elsewhere", bias=True), id="elsewhere-T1"),
+    pytest.param(Case(33, 2, hidden=37, width=19, bias=True), id="odd"),
+    pytest.param(Case(1, 2, hidden=37, width=19, bias=True), id="odd-T1"),
+    pytest.param(Case(21, 2, gate=CLAMPED, transposed=True, bias=True), id="gpt-oss"),
+    pytest.param(Case(1, 4, gate=CLAMPED, transposed=True, bias=True), id="gpt-oss-T1"),
+    pytest.param(Case(21, 2, gate=CLAMPED._replace(interleaved=False), transposed=True), id="transposed"),
+    pytest.param(Case(2, 2, num_experts=16, gate=CLAMPED), id="interleaved-few"),
+    pytest.param(Case(5, 2, gate=ops.Gate("gelu_tanh", limit=0.5)), id="gelu-tanh"),
+    pytest.param(Case(5, 2, num_experts=1, routing="one", gate=ops.Gate("gelu")), id="single-expert"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of the smallest size that a product takes, so that small inputs have several."""
+    monkeypatch.setattr(experts_kernel, "grouped_tile", lambda *_: GroupedTile(16, 32, 16, 4, 2))
+    monkeypatch.setattr(experts_kernel, "row_tile", lambda *_: RowTile(4, 16))
+    monkeypatch.setattr(experts_kernel, "_SORT_BLOCK", 32)
+    monkeypatch.setattr(experts_kernel, "_SUM_BLOCK", 32)
+    experts_kernel.PLANS.clear()
+
+
+def wide(experts: ops.ExpertWeights) -> ops.ExpertWeights:
+    tensors = [None if x is None else x.double() for x in experts[:-1]]
+    return ops.ExpertWeights(*tensors, experts.gate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("case", CASES)
+def test_experts(case: Case, dtype: torch.dtype) -> None:
+    x, index, weights, experts = case.make(dtype)
+    exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
+    eager = TorchOps().experts(x, index, weights, experts, False)
+    out = launch_experts(x, index, weights, experts, False)
+    assert out.dtype == dtype
+    assert_matches_reference(out, exact, eager)
+    assert torch.equal(launch_experts(x, index, weights, experts, False), out), "equal calls have equal bits"
+
+
+def test_no_tokens() -> None:
+    x, index, weights, experts = Case(3, 2).make(torch.float32)
+    assert launch_experts(x[:0], index[:0], weights[:0], experts, False).shape == (0, 40)
+
+
+def test_values_that_are_not_finite_stay_in_their_row() -> None:
+    for tokens in (1, 20):
+        x, index, weights, experts = Case(tokens, 2, gate=CLAMPED).make(torch.float32)
+        expected = launch_experts(x, index, weights, experts, False)
+        x[-1] = float("nan")
+        out = launch_experts(x, index, weights, experts, False)
+        assert torch.isnan(out[-1]).all()
+        assert torch.equal(out[:-1], expected[:-1])
+
+
+def test_rows_do_not_know_each_other_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, a row is at the same place of a tile of the same size, and it is never computed in the way for few tokens."""
+    chosen = []
+
+    def tile(pairs_per_expert: float, *_: object) -> GroupedTile:
+        chosen.append(pairs_per_expert)
+        return GroupedTile(16, 32, 16, 4, 2)
+
+    monkeypatch.setattr(experts_kernel, "grouped_tile", tile)
+    x, index, weights, experts = Case(33, 3, num_experts=9, bias=True).make(torch.float32)
+    whole = launch_experts(x, index, weights, experts, True)
+    for row in (0, 7, 32):
+        alone = slice(row, row + 1)
+        torch.testing.assert_close(launch_experts(x[alone], index[alone], weights[alone], experts, True), whole[alone])
+    assert chosen == [0, 0], "every number of rows has the same tile"
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (40, 3), (64, 8)])
+def test_pairs_are_sorted_by_expert_and_then_by_place(tokens: int, top_k: int) -> None:
+    index = torch.randint(-1, 8, (tokens, top_k), generator=torch.Generator().manual_seed(1))
+    order = torch.empty(tokens * top_k, dtype=torch.int32)
+    starts = torch.empty(8, dtype=torch.int32)
+    experts_kernel._sort_pairs[(7,)](index, order, starts, tokens * top_k, 32)
+    flat = index.flatten()
+    expected = [pair for expert in range(7) for pair in (flat == expert).nonzero().flatten().tolist()]
+    assert order[: len(expected)].tolist() == expected
+    assert starts.tolist() == [int(((flat >= 0) & (flat < expert)).sum()) for expert in range(8)]

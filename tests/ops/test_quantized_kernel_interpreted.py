@@ -1,0 +1,131 @@
+"""The kernels of products with quantised weights in Triton's interpreter, against float64.
+
+The interpreter of Triton 3.6 cuts numbers off where they become bfloat16 and rounds carries wrongly where they become float8.
+So weights that become 16-bit numbers are tested in float16, and float8 numbers are such that need no rounding. The GPU suite
+tests the others.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantized import float8_weight, int4_weight
+from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
+
+from fa_serve import ops
+from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantize_rows, launch_quantized_linear, launch_quantized_row
+from fa_serve.ops.quantized_weight import QuantizedWeight
+
+WEIGHTS = {
+    "int4-G128": lambda n, k: int4_weight(n, k, group_size=128),
+    "int4-G32-zeros-half": lambda n, k: int4_weight(n, k, group_size=32, zeros=True, dtype=torch.float16),
+    "int4-row": lambda n, k: int4_weight(n, k, group_size=k),
+    "int4-G128-act-order": lambda n, k: int4_weight(n, k, group_size=128, zeros=True, act_order=True),
+    "float8-row": lambda n, k: float8_weight(n, k, group_size=k),
+    "float8-G128": lambda n, k: float8_weight(n, k, group_size=128),
+}
+
+
+@pytest.fixture(params=WEIGHTS)
+def make(request: pytest.FixtureRequest):
+    return WEIGHTS[request.param]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(
+    ("n", "k", "norm", "activation", "residual", "bias"),
+    [
+        pytest.param(40, 256, False, None, False, False, id="plain"),
+        pytest.param(33, 352, True, None, False, True, id="norm-bias-odd"),
+        pytest.param(9, 544, True, "silu", False, True, id="norm-gated-bias"),
+        pytest.param(21, 300, False, None, True, True, id="residual-bias"),
+    ],
+)
+def test_one_token(make, n: int, k: int, norm: bool, activation: str | None, residual: bool, bias: bool, dtype) -> None:
+    weight = make(n * (2 if activation else 1), k)
+    x = randn(1, k, dtype=dtype)
+    b = randn(weight.shape[0], dtype=dtype, seed=2) if bias else None
+    r = randn(1, n, dtype=dtype, seed=3) if residual else None
+    given = ops.Norm(randn(k, dtype=dtype, seed=4), 1e-3, 1.0) if norm else None
+    exact = ops.linear(
+        x.double(),
+        weight,
+        None if b is None else b.double(),
+        activation=activation,
+        alpha=0.5,
+        norm=None if given is None else ops.Norm(given.weight.double(), 1e-3, 1.0),
+        residual=None if r is None else r.double(),
+    )
+    out = launch_quantized_row(x, weight, b, given, activation, r, 0.5)
+    assert out.dtype == dtype
+    assert r is None or out is r
+    assert_rounded_once(out, exact)
+
+
+def assert_like_the_matrix(actual: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, exact: torch.Tensor) -> None:
+    """At most twice the error of PyTorch's product with the dequantised matrix, and a rounding."""
+    eager = x @ weight.dequantize(x.dtype).t()
+    band = torch.finfo(x.dtype).eps * exact.abs().max()
+    assert (actual.double() - exact).abs().max() <= 2 * ((eager.double() - exact).abs().max() + band)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize(("m", "n", "k"), [(2, 40, 256), (17, 33, 352), (70, 130, 300)])
+def test_several_tokens(make, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    weight = make(n, k)
+    x = randn(m, k, dtype=dtype)
+    exact = x.double() @ weight.dequantize(torch.float64).t()
+    assert_like_the_matrix(launch_quantized_linear(x, weight, None, None, 1.0), x, weight, exact)
+
+
+def test_several_tokens_with_a_bias_and_a_residual(make) -> None:
+    weight = make(33, 288)
+    x = randn(5, 288, dtype=torch.float32)
+    bias = randn(33, dtype=torch.float32, seed=1)
+    residual = randn(5, 33, dtype=torch.float32, seed=2)
+    exact = residual.double() + 0.5 * (x.double() @ weight.dequantize(torch.float64).t() + bias.double())
+    out = launch_quantized_linear(x, weight, bias, residual, 0.5)
+    assert out is residual
+    assert_rounded_once(out, exact)
+
+
+def test_a_row_does_not_depend_on_the_others_and_none_is_none(make) -> None:
+    weight = make(40, 256)
+    x = randn(9, 256, dtype=torch.float32)
+    poisoned = x.clone()
+    poisoned[1:] = float("nan")
+    assert torch.equal(
+        launch_quantized_linear(poisoned, weight, None, None, 1.0)[0], launch_quantized_linear(x, weight, None, None, 1.0)[0]
+    )
+    assert launch_quantized_linear(x[:0], weight, None, None, 1.0).shape == (0, 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
+def test_dequantising_has_the_bits_of_pytorch(make, dtype: torch.dtype) -> None:
+    for n, k in ((40, 256), (33, 352), (3, 300)):
+        weight = make(n, k)
+        assert torch.equal(launch_dequantize(weight, dtype), weight.dequantize(dtype))
+
+
+def test_rows_are_divided_by_what_makes_their_largest_448() -> None:
+    values = torch.tensor([[448.0, -1.5, 0.0, 112.0], [-26.0, 448.0, 3.25, 2.0**-9], [0.0, 0.0, 0.0, 0.0]])
+    scales = torch.tensor([[0.25], [8.0], [0.0]])
+    rounded, found = launch_quantize_rows(values * scales, None, None)
+    assert torch.equal(rounded.float(), values)
+    assert torch.equal(found[:2], scales[:2])
+    assert 0 < float(found[2]) < 1e-30, "a row of zeros is not divided by zero"
+
+
+def test_rows_are_normalised_first() -> None:
+    x = torch.tensor([[3.0, -3.0, 3.0, 3.0]])  # whose mean square is 9
+    norm = ops.Norm(torch.tensor([448.0, 232.0, 0.6, 0.0]), 0.0)
+    rounded, scales = launch_quantize_rows(x, norm, None)
+    assert torch.allclose(scales, torch.ones(1, 1), rtol=1e-6)
+    assert torch.allclose(rounded.float(), torch.tensor([[448.0, -232.0, 0.6, 0.0]]), rtol=0.07)
+
+
+def test_rows_are_rounded_with_a_given_scale_and_saturate() -> None:
+    x = torch.tensor([[1.0, -1000.0, 0.25, 448.0]])
+    rounded, scales = launch_quantize_rows(x, None, torch.tensor([0.5]))
+    assert scales.tolist() == [[0.5]]
+    assert rounded.float().tolist() == [[2.0, -448.0, 0.5, 448.0]]

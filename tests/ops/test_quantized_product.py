@@ -1,0 +1,103 @@
+"""What a product with a quantised weight launches on a GPU, and what it then computes, with kernels that are stood in for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantized import float8_weight, int4_weight
+from torch import Tensor
+
+from fa_serve import ops, spec
+from fa_serve.ops import quantized_product, triton_ops
+from fa_serve.ops.triton_ops import TritonOps
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that note their name and compute in PyTorch, on what seems to be an H200."""
+    calls: list[str] = []
+
+    def stand_in(name: str, function):
+        def call(*args, **options):
+            calls.append(name)
+            return function(*args, **options)
+
+        return call
+
+    def quantize_rows(x: Tensor, norm: ops.Norm | None, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = x if norm is None else ops.rms_norm(x, norm)
+        scales = x.float().abs().amax(1, keepdim=True) / 448 if input_scale is None else input_scale.expand(len(x), 1)
+        return (x.float() / scales).to(torch.float8_e4m3fn), scales
+
+    def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, bias, out_dtype, use_fast_accum) -> Tensor:
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()
+        assert scale_a.shape == (a.shape[0], 1)
+        assert scale_b.shape == (1, b.shape[1])
+        assert not use_fast_accum
+        y = (a.float() * scale_a) @ (b.float() * scale_b)
+        return (y if bias is None else y + bias).to(out_dtype)
+
+    monkeypatch.setattr(spec, "arch_of", lambda device: 90)
+    for name, function in {
+        "launch_quantize_rows": quantize_rows,
+        "launch_dequantize": lambda weight, dtype: weight.dequantize(dtype),
+        "launch_quantized_linear": lambda x, w, b, r, alpha: ops.linear(x, w, b, residual=r, alpha=alpha),
+        "launch_rms_norm": lambda x, norm, residual, out: ops.rms_norm(x, norm),
+    }.items():
+        monkeypatch.setattr(quantized_product, name, stand_in(name, function))
+    monkeypatch.setattr(torch, "_scaled_mm", stand_in("_scaled_mm", scaled_mm))
+    monkeypatch.setattr(triton_ops, "launch_act_and_mul", stand_in("launch_act_and_mul", ops.act_and_mul))
+    row = stand_in(
+        "launch_quantized_row", lambda x, w, b, n, a, r, s: ops.linear(x, w, b, norm=n, activation=a, residual=r, alpha=s)
+    )
+    monkeypatch.setattr(triton_ops, "launch_quantized_row", row)
+    monkeypatch.setattr(triton_ops, "launch_invariant_linear", stand_in("launch_invariant_linear", ops.invariant_linear))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("weight", "tokens", "names"),
+    [
+        (int4_weight(64, 128, group_size=32, zeros=True), 1, ["launch_quantized_row"]),
+        (int4_weight(64, 128, group_size=32, zeros=True), 3, ["launch_rms_norm", "launch_quantized_linear"]),
+        (int4_weight(64, 128, group_size=32, zeros=True), 600, ["launch_rms_norm", "launch_dequantize"]),
+        (float8_weight(64, 128, group_size=128), 1, ["launch_quantized_row"]),
+        (float8_weight(64, 128, group_size=128), 3, ["launch_quantize_rows", "_scaled_mm"]),
+        (float8_weight(64, 128, group_size=128, input_scale=0.02), 600, ["launch_quantize_rows", "_scaled_mm"]),
+        (float8_weight(64, 128, group_size=64), 3, ["launch_rms_norm", "launch_quantized_linear"]),
+        (float8_weight(64, 136, group_size=136), 3, ["launch_rms_norm", "launch_quantized_linear"]),
+    ],
+    ids=["int4-1", "int4-3", "int4-600", "float8-1", "float8-3", "float8-static-600", "float8-groups-3", "float8-odd-3"],
+)
+@pytest.mark.parametrize("end", ["bias", "residual", "gate"])
+def test_what_is_launched_and_computed(hopper: list[str], weight, tokens: int, names: list[str], end: str) -> None:
+    width = weight.shape[1]
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    norm = ops.Norm(torch.rand(width, generator=torch.Generator().manual_seed(1)).bfloat16(), 1e-6)
+    bias = torch.linspace(-1, 1, 64).bfloat16()
+    residual = torch.ones(tokens, 64).bfloat16() if end == "residual" else None
+    activation = "silu" if end == "gate" else None
+    given = None if residual is None else residual.clone()
+    expected = ops.linear(x, weight, bias, norm=norm, activation=activation, residual=given, alpha=0.5)
+    actual = TritonOps().linear(x, weight, bias, norm, activation, residual, 0.5)
+    assert residual is None or actual is residual
+    assert hopper == names + (["launch_act_and_mul"] if end == "gate" and tokens > 1 else [])
+    # activations in float8 have 4 bits
+    tolerance = 2**-5 if "_scaled_mm" in names else 2**-7
+    assert float((actual - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+def test_invariant_products_multiply_the_matrix(hopper: list[str]) -> None:
+    weight = int4_weight(64, 128, group_size=32)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(TritonOps().invariant_linear(x, weight, None), ops.invariant_linear(x, weight, None))
+    assert hopper == ["launch_dequantize", "launch_invariant_linear"]
+
+
+def test_float8_before_ada_is_dequantised_by_pytorch(hopper: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "arch_of", lambda device: 80)
+    weight = float8_weight(64, 128, group_size=128)
+    x = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(TritonOps().linear(x, weight, None, None, None, None, 1.0), ops.linear(x, weight))
+    assert hopper == []
