@@ -53,7 +53,6 @@ from fa_serve.engine.stats import Counters, EngineStats
 from fa_serve.engine.step_masks import grammar_ends, step_masks
 from fa_serve.engine.stop_strings import StopStrings
 from fa_serve.engine.structured import Grammars
-from fa_serve.ops.compilations import num_compilations
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -93,8 +92,7 @@ class Engine:
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
         self._runner = loaded.runner
-        assert self.config.max_model_len is not None
-        self.max_model_len = self.config.max_model_len
+        self.max_model_len = loaded.max_model_len
         self._speculation = Speculation(config.max_drafts, loaded.drafter)
         self._prompt_share = config.prompt_share()
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
@@ -228,16 +226,13 @@ class Engine:
         return [answers.completion(x, index) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
 
     def prepare_one(self) -> bool:
-        """Capture one more step that requests may need, which takes some 20 ms on a GPU. To be called when there is no request.
-
-        Returns False if nothing is left.
-        """
+        """Capture one more graph. To be called when there is no request. Returns False if nothing is left."""
         self._ranks.tell("prepare_one")
         return not self.has_unfinished() and self._runner.prepare_one()
 
     def preparations(self) -> tuple[int, int]:
         """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
-        return sum(num_compilations()), self._runner.num_captures
+        return self._runner.preparations()
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""

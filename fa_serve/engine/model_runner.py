@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,9 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.cuda_graphs import Inputs, Shape, StepGraphs, pad, padding
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.fused_router import fuse_routers
+from fa_serve.engine.prepared_batch import Forward, PreparedBatch
 from fa_serve.engine.request import Request
-from fa_serve.engine.results import PendingResult, PromptSpan
+from fa_serve.engine.results import PendingResult
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
@@ -40,43 +41,10 @@ from fa_serve.engine.transfer import packed_size, send
 from fa_serve.engine.warm_up import EmptyStep, SamplingVariant, largest_batch
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, vocab_size
 from fa_serve.hf.quantized_linear import QuantizedLinear
+from fa_serve.ops.compilations import num_compilations
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """The tensors of one step, on the device.
-
-    inputs:         what the forward takes; or a shape, if the inputs are in the block of the graphs, padded to that shape
-    sampled_slots:  (n,) int64, the slots of the sequences that sample
-    logprob_rows:   (m,) int64, rows that want log-probabilities; None if there are none
-    prompt_targets: (k,) int64, prompt tokens whose log-probabilities are wanted; None if there are none
-    """
-
-    inputs: Inputs | Shape
-    sampled_slots: Tensor
-    logprob_rows: Tensor | None
-    prompt_targets: Tensor | None
-    sampling: SampleParams
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """A launched forward whose tokens have not been sampled yet.
-
-    logits:       (rows, vocab), a row for each of `sequences`, then those of `prompt_spans`; valid until the next launch
-    sequences:    those that sample, by row
-    logprob_rows: rows of `sequences` that want log-probabilities
-    prompt_spans: the prompt tokens whose log-probabilities are wanted
-    """
-
-    prepared: PreparedBatch
-    logits: Tensor
-    sequences: list[SequenceState]
-    logprob_rows: list[int]
-    prompt_spans: list[PromptSpan]
 
 
 class ModelRunner:
@@ -189,6 +157,10 @@ class ModelRunner:
         """How many CUDA graphs have been captured, those of the draft model included."""
         own = 0 if self._graphs is None else self._graphs.num_captures
         return own + (0 if self.draft is None else self.draft.num_captures)
+
+    def preparations(self) -> tuple[int, int]:
+        """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
+        return sum(num_compilations()), self.num_captures
 
     @torch.inference_mode()
     def run_warm_up(self, work: EmptyStep | SamplingVariant) -> None:

@@ -62,8 +62,7 @@ def start_up(
         # threads end their compilations in another order on each rank, and a step's sums need all ranks
         log.info("the first requests wait for compilations, because %s ranks do not run the warm-up", ranks.size)
         return loaded
-    assert loaded.config.max_model_len is not None
-    warm_up(runner, config, loaded.config.max_model_len)
+    warm_up(runner, config, loaded.max_model_len)
     found, compiled = num_compilations()
     clock.end("kernels", f"{found} from the cache, {compiled} compiled")
     clock.end("captures", capture_ahead(runner))

@@ -16,6 +16,7 @@ from fa_serve.engine.loading import Loaded
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.ranks import Leader
 from fa_serve.engine.warm_up import empty_steps, sampling_variants
+from fa_serve.hf import patch
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -141,7 +142,9 @@ def test_the_phases_of_a_start(make_engine) -> None:
 def test_the_draft_model_is_warmed_up_with_its_own_steps(make_engine, monkeypatch) -> None:
     engine = make_engine(max_num_seqs=4)
     runner = engine._runner
-    runner.draft = ModelRunner(make_model("gemma2"), engine.config, drafting=True)
+    draft = make_model("gemma2")
+    patch(draft)
+    runner.draft = ModelRunner(draft, engine.config, drafting=True)
     runner.allocate(engine.config.num_pages, engine.config.max_model_len)
     seen = {runner: [], runner.draft: []}
     for each, works in seen.items():
@@ -162,7 +165,7 @@ def test_several_ranks_do_not_run_the_warm_up(make_engine, monkeypatch, caplog) 
     class Runner:
         device = torch.device("cuda")
 
-    loaded = Loaded(cast(Any, Runner()), cast(Any, None), None, engine.config, frozenset())
+    loaded = Loaded(cast(Any, Runner()), cast(Any, None), None, engine.config, 64, frozenset())
     monkeypatch.setattr(start_up, "load", lambda *_: loaded)
     ranks = Leader(engine.config)
     ranks.size = 2
