@@ -118,13 +118,15 @@ class Scheduler:
         changed: list[tuple[SequenceState, int | None]] = []
         first = 0
         for chunk in batch.chunks:
-            draws = tokens[first : first + chunk.num_samples]
-            first += chunk.num_samples
+            last = first + chunk.num_samples
+            draws = tokens[first:last]
+            first = last
             sequence = chunk.sequence
             if not draws or chunk.postponed or sequence.finished:
                 continue
-            accepted = num_accepted(chunk.drafts, draws)
+            accepted = 0
             if chunk.drafts:
+                accepted = num_accepted(chunk.drafts, draws)
                 self.speculation.record(sequence, len(chunk.drafts), accepted)
             sequence.receive(accepted)
             for token in draws[: accepted + 1]:
@@ -228,15 +230,21 @@ class Scheduler:
         return min(self.prompt_share.limit(decoding), max(self.max_num_batched_tokens - decoding, 1))
 
     def _continue_running(self, batch: ScheduledBatch) -> None:
-        """Schedule the running sequences, by turn."""
+        """Schedule the running sequences, by turn.
+
+        This runs once for each sequence and step, so what no sequence can need in this step is not asked of each.
+        """
+        drafting = self.speculation.is_on(len(self.running))
         for sequence in self.running:
-            if not batch.room:
+            room = batch.room
+            if not room:
                 break
-            if sequence.is_last_pending or self._is_held_back(sequence):
+            if sequence.is_last_pending or sequence.num_drafts or (drafting and self._is_held_back(sequence)):
                 continue
-            if length := self._length(batch, sequence):
-                sequence.grow(self.pages.allocate(self._num_missing_pages(sequence)))
-                self._append(batch, sequence, length, self._drafts(sequence, batch.room))
+            length = self._length(batch, sequence)
+            if length:
+                self._grow_to(sequence, sequence.num_tokens)
+                self._append(batch, sequence, length, self._drafts(sequence, room) if drafting else ())
 
     def _is_held_back(self, sequence: SequenceState) -> bool:
         """Whether a sequence waits for its newest tokens."""
@@ -249,14 +257,14 @@ class Scheduler:
         wanted: list[tuple[SequenceState, int]] = []
         for sequence in self.running:
             if count := self.speculation.num_wanted(sequence, len(self.running), self._draft_room(sequence)):
-                self._grow_for(sequence, count)
+                self._grow_to(sequence, len(sequence.tokens) + count)
                 wanted.append((sequence, count))
         self.speculation.drafter.prepare(wanted)
 
     def _drafts(self, sequence: SequenceState, budget: int) -> list[int]:
         """The drafts that are verified in this step, and pages for them."""
         drafts = self.speculation.draft(sequence, len(self.running), min(self._draft_room(sequence), budget - 1))
-        self._grow_for(sequence, len(drafts))
+        self._grow_to(sequence, len(sequence.tokens) + len(drafts))
         return drafts
 
     def _draft_room(self, sequence: SequenceState) -> int:
@@ -264,8 +272,9 @@ class Scheduler:
         spare = max(self.pages.num_available - len(self.running), 0)
         return (len(sequence.pages) + spare) * self.pages.page_size - len(sequence.tokens)
 
-    def _grow_for(self, sequence: SequenceState, num_drafts: int) -> None:
-        need = self.pages.pages_for(len(sequence.tokens) + num_drafts) - len(sequence.pages)
+    def _grow_to(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Give the sequence the pages that it lacks for so many tokens."""
+        need = self.pages.pages_for(num_tokens) - len(sequence.pages)
         if need > 0:
             sequence.grow(self.pages.allocate(need))
 
@@ -324,7 +333,7 @@ class Scheduler:
         samples = start + length == sequence.num_tokens
         num_prompt_logits = sequence.num_prompt_logits(length)
         total = length + len(drafts)
-        batch.append(Chunk(sequence, sequence.slot, start, total, samples, num_prompt_logits, list(drafts)))
+        batch.append(Chunk(sequence, sequence.slot, start, total, samples, num_prompt_logits, drafts))
         sequence.advance(length, samples, len(drafts))
         self._prefix.offer(sequence)
         if self.window is not None:
