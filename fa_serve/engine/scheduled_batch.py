@@ -83,10 +83,10 @@ class ScheduledBatch:
     def append(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         self.num_tokens += chunk.length
+        self.num_drafts += len(chunk.drafts)
         if not chunk.decodes:
             self.num_prompt_tokens += chunk.length
-        self.num_prompt_logits += chunk.num_prompt_logits
-        self.num_drafts += len(chunk.drafts)
+            self.num_prompt_logits += chunk.num_prompt_logits
 
     def __bool__(self) -> bool:
         return bool(self.chunks)

@@ -3,7 +3,7 @@
     sequence = scheduler.add(request)
     batch = scheduler.schedule()             # chunks of prompts and single tokens, within the token budget
     tokens = run(batch)
-    for sequence, token in scheduler.commit(batch, tokens): ...
+    for sequence, new_tokens in scheduler.commit(batch, tokens).items(): ...
     scheduler.abort("request-7")             # at any moment; its pages are free when this returns
 
 Clients take turns (fair_queue.py), and the sequences of a client are served in the order of their rank (arrival, shifted by
@@ -105,17 +105,17 @@ class Scheduler:
 
     def commit(
         self, batch: ScheduledBatch, tokens: Sequence[int], seconds: float | None = None
-    ) -> list[tuple[SequenceState, int | None]]:
+    ) -> dict[SequenceState, list[int]]:
         """Take in the sampled tokens of a step, `num_samples` for each chunk, in order.
 
         seconds: how long the step has held up sequences that decode; it only decides the sizes of later chunks
 
-        Returns the sequences that gained a token, with the token, and those that ended without one, with None. A sequence with
-        drafts may have gained several tokens. The `finish_reason` of every sequence that has ended is set.
+        Returns the tokens that sequences gained: several for a sequence whose drafts were right, none for a sequence that ended
+        without another token. The `finish_reason` of every sequence that has ended is set.
         """
         if self.prompt_share is not None and seconds is not None:
             self.prompt_share.record(batch.num_tokens - batch.num_prompt_tokens, batch.num_prompt_tokens, seconds)
-        changed: list[tuple[SequenceState, int | None]] = []
+        gained: dict[SequenceState, list[int]] = {}
         first = 0
         for chunk in batch.chunks:
             last = first + chunk.num_samples
@@ -129,13 +129,14 @@ class Scheduler:
                 accepted = num_accepted(chunk.drafts, draws)
                 self.speculation.record(sequence, len(chunk.drafts), accepted)
             sequence.receive(accepted)
+            new_tokens: list[int] = []
+            gained[sequence] = new_tokens
             for token in draws[: accepted + 1]:
                 if token < 0:
                     self._end_without_token(sequence, token)
-                    changed.append((sequence, None))
                     break
                 sequence.append(token)
-                changed.append((sequence, token))
+                new_tokens.append(token)
                 self._prefix.offer(sequence)
                 if token in sequence.request.end_ids:
                     self.finish(sequence, "stop")
@@ -143,7 +144,7 @@ class Scheduler:
                     self.finish(sequence, "length")
                 if sequence.finished:
                     break
-        return changed
+        return gained
 
     def abort(self, request_id: str) -> SequenceState | None:
         """End a sequence now. Returns None if there is none with this id any more."""
@@ -322,7 +323,9 @@ class Scheduler:
     def _length(self, batch: ScheduledBatch, sequence: SequenceState) -> int:
         """How many tokens of the sequence fit into the step."""
         missing = sequence.num_tokens - sequence.num_computed
-        length = min(missing, batch.room if missing == 1 else batch.prompt_room)
+        if missing == 1:
+            return min(batch.room, 1)
+        length = min(missing, batch.prompt_room)
         if sequence.num_prompt_logits(length):
             length = min(length, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
         return length
