@@ -279,7 +279,8 @@ class Engine:
         try:
             forward = self._runner.launch(batch)
             masks = None
-            if any(x.request.params.structured is not None for x in forward.sequences):
+            structured = any(x.request.params.structured is not None for x in forward.sequences)
+            if structured:
                 while self._inflight:  # what may come next depends on every token before
                     outputs += self._commit(self._inflight.popleft())
                 since = time.monotonic()
@@ -291,7 +292,7 @@ class Engine:
                     sequence = self._output_states[name].sequence
                     self._scheduler.finish(sequence, "error", reason)
                     outputs.append(self._output(sequence))
-            self._inflight.append(LaunchedStep(batch, self._runner.sample(forward, masks), begin, mask_seconds))
+            self._inflight.append(LaunchedStep(batch, self._runner.sample(forward, masks), begin, structured, mask_seconds))
             self._counters.num_steps += 1
         except torch.OutOfMemoryError as error:
             outputs += self._shrink(batch, error)
@@ -310,20 +311,15 @@ class Engine:
         self._last_read = time.monotonic()
         seconds = self._ranks.decide("seconds", lambda: self._last_read - before)
         try:
-            changed = self._scheduler.commit(step.batch, result.tokens, seconds)
+            gained = self._scheduler.commit(step.batch, result.tokens, seconds)
         except Exception as error:
             return self._reset(error)
         for sequence, start, entries in result.prompt_logprobs:
             state = self._output_states.get(sequence.request.request_id)
             if state is not None and state.sequence is sequence:
                 state.add_prompt_logprobs(start, entries)
-        gained: dict[SequenceState, list[int]] = {}
-        for sequence, token in changed:
-            tokens = gained.setdefault(sequence, [])
-            if token is not None:
-                tokens.append(token)
         ends: dict[str, int] = {}
-        if any(sequence.request.params.structured is not None for sequence in gained):
+        if step.structured:
             ends = self._ranks.decide("grammars", partial(grammar_ends, gained, self._output_states))
         return [
             self._output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0), step.mask_seconds)
@@ -342,8 +338,8 @@ class Engine:
 
         grammar_end: how many of the tokens complete the answer by its grammar; 0 if it goes on
         """
+        begin = time.monotonic()
         state = self._output_states[sequence.request.request_id]
-        state.times.end_step(time.monotonic(), len(tokens), mask_seconds)
         if tokens and sequence.num_output_tokens == len(tokens):
             self._counters.note_first_token(sequence)
         text, num_kept = state.push(tokens, grammar_end)
@@ -353,8 +349,8 @@ class Engine:
         if sequence.finished:
             text += state.flush()
             del self._output_states[sequence.request.request_id]
-        state.times.end_text(time.monotonic())
-        return state.output(text, list(tokens[:num_kept]), logprobs)
+        state.times.end_step(begin, time.monotonic(), len(tokens), mask_seconds)
+        return state.output(text, tokens[:num_kept], logprobs)
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: undo it, and give steps half as many tokens from now on."""

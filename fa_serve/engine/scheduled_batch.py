@@ -6,6 +6,7 @@ batch.num_tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fa_serve.engine.sequence import SequenceState
@@ -33,7 +34,7 @@ class Chunk:
     length: int
     samples: bool
     num_prompt_logits: int = 0
-    drafts: list[int] = field(default_factory=list)
+    drafts: Sequence[int] = ()
     postponed: bool = False
 
     @property
@@ -44,7 +45,7 @@ class Chunk:
     @property
     def decodes(self) -> bool:
         """Whether the chunk is the last token of a sequence, and its drafts."""
-        return self.length == self.num_samples
+        return self.length == self.samples + len(self.drafts)
 
     def numbers(self) -> tuple[int, ...]:
         """What tells this chunk from another one: ranks that compute the same have the same numbers."""
@@ -82,9 +83,10 @@ class ScheduledBatch:
     def append(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         self.num_tokens += chunk.length
-        self.num_prompt_tokens += 0 if chunk.decodes else chunk.length
-        self.num_prompt_logits += chunk.num_prompt_logits
         self.num_drafts += len(chunk.drafts)
+        if not chunk.decodes:
+            self.num_prompt_tokens += chunk.length
+            self.num_prompt_logits += chunk.num_prompt_logits
 
     def __bool__(self) -> bool:
         return bool(self.chunks)
