@@ -1,13 +1,15 @@
 """python .gpu/latency.py [--seconds 10] [--folder /tmp/fa_8b] [--shape llama8b]: cold and warm start, then Poisson arrivals.
 
-Stages, each in a process of its own and ended after a time limit; the first that fails ends the script:
-1. gate:  a tiny float32 model, tokens against model.generate, 75 s
+Stages, each in a process of its own and ended, with its children, after a time limit; the first that fails ends the script.
+All stages together end within --total seconds (240):
+1. gate:  a tiny float32 model, tokens against model.generate, 45 s; then the same prompts with a mixture of experts, 4-bit weights
+          and the same model as its draft model, where steps of the warm-up and late counters are shown
 2. small: 2 layers of the 8B shape in bfloat16, CUDA_LAUNCH_BLOCKING=1, every step of the warm-up is named before it runs and
-          synchronised after it, then 64 mixed requests, 90 s
+          synchronised after it, then 64 mixed requests, 60 s
 3. cold, warm: phases of a start with an empty and with a full kernel cache, and first-token, per-token and between-token
-          percentiles at 12 requests/s and the late counters (wanted: 0), 120 s each
+          percentiles at 12 requests/s and the late counters (wanted: 0), 90 s and what is left
 """
-import argparse, asyncio, faulthandler, os, random, shutil, subprocess, sys, tempfile, time
+import argparse, asyncio, faulthandler, os, random, shutil, signal, subprocess, sys, tempfile, time
 from functools import partial
 from pathlib import Path
 
@@ -48,12 +50,46 @@ def gate(args):
     if got != want:
         say("gate: WRONG tokens", got, want)
         return 1
-    say(f"gate: ok, late {engine.preparations()}")
-    return 0
+    say(f"gate: ok, prepared {engine.preparations()}")
+    return kinds(args)
+
+
+def kinds(args):
+    """Mixtures, quantised weights and draft models start with a warm-up, and answer as the same engine without one."""
+    import torch
+    from engine_workloads import make_folder, make_model
+    from fa_serve.engine import Engine, EngineConfig, SamplingParams
+    draw = random.Random(1)
+    prompts = [draw.choices(range(5, 300), k=n) for n in (1, 17, 90)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    folder = tempfile.mkdtemp(prefix="fa_tiny_")
+    quantised, plain = Path(folder) / "w4", Path(folder) / "plain"
+    make_folder("tiny-w4", quantised, args.device)
+    make_folder("tiny", plain, args.device)
+    cases = [("4 bits", dict(model=str(quantised)), None), ("draft", dict(model=str(plain), speculative=f"draft={plain}"), None)]
+    bad = 0
+    for name, more, shape in [*cases, ("experts", {}, "qwen30a3b")]:
+        config = EngineConfig(device=args.device, num_pages=256, max_num_seqs=8, max_num_batched_tokens=100, max_model_len=256, **more)
+        got = []
+        for ahead in (False, True):
+            torch.manual_seed(0)
+            model = None if shape is None else make_model(shape, args.device, dtype=torch.bfloat16, num_hidden_layers=2, num_experts=16,
+                                                               hidden_size=256, moe_intermediate_size=128, vocab_size=512)
+            engine = Engine(config, model=model, ahead=ahead, on_phase=partial(phase, name) if ahead else lambda _: None)
+            then = engine.preparations()
+            got.append([c.token_ids for c in engine.generate(prompts, params)])
+            late = [a - b for a, b in zip(engine.preparations(), then)]
+            engine.close()
+        same = got[0] == got[1]
+        short = sum(len(x) != 8 for x in got[1])
+        bad += bool(short)
+        say(f"gate: {name}: {'ok' if not short else 'WRONG'}, same tokens with and without a warm-up: {same}, late {late}")
+    shutil.rmtree(folder, ignore_errors=True)
+    return int(bool(bad))
 
 
 def small(args):
-    faulthandler.dump_traceback_later(85, exit=False)
+    faulthandler.dump_traceback_later(55, exit=False)
     import torch
     from engine_workloads import make_model
     from fa_serve.engine import Engine, EngineConfig, SamplingParams, model_runner
@@ -70,7 +106,8 @@ def small(args):
             Path(trace).write_text(repr(work))  # what a process that dies was doing
         try:
             run(self, work)
-            torch.cuda.synchronize()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
         except NotCompiledError:
             raise
         except BaseException as error:
@@ -87,13 +124,14 @@ def small(args):
     before = engine.preparations()
     say(f"  small: {len(ended)} works, {tries[0]} tries, compiled or loaded, captured: {before}")
     draw = random.Random(0)
-    prompts = [draw.choices(range(5, 500), k=int(2 ** draw.uniform(0, 11))) for _ in range(64)]
+    prompts = [draw.choices(range(5, 500), k=min(int(2 ** draw.uniform(0, 11)), args.max_model_len - 9)) for _ in range(64)]
     kinds = [{}, dict(top_p=0.9), dict(top_k=20), dict(top_k=20, top_p=0.9, min_p=0.05), dict(frequency_penalty=0.3),
              dict(logprobs=5), dict(temperature=0.0), dict(logit_bias={7: 1.0})]
     params = [SamplingParams(max_tokens=8, ignore_eos=True, **kinds[i % len(kinds)]) for i in range(64)]
     got = [c.token_ids for c in engine.generate(prompts, params)]
     late = [now - then for now, then in zip(engine.preparations(), before)]
-    torch.cuda.synchronize()
+    if args.device == "cuda":
+        torch.cuda.synchronize()
     bad = sum(len(x) != 8 for x in got)
     say(f"small: {'ok' if not bad else 'WRONG'}, {bad} of 64 answers are short, late compilations and captures {late}")
     faulthandler.cancel_dump_traceback_later()
@@ -169,6 +207,7 @@ def main():
     parser.add_argument("what", nargs="?", default="all", choices=["all", "gate", "small", "prepare", "serve"])
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--second-rate", type=float, default=0)
+    parser.add_argument("--total", type=float, default=240)
     parser.add_argument("--folder", default="/tmp/fa_8b")
     parser.add_argument("--shape", default="llama8b")
     parser.add_argument("--device", default="cuda")
@@ -184,11 +223,21 @@ def main():
 
     def child(what, limit, **more):
         t = time.perf_counter()
+        limit = round(min(limit, args.total - (t - T0) - 2))
+        if limit < 10:
+            say(f"== {what}: no time is left")
+            sys.exit(1)
         say(f"== {what}: at most {limit} s")
+        process = subprocess.Popen([sys.executable, __file__, what, *options], env=env | more, start_new_session=True)
         try:
-            code = subprocess.run([sys.executable, __file__, what, *options], env=env | more, timeout=limit).returncode
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = "the time limit"
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # the engine's process, if it is still there
+        except ProcessLookupError:
+            pass
+        process.wait()
         say(f"== {what} ended with {code} after {time.perf_counter() - t:.1f} s, {time.perf_counter() - T0:.0f} s in all")
         if code:
             trace = more.get("FA_TRACE")
@@ -197,19 +246,15 @@ def main():
             sys.exit(1)
 
     caches = [tempfile.mkdtemp(prefix="fa_kernels_") for _ in range(3)]
-    child("gate", 75, TRITON_CACHE_DIR=caches[0])
-    child("small", 90, TRITON_CACHE_DIR=caches[1], CUDA_LAUNCH_BLOCKING="1", FA_TRACE=caches[1] + "/work.txt")
-    child("prepare", 60)
+    child("gate", 45, TRITON_CACHE_DIR=caches[0])
+    child("small", 60, TRITON_CACHE_DIR=caches[1], CUDA_LAUNCH_BLOCKING="1", FA_TRACE=caches[1] + "/work.txt")
+    child("prepare", 45)
     say("== cold: empty kernel cache")
-    child("serve", 120, TRITON_CACHE_DIR=caches[2])
+    child("serve", 90, TRITON_CACHE_DIR=caches[2])
     say(f"== warm: {len(list(Path(caches[2]).iterdir()))} entries in the cache")
-    child("serve", 120, TRITON_CACHE_DIR=caches[2])
+    child("serve", 90, TRITON_CACHE_DIR=caches[2])
     for cache in caches:
         shutil.rmtree(cache, ignore_errors=True)
-    done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import fa_serve.engine.worker"], env=env, capture_output=True, text=True)
-    lines = [x.split("|") for x in done.stderr.splitlines() if x.count("|") == 2 and "cumulative" not in x]
-    rows = sorted(((int(c), n.strip()) for _, c, n in lines), reverse=True)
-    say("imports over 0.25 s, ms:", {n: round(c / 1000) for c, n in rows if c > 250_000})
 
 
 if __name__ == "__main__":

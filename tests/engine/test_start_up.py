@@ -172,3 +172,18 @@ def test_several_ranks_do_not_run_the_warm_up(make_engine, monkeypatch, caplog) 
     caplog.set_level("INFO")
     assert start_up.start_up(engine.config, ranks, PhaseClock(None), ahead=True) is loaded
     assert "the first requests wait for compilations, because 2 ranks do not run the warm-up" in caplog.text
+
+
+def test_graphs_of_the_draft_model_are_captured_by_turns(make_engine, replays) -> None:
+    """From the first capture ahead on, steps of neither model capture."""
+    engine = make_engine(max_num_seqs=4)
+    runner = engine._runner
+    draft = make_model()
+    patch(draft)
+    runner.draft = ModelRunner(draft, engine.config, drafting=True)
+    runner.allocate(engine.config.num_pages, engine.config.max_model_len)
+    runner.make_graphs()
+    assert engine.prepare_one()
+    assert runner.draft._graphs._missing is not None
+    assert engine.prepare_one()
+    assert (runner.num_captures, runner.draft.num_captures) == (runner.draft.num_captures * 2, runner.draft.num_captures)
