@@ -427,7 +427,7 @@ def _strides(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
 def reads_by_rows(pairs: int, tokens: int, experts: ExpertWeights) -> bool:
     """Whether each pair reads its expert's weights by itself, row by row.
 
-    Two tokens that meet one expert then read it twice. In us on one H200, where each token takes 8 of 128 experts, 16 pairs take
+    Two tokens that meet one expert then read it twice. In us on one H200, where tokens take 8 of 128 experts, 16 pairs take
     45.5 by rows and 51.1 grouped, 32 pairs 84.1 and 78.2. Weights whose columns are contiguous have no rows to read: a token
     takes 240 by rows in the experts of gpt-oss, and 65 grouped.
     """
