@@ -12,6 +12,7 @@ The speed of these kernels has not been measured yet.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.activation_kernel import ACTIVATION_KINDS, activate
 from fa_serve.ops.ops_backend import Norm
-from fa_serve.ops.quantized_weight import FLOAT8, QuantizedWeight
+from fa_serve.ops.quantized_weight import BLOCK, FLOAT8, RUN, QuantizedWeight
 
 
 class Tile(NamedTuple):
@@ -35,6 +36,14 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+
+
+class RowTile(NamedTuple):
+    """block_n rows of weights by block_k columns, computed by num_warps warps."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
 
 
 @triton.jit
@@ -90,6 +99,87 @@ def _source(columns_ptr, start, K: tl.constexpr):
 
 
 @triton.jit
+def _of_groups(ptr, rows, units, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr):
+    """PARTS tensors of [BLOCK_N, UNITS, 1]: the scales or the zero points, (N, groups), of the parts of each unit."""
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    found = ()
+    for part in tl.static_range(PARTS):
+        group = tl.minimum((units * UNIT + part * (UNIT // PARTS)) // GROUP, GROUPS - 1)
+        offsets = rows.to(tl.int64)[:, None, None] * GROUPS + group[None, :, None]
+        found = found + (tl.load(ptr + offsets, mask=(rows < N)[:, None, None], other=0),)
+    return found
+
+
+@triton.jit
+def _units(
+    data_ptr,
+    scales_ptr,
+    zeros_ptr,
+    rows,
+    units,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Everything that is loaded for units of rows: [BLOCK_N, UNITS, 32] words of 256 columns, or float8 numbers of 32 columns,
+    then their scales and zero points by `_of_groups`, or nothing where there are none."""
+    UNIT: tl.constexpr = 256 if PACKED else 32
+    ROW: tl.constexpr = (K + 255) // 256 * 32 if PACKED else K
+    cols = units[:, None] * 32 + tl.arange(0, 32)[None, :]
+    keep = (rows < N)[:, None, None] & (cols < ROW)[None, :, :]
+    data = tl.load(data_ptr + rows.to(tl.int64)[:, None, None] * ROW + cols[None, :, :], mask=keep, other=0 if PACKED else 0.0)
+    scales = ()
+    zeros = ()
+    # a row's only scale multiplies its sum
+    if GROUP < K:
+        scales = _of_groups(scales_ptr, rows, units, N, K, GROUP, UNIT, PARTS)
+    if zeros_ptr is not None:
+        zeros = _of_groups(zeros_ptr, rows, units, N, K, GROUP, UNIT, PARTS)
+    return data, scales, zeros
+
+
+@triton.jit
+def _scaled_integers(words, zero, RUN: tl.constexpr):
+    """(value - zero) * 16^(RUN % 4), float32 and exact, of the values in the bits 4 * RUN to 4 * RUN + 3 of words.
+
+    An integer in the lowest bits of 2^23 as a float32 is added to it. So nothing is converted, which would be slow, and 8
+    values of a word take one shift.
+    """
+    PLACE: tl.constexpr = RUN % 4
+    word = words if RUN < 4 else words >> 16
+    number = ((word & (15 << 4 * PLACE)) | 0x4B000000).to(tl.float32, bitcast=True)
+    return number - (8388608.0 + zero * (1 << 4 * PLACE))
+
+
+@triton.jit
+def _row_sums(acc, loaded, xs, PACKED: tl.constexpr, PARTS: tl.constexpr):
+    """acc and the products of loaded weights with xs, a tuple of [UNITS, 32] for each run of 32 columns of a unit.
+
+    acc: [BLOCK_N, UNITS, 32] for 4-bit weights. Sums of float8 weights are [BLOCK_N, UNITS], which takes fewer registers.
+    """
+    data, scales, zeros = loaded
+    if PACKED:
+        for part in tl.static_range(PARTS):
+            zero = 8.0
+            if len(zeros) > 0:
+                zero = zeros[part].to(tl.float32)
+            total = tl.zeros(acc.shape, tl.float32)
+            for run in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
+                total += _scaled_integers(data, zero, run) * (xs[run] * (1.0 / (1 << 4 * (run % 4))))[None, :, :]
+            if len(scales) > 0:
+                total *= scales[part].to(tl.float32)
+            acc += total
+    else:
+        total = tl.sum(data.to(tl.float32) * xs[0][None, :, :], 2)
+        if len(scales) > 0:
+            total *= tl.reshape(scales[0], acc.shape).to(tl.float32)
+        acc += total
+    return acc
+
+
+@triton.jit
 def _quantized_row(
     x_ptr,
     data_ptr,
@@ -107,9 +197,11 @@ def _quantized_row(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
     GATED: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The product of one token, with the same steps before and after it as `linear_kernel._linear_row`.
@@ -117,54 +209,72 @@ def _quantized_row(
     GATED: the weights have 2 * N rows; the first N give the gates, the others what the gates are multiplied with.
     """
     ROWS: tl.constexpr = 2 * N if GATED else N
+    UNIT: tl.constexpr = 256 if PACKED else 32
+    RUNS: tl.constexpr = UNIT // 32
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows of gates that do not exist are rows of the other half, whose results are not stored
     up_rows = rows + N
+    units = tl.arange(0, UNITS)
     # no kernel writes weights, so they may be loaded before the previous kernel ends
-    words = _words(data_ptr, rows, 0, ROWS, K, PACKED)
-    up_words = words
+    loaded = _units(data_ptr, scales_ptr, zeros_ptr, rows, units, ROWS, K, GROUP, PACKED, PARTS)
+    loaded_up = loaded
     if GATED:
-        up_words = _words(data_ptr, up_rows, 0, ROWS, K, PACKED)
+        loaded_up = _units(data_ptr, scales_ptr, zeros_ptr, up_rows, units, ROWS, K, GROUP, PACKED, PARTS)
     wait_for_previous_kernel(PDL)
-    acc = tl.zeros([BLOCK_N, 32], tl.float32)
+    if PACKED:
+        acc = tl.zeros([BLOCK_N, UNITS, 32], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_N, UNITS], tl.float32)
     acc_up = acc
-    squares = tl.zeros([32], tl.float32)
-    for block in tl.range(0, K, 256):
-        # the next block is loaded before this one is used
-        next_words = _words(data_ptr, rows, block + 256, ROWS, K, PACKED)
-        next_up = next_words
+    squares = tl.zeros([UNITS, 32], tl.float32)
+    for start in tl.range(0, K, UNITS * UNIT):
+        # the next units are loaded before these are used
+        following = units + start // UNIT + UNITS
+        next_loaded = _units(data_ptr, scales_ptr, zeros_ptr, rows, following, ROWS, K, GROUP, PACKED, PARTS)
+        next_up = next_loaded
         if GATED:
-            next_up = _words(data_ptr, up_rows, block + 256, ROWS, K, PACKED)
-        for i in tl.static_range(8):
-            start = block + 32 * i
-            keep = start + tl.arange(0, 32) < K
-            source = _source(columns_ptr, start, K)
+            next_up = _units(data_ptr, scales_ptr, zeros_ptr, up_rows, following, ROWS, K, GROUP, PACKED, PARTS)
+        xs = ()
+        for run in tl.static_range(RUNS):
+            cols = start + 32 * run + units[:, None] * UNIT + tl.arange(0, 32)[None, :]
+            keep = cols < K
+            source = cols
+            if columns_ptr is not None:
+                source = tl.load(columns_ptr + cols, mask=keep, other=0)
             x = tl.load(x_ptr + source, mask=keep, other=0.0).to(tl.float32)
             if norm_ptr is not None:
                 squares += x * x
                 x *= tl.load(norm_ptr + source, mask=keep, other=0.0).to(tl.float32) + offset
-            acc += _run(words, data_ptr, scales_ptr, zeros_ptr, rows, start, ROWS, K, GROUP, 4 * i, PACKED) * x[None, :]
-            if GATED:
-                w = _run(up_words, data_ptr, scales_ptr, zeros_ptr, up_rows, start, ROWS, K, GROUP, 4 * i, PACKED)
-                acc_up += w * x[None, :]
-        words = next_words
-        up_words = next_up
-    y = tl.sum(acc, 1)
+            xs = xs + (x,)
+        acc = _row_sums(acc, loaded, xs, PACKED, PARTS)
+        if GATED:
+            acc_up = _row_sums(acc_up, loaded_up, xs, PACKED, PARTS)
+        loaded = next_loaded
+        loaded_up = next_up
     factor = 1.0
     if norm_ptr is not None:
-        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    y *= factor
+        factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps)
     keep_row = rows < N
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + rows, mask=keep_row, other=0.0).to(tl.float32)
+    y = _row_result(acc, scales_ptr, bias_ptr, rows, factor, ROWS, K, GROUP, PACKED)
     if GATED:
-        up = tl.sum(acc_up, 1) * factor
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + up_rows, mask=keep_row, other=0.0).to(tl.float32)
-        y = activate(y, KIND) * up
+        y = activate(y, KIND) * _row_result(acc_up, scales_ptr, bias_ptr, up_rows, factor, ROWS, K, GROUP, PACKED)
     if residual_ptr is not None:
         y = tl.load(residual_ptr + rows, mask=keep_row, other=0.0).to(tl.float32) + alpha * y
     tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=keep_row)
+
+
+@triton.jit
+def _row_result(
+    acc, scales_ptr, bias_ptr, rows, factor, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr
+):
+    """[BLOCK_N]: the sums of rows, with the factor of the norm, a row's only scale, and the bias."""
+    y = tl.sum(tl.sum(acc, 2), 1) if PACKED else tl.sum(acc, 1)
+    y *= factor
+    if GROUP >= K:
+        y *= tl.load(scales_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
+    return y
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -301,14 +411,16 @@ def launch_quantized_row(
     run = PLANS.get(key)
     if run is None:
         pdl = spec.arch_of(x.device) >= 90
-        block_n = row_block(multiprocessors(x.device, 1), n, gated)
+        tile = row_tile(multiprocessors(x.device, 1), n, k, weight.is_packed, gated)
         kind = ACTIVATION_KINDS[activation or "silu"]
+        unit = BLOCK if weight.is_packed else RUN
+        parts = 1 if weight.group_size >= k else unit // math.gcd(unit, weight.group_size)
         launch = Launch(
             _quantized_row,
-            triton.cdiv(n, block_n),
+            triton.cdiv(n, tile.block_n),
             varying=(eps, offset, alpha),
-            fixed=(n, k, weight.group_size, weight.is_packed, gated, kind, block_n, pdl),
-            options=launch_options(pdl, 4),
+            fixed=(n, k, weight.group_size, weight.is_packed, parts, gated, kind, tile.block_n, tile.block_k // unit, pdl),
+            options=launch_options(pdl, tile.num_warps),
         )
         run = PLANS.add(key, launch)
     run((x, weight.data, weight.scales, weight.zeros, weight.columns, norm_weight, bias, residual, out))
@@ -386,16 +498,20 @@ def launch_quantize_rows(x: Tensor, norm: Norm | None, input_scale: Tensor | Non
     return out, scales
 
 
-def row_block(num_sms: int, n: int, gated: bool) -> int:
-    """The rows of weights of one program in the product of one token. Not measured yet.
+def row_tile(num_sms: int, n: int, k: int, is_packed: bool, gated: bool) -> RowTile:
+    """The tile of the product of one token. Not measured yet.
 
-    A program has a block of each row in flight while it computes another: 2 kB for 16 rows of 4-bit weights. A multiprocessor
-    holds several programs, and small matrices get smaller blocks so that each has one.
+    A thread loads 16 bytes of a row at once, and a warp 1,024 columns of 4-bit weights or 512 of float8 weights. A tile of 8 to
+    16 rows has 8 kB in flight, while a tile of the same size is used. Small matrices get fewer rows and warps, so that every
+    multiprocessor has two programs.
     """
-    block_n = 8 if gated else 16
+    block_n = (16 if is_packed else 8) // (2 if gated else 1)
     while block_n > 2 and n // block_n < 2 * num_sms:
         block_n //= 2
-    return block_n
+    block_k = 1024
+    while block_k > 256 and block_k >= 2 * k:
+        block_k //= 2
+    return RowTile(block_n, block_k, 4)
 
 
 def linear_tile(num_sms: int, m: int, n: int, element_size: int) -> Tile:
