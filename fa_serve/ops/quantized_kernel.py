@@ -116,6 +116,7 @@ def _units(
     scales_ptr,
     zeros_ptr,
     rows,
+    first,
     units,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -123,13 +124,17 @@ def _units(
     PACKED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Everything that is loaded for units of rows: [BLOCK_N, UNITS, 32] words of 256 columns, or float8 numbers of 32 columns,
+    """Everything that is loaded for the units first + units of rows: [BLOCK_N, UNITS, 32] words of 256 columns, or float8 numbers of 32 columns,
     then their scales and zero points by `_of_groups`, or nothing where there are none."""
     UNIT: tl.constexpr = 256 if PACKED else 32
     ROW: tl.constexpr = (K + 255) // 256 * 32 if PACKED else K
-    cols = units[:, None] * 32 + tl.arange(0, 32)[None, :]
-    keep = (rows < N)[:, None, None] & (cols < ROW)[None, :, :]
-    data = tl.load(data_ptr + rows.to(tl.int64)[:, None, None] * ROW + cols[None, :, :], mask=keep, other=0 if PACKED else 0.0)
+    UNITS: tl.constexpr = units.shape[0]
+    # loaded as a matrix, so that neighbouring threads load neighbouring columns
+    cols = first * 32 + tl.arange(0, UNITS * 32)
+    keep = (rows < N)[:, None] & (cols < ROW)[None, :]
+    data = tl.load(data_ptr + rows.to(tl.int64)[:, None] * ROW + cols[None, :], mask=keep, other=0 if PACKED else 0.0)
+    data = tl.reshape(data, [rows.shape[0], UNITS, 32])
+    units += first
     scales = ()
     zeros = ()
     # a row's only scale multiplies its sum
@@ -216,10 +221,13 @@ def _quantized_row(
     up_rows = rows + N
     units = tl.arange(0, UNITS)
     # no kernel writes weights, so they may be loaded before the previous kernel ends
-    loaded = _units(data_ptr, scales_ptr, zeros_ptr, rows, units, ROWS, K, GROUP, PACKED, PARTS)
+    loaded = _units(data_ptr, scales_ptr, zeros_ptr, rows, 0, units, ROWS, K, GROUP, PACKED, PARTS)
+    ahead = _units(data_ptr, scales_ptr, zeros_ptr, rows, UNITS, units, ROWS, K, GROUP, PACKED, PARTS)
     loaded_up = loaded
+    ahead_up = ahead
     if GATED:
-        loaded_up = _units(data_ptr, scales_ptr, zeros_ptr, up_rows, units, ROWS, K, GROUP, PACKED, PARTS)
+        loaded_up = _units(data_ptr, scales_ptr, zeros_ptr, up_rows, 0, units, ROWS, K, GROUP, PACKED, PARTS)
+        ahead_up = _units(data_ptr, scales_ptr, zeros_ptr, up_rows, UNITS, units, ROWS, K, GROUP, PACKED, PARTS)
     wait_for_previous_kernel(PDL)
     if PACKED:
         acc = tl.zeros([BLOCK_N, UNITS, 32], tl.float32)
@@ -228,12 +236,12 @@ def _quantized_row(
     acc_up = acc
     squares = tl.zeros([UNITS, 32], tl.float32)
     for start in tl.range(0, K, UNITS * UNIT):
-        # the next units are loaded before these are used
-        following = units + start // UNIT + UNITS
-        next_loaded = _units(data_ptr, scales_ptr, zeros_ptr, rows, following, ROWS, K, GROUP, PACKED, PARTS)
-        next_up = next_loaded
+        # two tiles are in flight while another is used
+        first = start // UNIT + 2 * UNITS
+        further = _units(data_ptr, scales_ptr, zeros_ptr, rows, first, units, ROWS, K, GROUP, PACKED, PARTS)
+        further_up = further
         if GATED:
-            next_up = _units(data_ptr, scales_ptr, zeros_ptr, up_rows, following, ROWS, K, GROUP, PACKED, PARTS)
+            further_up = _units(data_ptr, scales_ptr, zeros_ptr, up_rows, first, units, ROWS, K, GROUP, PACKED, PARTS)
         xs = ()
         for run in tl.static_range(RUNS):
             cols = start + 32 * run + units[:, None] * UNIT + tl.arange(0, 32)[None, :]
@@ -249,8 +257,10 @@ def _quantized_row(
         acc = _row_sums(acc, loaded, xs, PACKED, PARTS)
         if GATED:
             acc_up = _row_sums(acc_up, loaded_up, xs, PACKED, PARTS)
-        loaded = next_loaded
-        loaded_up = next_up
+        loaded = ahead
+        loaded_up = ahead_up
+        ahead = further
+        ahead_up = further_up
     factor = 1.0
     if norm_ptr is not None:
         factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps)
@@ -501,17 +511,18 @@ def launch_quantize_rows(x: Tensor, norm: Norm | None, input_scale: Tensor | Non
 def row_tile(num_sms: int, n: int, k: int, is_packed: bool, gated: bool) -> RowTile:
     """The tile of the product of one token. Not measured yet.
 
-    A thread loads 16 bytes of a row at once, and a warp 1,024 columns of 4-bit weights or 512 of float8 weights. A tile of 8 to
-    16 rows has 8 kB in flight, while a tile of the same size is used. Small matrices get fewer rows and warps, so that every
-    multiprocessor has two programs.
+    A thread loads 16 bytes of a row at once, so a warp has 1,024 columns of 4-bit weights or 512 of float8 weights. Fewer
+    columns than 32 for each thread of the program need no exchange of the input between threads. Rows are divided until every
+    multiprocessor has 4 programs. Long rows of few outputs take more warps instead.
     """
-    block_n = (16 if is_packed else 8) // (2 if gated else 1)
-    while block_n > 2 and n // block_n < 2 * num_sms:
+    warps = 8 if is_packed and k >= 8192 else 4
+    block_n = (32 if is_packed else 16) // (2 if gated else 1)
+    while block_n > 8 and n // block_n < 4 * num_sms:
         block_n //= 2
-    block_k = 1024
+    block_k = 1024 if warps == 8 else 512
     while block_k > 256 and block_k >= 2 * k:
         block_k //= 2
-    return RowTile(block_n, block_k, 4)
+    return RowTile(block_n, block_k, warps)
 
 
 def linear_tile(num_sms: int, m: int, n: int, element_size: int) -> Tile:
