@@ -13,7 +13,16 @@ from quantized import float8_weight, int4_weight
 from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
 
 from fa_serve import ops
-from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantize_rows, launch_quantized_linear, launch_quantized_row
+from fa_serve.backends.plan import PLANS
+from fa_serve.ops import quantized_kernel
+from fa_serve.ops.quantized_kernel import (
+    Tile,
+    launch_dequantize,
+    launch_quantize_rows,
+    launch_quantized_linear,
+    launch_quantized_row,
+    linear_tile,
+)
 from fa_serve.ops.quantized_weight import QuantizedWeight
 
 WEIGHTS = {
@@ -87,6 +96,30 @@ def test_several_tokens_with_a_bias_and_a_residual(make) -> None:
     out = launch_quantized_linear(x, weight, bias, residual, 0.5)
     assert out is residual
     assert_rounded_once(out, exact)
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+def test_split_sums(make, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 blocks of columns, so that a range of 4 is empty, with and without what comes after the sum."""
+    monkeypatch.setattr(quantized_kernel, "linear_tile", lambda *sizes: Tile(16, 32, 4, 2, splits))
+    PLANS.clear()
+    weight = make(33, 700)
+    x = randn(5, 700, dtype=torch.float32)
+    bias = randn(33, dtype=torch.float32, seed=1)
+    residual = randn(5, 33, dtype=torch.float32, seed=2)
+    product = x.double() @ weight.dequantize(torch.float64).t()
+    assert_like_the_matrix(launch_quantized_linear(x, weight, None, None, 1.0), x, weight, product)
+    exact = residual.double() + 0.5 * (product + bias.double())
+    assert launch_quantized_linear(x, weight, bias, residual, 0.5) is residual
+    assert_rounded_once(residual, exact)
+    PLANS.clear()
+
+
+def test_products_of_few_tiles_are_split() -> None:
+    """Two programs for each multiprocessor, of 1,024 columns or more."""
+    sizes = ((28672, 4096), (6144, 4096), (4096, 14336), (4096, 512))
+    assert [linear_tile(132, 2, n, k, 2).splits for n, k in sizes] == [1, 4, 8, 1]
+    assert linear_tile(132, 2, 4096, 14336, 4).splits == 1
 
 
 def test_a_row_does_not_depend_on_the_others_and_none_is_none(make) -> None:
