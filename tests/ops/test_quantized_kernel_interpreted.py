@@ -18,7 +18,6 @@ from fa_serve.ops import quantized_kernel
 from fa_serve.ops.quantized_kernel import (
     Tile,
     launch_dequantize,
-    launch_quantize_rows,
     launch_quantized_linear,
     launch_quantized_row,
     linear_tile,
@@ -138,27 +137,3 @@ def test_dequantising_has_the_bits_of_pytorch(make, dtype: torch.dtype) -> None:
     for n, k in ((40, 256), (33, 352), (3, 300)):
         weight = make(n, k)
         assert torch.equal(launch_dequantize(weight, dtype), weight.dequantize(dtype))
-
-
-def test_rows_are_divided_by_what_makes_their_largest_448() -> None:
-    values = torch.tensor([[448.0, -1.5, 0.0, 112.0], [-26.0, 448.0, 3.25, 2.0**-9], [0.0, 0.0, 0.0, 0.0]])
-    scales = torch.tensor([[0.25], [8.0], [0.0]])
-    rounded, found = launch_quantize_rows(values * scales, None, None)
-    assert torch.equal(rounded.float(), values)
-    assert torch.equal(found[:2], scales[:2])
-    assert 0 < float(found[2]) < 1e-30, "a row of zeros is not divided by zero"
-
-
-def test_rows_are_normalised_first() -> None:
-    x = torch.tensor([[3.0, -3.0, 3.0, 3.0]])  # whose mean square is 9
-    norm = ops.Norm(torch.tensor([448.0, 232.0, 0.6, 0.0]), 0.0)
-    rounded, scales = launch_quantize_rows(x, norm, None)
-    assert torch.allclose(scales, torch.ones(1, 1), rtol=1e-6)
-    assert torch.allclose(rounded.float(), torch.tensor([[448.0, -232.0, 0.6, 0.0]]), rtol=0.07)
-
-
-def test_rows_are_rounded_with_a_given_scale_and_saturate() -> None:
-    x = torch.tensor([[1.0, -1000.0, 0.25, 448.0]])
-    rounded, scales = launch_quantize_rows(x, None, torch.tensor([0.5]))
-    assert scales.tolist() == [[0.5]]
-    assert rounded.float().tolist() == [[2.0, -448.0, 0.5, 448.0]]
