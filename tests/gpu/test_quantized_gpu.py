@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantize_rows
+from fa_serve.ops.quantized_kernel import launch_dequantize
 from fa_serve.ops.quantized_weight import QuantizedWeight, quantize_float8
+from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.torch_ops import TorchOps
 
 EXACT = TorchOps()

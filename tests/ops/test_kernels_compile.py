@@ -15,12 +15,12 @@ from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.quantized_kernel import (
     launch_dequantize,
-    launch_quantize_rows,
     launch_quantized_linear,
     launch_quantized_row,
 )
 from fa_serve.ops.quantized_product import converts_float8
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
+from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.routing_kernel import launch_route
 from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
 from fa_serve.ops.sampling_kernel import launch_sample_rows
