@@ -552,25 +552,26 @@ def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def row_tile(num_sms: int, n: int, k: int, is_packed: bool, gated: bool) -> RowTile:
-    """The tile of the product of one token. Not measured yet.
+    """The tile of the product of one token.
 
-    A thread loads 16 bytes of a row at once, so a warp has 512 columns of float8 weights. 4-bit weights take as many columns,
-    or 1,024 with twice the warps, because the compiler passes larger inputs between threads through shared memory. Rows are
-    divided until every multiprocessor has 4 programs.
+    A thread loads 16 bytes of a row at once, so 4 warps have 512 columns of float8 weights, and 8 warps 1,024 columns of 4-bit
+    weights. In us on one H200, 4-bit: 16 x 1024 takes 14.2, 45.2 and 30.1 for 6144 x 4096, 28672 x 4096 and 4096 x 14336, and
+    16 x 512 takes 16.3, 44.9 and more than 35. Float8 in 8 x 512: 18.3, 59.4 and 37.1. Fewer rows do not pay off while every
+    multiprocessor has a program.
     """
-    warps = 8 if is_packed and k >= 8192 else 4
     block_n = (16 if is_packed else 8) // (2 if gated else 1)
-    while block_n > 8 and n // block_n < 4 * num_sms:
+    while block_n > 8 and n // block_n < num_sms:
         block_n //= 2
-    block_k = 1024 if warps == 8 else 512
+    block_k = 1024 if is_packed else 512
     while block_k > 256 and block_k >= 2 * k:
         block_k //= 2
+    warps = 8 if block_k == 1024 else 4
     return RowTile(block_n, block_k, warps)
 
 
 @lru_cache(maxsize=1024)
 def linear_tile(num_sms: int, m: int, n: int, k: int, element_size: int) -> Tile:
-    """The tile of the product of m tokens with n rows of weights. Not measured yet.
+    """The tile of the product of m tokens with n rows of weights. The fastest of five on one H200, for 2 to 128 tokens.
 
     Up to 64 tokens fit into one tile, so weights are read once. float32, which tensor cores do not multiply, takes small tiles.
     Larger ones spill registers before Hopper. Sums are split until every multiprocessor has two programs, but not below 1,024

@@ -35,7 +35,7 @@ def quantized_product(
     n, k = weight.shape
     # torch._scaled_mm takes sizes that are multiples of 16 only
     by_row = weight.scales.shape[1] == 1 and n % 16 == 0 and k % 16 == 0
-    way = choose(weight.is_packed, by_row, x.shape[0], (n, k), x.dtype, spec.arch_of(x.device))
+    way = choose(weight.is_packed, by_row, x.shape[0], x.dtype, spec.arch_of(x.device))
     if way == "scaled_mm":
         return _scaled_mm(x, weight, bias, norm, residual, alpha)
     if norm is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_serve.ops.quantized_choice import choose, explain, kernel_tokens
+from fa_serve.ops.quantized_choice import KERNEL_TOKENS, choose, explain
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from fa_serve.ops.quantized_choice import choose, explain, kernel_tokens
     [
         pytest.param(True, False, 2, torch.bfloat16, 90, "kernel", id="int4"),
         pytest.param(True, False, 32, torch.float16, 80, "kernel", id="int4-sm80"),
-        pytest.param(True, False, 33, torch.float16, 80, "dequantized", id="int4-many"),
+        pytest.param(True, False, 129, torch.float16, 80, "dequantized", id="int4-many"),
         pytest.param(True, False, 2, torch.bfloat16, 0, "kernel", id="int4-amd"),
         pytest.param(False, True, 2, torch.bfloat16, 90, "scaled_mm", id="float8"),
         pytest.param(False, True, 9000, torch.bfloat16, 100, "scaled_mm", id="float8-many"),
@@ -27,7 +27,7 @@ from fa_serve.ops.quantized_choice import choose, explain, kernel_tokens
     ],
 )
 def test_the_way(packed: bool, by_row: bool, tokens: int, dtype: torch.dtype, arch: int, way: str) -> None:
-    assert choose(packed, by_row, tokens, (4096, 4096), dtype, arch) == way
+    assert choose(packed, by_row, tokens, dtype, arch) == way
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,6 @@ def test_people_are_told(packed: bool, by_row: bool, device: str, arch: int, tex
     assert explain(packed, by_row, torch.bfloat16, device, arch) == text
 
 
-def test_large_matrices_take_the_kernel_for_more_tokens() -> None:
-    assert [kernel_tokens(packed, n, 4096) for packed in (True, False) for n in (6144, 28672)] == [32, 128, 32, 64]
-    assert choose(True, False, 128, (28672, 4096), torch.bfloat16, 90) == "kernel"
-    assert choose(True, False, 129, (28672, 4096), torch.bfloat16, 90) == "dequantized"
+def test_many_tokens_unpack_the_matrix_once() -> None:
+    assert choose(True, False, KERNEL_TOKENS, torch.bfloat16, 90) == "kernel"
+    assert choose(True, False, KERNEL_TOKENS + 1, torch.bfloat16, 90) == "dequantized"
