@@ -35,12 +35,14 @@ def make_experts(num_experts: int, k: int, *, transposed: bool = False) -> ops.E
     gate_up = torch.empty(num_experts, 2 * k, k)
     down = torch.empty(num_experts, k, k)
     if transposed:
-        gate_up, down = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (gate_up, down))
+        gate_up = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
+        down = down.transpose(1, 2).contiguous().transpose(1, 2)
     return ops.ExpertWeights(gate_up, None, down, None, ops.Gate("silu"))
 
 
 def test_few_tokens_meet_different_experts() -> None:
-    few, many = make_experts(8, 16), make_experts(128, 16)
+    few = make_experts(8, 16)
+    many = make_experts(128, 16)
     assert reads_by_rows(8, 1, few), "one token meets each expert once"
     assert reads_by_rows(16, 2, many)
     assert not reads_by_rows(32, 4, many)
