@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fa_serve.engine.errors import RequestError
 from fa_serve.engine.sequence import SequenceState
 
 INVALID_TOKEN = -1
 """What the sampler returns for a row whose logits are not finite, before any bias or mask."""
 NO_TOKEN = -2
 """What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
+WITHOUT_TOKEN = {
+    INVALID_TOKEN: RequestError("not_finite", "the model's logits are not finite"),
+    NO_TOKEN: RequestError("no_token_left", "the request's parameters leave no token to choose"),
+}
+"""The error of a sequence for which the sampler returns one of them."""
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from fa_serve.engine.pages import PageTable
 from fa_serve.engine.prefix_pages import PrefixPages
 from fa_serve.engine.prompt_share import PromptShare
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduled_batch import NO_TOKEN, Chunk, ScheduledBatch
+from fa_serve.engine.scheduled_batch import INVALID_TOKEN, WITHOUT_TOKEN, Chunk, ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import Speculation, is_worth_waiting, num_accepted
 
@@ -231,21 +231,17 @@ class Scheduler:
         return min(self.prompt_share.limit(decoding), max(self.max_num_batched_tokens - decoding, 1))
 
     def _continue_running(self, batch: ScheduledBatch) -> None:
-        """Schedule the running sequences, by turn.
-
-        This runs once for each sequence and step, so what no sequence can need in this step is not asked of each.
-        """
-        drafting = self.speculation.is_on(len(self.running))
+        """Schedule the running sequences, by turn."""
+        drafting = self.speculation.is_on(len(self.running))  # asked once, because this loop decides what a step costs the host
         for sequence in self.running:
-            room = batch.room
-            if not room:
+            if not batch.room:
                 break
             if sequence.is_last_pending or sequence.num_drafts or (drafting and self._is_held_back(sequence)):
                 continue
             length = self._length(batch, sequence)
             if length:
                 self._grow_to(sequence, sequence.num_tokens)
-                self._append(batch, sequence, length, self._drafts(sequence, room) if drafting else ())
+                self._append(batch, sequence, length, self._drafts(sequence, batch.room) if drafting else ())
 
     def _is_held_back(self, sequence: SequenceState) -> bool:
         """Whether a sequence waits for its newest tokens."""
@@ -360,14 +356,9 @@ class Scheduler:
             self._requeue(self.waiting.last_of_largest(self.running))
 
     def _growth(self) -> int:
-        """The number of pages that the running sequences need for their next tokens."""
-        return sum(map(self._num_missing_pages, self.running))
-
-    def _num_missing_pages(self, sequence: SequenceState) -> int:
-        """For its next tokens; a sequence may have more pages than that, which it took for drafts."""
-        if sequence.is_last_pending:
-            return 0
-        return max(self.pages.pages_for(sequence.num_tokens) - len(sequence.pages), 0)
+        """The number of pages that the running sequences lack for their next tokens. Some have more, for drafts."""
+        growing = (sequence for sequence in self.running if not sequence.is_last_pending)
+        return sum(max(self.pages.pages_for(x.num_tokens) - len(x.pages), 0) for x in growing)
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""
@@ -392,13 +383,10 @@ class Scheduler:
 
     def _end_without_token(self, sequence: SequenceState, token: int) -> None:
         """End a sequence for which the sampler found no token, and say why."""
-        if token == NO_TOKEN:
-            error = RequestError("no_token_left", "the request's parameters leave no token to choose")
-        else:
+        if token == INVALID_TOKEN:
             # Any of its pages may be where the values that are not finite come from, also pages that others have computed.
             self._prefix.withdraw_all(sequence)
-            error = RequestError("not_finite", "the model's logits are not finite")
-        self.finish(sequence, "error", error)
+        self.finish(sequence, "error", WITHOUT_TOKEN[token])
 
     def _requeue(self, sequence: SequenceState) -> None:
         self._leave(sequence)
