@@ -138,6 +138,10 @@ class NotCompiledError(Exception):
 class _CompilerThreads(ThreadPoolExecutor):
     """Runs Triton's compilations. A thread also makes the kernel's launcher, which Triton 3.6 builds in C and keeps on disk."""
 
+    def __init__(self, count: int) -> None:
+        super().__init__(count, thread_name_prefix="fa_serve-compile")
+        self._futures: list[Future[Any]] = []
+
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         def compile_both() -> Any:
             kernel = compile_kernel()
@@ -145,7 +149,15 @@ class _CompilerThreads(ThreadPoolExecutor):
                 driver.active.launcher_cls(kernel.src, kernel.metadata)
             return kernel
 
-        return super().submit(compile_both)
+        self._futures.append(super().submit(compile_both))
+        return self._futures[-1]
+
+    def cancel(self) -> None:
+        """Begin no further compilation."""
+        self.shutdown(wait=False, cancel_futures=True)
+        for future in self._futures:
+            if future.cancelled():
+                future.set_running_or_notify_cancel()  # else `as_completed`, by which Triton waits for all, never returns it
 
 
 @contextmanager
@@ -154,10 +166,11 @@ def compiling_in_threads(count: int) -> Iterator[None]:
     compiles the kernel.
 
     Nothing is launched in the place of such a kernel, so no later work reads what it would have written. The caller repeats
-    its computation from the beginning. Left out: launches that ask the JIT each time, which wait for the compiler.
+    its computation from the beginning. At the end, compilations that have not begun are cancelled, and the others are waited
+    for. Left out: launches that ask the JIT each time, which wait for the compiler.
     """
     global _COMPILING
-    pool = _CompilerThreads(count, thread_name_prefix="fa_serve-compile")
+    pool = _CompilerThreads(count)
     # a launch raises the error of its kernel, so the mode need not raise it once more
     with pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         _COMPILING = {}
@@ -165,6 +178,7 @@ def compiling_in_threads(count: int) -> Iterator[None]:
             yield
         finally:
             _COMPILING = None
+            pool.cancel()
 
 
 class Launch:

@@ -35,6 +35,8 @@ log = logging.getLogger("fa_serve.engine")
 
 MAX_THREADS = 8
 """Threads that compile kernels. With more of them, Python's lock is what they wait for."""
+WARM_UP_SECONDS = 120.0
+"""How long the start waits for kernels. Those that are not compiled by then are compiled when a request needs them."""
 CAPTURE_SECONDS = 5.0
 """How long graphs are captured before the engine is ready. The most useful ones come first."""
 
@@ -86,7 +88,7 @@ def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> No
             steps = empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=max_tokens, max_keys=max_model_len)
             plan: list[EmptyStep | SamplingVariant] = [*steps, *sampling_variants(drafting=each is runner.draft)]
             calls += [partial(each.run_warm_up, work) for work in plan]
-        errors = run_compiled(calls, num_threads)
+        errors = run_compiled(calls, num_threads, WARM_UP_SECONDS)
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
     if errors:

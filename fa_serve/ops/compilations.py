@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from importlib.metadata import version
@@ -69,14 +70,16 @@ def num_compilations() -> Compilations:
     return listener.counted if isinstance(listener, _Counter) else Compilations()
 
 
-def run_compiled(calls: Iterable[Callable[[], None]], num_threads: int) -> list[Exception]:
+def run_compiled(calls: Iterable[Callable[[], None]], num_threads: int, seconds: float | None = None) -> list[Exception]:
     """Call each function until it comes to its end, while threads compile the kernels that the functions launch.
 
     A function ends early at a kernel that is not compiled yet. It is called again, from its beginning, when that kernel exists;
     meanwhile the others run. So every kernel that is launched reads what earlier kernels have written. A function that raises,
-    or whose kernel cannot be compiled, is not called again. Returns what was raised. Raises torch.AcceleratorError at once,
-    because nothing more can be computed on that device in this process.
+    or whose kernel cannot be compiled, is not called again. Returns what was raised, and a TimeoutError for each function that
+    still waits for a kernel after so many seconds. Raises torch.AcceleratorError at once, because nothing more can be computed
+    on that device in this process.
     """
+    limit = float("inf") if seconds is None else time.monotonic() + seconds
     try:
         from fa_serve.backends.launch import NotCompiledError, compiling_in_threads
     except ImportError:  # without Triton there is nothing to compile
@@ -86,8 +89,12 @@ def run_compiled(calls: Iterable[Callable[[], None]], num_threads: int) -> list[
     blocked: dict[Future[Any], list[Callable[[], None]]] = {}
     with compiling_in_threads(num_threads):
         while ready or blocked:
+            left = limit - time.monotonic()
+            if left <= 0:
+                waiting = len(ready) + sum(map(len, blocked.values()))
+                return errors + [TimeoutError(f"not compiled within {seconds:.0f} s") for _ in range(waiting)]
             if not ready:
-                wait(blocked, return_when=FIRST_COMPLETED)
+                wait(blocked, None if seconds is None else left, return_when=FIRST_COMPLETED)
             for compiled in [x for x in blocked if x.done()]:
                 ready += blocked.pop(compiled)
             for call in ready:

@@ -162,3 +162,27 @@ def test_kernels_are_kept_by_release_and_card(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "own")
     use_kernel_cache("cuda:0")
     assert os.environ["TRITON_CACHE_DIR"] == "own"
+
+
+def test_kernels_that_take_too_long_are_left_out(monkeypatch, tmp_path) -> None:
+    """Compilations that have not begun are cancelled. What has been compiled runs, and the start goes on."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", _Driver())
+    compile_both = launch._CompilerThreads.submit
+
+    def slowly(self, compile_kernel):
+        return compile_both(self, lambda: (time.sleep(1.5), compile_kernel())[1])
+
+    monkeypatch.setattr(launch._CompilerThreads, "submit", slowly)
+    ended = []
+
+    def call(size: int) -> None:
+        compile_or_raise(size)
+        ended.append(size)
+
+    begin = time.monotonic()
+    errors = run_compiled([partial(call, size) for size in (512, 1024, 2048, 4096)] + [partial(ended.append, 0)], 1, 0.5)
+    assert ended == [0]
+    assert [type(error) for error in errors] == [TimeoutError] * 4
+    assert time.monotonic() - begin < 5, "one compilation had begun, and three had not"
+    assert launch._COMPILING is None
