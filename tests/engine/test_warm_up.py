@@ -5,12 +5,15 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 
 from fa_serve.backends.hopper import hopper_tiles
 from fa_serve.backends.triton import triton_tiles
 from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
-from fa_serve.ops.experts_kernel import are_few, grouped_tile
+from fa_serve.ops import ExpertWeights, Gate
+from fa_serve.ops.experts_kernel import grouped_tile, reads_by_rows
+from fa_serve.ops.quantized_choice import KERNEL_TOKENS
 from fa_serve.ops.quantized_kernel import linear_tile
 
 LIMITS = {"max_num_seqs": 256, "max_tokens": 4096, "max_keys": 8192}
@@ -119,14 +122,18 @@ def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys)
     planned = {step.num_tokens for step in steps}
     possible = range(1, max_tokens + 1)
     assert max(planned) > 0.9 * max_tokens
-    for columns in (64, 4096, 14336, 128256):
-        assert {linear_tile(132, m, columns, 2) for m in possible} == {linear_tile(132, m, columns, 2) for m in planned}
+    by_kernel = range(1, min(max_tokens, KERNEL_TOKENS) + 1)
+    for n, k in ((64, 64), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
+        met = {linear_tile(132, m, n, k, 2) for m in planned if m <= KERNEL_TOKENS}
+        assert {linear_tile(132, m, n, k, 2) for m in by_kernel} == met
     for num_experts, top_k in ((8, 2), (64, 6), (128, 8), (256, 8)):
+        weight = torch.empty(num_experts, 16, 16, device="meta")
+        experts = ExpertWeights(weight, None, weight, None, Gate("silu"))
 
-        def tile(tokens: int, num_experts: int = num_experts, top_k: int = top_k) -> object:
+        def tile(tokens: int, top_k: int = top_k, experts: ExpertWeights = experts) -> object:
             pairs = tokens * top_k
-            few = are_few(pairs, tokens, num_experts)
-            return "few" if few else grouped_tile(pairs / num_experts, 2, 90)
+            by_rows = reads_by_rows(pairs, tokens, experts)
+            return "rows" if by_rows else grouped_tile(pairs / len(experts.down), 2, 90)
 
         assert {tile(tokens) for tokens in possible} == {tile(tokens) for tokens in planned}
 
