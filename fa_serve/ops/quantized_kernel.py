@@ -6,8 +6,6 @@ uses. The product of several tokens is computed as weights times inputs, so that
 fill the rows of the tensor cores, and unpacked weights go to them from registers. Where it has few tiles, ranges of columns are
 summed by different programs, and a second kernel adds the sums in their order, so a result does not change from one call to
 the next. Left out: activations in float8 (rounding_kernel.py).
-
-The speed of these kernels has not been measured yet.
 """
 
 from __future__ import annotations
