@@ -63,10 +63,14 @@ def _is_ours(module: str) -> bool:
 def packaged_files() -> dict[str, str]:
     """The text of each file by its path in the package, such as "backends/plan.py"."""
     source = ROOT / PACKAGE
-    paths = [path for part in PARTS for path in (sorted((source / part).rglob("*.py")) or [source / part])]
+    paths = [path for part in PARTS for path in _modules(source / part)]
     names = {path.relative_to(source).as_posix(): path for path in paths}
     names["__init__.py"] = ROOT / "deploy" / "kernel_entry.py"
     return {name: relative_imports(path.read_text(), name.count("/") + 1) for name, path in names.items()}
+
+
+def _modules(part: Path) -> list[Path]:
+    return sorted(part.rglob("*.py")) if part.is_dir() else [part]
 
 
 def metadata(files: dict[str, str]) -> dict[str, object]:
