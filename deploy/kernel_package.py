@@ -74,7 +74,7 @@ def _modules(part: Path) -> list[Path]:
 
 
 def metadata(files: dict[str, str]) -> dict[str, object]:
-    """The contents of metadata.json. The id is the name under which the loader imports the package; it differs for other files."""
+    """The contents of metadata.json. The id, under which the loader imports the package, contains a digest of the files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return {

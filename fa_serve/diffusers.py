@@ -69,27 +69,25 @@ def dispatched_attention(
     enable_gqa: has no effect: num_heads may always be a multiple of num_kv_heads
     Returns out (batch, seqlen_q, num_heads, head_dim), or (out, lse) with lse (batch, seqlen_q, num_heads), float32.
 
-    Raises ParameterError for dropout, for context parallelism and for a mask with is_causal, and otherwise what `fa_serve.attention` raises.
+    Raises ParameterError for dropout, for context parallelism and for a mask with is_causal, and otherwise what
+    `fa_serve.attention` raises.
     """
     if dropout_p:
         raise ParameterError("dropout_p", "be 0, because the kernels have no dropout", dropout_p, "unsupported")
     if _parallel_config is not None:
-        raise ParameterError("parallel_config", "be None, because one device has all keys", _parallel_config, "unsupported")
+        raise ParameterError(
+            "parallel_config", "be None, because the kernels attend on one device", _parallel_config, "unsupported"
+        )
     window_size = (-1, -1)
     if is_causal and attn_mask is not None:
         raise ParameterError("attn_mask", "be None with is_causal, as in PyTorch", "a mask", "unsupported")
     if is_causal:  # the last query sees up to key seqlen_q - 1, and the window is counted from the last key
         key, value = key[:, : query.shape[1]], value[:, : query.shape[1]]
         window_size = (-1, query.shape[1] - key.shape[1])
-    result: Tensor | tuple[Tensor, Tensor] = api.attention(
-        query,
-        key,
-        value,
-        softmax_scale=scale,
-        window_size=window_size,
-        mask=None if attn_mask is None else _with_four_dimensions(attn_mask, query, key),
-        return_lse=return_lse,
-    )
+    options: dict[str, Any] = {"softmax_scale": scale, "window_size": window_size, "return_lse": return_lse}
+    if attn_mask is not None:
+        options["mask"] = _with_four_dimensions(attn_mask, query, key)
+    result: Tensor | tuple[Tensor, Tensor] = api.attention(query, key, value, **options)
     if isinstance(result, Tensor):
         return result
     out, lse = result

@@ -178,7 +178,11 @@ PLANTED: list[Planted] = [
     (guests_stay_in_their_rooms, {"fa_serve/api.py": "import triton.language as tl"}, "fa_serve.api imports triton.language"),
     (guests_stay_in_their_rooms, {"fa_serve/ops/__init__.py": "import triton"}, "fa_serve.ops imports triton"),
     (guests_stay_in_their_rooms, {"fa_serve/api.py": "from vllm import x"}, "fa_serve.api imports vllm.x"),
-    (guests_stay_in_their_rooms, {"fa_serve/hf.py": "from diffusers.models import x"}, "fa_serve.hf imports diffusers.models.x"),
+    (
+        guests_stay_in_their_rooms,
+        {"fa_serve/hf.py": "from diffusers.models import x"},
+        "fa_serve.hf imports diffusers.models.x",
+    ),
     (guests_stay_in_their_rooms, {"fa_serve/engine/pages.py": "from transformers import x"}, "pages imports transformers.x"),
     (guests_stay_in_their_rooms, {"fa_serve/__main__.py": "from fastapi import FastAPI"}, "__main__ imports fastapi.FastAPI"),
     (guests_stay_in_their_rooms, {"fa_serve/client/chat.py": "import pydantic"}, "client.chat imports pydantic"),
