@@ -306,16 +306,20 @@ def measure_tree(tree: Path, args: argparse.Namespace) -> dict[str, float]:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """The rounds, the table, and the results."""
+    """The rounds. Table and results are written after each, so a run that is ended early leaves what it has measured."""
     trees = {"before": args.before, "after": args.after}
+    commits = {name: getattr(args, f"{name}_commit") or commit_of(tree) for name, tree in trees.items()}
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(args.rounds):
         order = list(trees) if number % 2 == 0 else list(reversed(trees))
         rounds.append({name: measure_tree(trees[name], args) for name in order})
-        print(f"round {number + 1} of {args.rounds} is done", flush=True)
-    commits = {name: getattr(args, f"{name}_commit") or commit_of(tree) for name, tree in trees.items()}
-    results = Results("host", args.out, before=commits["before"], commit=commits["after"])
-    print(f"\n{'us per call':<18}{'before':>10}{'after':>10}{'ratio':>8}   least and greatest of a round")
+        print(f"\nround {number + 1} of {args.rounds} is done", flush=True)
+        report(rounds, Results("host", args.out, before=commits["before"], commit=commits["after"]))
+
+
+def report(rounds: list[dict[str, dict[str, float]]], results: Results) -> None:
+    """Print the medians of the rounds so far, and write them as results."""
+    print(f"{'us per call':<18}{'before':>10}{'after':>10}{'ratio':>8}   least and greatest of a round")
     for case in rounds[0]["before"]:
         before, after = (statistics.median(each[name][case] for each in rounds) for name in ("before", "after"))
         ratios = [each["after"][case] / each["before"][case] for each in rounds]

@@ -222,11 +222,12 @@ def bench(
 def info(
     model: Annotated[str | None, typer.Argument(help="Hub name or local folder, of which only the config is read.")] = None,
     arch: Annotated[int | None, typer.Option(help="Answer for a GPU of this compute capability, such as 90 for 9.0.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Show what each of so many ranks holds of MODEL.")] = 1,
 ) -> None:
     """Show which attention backend serves each kind of call on this machine, and why the others do not.
 
     With MODEL: show each kind of attention layer of this model instead, and whether the engine runs
-    the model. The exit code is 1 if fa_serve refuses a part of the model.
+    the model. The exit code is 1 if fa_serve refuses a part of the model, or cannot divide it.
     """
     import torch
 
@@ -246,11 +247,11 @@ def info(
     from fa_serve.hf.info import describe
 
     try:
-        described = describe(model, device, arch)
+        described = describe(model, device, arch, tensor_parallel)
     except (ValueError, OSError, ImportError) as error:
         _fail(str(error), code=2)
     show_model(described, console)
-    if any(part.refused for part in described.parts):
+    if any(part.refused for part in described.parts) or isinstance(described.share, str):
         raise typer.Exit(code=1)
 
 

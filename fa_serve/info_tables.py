@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from fa_serve.hf.info import Description
+    from fa_serve.hf.info import Description, RankShare
     from fa_serve.spec import AttentionSpec
 
 WIDTH = 100
@@ -98,6 +98,27 @@ def show_model(described: Description, console: Console) -> None:
         console.print(f"weights: {kept}")
         console.print(f"  {layers}")
     console.print(f"engine: {described.engine or 'runs it'}")
+    if isinstance(described.share, str):
+        console.print(f"tensor parallel: {described.share}")
+    elif described.share is not None:
+        _show_share(described.share, console)
+
+
+def _show_share(share: RankShare, console: Console) -> None:
+    """What each rank of tensor parallelism holds."""
+    held = share.divided + share.whole
+    first = share.layers[0]
+    console.print(f"tensor parallel: each of {share.size} ranks holds {_gib(held)} of {_gib(share.total)} of weights")
+    console.print(f"  divided: {_gib(share.divided)}, parts of projections, experts and vocabulary")
+    console.print(f"  whole:   {_gib(share.whole)}, the same on every rank: norms, routers and what does not divide")
+    console.print(
+        f"  heads in layer 0: {first.num_heads} of queries, {first.num_kv_heads} of keys and values; "
+        f"{share.cache_bytes / 2**10:.4g} KiB of KV cache for a token"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def chosen(reasons: Reasons) -> str:

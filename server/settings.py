@@ -49,6 +49,9 @@ class Settings(BaseSettings):
         None, "fp8 rounds the weights of a checkpoint of floats to 8 bits while it is loaded, and may change tokens.", "Model"
     )
     device: str = _option("auto", "auto, cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.", "Model")
+    tensor_parallel: int = _option(
+        1, "Number of GPUs, or of processes on a CPU, that each layer is divided between.", "Model", ge=1
+    )
     max_model_len: int | None = _option(
         None, "Maximum number of tokens of prompt and answer together; by default the model's limit.", "Model", ge=1
     )

@@ -23,7 +23,7 @@ _INTRODUCTION = """\
 forward without gradients. `model.set_experts_implementation("fa_serve")` switches a loaded model. The engine does this by
 itself if two experts of each kind, computed in float32, give what the model's own code gives, and fuses routers whose choice
 it can describe. Experts that every token takes stay the model's own. Gradients are computed by transformers' `grouped_mm`. The
-speed has not been measured yet. [Kernels](kernels.md#experts) explains the computation.
+speed has not been measured yet. [Kernels](kernels.md#9-experts) explains the computation.
 
 These families are compared with their own code in `generate`, and, where the engine runs them, in the engine with chunks,
 preemption and prefix cache, and in deterministic mode. `g` and `u` are what the gate and up weights give.

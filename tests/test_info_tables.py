@@ -76,3 +76,26 @@ def test_a_narrow_terminal_is_respected(monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
     assert info_tables.make_console().width == 100
     assert isinstance(info_tables.make_console(), Console)
+
+
+def test_what_each_rank_holds(tmp_path):
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 4096, "dtype": "bfloat16"}
+    AutoConfig.for_model("llama", num_attention_heads=8, num_key_value_heads=2, **sizes).save_pretrained(tmp_path)
+    text = run(str(tmp_path), "--tensor-parallel", "4")
+    assert max(map(len, text.splitlines())) <= 100
+    # one layer: q and o 2 * 2^20, k and v 2 * 2^18, the MLP 3 * 2^22; embeddings and head 2 * 2^22; norms 17 * 2^10
+    layers = 8 * (2 * 2**20 + 2 * 2**18 + 3 * 2**22) * 2
+    vocabulary = 2 * 2**22 * 2
+    whole = 17 * 2**10 * 2
+    shared = 8 * 2 * 2**17 * 2  # four ranks hold one of two key and value heads each
+    held = layers / 4 + shared / 2 + vocabulary / 4 + whole
+    assert f"each of 4 ranks holds {held / 2**30:.3g} GiB of {(layers + vocabulary + whole) / 2**30:.3g} GiB" in text
+    assert "heads in layer 0: 2 of queries, 1 of keys and values; 4 KiB of KV cache for a token" in text
+
+
+def test_a_model_that_cannot_be_divided(tmp_path):
+    AutoConfig.for_model("gpt2", n_layer=2, n_embd=64, n_head=4).save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["info", str(tmp_path), "--tensor-parallel", "2"])
+    assert done.exit_code == 1
+    reason = "GPT2LMHeadModel cannot be divided between 2 ranks: transformers has no tensor-parallel plan for its layers"
+    assert f"tensor parallel: {reason}" in words(done.stdout)

@@ -30,6 +30,7 @@ class EngineConfig:
     quantization:           "fp8" rounds the weights of a checkpoint of floats to 8 bits while it is loaded, which halves their
                             memory and may change tokens; None loads weights as the checkpoint keeps them
     device:                 "auto" (cuda if there is one, else cpu), or a torch device
+    tensor_parallel:        ranks that the layers are divided between, one process and one device for each
     page_size:              tokens in a page of the KV cache
     num_pages:              pages of the KV cache; None fits them into the memory
     kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens
@@ -61,6 +62,7 @@ class EngineConfig:
     dtype: str = "auto"
     quantization: str | None = None
     device: str = "auto"
+    tensor_parallel: int = 1
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_dtype: str = "auto"
@@ -85,7 +87,15 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "grammar_memory"):
+        for name in (
+            "tensor_parallel",
+            "page_size",
+            "num_pages",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "grammar_memory",
+        ):
             value = getattr(self, name)
             if value is None and name in ("num_pages", "max_model_len"):
                 continue
@@ -110,6 +120,8 @@ class EngineConfig:
             raise ParameterError("kv_cache_dtype", "be auto or fp8", self.kv_cache_dtype)
         if self.speculative not in (None, "ngram") and not self.draft_model:
             raise ParameterError("speculative", "be None, ngram or draft=MODEL", self.speculative)
+        if self.draft_model and self.tensor_parallel > 1:
+            raise ParameterError("speculative", "be None or ngram with tensor_parallel above 1", self.speculative)
         num_drafts = self.num_speculative_tokens
         if not _is_integer(num_drafts) or not 1 <= num_drafts <= MAX_DRAFTS:
             raise ParameterError("num_speculative_tokens", f"be an integer from 1 to {MAX_DRAFTS}", num_drafts)
@@ -138,6 +150,11 @@ class EngineConfig:
     def resolve_device(self) -> str:
         """The device to load the model on: `device`, with "auto" resolved."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+    def device_of(self, rank: int) -> str:
+        """The device of a rank of tensor parallelism."""
+        device = self.resolve_device()
+        return f"{device}:{rank}" if device == "cuda" and self.tensor_parallel > 1 else device
 
     @property
     def draft_model(self) -> str | None:

@@ -1,6 +1,6 @@
 """A small model that guesses what the large one will draw: the drafter of `speculative="draft=MODEL"`.
 
-    drafter = load_drafter(config, runner, tokenizer, clock)     # a DraftModel, or an NgramDrafter without a draft model
+    drafter = DraftModel(runner, 8192, None)         # made by `loading.load_drafter`
     drafter.prepare([(sequence, 7)])                             # 7 short steps of the small model, one read at the end
     drafts = drafter.propose(sequence, 7)
 
@@ -19,20 +19,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
-from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.events import PhaseClock
-from fa_serve.engine.loading import load_model, load_tokenizer
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.results import PendingResult
 from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.speculation import CATCH_UP, Drafter, NgramDrafter
-from fa_serve.spec import ParameterError
+from fa_serve.engine.speculation import CATCH_UP
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -148,31 +143,3 @@ class DraftModel:
     def _num_known(self, sequence: SequenceState) -> int:
         cache = self._caches.get(sequence)
         return 0 if cache is None or cache.pages is not sequence.pages else cache.num_known(sequence)
-
-
-def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, clock: PhaseClock) -> Drafter:
-    """The drafter that the settings ask for. A draft model is loaded, and its cache belongs to `runner` from now on.
-
-    Raises ParameterError for a model that is not there or has another vocabulary, and what loading a model raises.
-    """
-    if config.draft_model is None:
-        return NgramDrafter()
-    own = replace(config, model=config.draft_model, speculative=None, deterministic=False)
-    try:
-        own.model_path()
-    except ParameterError as error:
-        raise ParameterError("speculative", f"name a draft model: {error}", config.speculative) from None
-    if tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
-        rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
-        raise ParameterError("speculative", rule, config.speculative)
-    draft = ModelRunner(load_model(own), own, drafting=True)
-    if draft.vocab_size != runner.vocab_size:
-        sizes = f"it gives logits for {draft.vocab_size} tokens, and {config.model_name} for {runner.vocab_size}"
-        rule = f"name a draft model with the same vocabulary: {sizes}"
-        raise ParameterError("speculative", rule, config.speculative)
-    if draft.fuses:
-        draft.fuse()
-    runner.draft = draft
-    clock.end("draft", f"{own.model_name} on {draft.device}")
-    limit = getattr(draft.model.config.get_text_config(), "max_position_embeddings", None)
-    return DraftModel(draft, config.max_num_batched_tokens, limit)

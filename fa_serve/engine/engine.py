@@ -20,7 +20,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -32,16 +32,16 @@ from fa_serve.api import MAX_KEYS_PER_TILE
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.deadlines import Deadlines
 from fa_serve.engine.detokenizer import TextStream
-from fa_serve.engine.draft_model import load_drafter
-from fa_serve.engine.errors import QueueFullError, RequestError
+from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.groups import Groups
 from fa_serve.engine.input_processor import InputProcessor
-from fa_serve.engine.loading import end_ids, load_model, load_tokenizer, sizes
-from fa_serve.engine.model_runner import ModelRunner
+from fa_serve.engine.loading import load
 from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
-from fa_serve.engine.pages import PageTable
+from fa_serve.engine.pages import PageTable, new_salt
+from fa_serve.engine.prompts import params_of_each
+from fa_serve.engine.ranks import Leader, OnLost, Ranks
 from fa_serve.engine.request import Request
 from fa_serve.engine.results import LaunchedStep
 from fa_serve.engine.sampling_params import SamplingParams
@@ -49,11 +49,10 @@ from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler import Scheduler
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import Speculation
-from fa_serve.engine.stats import EngineStats
-from fa_serve.engine.step_masks import step_masks
+from fa_serve.engine.stats import Counters, EngineStats
+from fa_serve.engine.step_masks import grammar_ends, step_masks
 from fa_serve.engine.stop_strings import StopStrings
 from fa_serve.engine.structured import Grammars
-from fa_serve.hf import patch
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -65,9 +64,11 @@ class Engine:
     config:    settings; `engine.config` holds no "auto" and no None that the engine decides any more
     model, tokenizer: may be given instead of being loaded. Without a tokenizer prompts are token ids and outputs have no text
     on_phase:  called with each `Phase` of the start-up when it has ended
+    on_lost:   called from a thread when another rank of tensor parallelism has ended
+    ranks:     the rank of this process; rank 0 makes it itself, and starts the others
 
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
-    cannot serve.
+    cannot serve. Methods raise EngineDeadError when another rank has ended.
     """
 
     def __init__(
@@ -77,47 +78,34 @@ class Engine:
         model: PreTrainedModel | None = None,
         tokenizer: Any = None,
         on_phase: OnPhase | None = None,
+        on_lost: OnLost | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         config = config or EngineConfig()
-        clock = PhaseClock(on_phase)
-        if model is None:
-            tokenizer = load_tokenizer(config)
-            model = load_model(config)
-            clock.end("weights", f"{config.model_name} on {model.device}")
-        else:
-            patch(model)
-        self.tokenizer = tokenizer
-        self._runner = ModelRunner(model, config)
-        drafter = load_drafter(config, self._runner, tokenizer, clock)
-        if self._runner.fuses:
-            clock.end("fusion", f"{self._runner.fuse()} of {len(self._runner.layers)} layers are fused")
-        num_pages, self.max_model_len = sizes(config, self._runner)
-        self._runner.allocate(num_pages, self.max_model_len)
-        clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens, max_model_len {self.max_model_len}")
-        if not self._runner.eager:
-            captured = self._runner.make_graphs()
-            clock.end("graphs", "the largest decoding step is captured" if captured else "this model cannot be captured")
-        self.config = replace(
-            config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=self.max_model_len
-        )
-        self._speculation = Speculation(config.max_drafts, drafter)
+        if model is not None and config.tensor_parallel > 1:
+            raise ParameterError("tensor_parallel", "be 1 for a model that is given instead of loaded", config.tensor_parallel)
+        self._ranks: Ranks = ranks or Leader(config, on_lost)
+        with self._ranks.starting():
+            loaded = load(config, self._ranks, PhaseClock(on_phase), model, tokenizer)
+        self.config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self._runner = loaded.runner
+        assert self.config.max_model_len is not None
+        self.max_model_len = self.config.max_model_len
+        self._speculation = Speculation(config.max_drafts, loaded.drafter)
         self._prompt_share = config.prompt_share()
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
-        eos_ids = end_ids(model)
-        self._processor = InputProcessor(tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=eos_ids)
-        self.grammars = Grammars(tokenizer, self.vocab_size, eos_ids, config)
+        self._processor = InputProcessor(self.tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=loaded.eos_ids)
+        self.grammars = Grammars(self.tokenizer, self.vocab_size, loaded.eos_ids, config)
         self._output_states: dict[str, OutputState] = {}  # the unfinished ones, by the id of their request
         self._groups = Groups()
         self._deadlines = Deadlines()
-        self._depth = 1 if model.device.type == "cuda" else 0  # steps that the host works ahead
+        self._depth = 1 if self._runner.device.type == "cuda" else 0  # steps that the host works ahead
         self._inflight: deque[LaunchedStep] = deque()
         self._last_read = 0.0  # when the result of a step was there, on time.monotonic's clock
         self._serial = count()
-        self._num_steps = 0
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_output_tokens = 0
+        self._counters = Counters()
 
     def add_request(
         self,
@@ -135,7 +123,6 @@ class Engine:
 
         priority: -1000 to 1000; of one client's requests, those with a lower value are served sooner
         client, cache_salt: clients take turns, and cached prefixes are shared with requests of the same salt only
-
         matcher: what `grammars.matcher` returned for the structured output; without one it is compiled here
 
         Raises ParameterError for a prompt that is empty, too long or not of this vocabulary, for an id that is in use, and for
@@ -147,13 +134,33 @@ class Engine:
         requests = self._process(request_id, prompt, params, priority, client, cache_salt)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
-        self._submit(request_id, params, requests, timeout, matcher)
+        self.submit(request_id, params, requests, timeout, matcher)
+
+    def submit(
+        self, name: str, params: SamplingParams, requests: list[Request], timeout: float | None = None, matcher: Any = None
+    ) -> None:
+        """Queue the requests of `add_request`, which have been checked."""
+        if matcher is None and params.structured is not None and self._ranks.rank == 0:
+            matcher = self.grammars.matcher(params.structured)
+        self._ranks.tell("submit", name, params, requests, timeout)
+        stop = StopStrings(params.stop)
+        for request in requests:
+            sequence = self._scheduler.add(request)
+            stream = None
+            if self.tokenizer is not None:
+                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, stop, params.skip_special_tokens)
+            own = None if matcher is None else matcher.deep_copy()
+            self._output_states[request.request_id] = OutputState(sequence, stream, own)
+            if timeout is not None:
+                self._deadlines.add(request.arrival + timeout, sequence)
+        self._groups.add(name, params)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request. Its pages are free when this returns.
 
         Returns the last outputs of its answers; none if the request has ended already or never existed.
         """
+        self._ranks.tell("abort", request_id)
         ended = [self._scheduler.abort(name) for name in self._groups.names(request_id)]
         return self._groups.merge([self._output(sequence) for sequence in ended if sequence is not None])
 
@@ -164,19 +171,22 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns what requests gained, at most one output for each answer."""
         begin = time.monotonic()
+        self._ranks.tell("step")
         outputs = self._expire()
         try:
             if self._inflight and self._scheduler.needs_results():
                 outputs += self._commit(self._inflight.popleft())
             batch = self._scheduler.schedule()
-        except torch.AcceleratorError:
-            raise  # the device is lost
+        except (torch.AcceleratorError, EngineDeadError):
+            raise  # the device or another rank is lost
         except Exception as error:
             return self._groups.merge(outputs + self._reset(error))
+        self._ranks.note(number for chunk in batch.chunks for number in chunk.numbers())
         if batch:
             outputs += self._launch(batch, begin)
         if self._inflight and (len(self._inflight) > self._depth or not batch):
             outputs += self._commit(self._inflight.popleft())
+        self._ranks.end_step()
         return self._groups.merge(outputs)
 
     def generate(
@@ -194,12 +204,7 @@ class Engine:
         There may be more prompts than the queue holds. Outputs of other requests are lost. Raises ParameterError as
         `add_request` does, before anything is computed.
         """
-        if isinstance(prompts, str):
-            raise ParameterError("prompts", "be a list of prompts, not one text", prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
+        params = params_of_each(prompts, params)
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
         for each in params:
             if each.structured is not None:
@@ -210,7 +215,7 @@ class Engine:
             with tqdm(total=sum(each.n for each in params), unit="answer", disable=not progress) as bar:
                 while queue or self.has_unfinished():
                     while queue and len(queue[0][2]) <= self._room:
-                        self._submit(*queue.popleft())
+                        self.submit(*queue.popleft())
                     for output in self.step():
                         answers.add(output)
                         bar.update(output.finished)
@@ -224,23 +229,17 @@ class Engine:
 
         On a GPU this takes tenths of a second, or seconds for kernels that are in no cache. Returns False if nothing is left.
         """
+        self._ranks.tell("prepare_one")
         return not self.has_unfinished() and self._runner.prepare_one()
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
-        scheduler = self._scheduler
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_pages=scheduler.pages.num_pages,
-            num_pages_used=scheduler.pages.num_held,
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_output_tokens=self._num_output_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            speculation=self._speculation.snapshot(),
-        )
+        return self._counters.snapshot(self._scheduler)
+
+    def close(self) -> None:
+        """End the processes that belong to the engine: its other ranks, and the one that compiles grammars on trial."""
+        self.grammars.close()
+        self._ranks.close()
 
     def check_integrity(self) -> None:
         """Assert that every page and slot is accounted for, and that there is an answer for each unfinished sequence."""
@@ -257,30 +256,14 @@ class Engine:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         return self._processor.process(request_id, prompt, params, *options)
 
-    def _submit(
-        self, name: str, params: SamplingParams, requests: list[Request], timeout: float | None = None, matcher: Any = None
-    ) -> None:
-        if matcher is None and params.structured is not None:
-            matcher = self.grammars.matcher(params.structured)
-        stop = StopStrings(params.stop)
-        for request in requests:
-            sequence = self._scheduler.add(request)
-            stream = None
-            if self.tokenizer is not None:
-                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, stop, params.skip_special_tokens)
-            own = None if matcher is None else matcher.deep_copy()
-            self._output_states[request.request_id] = OutputState(sequence, stream, own)
-            if timeout is not None:
-                self._deadlines.add(request.arrival + timeout, sequence)
-        self._groups.add(name, params)
-
     def _expire(self) -> list[RequestOutput]:
         """End the requests whose time is up."""
         if not self._deadlines:
             return []
         outputs = []
-        for sequence in self._deadlines.expired(time.monotonic(), len(self._output_states)):
-            late = RequestError("timeout", "the request was not finished within its timeout")
+        now = self._ranks.decide("clock", time.monotonic)
+        late = RequestError("timeout", "the request was not finished within its timeout")
+        for sequence in self._deadlines.expired(now, len(self._output_states)):
             self._scheduler.finish(sequence, "error", late)
             outputs.append(self._output(sequence))
         return outputs
@@ -294,19 +277,21 @@ class Engine:
         try:
             forward = self._runner.launch(batch)
             masks = None
-            if any(x.request.params.structured is not None for x in forward.sequences):
+            structured = any(x.request.params.structured is not None for x in forward.sequences)
+            if structured:
                 while self._inflight:  # what may come next depends on every token before
                     outputs += self._commit(self._inflight.popleft())
                 since = time.monotonic()
-                masks, failed, late = step_masks(self.grammars, batch, self._output_states)
+                masks, failed, late = self._ranks.decide("masks", lambda: step_masks(self.grammars, batch, self._output_states))
                 mask_seconds = time.monotonic() - since
-                for chunk in late:
-                    self._scheduler.postpone(chunk)
-                for state, reason in failed:
-                    self._scheduler.finish(state.sequence, "error", reason)
-                    outputs.append(self._output(state.sequence))
-            self._inflight.append(LaunchedStep(batch, self._runner.sample(forward, masks), begin, mask_seconds))
-            self._num_steps += 1
+                for index in late:
+                    self._scheduler.postpone(batch.chunks[index])
+                for name, reason in failed:
+                    sequence = self._output_states[name].sequence
+                    self._scheduler.finish(sequence, "error", reason)
+                    outputs.append(self._output(sequence))
+            self._inflight.append(LaunchedStep(batch, self._runner.sample(forward, masks), begin, structured, mask_seconds))
+            self._counters.num_steps += 1
         except torch.OutOfMemoryError as error:
             outputs += self._shrink(batch, error)
         except Exception as error:
@@ -319,49 +304,55 @@ class Engine:
             result = step.pending.read()
         except Exception as error:
             return self._fail(step.batch, error)
-        now = time.monotonic()
-        seconds = now - max(step.begin, self._last_read)  # steps run one after the other
-        self._last_read = now
+        self._ranks.note(result.tokens)
+        before = max(step.begin, self._last_read)  # steps run one after the other
+        self._last_read = time.monotonic()
+        seconds = self._ranks.decide("seconds", lambda: self._last_read - before)
         try:
-            changed = self._scheduler.commit(step.batch, result.tokens, seconds)
+            gained = self._scheduler.commit(step.batch, result.tokens, seconds)
         except Exception as error:
             return self._reset(error)
         for sequence, start, entries in result.prompt_logprobs:
             state = self._output_states.get(sequence.request.request_id)
             if state is not None and state.sequence is sequence:
                 state.add_prompt_logprobs(start, entries)
-        gained: dict[SequenceState, list[int]] = {}
-        for sequence, token in changed:
-            tokens = gained.setdefault(sequence, [])
-            if token is not None:
-                tokens.append(token)
-        return [self._output(x, tokens, result.logprobs.get(x), step.mask_seconds) for x, tokens in gained.items()]
+        ends: dict[str, int] = {}
+        if step.structured:
+            ends = self._ranks.decide("grammars", partial(grammar_ends, gained, self._output_states))
+        return [
+            self._output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0), step.mask_seconds)
+            for x, tokens in gained.items()
+        ]
 
     def _output(
         self,
         sequence: SequenceState,
         tokens: Sequence[int] = (),
         logprobs: list[TokenLogprob] | None = None,
+        grammar_end: int = 0,
         mask_seconds: float = 0.0,
     ) -> RequestOutput:
-        """What an answer gained by these tokens. If there are none, it ends without another token."""
+        """What an answer gained by these tokens. If there are none, it ends without another token.
+
+        grammar_end: how many of the tokens complete the answer by its grammar; 0 if it goes on
+        """
+        begin = time.monotonic()
         state = self._output_states[sequence.request.request_id]
-        state.times.end_step(time.monotonic(), len(tokens), mask_seconds)
         if tokens and sequence.num_output_tokens == len(tokens):
-            self._num_prompt_tokens += sequence.num_prompt_tokens
-            self._num_cached_tokens += sequence.num_cached_tokens
-        text, num_kept = state.push(tokens)
+            self._counters.note_first_token(sequence)
+        text, num_kept = state.push(tokens, grammar_end)
         if state.complete:
             self._scheduler.stop(sequence, len(tokens) - num_kept)
-        self._num_output_tokens += num_kept
+        self._counters.num_output_tokens += num_kept
         if sequence.finished:
             text += state.flush()
             del self._output_states[sequence.request.request_id]
-        state.times.end_text(time.monotonic())
-        return state.output(text, list(tokens[:num_kept]), logprobs)
+        state.times.end_step(begin, time.monotonic(), len(tokens), mask_seconds)
+        return state.output(text, tokens[:num_kept], logprobs)
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: undo it, and give steps half as many tokens from now on."""
+        self._ranks.check(error)
         if batch.num_tokens == 1:
             return self._fail(batch, error)
         self._scheduler.rollback(batch)
@@ -374,12 +365,14 @@ class Engine:
         """End the requests of a step that could not be computed."""
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: nothing more can be computed in this process
+        self._ranks.check(error)
         log.error("a step failed; its %d requests end with an error", len(batch.chunks), exc_info=error)
         failed = self._scheduler.fail(batch, RequestError("step_failed", f"the step failed: {type(error).__name__}: {error}"))
         return [self._output(sequence) for sequence in failed]
 
     def _reset(self, error: Exception) -> list[RequestOutput]:
         """The scheduler's state is not to be trusted: end every request and start with a new scheduler and an empty cache."""
+        self._ranks.check(error)
         log.error("the scheduler failed; all requests end with an error", exc_info=error)
         self._inflight.clear()
         failure = RequestError("scheduler_failed", f"the scheduler failed: {type(error).__name__}: {error}")
@@ -391,8 +384,9 @@ class Engine:
     def _make_scheduler(self, max_num_batched_tokens: int) -> Scheduler:
         config = self.config
         assert config.num_pages is not None
+        salt = self._ranks.decide("salt", new_salt)
         return Scheduler(
-            PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching),
+            PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching, salt=salt),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             keys_per_tile=MAX_KEYS_PER_TILE,

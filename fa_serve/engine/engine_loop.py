@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fa_serve.engine.errors import QueueFullError
+from fa_serve.engine.errors import EngineDeadError, QueueFullError
 from fa_serve.engine.grammar_queue import GrammarQueue
 from fa_serve.engine.grammar_trials import Cancelled, Trial
 from fa_serve.engine.outputs import RequestOutput
@@ -53,8 +53,8 @@ class Abort:
     num_answers: int = 1
 
 
-Command = Add | Abort | None
-"""None ends the loop."""
+Command = Add | Abort | EngineDeadError | None
+"""None ends the loop. An error, of a rank that is lost, is raised by it."""
 Commands = queue.SimpleQueue[Command]
 
 
@@ -104,7 +104,7 @@ class EngineLoop:
                 self._steps = self._steps.plus(time.monotonic() - begin)
         finally:
             self._queue.close()
-            self._engine.grammars.close()
+            self._engine.close()
 
     def _take_commands(self) -> bool:
         """Carry out all commands that are there. Returns False if the loop is to end.
@@ -120,6 +120,8 @@ class EngineLoop:
             self._busy_since = time.monotonic()
             if command is None:
                 return False
+            if isinstance(command, EngineDeadError):
+                raise command
             if isinstance(command, Abort):
                 self._abort(command)
             else:

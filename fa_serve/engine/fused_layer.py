@@ -21,16 +21,18 @@ from torch import Tensor, nn
 
 from fa_serve import ops
 from fa_serve.hf import PagedBatch
+from fa_serve.ops.all_reduce import AllReduce
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v (total, heads, head_dim) -> (total, num_heads, head_dim); the keys and values are in the cache already."""
 
 
 class Product(NamedTuple):
-    """A linear projection: x @ weight.T + bias."""
+    """A linear projection: x @ weight.T + bias, which `all_reduce` adds up over the ranks if it is given."""
 
     weight: ops.Weight
     bias: Tensor | None
+    all_reduce: AllReduce | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +94,12 @@ class FusedLayer:
         **options: Any,
     ) -> Tensor:
         """The layer's output. x: (total, hidden), which is overwritten; options: further ones of `ops.rotary_store_kv`."""
-        qkv = ops.linear(x, *self.qkv, norm=self.before_attention)
+        qkv = ops.linear(x, self.qkv.weight, self.qkv.bias, norm=self.before_attention)
         heads = self._rotate_and_store(qkv, cos, sin, k_cache, v_cache, slot_mapping, options)
         x = self._add(x, attend(*heads).flatten(1), self.o, self.after_attention)
         if self.gate_up is not None and self.down is not None:
-            h = ops.linear(x, *self.gate_up, norm=self.before_mlp, activation=self.activation)
+            weight, bias, _ = self.gate_up
+            h = ops.linear(x, weight, bias, norm=self.before_mlp, activation=self.activation)
             return self._add(x, h, self.down, self.after_mlp)
         h = self.mlp((x if self.before_mlp is None else ops.rms_norm(x, self.before_mlp))[None])
         h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may return its router's choice as well
@@ -129,6 +132,10 @@ class FusedLayer:
 
     def _add(self, x: Tensor, h: Tensor, product: Product, norm: ops.Norm | None) -> Tensor:
         """Project h and add it to the residual stream x."""
-        if norm is None:
-            return ops.linear(h, *product, residual=x, alpha=self.multiplier)
-        return ops.rms_norm(ops.linear(h, *product), norm, residual=x)
+        weight, bias, all_reduce = product
+        if all_reduce is None and norm is None:
+            return ops.linear(h, weight, bias, residual=x, alpha=self.multiplier)
+        y = ops.linear(h, weight, bias)
+        if all_reduce is not None:
+            y = all_reduce(y)
+        return x.add_(y, alpha=self.multiplier) if norm is None else ops.rms_norm(y, norm, residual=x)

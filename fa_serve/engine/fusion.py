@@ -6,6 +6,8 @@ No layer is recognised by the name of its class. Each kind of layer (its modules
 computed by its own code and by `FusedLayer` in float32 on the same input. It is fused only if queries, keys, values, the cache
 and the output agree. Merged weights take no additional memory: the separate weights become views of the merged ones.
 
+A layer that is divided between ranks is fused by each rank alone: both forms are compared before their parts are added up.
+
 Left out: how a fused layer computes (fused_layer.py).
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -24,7 +27,7 @@ from transformers import PreTrainedModel
 
 from fa_serve import ops
 from fa_serve.engine.fused_layer import FusedLayer, Product
-from fa_serve.hf import LayerCall, paged_forward
+from fa_serve.hf import LayerCall, PartOfSum, paged_forward, vocab_size
 from fa_serve.hf.quantized_linear import QuantizedLinear
 
 log = logging.getLogger("fa_serve.engine")
@@ -84,9 +87,20 @@ def fuse(model: PreTrainedModel) -> int:
     Returns how many layers are fused. Each kind of layer is proven once. For a kind that cannot be fused the log says why.
     """
     found = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module)]
+    calls = _observe(model, found)
+    sums = [m.forward.all_reduce for m in model.modules() if isinstance(m.forward, PartOfSum)]
+    # the proof of one rank may fail while that of another goes on
+    with sums[0].paused() if sums else nullcontext():
+        fused = _fuse_each(found, calls)
+    log.info("%d of %d layers are fused", fused, len(found))
+    return fused
+
+
+def _fuse_each(found: Sequence[nn.Module], calls: Sequence[_Call]) -> int:
+    """Fuse the layers that can be proven. Returns how many. calls: what each layer is given"""
     proofs: dict[str, bool | NotFusedError] = {}  # by kind: whether it is rotary, or why it is not fused
     fused = 0
-    for layer, call in zip(found, _observe(model, found), strict=True):
+    for layer, call in zip(found, calls, strict=True):
         kind = _kind(layer, call)
         try:
             if kind not in proofs:
@@ -101,7 +115,6 @@ def fuse(model: PreTrainedModel) -> int:
             if reason not in map(str, proofs.values()):
                 log.warning("%s layers are not fused: %s", type(layer).__name__, reason)
             proofs[kind] = NotFusedError(reason)
-    log.info("%d of %d layers are fused", fused, len(found))
     return fused
 
 
@@ -117,7 +130,7 @@ def _observe(model: PreTrainedModel, found: Sequence[nn.Module]) -> list[_Call]:
 
     hooks = [m.register_forward_pre_hook(partial(note, c), with_kwargs=True) for m, c in zip(found, calls, strict=True)]
     try:
-        ids = torch.arange(1, 8, device=model.device) % int(cast(Any, model).get_input_embeddings().weight.shape[0])
+        ids = torch.arange(1, 8, device=model.device) % vocab_size(model)
         positions = torch.tensor([0, 1, 2, 13, 5, 30, 31], device=model.device)
         paged_forward(model, ids, positions, recorder, ids[:1] * 0)
     finally:
@@ -273,6 +286,8 @@ def _norm(module: Any) -> ops.Norm:
 
     A wrong guess is found when the layer is proven.
     """
+    if "forward" in vars(module):
+        raise NotFusedError(f"the forward of a norm is replaced by {type(module.forward).__name__}")
     weight = module.weight
     eps = float(getattr(module, "variance_epsilon", None) or module.eps)
     x = torch.linspace(-1.0, 2.0, weight.shape[0], dtype=weight.dtype, device=weight.device)[None]
@@ -300,7 +315,10 @@ def _product(linear: Any) -> Product:
         raise NotFusedError(f"a projection must be a plain nn.Linear of floats, got {type(linear).__name__}")
     if not linear.weight.is_contiguous():
         raise NotFusedError(f"the weights of a projection must be contiguous, got strides {linear.weight.stride()}")
-    return Product(linear.weight, linear.bias)
+    replaced = vars(linear).get("forward")
+    if replaced is not None and not isinstance(replaced, PartOfSum):
+        raise NotFusedError(f"the forward of a projection is replaced by {type(replaced).__name__}")
+    return Product(linear.weight, linear.bias, None if replaced is None else replaced.all_reduce)
 
 
 def _merge(module: nn.Module, *names: str) -> Product:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fa_serve.api import attention_varlen
-from fa_serve.hf import LayerCall, paged_forward
+from fa_serve.hf import LayerCall, OneSequence, paged_forward
 from fa_serve.spec import AttentionSpec
 
 HEADROOM = 224.0
@@ -46,32 +45,16 @@ def allocate(
     return [(pages(layer, layer.head_dim), pages(layer, layer.head_dim_v)) for layer in layers]
 
 
-class _Ranges:
-    """Takes the place of a PagedBatch: computes attention over one sequence and notes each head's largest key and value."""
+class _Ranges(OneSequence):
+    """Attends to one sequence, and notes each head's largest key and value."""
 
     def __init__(self) -> None:
         self.largest: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
-        largest = k.float().abs().amax(dim=(0, 2)), v.float().abs().amax(dim=(0, 2))
+        largest = call.key[0].float().abs().amax(dim=(1, 2)), call.value[0].float().abs().amax(dim=(1, 2))
         self.largest[cast(int, call.module.layer_idx)] = largest
-        ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
-        out = attention_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q=ends,
-            cu_seqlens_k=ends,
-            max_seqlen_q=len(q),
-            max_seqlen_k=len(q),
-            causal=True,
-            window_size=(call.window_size[0], 0),
-            softmax_scale=call.softmax_scale,
-            softcap=call.softcap,
-            sinks=call.sinks,
-        )
-        return cast(Tensor, out)[None]
+        return super().attend(call)
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Loads what the engine needs from disk, tokenizer and model, and decides how large the cache and the sequences may be.
 
-    tokenizer, model = load_tokenizer(config), load_model(config)
-    num_pages, max_model_len = sizes(config, runner)
+    loaded = load(config, ranks, clock)
+    loaded.runner, loaded.tokenizer, loaded.config          # the config holds no "auto" any more
 
 Left out: which models can be served at all (fa_serve.hf).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from zipfile import is_zipfile
@@ -20,12 +21,90 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.draft_model import DraftModel
+from fa_serve.engine.events import PhaseClock
 from fa_serve.engine.model_runner import ModelRunner
-from fa_serve.hf import NAME
+from fa_serve.engine.ranks import Ranks
+from fa_serve.engine.speculation import Drafter, NgramDrafter
+from fa_serve.hf import NAME, divide, patch, plan_division
 from fa_serve.hf.quantized_linear import finish, quantized_elsewhere, with_quantized_linears
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an engine runs with.
+
+    runner:  with the model and the KV cache
+    drafter: guesses tokens for speculation
+    config:  without "auto", and without None that the engine decides
+    eos_ids: the tokens that end an answer
+    """
+
+    runner: ModelRunner
+    drafter: Drafter
+    tokenizer: Any
+    config: EngineConfig
+    eos_ids: frozenset[int]
+
+
+def load(
+    config: EngineConfig, ranks: Ranks, clock: PhaseClock, model: PreTrainedModel | None = None, tokenizer: Any = None
+) -> Loaded:
+    """Load the model, unless it is given, fuse its layers, allocate the KV cache and capture the first graph.
+
+    clock: is told of each phase. Raises what `Engine` raises
+    """
+    if model is None:
+        tokenizer = load_tokenizer(config)
+        model = load_model(config, ranks)
+        clock.end("weights", f"{config.model_name} on {model.device}")
+    else:
+        patch(model)
+    runner = ModelRunner(model, config)
+    drafter = load_drafter(config, runner, tokenizer, clock)
+    if runner.fuses:
+        clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
+    num_pages, max_model_len = sizes(config, runner, ranks)
+    runner.allocate(num_pages, max_model_len)
+    clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens, max_model_len {max_model_len}")
+    if not runner.eager:
+        captured = runner.make_graphs()
+        clock.end("graphs", "the largest decoding step is captured" if captured else "this model cannot be captured")
+    resolved = replace(
+        config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
+    )
+    return Loaded(runner, drafter, tokenizer, resolved, end_ids(model))
+
+
+def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, clock: PhaseClock) -> Drafter:
+    """The drafter that the settings ask for. A draft model is loaded, and its cache belongs to `runner` from now on.
+
+    Raises ParameterError for a model that is not there or has another vocabulary, and what loading a model raises.
+    """
+    if config.draft_model is None:
+        return NgramDrafter()
+    own = replace(config, model=config.draft_model, speculative=None, deterministic=False)
+    try:
+        own.model_path()
+    except ParameterError as error:
+        raise ParameterError("speculative", f"name a draft model: {error}", config.speculative) from None
+    if tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
+        rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
+        raise ParameterError("speculative", rule, config.speculative)
+    draft = ModelRunner(load_model(own), own, drafting=True)
+    if draft.vocab_size != runner.vocab_size:
+        sizes = f"it gives logits for {draft.vocab_size} tokens, and {config.model_name} for {runner.vocab_size}"
+        rule = f"name a draft model with the same vocabulary: {sizes}"
+        raise ParameterError("speculative", rule, config.speculative)
+    if draft.fuses:
+        draft.fuse()
+    runner.draft = draft
+    clock.end("draft", f"{own.model_name} on {draft.device}")
+    limit = getattr(draft.model.config.get_text_config(), "max_position_embeddings", None)
+    return DraftModel(draft, config.max_num_batched_tokens, limit)
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
@@ -38,12 +117,12 @@ def load_tokenizer(config: EngineConfig) -> Any:
         raise
 
 
-def load_model(config: EngineConfig) -> PreTrainedModel:
-    """The model on its device, with fa_serve as its attention.
+def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedModel:
+    """The model on its device, with fa_serve as its attention; of several ranks, this rank's part of it.
 
     Raises what transformers raises, ParameterError for a format of weights that fa_serve does not know or for a tensor that is
     missing or has a wrong shape, or OSError that names a file that cannot be read: the readers of weights do not say which
-    file they were reading.
+    file they were reading. Raises UnsupportedModelError for a model that cannot be divided.
     """
     path = config.model_path()
     try:
@@ -63,7 +142,9 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         _name_bad_file(path, error)
         raise
     model, report = loaded
-    finish(model.to(config.resolve_device()), report)
+    if ranks is not None and ranks.all_reduce is not None:
+        divide(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
+    finish(model.to(config.resolve_device() if ranks is None else ranks.device), report)
     if passed_on := quantized_elsewhere(known):
         log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)
@@ -97,8 +178,8 @@ def _unreadable(file: Path) -> str | None:
     return None
 
 
-def sizes(config: EngineConfig, runner: ModelRunner) -> tuple[int, int]:
-    """num_pages and max_model_len, from the settings, the model and the memory.
+def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> tuple[int, int]:
+    """num_pages and max_model_len, from the settings, the model and the memory. Every rank takes the least of all.
 
     Raises ParameterError if the settings ask for more than the model or the cache can hold.
     """
@@ -111,7 +192,7 @@ def sizes(config: EngineConfig, runner: ModelRunner) -> tuple[int, int]:
         raise ParameterError("max_model_len", f"be at most {model_limit}, the model's max_position_embeddings", length)
     if config.num_pages is not None:
         runner.check_num_pages(config.num_pages)
-    num_pages = config.num_pages or runner.fit_num_pages(config, length)
+    num_pages = ranks.least(config.num_pages or runner.fit_num_pages(config, length))
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:
         rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"

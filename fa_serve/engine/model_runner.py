@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import draft_limit
 from fa_serve.engine.transfer import packed_size, send
-from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts
+from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, vocab_size
 from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.spec import ParameterError
 
@@ -93,7 +93,7 @@ class ModelRunner:
         self._drafting = drafting
         self.model: PreTrainedModel = model.train(False)
         self.device = model.device
-        self.vocab_size = int(cast(Any, model).get_output_embeddings().weight.shape[0])
+        self.vocab_size = vocab_size(model)
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
         self.fuses = config.fusion and not config.eager and not config.deterministic
@@ -190,7 +190,8 @@ class ModelRunner:
         size = self.bytes_per_page
         if self.device.type != "cuda":
             enough = self.max_num_seqs * -(-max_model_len // self.page_size)
-            return min(enough, max(int(kv_cache.available_memory() * kv_cache.CPU_SHARE) // size, 1))
+            share = kv_cache.CPU_SHARE / config.tensor_parallel
+            return min(enough, max(int(kv_cache.available_memory() * share) // size, 1))
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.allocate(1, max_model_len)

@@ -31,6 +31,11 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 
+def new_salt() -> bytes:
+    """A secret to key hashes with."""
+    return os.urandom(16)
+
+
 class PageTable:
     """Reference counts, the free list and the prefix cache of `num_pages` pages. Every operation is O(1) per page.
 
@@ -41,7 +46,7 @@ class PageTable:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_caching = prefix_caching
-        self._salt = os.urandom(16) if salt is None else salt
+        self._salt = new_salt() if salt is None else salt
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._references = [0] * num_pages
@@ -49,7 +54,7 @@ class PageTable:
         self._page_of: dict[bytes, int] = {}
         # the tree of registered pages, by hash; a first page has no parent
         self._parent_of: dict[bytes, bytes] = {}
-        self._children_of: dict[bytes, set[bytes]] = {}
+        self._children_of: dict[bytes, dict[bytes, None]] = {}
 
     @property
     def num_available(self) -> int:
@@ -142,7 +147,7 @@ class PageTable:
             if parent not in self._page_of:
                 return
             self._parent_of[page_hash] = parent
-            self._children_of.setdefault(parent, set()).add(page_hash)
+            self._children_of.setdefault(parent, {})[page_hash] = None
         self._hash_of[page] = page_hash
         self._page_of[page_hash] = page
 
@@ -163,7 +168,7 @@ class PageTable:
         parent = self._parent_of.pop(page_hash, b"")
         if parent:
             siblings = self._children_of[parent]
-            siblings.remove(page_hash)
+            del siblings[page_hash]
             if not siblings:
                 del self._children_of[parent]
         below = [page_hash]

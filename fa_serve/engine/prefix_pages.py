@@ -32,8 +32,10 @@ class PrefixPages:
     def offer(self, sequence: SequenceState) -> None:
         """Register the pages that are full, or will be when the launched steps have run."""
         pages = self._pages
+        if not pages.prefix_caching:
+            return
         full = min(sequence.num_computed, len(sequence.tokens)) // pages.page_size
-        if full <= sequence.num_offered or not pages.prefix_caching:
+        if full <= sequence.num_offered:
             return
         hashes = sequence.page_hashes
         pages.hash_pages(sequence.tokens, hashes, sequence.request.cache_salt)

@@ -88,11 +88,16 @@ class PendingResult:
 
 
 class LaunchedStep(NamedTuple):
-    """A step in flight. begin: when it was scheduled, on time.monotonic's clock; mask_seconds: of its structured outputs"""
+    """A step in flight.
+
+    begin: when it was scheduled, on time.monotonic's clock
+    structured: whether a sequence of it has a structured output, and mask_seconds: what computing their masks took
+    """
 
     batch: ScheduledBatch
     pending: PendingResult
     begin: float
+    structured: bool
     mask_seconds: float
 
 

@@ -6,14 +6,21 @@ batch.num_tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fa_serve.engine.errors import RequestError
 from fa_serve.engine.sequence import SequenceState
 
 INVALID_TOKEN = -1
 """What the sampler returns for a row whose logits are not finite, before any bias or mask."""
 NO_TOKEN = -2
 """What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
+WITHOUT_TOKEN = {
+    INVALID_TOKEN: RequestError("not_finite", "the model's logits are not finite"),
+    NO_TOKEN: RequestError("no_token_left", "the request's parameters leave no token to choose"),
+}
+"""The error of a sequence for which the sampler returns one of them."""
 
 
 @dataclass(slots=True)
@@ -33,7 +40,7 @@ class Chunk:
     length: int
     samples: bool
     num_prompt_logits: int = 0
-    drafts: list[int] = field(default_factory=list)
+    drafts: Sequence[int] = ()
     postponed: bool = False
 
     @property
@@ -44,7 +51,12 @@ class Chunk:
     @property
     def decodes(self) -> bool:
         """Whether the chunk is the last token of a sequence, and its drafts."""
-        return self.length == self.num_samples
+        return self.length == self.samples + len(self.drafts)
+
+    def numbers(self) -> tuple[int, ...]:
+        """What tells this chunk from another one: ranks that compute the same have the same numbers."""
+        pages = self.sequence.pages
+        return (self.slot, self.start, self.length, self.samples, len(pages), pages[-1] if pages else -1, *self.drafts)
 
 
 @dataclass(slots=True)
@@ -77,9 +89,10 @@ class ScheduledBatch:
     def append(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         self.num_tokens += chunk.length
-        self.num_prompt_tokens += 0 if chunk.decodes else chunk.length
-        self.num_prompt_logits += chunk.num_prompt_logits
         self.num_drafts += len(chunk.drafts)
+        if not chunk.decodes:
+            self.num_prompt_tokens += chunk.length
+            self.num_prompt_logits += chunk.num_prompt_logits
 
     def __bool__(self) -> bool:
         return bool(self.chunks)

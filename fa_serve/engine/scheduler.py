@@ -3,7 +3,7 @@
     sequence = scheduler.add(request)
     batch = scheduler.schedule()             # chunks of prompts and single tokens, within the token budget
     tokens = run(batch)
-    for sequence, token in scheduler.commit(batch, tokens): ...
+    for sequence, new_tokens in scheduler.commit(batch, tokens).items(): ...
     scheduler.abort("request-7")             # at any moment; its pages are free when this returns
 
 Clients take turns (fair_queue.py), and the sequences of a client are served in the order of their rank (arrival, shifted by
@@ -36,7 +36,7 @@ from fa_serve.engine.pages import PageTable
 from fa_serve.engine.prefix_pages import PrefixPages
 from fa_serve.engine.prompt_share import PromptShare
 from fa_serve.engine.request import Request
-from fa_serve.engine.scheduled_batch import NO_TOKEN, Chunk, ScheduledBatch
+from fa_serve.engine.scheduled_batch import INVALID_TOKEN, WITHOUT_TOKEN, Chunk, ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import Speculation, is_worth_waiting, num_accepted
 
@@ -105,35 +105,38 @@ class Scheduler:
 
     def commit(
         self, batch: ScheduledBatch, tokens: Sequence[int], seconds: float | None = None
-    ) -> list[tuple[SequenceState, int | None]]:
+    ) -> dict[SequenceState, list[int]]:
         """Take in the sampled tokens of a step, `num_samples` for each chunk, in order.
 
         seconds: how long the step has held up sequences that decode; it only decides the sizes of later chunks
 
-        Returns the sequences that gained a token, with the token, and those that ended without one, with None. A sequence with
-        drafts may have gained several tokens. The `finish_reason` of every sequence that has ended is set.
+        Returns the tokens that sequences gained: several for a sequence whose drafts were right, none for a sequence that ended
+        without another token. The `finish_reason` of every sequence that has ended is set.
         """
         if self.prompt_share is not None and seconds is not None:
             self.prompt_share.record(batch.num_tokens - batch.num_prompt_tokens, batch.num_prompt_tokens, seconds)
-        changed: list[tuple[SequenceState, int | None]] = []
+        gained: dict[SequenceState, list[int]] = {}
         first = 0
         for chunk in batch.chunks:
-            draws = tokens[first : first + chunk.num_samples]
-            first += chunk.num_samples
+            last = first + chunk.num_samples
+            draws = tokens[first:last]
+            first = last
             sequence = chunk.sequence
             if not draws or chunk.postponed or sequence.finished:
                 continue
-            accepted = num_accepted(chunk.drafts, draws)
+            accepted = 0
             if chunk.drafts:
+                accepted = num_accepted(chunk.drafts, draws)
                 self.speculation.record(sequence, len(chunk.drafts), accepted)
             sequence.receive(accepted)
+            new_tokens: list[int] = []
+            gained[sequence] = new_tokens
             for token in draws[: accepted + 1]:
                 if token < 0:
                     self._end_without_token(sequence, token)
-                    changed.append((sequence, None))
                     break
                 sequence.append(token)
-                changed.append((sequence, token))
+                new_tokens.append(token)
                 self._prefix.offer(sequence)
                 if token in sequence.request.end_ids:
                     self.finish(sequence, "stop")
@@ -141,7 +144,7 @@ class Scheduler:
                     self.finish(sequence, "length")
                 if sequence.finished:
                     break
-        return changed
+        return gained
 
     def abort(self, request_id: str) -> SequenceState | None:
         """End a sequence now. Returns None if there is none with this id any more."""
@@ -229,14 +232,16 @@ class Scheduler:
 
     def _continue_running(self, batch: ScheduledBatch) -> None:
         """Schedule the running sequences, by turn."""
+        drafting = self.speculation.is_on(len(self.running))  # asked once, because this loop decides what a step costs the host
         for sequence in self.running:
             if not batch.room:
                 break
-            if sequence.is_last_pending or self._is_held_back(sequence):
+            if sequence.is_last_pending or sequence.num_drafts or (drafting and self._is_held_back(sequence)):
                 continue
-            if length := self._length(batch, sequence):
-                sequence.grow(self.pages.allocate(self._num_missing_pages(sequence)))
-                self._append(batch, sequence, length, self._drafts(sequence, batch.room))
+            length = self._length(batch, sequence)
+            if length:
+                self._grow_to(sequence, sequence.num_tokens)
+                self._append(batch, sequence, length, self._drafts(sequence, batch.room) if drafting else ())
 
     def _is_held_back(self, sequence: SequenceState) -> bool:
         """Whether a sequence waits for its newest tokens."""
@@ -249,14 +254,14 @@ class Scheduler:
         wanted: list[tuple[SequenceState, int]] = []
         for sequence in self.running:
             if count := self.speculation.num_wanted(sequence, len(self.running), self._draft_room(sequence)):
-                self._grow_for(sequence, count)
+                self._grow_to(sequence, len(sequence.tokens) + count)
                 wanted.append((sequence, count))
         self.speculation.drafter.prepare(wanted)
 
     def _drafts(self, sequence: SequenceState, budget: int) -> list[int]:
         """The drafts that are verified in this step, and pages for them."""
         drafts = self.speculation.draft(sequence, len(self.running), min(self._draft_room(sequence), budget - 1))
-        self._grow_for(sequence, len(drafts))
+        self._grow_to(sequence, len(sequence.tokens) + len(drafts))
         return drafts
 
     def _draft_room(self, sequence: SequenceState) -> int:
@@ -264,8 +269,9 @@ class Scheduler:
         spare = max(self.pages.num_available - len(self.running), 0)
         return (len(sequence.pages) + spare) * self.pages.page_size - len(sequence.tokens)
 
-    def _grow_for(self, sequence: SequenceState, num_drafts: int) -> None:
-        need = self.pages.pages_for(len(sequence.tokens) + num_drafts) - len(sequence.pages)
+    def _grow_to(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Give the sequence the pages that it lacks for so many tokens."""
+        need = self.pages.pages_for(num_tokens) - len(sequence.pages)
         if need > 0:
             sequence.grow(self.pages.allocate(need))
 
@@ -313,7 +319,9 @@ class Scheduler:
     def _length(self, batch: ScheduledBatch, sequence: SequenceState) -> int:
         """How many tokens of the sequence fit into the step."""
         missing = sequence.num_tokens - sequence.num_computed
-        length = min(missing, batch.room if missing == 1 else batch.prompt_room)
+        if missing == 1:
+            return min(batch.room, 1)
+        length = min(missing, batch.prompt_room)
         if sequence.num_prompt_logits(length):
             length = min(length, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
         return length
@@ -324,7 +332,7 @@ class Scheduler:
         samples = start + length == sequence.num_tokens
         num_prompt_logits = sequence.num_prompt_logits(length)
         total = length + len(drafts)
-        batch.append(Chunk(sequence, sequence.slot, start, total, samples, num_prompt_logits, list(drafts)))
+        batch.append(Chunk(sequence, sequence.slot, start, total, samples, num_prompt_logits, drafts))
         sequence.advance(length, samples, len(drafts))
         self._prefix.offer(sequence)
         if self.window is not None:
@@ -348,14 +356,9 @@ class Scheduler:
             self._requeue(self.waiting.last_of_largest(self.running))
 
     def _growth(self) -> int:
-        """The number of pages that the running sequences need for their next tokens."""
-        return sum(map(self._num_missing_pages, self.running))
-
-    def _num_missing_pages(self, sequence: SequenceState) -> int:
-        """For its next tokens; a sequence may have more pages than that, which it took for drafts."""
-        if sequence.is_last_pending:
-            return 0
-        return max(self.pages.pages_for(sequence.num_tokens) - len(sequence.pages), 0)
+        """The number of pages that the running sequences lack for their next tokens. Some have more, for drafts."""
+        growing = (sequence for sequence in self.running if not sequence.is_last_pending)
+        return sum(max(self.pages.pages_for(x.num_tokens) - len(x.pages), 0) for x in growing)
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""
@@ -380,13 +383,10 @@ class Scheduler:
 
     def _end_without_token(self, sequence: SequenceState, token: int) -> None:
         """End a sequence for which the sampler found no token, and say why."""
-        if token == NO_TOKEN:
-            error = RequestError("no_token_left", "the request's parameters leave no token to choose")
-        else:
+        if token == INVALID_TOKEN:
             # Any of its pages may be where the values that are not finite come from, also pages that others have computed.
             self._prefix.withdraw_all(sequence)
-            error = RequestError("not_finite", "the model's logits are not finite")
-        self.finish(sequence, "error", error)
+        self.finish(sequence, "error", WITHOUT_TOKEN[token])
 
     def _requeue(self, sequence: SequenceState) -> None:
         self._leave(sequence)

@@ -74,7 +74,7 @@ class SequenceState:
     @property
     def is_last_pending(self) -> bool:
         """The last token that the request allows is on the device."""
-        return self.num_output_tokens + self.num_pending >= self.request.max_tokens
+        return len(self.tokens) - self.num_prompt_tokens + self.num_pending >= self.request.max_tokens
 
     @property
     def held_pages(self) -> list[int]:

@@ -1,9 +1,8 @@
 """Where the time of one sequence went in the engine. Plain Python; the clock's values are arguments.
 
     times = SequenceTimes(arrival=now)
-    times.begin(now)                         # its first step begins: what was before is time in the queue
-    times.end_step(now, num_tokens=1)        # a step has given it a token, or it ends without one
-    times.end_text(now)                      # the token is text now
+    times.begin(now)                            # its first step begins: what was before is time in the queue
+    times.end_step(now, text_at, num_tokens=1)  # a step has given it a token, which became text until `text_at`
 
 Each call accounts for the time since the call before it, so the parts always add up to the time from `arrival` to `until`.
 """
@@ -46,28 +45,26 @@ class SequenceTimes:
         """A step of the sequence is about to be launched. Only the first one ends its time in the queue."""
         if not self.begun:
             self.begun = True
-            self.queue += self._elapsed(now)
+            self.queue += now - self.until
+            self.until = now
 
-    def end_step(self, now: float, num_tokens: int, mask_seconds: float = 0.0) -> None:
-        """A step has given so many tokens; or the sequence ends without another token."""
-        elapsed = self._elapsed(now)
-        masks = min(mask_seconds, elapsed)
-        self.masks += masks
-        if not self.begun:
-            self.queue += elapsed - masks
-        elif not self.num_steps:
-            self.prompt += elapsed - masks
+    def end_step(self, now: float, text_at: float, num_tokens: int, mask_seconds: float = 0.0) -> None:
+        """A step has given so many tokens, which became text from `now` to `text_at`; or the sequence ends without another."""
+        elapsed = now - self.until
+        computing = elapsed
+        if mask_seconds:
+            masks = min(mask_seconds, elapsed)
+            self.masks += masks
+            computing -= masks
+        if self.num_steps:
+            self.decode += computing
+            if elapsed > self.longest_step:
+                self.longest_step = elapsed
+        elif self.begun:
+            self.prompt += computing
         else:
-            self.decode += elapsed - masks
-            self.longest_step = max(self.longest_step, elapsed)
+            self.queue += computing
         if num_tokens:
             self.num_steps += 1
-
-    def end_text(self, now: float) -> None:
-        """The tokens of the step have become text."""
-        self.detokenise += self._elapsed(now)
-
-    def _elapsed(self, now: float) -> float:
-        elapsed = now - self.until
-        self.until = now
-        return elapsed
+        self.detokenise += text_at - now
+        self.until = text_at

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fa_serve.engine.scheduler import Scheduler
+    from fa_serve.engine.sequence import SequenceState
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Bounds of the histograms of steps and of what waits for them."""
@@ -73,3 +78,29 @@ class EngineStats:
     num_preemptions: int
     speculation: SpeculationStats = SpeculationStats()
     steps: StepStats = StepStats()
+
+
+@dataclass(slots=True)
+class Counters:
+    """What an engine counts itself. The fields are those of `EngineStats`."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def note_first_token(self, sequence: SequenceState) -> None:
+        """Count the prompt of a sequence that has given a first token."""
+        self.num_prompt_tokens += sequence.num_prompt_tokens
+        self.num_cached_tokens += sequence.num_cached_tokens
+
+    def snapshot(self, scheduler: Scheduler) -> EngineStats:
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_pages=scheduler.pages.num_pages,
+            num_pages_used=scheduler.pages.num_held,
+            num_preemptions=scheduler.num_preemptions,
+            speculation=scheduler.speculation.snapshot(),
+            **asdict(self),
+        )

@@ -1,52 +1,69 @@
-"""The masks of one step: which tokens the structured outputs of its sequences allow, by row of the logits.
+"""What grammars say to one step: which tokens its structured outputs allow, by row of the logits, and which answers they end.
 
     masks, failed, late = step_masks(grammars, batch, output_states)
     pending = runner.sample(forward, masks)
+    ends = grammar_ends(gained, output_states)
 
-To be called when every token before the step is known on the host. Left out: how a mask is computed (structured.py) and where
-it meets the logits (sampler.py).
+The masks are to be computed when every token before the step is known on the host. Left out: how a mask is computed
+(structured.py) and where it meets the logits (sampler.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.output_state import OutputState
-from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
+from fa_serve.engine.scheduled_batch import ScheduledBatch
+from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.structured import Grammars
 
 
 def step_masks(
     grammars: Grammars, batch: ScheduledBatch, states: Mapping[str, OutputState]
-) -> tuple[dict[int, NDArray[np.int32]], list[tuple[OutputState, RequestError]], list[Chunk]]:
-    """Masks by row, as `ModelRunner.sample` takes them, the answers whose matchers have given up, and the chunks whose masks
-    were not ready in time. The rows of these allow no token; `Scheduler.postpone` says so to the scheduler.
+) -> tuple[dict[int, NDArray[np.int32]], list[tuple[str, RequestError]], list[int]]:
+    """Masks by row, as `ModelRunner.sample` takes them, the ids of requests whose matchers have given up, with the reason, and
+    the indices of chunks whose masks were not ready in time. The rows of these allow no token; `Scheduler.postpone` says so to
+    the scheduler.
 
     states: those of unfinished requests, by request id; a step may compute sequences that have ended
     """
     rows: list[int] = []
-    chunks: list[Chunk] = []
+    indices: list[int] = []
     constrained: list[OutputState] = []
     first = 0
-    for chunk in batch.chunks:
+    for index, chunk in enumerate(batch.chunks):
         state = states.get(chunk.sequence.request.request_id)
         if chunk.samples and state is not None and state.matcher is not None:
             rows += range(first, first + chunk.num_samples)
-            chunks.append(chunk)
+            indices.append(index)
             constrained.append(state)
         first += chunk.num_samples
     if not rows:
         return {}, [], []
     matchers = [state.matcher for state in constrained]
-    clients = [chunk.sequence.request.client for chunk in chunks]
-    masks, late = grammars.masks(matchers, clients, [chunk.drafts for chunk in chunks])
+    chunks = [batch.chunks[index] for index in indices]
+    masks, late = grammars.masks(matchers, [x.sequence.request.client for x in chunks], [x.drafts for x in chunks])
     failed = []
     for state in constrained:
         if state.matcher.is_error():
             reason = state.matcher.get_error()[:200]
-            failed.append((state, RequestError("grammar", f"the matcher of the structured output failed: {reason}")))
-    return dict(zip(rows, masks, strict=True)), failed, [chunks[index] for index in late]
+            name = state.sequence.request.request_id
+            failed.append((name, RequestError("grammar", f"the matcher of the structured output failed: {reason}")))
+    return dict(zip(rows, masks, strict=True)), failed, [indices[each] for each in late]
+
+
+def grammar_ends(gained: Mapping[SequenceState, Sequence[int]], states: Mapping[str, OutputState]) -> dict[str, int]:
+    """Let the matchers take in the tokens of a step. Returns how many of them complete an answer, by request id; 0 if none do.
+
+    gained: new tokens of unfinished sequences
+    """
+    followed = {states[sequence.request.request_id]: tokens for sequence, tokens in gained.items()}
+    return {
+        state.sequence.request.request_id: state.follow(tokens)
+        for state, tokens in followed.items()
+        if state.matcher is not None
+    }

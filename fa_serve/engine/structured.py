@@ -89,7 +89,7 @@ class _Row:
     matcher: Matcher
     client: str | None
     first: int
-    drafts: list[int]
+    drafts: Sequence[int]
 
 
 class Matcher:
@@ -250,7 +250,7 @@ class Grammars:
         self.num_bytes -= dropped.num_bytes
 
     def masks(
-        self, matchers: Sequence[Matcher], clients: Sequence[str | None], drafts: Sequence[list[int]] | None = None
+        self, matchers: Sequence[Matcher], clients: Sequence[str | None], drafts: Sequence[Sequence[int]] | None = None
     ) -> tuple[NDArray[np.int32], list[int]]:
         """The masks of a step, (n, ceil(vocab_size / 32)), and which matchers' masks are late because others were slow.
 

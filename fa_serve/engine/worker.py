@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs
+from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
 from fa_serve.engine.stats import EngineStats
@@ -49,6 +50,8 @@ OnOutputs = Callable[[StepOutputs], None]
 OnDeath = Callable[[str], None]
 STOP_SECONDS = 30
 """How long the worker may take by default for the step that it is in before it is killed."""
+EXIT_SECONDS = 5.0
+"""How long a process that has lost a rank may take to send why it ends."""
 BEAT_SECONDS = 1.0
 """The time between two beats of a process."""
 
@@ -114,7 +117,7 @@ class ThreadWorker:
         """Load the engine in this thread and start its loop in another one."""
         source = self._source
         if isinstance(source, EngineConfig):
-            engine = _import_engine(self._on_phase or log_phase)(source, on_phase=self._on_phase)
+            engine = _import_engine(self._on_phase or log_phase)(source, on_phase=self._on_phase, on_lost=self._commands.put)
         else:
             engine = source
         self._loop = EngineLoop(engine, self._commands, self._on_outputs)
@@ -146,7 +149,7 @@ class ThreadWorker:
             loop.run()
         except BaseException as error:
             log.exception("the engine has ended")
-            self._on_death(f"{type(error).__name__}: {error}")
+            self._on_death(_reason(error))
 
 
 class ProcessWorker:
@@ -262,7 +265,7 @@ class ProcessWorker:
         self._process.join()
         self._commands.put(None)  # ends the thread that writes to the process
         if error is not None:
-            self._on_death(f"{type(error).__name__}: {error}")
+            self._on_death(_reason(error))
         elif not self._stopping:
             log.error("the engine has ended: its process ended with exit code %s", self._process.exitcode)
             self._on_death(f"its process ended with exit code {self._process.exitcode}")
@@ -275,6 +278,10 @@ def _import_engine(on_phase: OnPhase) -> type[Engine]:
 
     on_phase(Phase("engine", "imported", time.perf_counter() - begin))
     return Engine
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
 
 
 def _main(config: EngineConfig, connection: Connection) -> None:
@@ -293,10 +300,18 @@ def _main(config: EngineConfig, connection: Connection) -> None:
             output.prompt_token_ids = []  # the parent knows them
         outgoing.put(step)
 
+    def end(error: EngineDeadError) -> None:
+        """Another rank is lost. The main thread may wait for it in a step, and then it would not notice."""
+        log.error("the engine has ended: %s", error)
+        outgoing.put(error)
+        outgoing.put(None)
+        writer.join(EXIT_SECONDS)
+        os._exit(1)
+
     try:
         ready = threading.Event()
         threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
-        engine = _import_engine(outgoing.put)(config, on_phase=outgoing.put)
+        engine = _import_engine(outgoing.put)(config, on_phase=outgoing.put, on_lost=end)
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second

@@ -23,9 +23,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fa_serve import ops
+from fa_serve.hf.division import plan_division
 from fa_serve.hf.experts import expert_modules, gate_of
 from fa_serve.hf.models import NAME, check_class, prepare_model
-from fa_serve.hf.paged import check_model
+from fa_serve.hf.paged import attention_layers, check_model
 from fa_serve.hf.quantized_linear import describe_weights
 from fa_serve.hf.translate import spec_of, translate
 from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
@@ -69,21 +70,47 @@ class Part:
 
 
 @dataclass(frozen=True)
+class RankShare:
+    """What each rank of tensor parallelism holds.
+
+    divided, whole: bytes of the parts of divided weights, and of weights that every rank keeps whole
+    total:          bytes of all weights
+    layers:         what attention layers ask for on a rank, by layer
+    """
+
+    size: int
+    divided: int
+    whole: int
+    total: int
+    layers: list[AttentionSpec]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of one token, in all layers."""
+        return sum(x.num_kv_heads * (x.head_dim + x.head_dim_v) * x.kv_dtype.itemsize for x in self.layers)
+
+
+@dataclass(frozen=True)
 class Description:
     """The parts of a model, and why the engine cannot run it (None: it can).
 
+    share: what each rank of tensor parallelism holds, or why the model cannot be divided; None for one rank
     weights: how the weights of linear layers are kept and who computes them, and the layers; empty if that is refused
     """
 
     parts: list[Part]
     engine: str | None
     weights: dict[str, str] = field(default_factory=dict)
+    share: RankShare | str | None = None
 
 
-def describe(model_or_config: str | PreTrainedConfig, device: str = "cpu", arch: int = 0) -> Description:
+def describe(
+    model_or_config: str | PreTrainedConfig, device: str = "cpu", arch: int = 0, tensor_parallel: int = 1
+) -> Description:
     """What the layers of a model ask for, and why fa_serve or its engine refuses it, if they do.
 
     model_or_config: a hub name, a folder or a config
+    tensor_parallel: number of ranks that the model would be divided between
     device, arch:    where the layers would run: a torch device type, and 10 * major + minor of a CUDA device (90 for an H200)
 
     Raises OSError or ValueError, with transformers' message, for a name that belongs to no model.
@@ -103,7 +130,42 @@ def describe(model_or_config: str | PreTrainedConfig, device: str = "cpu", arch:
         weights = describe_weights(loaded, device, arch)
     except (UnsupportedModelError, ParameterError) as error:
         engine = str(error)
-    return Description(list(parts.values()), engine, weights)
+    share: RankShare | str | None = None
+    if engine is None and tensor_parallel > 1:
+        try:
+            share = _rank_share(loaded, tensor_parallel)
+        except UnsupportedModelError as error:
+            share = str(error)
+    return Description(list(parts.values()), engine, weights, share)
+
+
+def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
+    """Plan the division of a model that has no weights."""
+    auto: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model: PreTrainedModel = auto.from_config(config, attn_implementation=NAME, dtype=config.dtype or torch.bfloat16)
+    division = plan_division(model, size)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    divided = saved = 0
+    for path, layer in division.layers.items():
+        for name, cut in layer.cuts.items():
+            parameter = model.get_parameter(f"{path}.{name}")
+            kept = sum(part.numel() for part in cut.kept(parameter, 0, size)) * parameter.element_size()
+            divided += kept
+            saved += parameter.numel() * parameter.element_size() - kept
+    if division.vocabulary is not None:
+        whole: Any = model
+        parts = {id(m.weight): m.weight for m in (whole.get_input_embeddings(), whole.get_output_embeddings())}
+        for weight in parts.values():
+            num_bytes = weight.numel() * weight.element_size()
+            divided += num_bytes // size
+            saved += num_bytes - num_bytes // size
+    specs = []
+    for spec, layer in zip(attention_layers(config), division.layers.values(), strict=True):
+        heads = next(iter(layer.attention.values()), (spec.num_heads, spec.num_kv_heads))
+        own = replace(spec, num_heads=heads[0], num_kv_heads=heads[1], dtype=model.dtype, kv_dtype=model.dtype)
+        specs.append(own)
+    return RankShare(size, divided, total - saved - divided, total, specs)
 
 
 def decoding(spec: AttentionSpec) -> AttentionSpec:

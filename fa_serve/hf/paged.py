@@ -140,6 +140,30 @@ class PagedBatch:
         return {"k_descale": k_descale, "v_descale": v_descale}
 
 
+class OneSequence:
+    """Takes the place of a PagedBatch: causal attention over the tokens of one sequence, without a cache."""
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Attend to all tokens -> (1, total, num_heads, head_dim_v)."""
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+        out = attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+            max_seqlen_q=len(q),
+            max_seqlen_k=len(q),
+            causal=True,
+            window_size=(call.window_size[0], 0),
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+        return cast(Tensor, out)[None]
+
+
 def paged_forward(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, batch: AttendsBatch, logits_indices: Tensor
 ) -> Tensor:

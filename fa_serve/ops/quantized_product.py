@@ -14,8 +14,9 @@ from fa_serve import spec
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.ops_backend import Norm
 from fa_serve.ops.quantized_choice import choose, converts_float8
-from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantize_rows, launch_quantized_linear
+from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantized_linear
 from fa_serve.ops.quantized_weight import QuantizedWeight
+from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.torch_ops import product
 
 

@@ -33,6 +33,11 @@ def test_bad_values_name_the_field() -> None:
         assert repr(value) in str(error.value)
 
 
+def test_a_draft_model_is_not_divided() -> None:
+    with pytest.raises(ParameterError, match="ngram with tensor_parallel above 1"):
+        EngineConfig(speculative="draft=small", tensor_parallel=2)
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
     with pytest.raises(ParameterError, match=r"model must be a hub name or an existing folder, got .*nowhere") as error:
         Engine(EngineConfig(model=str(tmp_path / "nowhere"), device="cpu"))

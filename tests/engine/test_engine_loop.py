@@ -10,8 +10,8 @@ import time
 import pytest
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import AsyncEngine, QueueFullError, SamplingParams, StructuredOutput, structured
-from fa_serve.engine.engine_loop import Abort, Add, EngineLoop
+from fa_serve.engine import AsyncEngine, EngineDeadError, QueueFullError, SamplingParams, StructuredOutput, structured
+from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop
 from fa_serve.engine.stats import STEP_SECONDS
 from fa_serve.engine.worker import ThreadWorker
 from fa_serve.spec import ParameterError
@@ -172,3 +172,11 @@ def test_grammars_are_compiled_in_other_threads(make_engine, monkeypatch) -> Non
     assert [text[:1] for text in asyncio.run(main())] == ["0"] * 8
     assert len(names) == 8
     assert {name.rpartition("_")[0] for name in names} == {"fa_serve-grammar"}
+
+
+def test_a_lost_rank_ends_the_loop(make_engine) -> None:
+    """Also one that waits for commands."""
+    commands: Commands = queue.SimpleQueue()
+    commands.put(EngineDeadError("rank 1 of 2 ended"))
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 ended"):
+        EngineLoop(make_engine(), commands, lambda step: None).run()

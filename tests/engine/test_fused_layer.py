@@ -73,20 +73,20 @@ def equation(layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
         return rms(y.view(TOTAL, -1, HEAD_DIM), norm)
 
     widths = [NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM]
-    q, k, v = nn.functional.linear(rms(x, layer.before_attention), *layer.qkv).split(widths, dim=1)
+    q, k, v = nn.functional.linear(rms(x, layer.before_attention), *layer.qkv[:2]).split(widths, dim=1)
     q = norm_heads(q, layer.q_norm)
     k = norm_heads(k, layer.k_norm)
     v = v.view(TOTAL, -1, HEAD_DIM)
     if layer.rotary:
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-    h = nn.functional.linear(attend(q, k, v).flatten(1), *layer.o)
+    h = nn.functional.linear(attend(q, k, v).flatten(1), *layer.o[:2])
     x = x + layer.multiplier * rms(h, layer.after_attention)
     if layer.gate_up is None:
         h = layer.mlp(rms(x, layer.before_mlp))
     else:
-        gate, up = nn.functional.linear(rms(x, layer.before_mlp), *layer.gate_up).chunk(2, dim=1)
-        h = nn.functional.linear(nn.functional.silu(gate) * up, *layer.down)
+        gate, up = nn.functional.linear(rms(x, layer.before_mlp), *layer.gate_up[:2]).chunk(2, dim=1)
+        h = nn.functional.linear(nn.functional.silu(gate) * up, *layer.down[:2])
     return x + layer.multiplier * rms(h, layer.after_mlp), k, v
 
 

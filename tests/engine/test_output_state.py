@@ -12,6 +12,7 @@ from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.request import Request
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.stop_strings import StopStrings
+from fa_serve.engine.structured import Grammars
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 3, 4, 4, 4]
 
@@ -34,6 +35,16 @@ def test_a_stop_string_completes_an_answer_after_min_tokens(tokenizer) -> None:
     assert state.output("", [letter], None).stop_string is None, "the sequence has not ended yet"
     state.sequence.finish("stop")
     assert state.output("", [letter], None).stop_string == "q"
+
+
+def test_a_grammar_completes_an_answer_before_the_tokens_end(tokenizer) -> None:
+    ends = tokenizer.eos_token_id
+    grammars = Grammars(tokenizer, len(tokenizer), [ends])
+    state = make_state(tokenizer)
+    state.matcher = grammars.matcher(StructuredOutput(regex="qq?z"))
+    q, z = (tokenizer.backend_tokenizer.token_to_id(letter) for letter in "qz")
+    assert state.follow([q]) == 0, "it goes on"
+    assert state.follow([q, z, q]) == 2, "the third token comes after the end"
 
 
 def test_prompt_logprobs_that_come_twice_are_taken_once(tokenizer) -> None:

@@ -38,7 +38,7 @@ def test_a_step_verifies_the_drafts_of_a_sequence() -> None:
     assert (batch.num_tokens, batch.num_drafts, len(sequence.pages)) == (5, 4, 3)
     assert not scheduler.schedule(), "how many drafts are right is not known yet"
     assert scheduler.needs_results()
-    assert scheduler.commit(batch, [1, 2, 0, 2, 2]) == [(sequence, 1), (sequence, 2), (sequence, 0)]
+    assert scheduler.commit(batch, [1, 2, 0, 2, 2]) == {sequence: [1, 2, 0]}
     assert (sequence.tokens[5:], sequence.num_computed, sequence.num_pending) == ([1, 1, 2, 0], 8, 0)
     chunk = scheduler.schedule().chunks[0]
     assert (chunk.start, chunk.length) == (8, 4), "3 tokens may follow the 4 that have been drawn"
@@ -48,13 +48,13 @@ def test_a_step_verifies_the_drafts_of_a_sequence() -> None:
 def test_a_draft_ends_a_sequence_where_the_answer_ends() -> None:
     scheduler = make_scheduler(speculation=repeating(4))
     (sequence,) = decoding(scheduler, make_request("a", [0], 8, end_ids=frozenset({2})))
-    assert scheduler.commit(scheduler.schedule(), [1, 2, 2, 2, 2]) == [(sequence, 1), (sequence, 2)]
+    assert scheduler.commit(scheduler.schedule(), [1, 2, 2, 2, 2]) == {sequence: [1, 2]}
     assert (sequence.finish_reason, sequence.tokens) == ("stop", [0, 1, 1, 2])
     (broken,) = decoding(scheduler, make_request("b", [0], 8))
-    assert scheduler.commit(scheduler.schedule(), [1, INVALID_TOKEN, 2, 2, 2]) == [(broken, 1), (broken, None)]
+    assert scheduler.commit(scheduler.schedule(), [1, INVALID_TOKEN, 2, 2, 2]) == {broken: [1]}
     assert broken.error.code == "not_finite"
     (wrong,) = decoding(scheduler, make_request("c", [0], 8))
-    assert scheduler.commit(scheduler.schedule(), [0, INVALID_TOKEN, 2, 2, 2]) == [(wrong, 0)], (
+    assert scheduler.commit(scheduler.schedule(), [0, INVALID_TOKEN, 2, 2, 2]) == {wrong: [0]}, (
         "draws after a wrong draft do not count"
     )
     scheduler.check_integrity()

@@ -76,11 +76,10 @@ def test_random_traffic(arrivals, num_pages, max_num_seqs, budget, depth, cachin
         ended.append(sequence.request.request_id)
 
     def take_in() -> None:
-        changed = scheduler.commit(*inflight.popleft())
-        for sequence, token in changed:
-            output[sequence.request.request_id].append(token)
-        for sequence in {sequence for sequence, _ in changed if sequence.finished}:
-            finish(sequence)
+        for sequence, tokens in scheduler.commit(*inflight.popleft()).items():
+            output[sequence.request.request_id] += tokens
+            if sequence.finished:
+                finish(sequence)
 
     step = 0
     while step <= 20 or scheduler.sequences or inflight:
@@ -215,7 +214,7 @@ def test_an_invalid_token_fails_its_request_alone_and_says_whose_fault_it_is(par
     scheduler = make_scheduler()
     good = scheduler.add(make_request("good", [1], serial=0))
     bad = scheduler.add(make_request("bad", [2], serial=1, params=SamplingParams(**params)))
-    assert scheduler.commit(scheduler.schedule(), [0, token]) == [(good, 0), (bad, None)]
+    assert scheduler.commit(scheduler.schedule(), [0, token]) == {good: [0], bad: []}
     assert (bad.finish_reason, bad.error.code) == ("error", code)
     scheduler.check_integrity()
 

@@ -42,9 +42,9 @@ def run(
     max_seqlen: int | None = None,
 ) -> Tensor:
     """Causal attention of a dense batch, or of packed sequences with `cu` for queries and keys."""
-    longest = q.shape[1] if max_seqlen is None else max_seqlen
+    longest_q, longest_k = (x.shape[1] if max_seqlen is None else max_seqlen for x in (q, k))
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu, keys=cu)
-    options = AttentionOptions(softmax_scale, (-1, 0), 0.0, longest, longest, return_lse=False)
+    options = AttentionOptions(softmax_scale, (-1, 0), 0.0, longest_q, longest_k, return_lse=False)
     return plan_forward(tensors, options, tiles)(tensors)[0]
 
 

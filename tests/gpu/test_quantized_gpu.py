@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantize_rows
+from fa_serve.ops.quantized_kernel import launch_dequantize
 from fa_serve.ops.quantized_weight import QuantizedWeight, quantize_float8
+from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.torch_ops import TorchOps
 
 EXACT = TorchOps()
@@ -80,7 +81,9 @@ def test_several_tokens(name: str, m: int, n: int, k: int, dtype: torch.dtype) -
             else:
                 rounded = (x.float() / weight.input_scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * 0.01
             eager = (residual.double() + 0.5 * (rounded @ matrix.t())).to(dtype)
-        band = torch.finfo(dtype).eps * exact.abs().max()
+        # a sum of k products one after the other in float32 gathers about sqrt(k) roundings; PyTorch adds up several sums
+        roundings = k**0.5 if dtype == torch.float32 else 1
+        band = roundings * torch.finfo(dtype).eps * exact.abs().max()
         actual = ops.linear(x, weight, residual=residual.clone(), alpha=0.5)
         assert (actual.double() - exact).abs().max() <= 2 * ((eager.double() - exact).abs().max() + band)
 

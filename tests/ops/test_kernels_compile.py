@@ -15,12 +15,12 @@ from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.quantized_kernel import (
     launch_dequantize,
-    launch_quantize_rows,
     launch_quantized_linear,
     launch_quantized_row,
 )
 from fa_serve.ops.quantized_product import converts_float8
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
+from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.routing_kernel import launch_route
 from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
 from fa_serve.ops.sampling_kernel import launch_sample_rows
@@ -127,12 +127,14 @@ def test_experts(sizes: tuple[int, int, int, int], gate: Gate, counts: tuple[int
             launch_experts(x, index, bf16(tokens, top_k), experts, False)
     few = ["_gated_rows", "_mixed_rows"]
     many = ["_sort_pairs", "_grouped_linear", "_grouped_linear", "_sum_experts"]
-    assert [kernel.name for kernel in kernels] == [name for count in counts for name in (few if count == 1 else many)]
+    by_rows = not gate.interleaved  # transposed weights have no contiguous rows
+    assert [x.name for x in kernels] == [name for count in counts for name in (few if count == 1 and by_rows else many)]
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
     products = [kernel for kernel in kernels if kernel.name == "_grouped_linear"]
-    assert max(kernel.shared_bytes for kernel in products) <= (65536 if target.startswith("gfx") else 101376)
-    if target == "sm90":
-        large = [kernel for kernel in products if kernel.shared_bytes > 65536]
+    memory = 65536 if target.startswith("gfx") else 232448 if target == "sm90" else 101376
+    assert max(kernel.shared_bytes for kernel in products) <= memory
+    if target == "sm90" and len(counts) > 1:
+        large = products[-2:]
         assert all(kernel.instructions["HGMMA"] and not kernel.instructions["HMMA"] for kernel in large)
         assert all(kernel.instructions["LDGSTS"] >= 9 for kernel in products), "tiles are loaded while others are multiplied"
 

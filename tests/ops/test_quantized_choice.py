@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_serve.ops.quantized_choice import MANY_TOKENS, choose, explain
+from fa_serve.ops.quantized_choice import KERNEL_TOKENS, choose, explain
 
 
 @pytest.mark.parametrize(
     ("packed", "by_row", "tokens", "dtype", "arch", "way"),
     [
         pytest.param(True, False, 2, torch.bfloat16, 90, "kernel", id="int4"),
-        pytest.param(True, False, MANY_TOKENS, torch.float16, 80, "kernel", id="int4-sm80"),
-        pytest.param(True, False, MANY_TOKENS + 1, torch.float16, 80, "dequantized", id="int4-many"),
+        pytest.param(True, False, 32, torch.float16, 80, "kernel", id="int4-sm80"),
+        pytest.param(True, False, 129, torch.float16, 80, "dequantized", id="int4-many"),
         pytest.param(True, False, 2, torch.bfloat16, 0, "kernel", id="int4-amd"),
         pytest.param(False, True, 2, torch.bfloat16, 90, "scaled_mm", id="float8"),
         pytest.param(False, True, 9000, torch.bfloat16, 100, "scaled_mm", id="float8-many"),
@@ -34,11 +34,16 @@ def test_the_way(packed: bool, by_row: bool, tokens: int, dtype: torch.dtype, ar
     ("packed", "by_row", "device", "arch", "text"),
     [
         (True, False, "cpu", 0, "PyTorch with dequantised weights"),
-        (True, False, "cuda", 80, "triton up to 512 tokens, PyTorch with dequantised weights above"),
+        (True, False, "cuda", 80, "triton for few tokens, PyTorch with dequantised weights for more"),
         (False, True, "cuda", 90, "triton for one token, torch._scaled_mm for more"),
-        (False, False, "cuda", 90, "triton up to 512 tokens, PyTorch with dequantised weights above"),
+        (False, False, "cuda", 90, "triton for few tokens, PyTorch with dequantised weights for more"),
         (False, True, "cuda", 80, "PyTorch with dequantised weights"),
     ],
 )
 def test_people_are_told(packed: bool, by_row: bool, device: str, arch: int, text: str) -> None:
     assert explain(packed, by_row, torch.bfloat16, device, arch) == text
+
+
+def test_many_tokens_unpack_the_matrix_once() -> None:
+    assert choose(True, False, KERNEL_TOKENS, torch.bfloat16, 90) == "kernel"
+    assert choose(True, False, KERNEL_TOKENS + 1, torch.bfloat16, 90) == "dequantized"

@@ -13,7 +13,15 @@ from quantized import float8_weight, int4_weight
 from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
 
 from fa_serve import ops
-from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantize_rows, launch_quantized_linear, launch_quantized_row
+from fa_serve.backends.plan import PLANS
+from fa_serve.ops import quantized_kernel
+from fa_serve.ops.quantized_kernel import (
+    Tile,
+    launch_dequantize,
+    launch_quantized_linear,
+    launch_quantized_row,
+    linear_tile,
+)
 from fa_serve.ops.quantized_weight import QuantizedWeight
 
 WEIGHTS = {
@@ -89,6 +97,30 @@ def test_several_tokens_with_a_bias_and_a_residual(make) -> None:
     assert_rounded_once(out, exact)
 
 
+@pytest.mark.parametrize("splits", [2, 4])
+def test_split_sums(make, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 blocks of columns, so that a range of 4 is empty, with and without what comes after the sum."""
+    monkeypatch.setattr(quantized_kernel, "linear_tile", lambda *sizes: Tile(16, 32, 4, 2, splits))
+    PLANS.clear()
+    weight = make(33, 700)
+    x = randn(5, 700, dtype=torch.float32)
+    bias = randn(33, dtype=torch.float32, seed=1)
+    residual = randn(5, 33, dtype=torch.float32, seed=2)
+    product = x.double() @ weight.dequantize(torch.float64).t()
+    assert_like_the_matrix(launch_quantized_linear(x, weight, None, None, 1.0), x, weight, product)
+    exact = residual.double() + 0.5 * (product + bias.double())
+    assert launch_quantized_linear(x, weight, bias, residual, 0.5) is residual
+    assert_rounded_once(residual, exact)
+    PLANS.clear()
+
+
+def test_products_of_few_tiles_are_split() -> None:
+    """Two programs for each multiprocessor, of 1,024 columns or more."""
+    sizes = ((28672, 4096), (6144, 4096), (4096, 14336), (4096, 512))
+    assert [linear_tile(132, 2, n, k, 2).splits for n, k in sizes] == [1, 4, 8, 1]
+    assert linear_tile(132, 2, 4096, 14336, 4).splits == 1
+
+
 def test_a_row_does_not_depend_on_the_others_and_none_is_none(make) -> None:
     weight = make(40, 256)
     x = randn(9, 256, dtype=torch.float32)
@@ -105,27 +137,3 @@ def test_dequantising_has_the_bits_of_pytorch(make, dtype: torch.dtype) -> None:
     for n, k in ((40, 256), (33, 352), (3, 300)):
         weight = make(n, k)
         assert torch.equal(launch_dequantize(weight, dtype), weight.dequantize(dtype))
-
-
-def test_rows_are_divided_by_what_makes_their_largest_448() -> None:
-    values = torch.tensor([[448.0, -1.5, 0.0, 112.0], [-26.0, 448.0, 3.25, 2.0**-9], [0.0, 0.0, 0.0, 0.0]])
-    scales = torch.tensor([[0.25], [8.0], [0.0]])
-    rounded, found = launch_quantize_rows(values * scales, None, None)
-    assert torch.equal(rounded.float(), values)
-    assert torch.equal(found[:2], scales[:2])
-    assert 0 < float(found[2]) < 1e-30, "a row of zeros is not divided by zero"
-
-
-def test_rows_are_normalised_first() -> None:
-    x = torch.tensor([[3.0, -3.0, 3.0, 3.0]])  # whose mean square is 9
-    norm = ops.Norm(torch.tensor([448.0, 232.0, 0.6, 0.0]), 0.0)
-    rounded, scales = launch_quantize_rows(x, norm, None)
-    assert torch.allclose(scales, torch.ones(1, 1), rtol=1e-6)
-    assert torch.allclose(rounded.float(), torch.tensor([[448.0, -232.0, 0.6, 0.0]]), rtol=0.07)
-
-
-def test_rows_are_rounded_with_a_given_scale_and_saturate() -> None:
-    x = torch.tensor([[1.0, -1000.0, 0.25, 448.0]])
-    rounded, scales = launch_quantize_rows(x, None, torch.tensor([0.5]))
-    assert scales.tolist() == [[0.5]]
-    assert rounded.float().tolist() == [[2.0, -448.0, 0.5, 448.0]]

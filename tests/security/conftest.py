@@ -165,8 +165,12 @@ def _start(log: Path, *flags: str, keys: bool = True, **environment: str) -> For
     names = {"FA_SERVE_API_KEYS": f"{ATTACKER},{HONEST}"} if keys else {}
     process = server_process.start(*flags, log=log, **(names | environment))
     key = HONEST if keys else None
-    warm_up(process.url, key)
-    return Fortress(process, log, measure(process.url, key, CALM_SECONDS), memory_of(process.process.pid))
+    try:
+        warm_up(process.url, key)
+        return Fortress(process, log, measure(process.url, key, CALM_SECONDS), memory_of(process.process.pid))
+    except BaseException:
+        process.end()
+        raise
 
 
 @pytest.fixture

@@ -139,9 +139,65 @@ def test_the_image_does_not_run_as_root():
     assert stages[-1].startswith("runtime AS cpu"), "docker build makes the last stage by default"
 
 
-def test_caddy():
-    done = run(program("caddy"), "validate", "--adapter", "caddyfile", "--config", str(DEPLOY / "caddy" / "Caddyfile"))
+@pytest.mark.parametrize("name", ["Caddyfile", "Caddyfile.replicas"])
+def test_caddy(name):
+    done = run(program("caddy"), "validate", "--adapter", "caddyfile", "--config", str(DEPLOY / "caddy" / name))
     assert done.returncode == 0, done.stderr
+
+
+class Named(BaseHTTPRequestHandler):
+    """A replica that answers with its port."""
+
+    def do_POST(self) -> None:
+        text = str(self.server.server_address[1]).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_session_stays_at_one_replica(tmp_path):
+    """By nginx: of many sessions each stays where it is, and only those of a lost replica move."""
+    nginx = program("nginx")
+    replicas = [ThreadingHTTPServer(("127.0.0.1", 0), Named) for _ in range(2)]
+    for replica in replicas:
+        threading.Thread(target=replica.serve_forever, daemon=True).start()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = (DEPLOY / "nginx" / "replicas.conf").read_text()
+    for old, replica in zip(("127.0.0.1:8000", "127.0.0.1:8001"), replicas, strict=True):
+        assert old in text
+        text = text.replace(old, f"127.0.0.1:{replica.server_port}")
+    folders = "".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    site = f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://fa_serve; }} }}"
+    config = tmp_path / "nginx.conf"
+    http = f"http {{ access_log off; {folders}\n{text}\n{site} }}"
+    config.write_text(f"daemon off; pid {tmp_path}/pid; error_log stderr crit; events {{}}\n{http}\n")
+    process = subprocess.Popen([nginx, "-p", str(tmp_path), "-c", str(config)], stderr=subprocess.DEVNULL)
+    try:
+        transport = httpx.HTTPTransport(retries=20)  # until nginx listens
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", transport=transport, timeout=20) as client:
+
+            def places(name: str) -> list[str]:
+                return [client.post("/", headers={name: f"session-{number}"}).text for number in range(40)]
+
+            first = places("x-session-id")
+            assert sorted(set(first)) == sorted(str(replica.server_port) for replica in replicas)
+            assert places("x-session-id") == first
+            assert len(set(places("authorization"))) == 2, "without a session, the key decides"
+            assert len({client.post("/").text for _ in range(5)}) == 1, "without a key, the address decides"
+            lost = replicas.pop()
+            lost.shutdown()
+            lost.server_close()
+            assert set(places("x-session-id")) == {str(replicas[0].server_port)}
+    finally:
+        for replica in replicas:
+            replica.shutdown()
+            replica.server_close()
+        process.terminate()
+        process.wait()
 
 
 class Draining(BaseHTTPRequestHandler):

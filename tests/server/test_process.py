@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -50,6 +52,39 @@ def test_second_signal_ends_at_once_and_all_that_is_logged_is_json(start_server,
     logged = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in logged)
     assert any("SIGTERM" in line["message"] for line in logged), logged
+
+
+def test_two_ranks_drain_and_end_together(start_server):
+    """SIGTERM comes to every process, as from a terminal that closes or from systemd with its default."""
+    served = start_server("--tensor-parallel", "2", "--process", "--dtype", "float32")
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    try:
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            [engine] = [process for process in _children(served.process.pid) if "spawn_main" in _command(process)]
+            [follower] = _children(engine)
+            assert "fa_serve.engine.follower" in _command(follower)
+            for process in (follower, served.process.pid):
+                os.kill(process, signal.SIGTERM)
+            received = list(lines)
+        assert "data: [DONE]" in received
+        assert served.process.wait(30) == 0
+        assert not _command(follower), "no rank is left"
+    finally:
+        served.end()
+
+
+def _children(process: int) -> list[int]:
+    """Process ids of children that this process's threads have started."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def _command(process: int) -> str:
+    """The command line of a process; empty if there is none."""
+    file = Path(f"/proc/{process}/cmdline")
+    return file.read_text() if file.exists() else ""
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path):

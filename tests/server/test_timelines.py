@@ -139,8 +139,7 @@ def test_what_is_not_over_is_part_of_what_it_does():
     assert timeline.parts(15.0) == {"prepare": 3.0, "queue": 2.0}
     times = SequenceTimes(14.0)
     times.begin(16.0)
-    times.end_step(20.0, num_tokens=1, mask_seconds=1.0)
-    times.end_text(20.5)
+    times.end_step(20.0, 20.5, num_tokens=1, mask_seconds=1.0)
     timeline._times = times
     expected = {"prepare": 3.0, "handover": 1.0, "queue": 2.0, "prompt": 3.0, "decode": 9.5, "masks": 1.0, "detokenise": 0.5}
     assert timeline.parts(30.0) == expected

@@ -1,0 +1,48 @@
+"""The process of a rank other than 0: it loads the engine and makes the calls that rank 0 sends.
+
+    python -m fa_serve.engine.follower <descriptor of the pipe from rank 0>
+
+It ends with rank 0, and ignores the signals that end rank 0 in its own time. Left out: how ranks talk (ranks.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from contextlib import nullcontext, suppress
+from multiprocessing.connection import Connection
+
+from fa_serve.engine.engine import Engine
+from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
+from fa_serve.engine.ranks import Follower
+
+
+def follow(connection: Connection) -> int:
+    """Run an engine until rank 0 ends. Returns the exit code."""
+    ranks = Follower(connection)
+    try:
+        engine = Engine(ranks.config, ranks=ranks)
+        gc.collect()
+        gc.freeze()
+        MemoryTrimmer().start()
+        for call, args in ranks.calls():
+            # an exception here refuses one request, on rank 0 as well; if it does not, the digests will differ
+            with suppress(Exception) if call == "submit" else nullcontext():
+                getattr(engine, call)(*args)
+        engine.check_integrity()
+    except Exception as error:
+        ranks.fail(error)
+        return 1
+    ranks.close()
+    return 0
+
+
+if __name__ == "__main__":
+    limit_host_memory()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    code = follow(Connection(int(sys.argv[1])))
+    sys.stderr.flush()
+    os._exit(code)  # threads of a broken process group may not end

@@ -1,0 +1,154 @@
+"""The sum of a tensor over the ranks of tensor parallelism, through torch.distributed: gloo on CPUs, NCCL on GPUs.
+
+    store, port = listen(size=2)                        # rank 0; the others call join(port, size=2)
+    all_reduce = AllReduce(store, rank=0, size=2, device=device)
+    x = all_reduce(x)                                   # every rank calls it with its part, and gets the sum
+    all_reduce.close()
+
+The result has the same bits on every rank, because one rank computes each element and sends it to the others. Everything
+listens on the loopback address only. Left out: who starts the ranks and what they tell each other (fa_serve.engine.ranks).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fa_serve.spec import FaServeError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+LOOPBACK = "127.0.0.1"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables that name the network interface."""
+_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def listen(size: int) -> tuple[Store, int]:
+    """The store at which `size` ranks meet, and its port on the loopback address. For rank 0."""
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen()
+        port = int(listener.getsockname()[1])
+        # the store would listen on every address of the machine
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+        )
+    return store, port
+
+
+def join(port: int, size: int) -> Store:
+    """The store that rank 0 listens with. For the other ranks."""
+    return dist.TCPStore(LOOPBACK, port, size, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+class AllReduceError(FaServeError, RuntimeError):
+    """The sum could not be computed, because another rank has ended or failed."""
+
+
+class AllReduce:
+    """Adds a tensor up over all ranks, which call it the same number of times with the same shapes and dtypes.
+
+    ordered: add the parts in the order of ranks. Otherwise the order may depend on the place of an element in the tensor, which
+             changes results with three ranks and more
+
+    Raises RuntimeError if this process belongs to a process group of torch.distributed already.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, *, ordered: bool = False) -> None:
+        if dist.is_initialized():
+            raise RuntimeError("this process belongs to a process group of torch.distributed already; end that one first")
+        self._size = size
+        self._ordered = ordered
+        self._paused = False
+        on_gpu = device.type == "cuda"
+        with _on_loopback():
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, device_id=device if on_gpu else None
+            )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum of the parts of all ranks. x: this rank's, contiguous, which may be overwritten.
+
+        Raises AllReduceError.
+        """
+        if self._paused:
+            return x
+        try:
+            return self._sum(x)
+        except RuntimeError as error:
+            raise AllReduceError(str(error)) from error
+
+    def _sum(self, x: Tensor) -> Tensor:
+        if not self._ordered:
+            dist.all_reduce(x)
+            return x
+        total, *others = self._parts(x)
+        for part in others:
+            total += part
+        return total
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The columns of all ranks, in the order of ranks. x: this rank's, (n, columns) -> (n, size * columns).
+
+        Raises AllReduceError.
+        """
+        if self._paused:
+            return x.repeat(1, self._size)
+        try:
+            return torch.cat(self._parts(x.contiguous()), dim=1)
+        except RuntimeError as error:
+            raise AllReduceError(str(error)) from error
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """The tensors of all ranks."""
+        parts = [torch.empty_like(x) for _ in range(self._size)]
+        dist.all_gather(parts, x)
+        return parts
+
+    def __deepcopy__(self, memo: object) -> AllReduce:
+        """A copied layer communicates through the same group."""
+        return self
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, a call returns this rank's part and does not wait for the others."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def abort(self) -> None:
+        """Let a call that waits for a lost rank fail. gloo finds out by itself. From any thread."""
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()
+
+    def close(self) -> None:
+        """Leave the group. Other ranks that wait in a call get an error."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """gloo and NCCL would listen on addresses that may be reachable from outside."""
+    before = {name: os.environ.get(name) for name in _INTERFACES}
+    os.environ.update(dict.fromkeys(_INTERFACES, _INTERFACE))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,165 @@
+"""A model that is divided between ranks computes the same, each rank keeps its part alone, and what would change is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hf_families import BY_NAME
+from rank_threads import run_ranks
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fa_serve.engine.fused_layer import FusedLayer
+from fa_serve.engine.fusion import fuse
+from fa_serve.hf import attention_layers, divide, patch, plan_division, vocab_size
+from fa_serve.hf.paged import OneSequence, PagedBatch, paged_forward
+from fa_serve.spec import UnsupportedModelError
+
+CPU = torch.device("cpu")
+FUSED = ("llama", "qwen2", "qwen3", "phi3", "granite", "smollm3", "gemma2", "gemma3", "mixtral", "qwen3-moe", "mistral")
+UNFUSED = ("olmo2", "olmo3", "starcoder2", "cohere2", "gemma4", "deepseek-v3")
+
+
+def patched(name: str) -> PreTrainedModel:
+    model = BY_NAME[name].build()
+    patch(model)
+    return model
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, batch: Any = None) -> Tensor:
+    ids = torch.arange(5, 20)
+    return paged_forward(model, ids, torch.arange(15), batch or OneSequence(), torch.arange(15))
+
+
+def divided(model: PreTrainedModel, size: int, work: Any) -> list[Any]:
+    division = plan_division(model, size)
+
+    def run(rank: int, all_reduce: Any) -> Any:
+        own = copy.deepcopy(model)
+        divide(own, division, rank, all_reduce, CPU)
+        return work(own, all_reduce)
+
+    return run_ranks(size, run)
+
+
+@pytest.mark.parametrize("name", FUSED + UNFUSED)
+def test_a_family_on_two_and_four_ranks(name: str) -> None:
+    """There are two key and value heads, which four ranks share."""
+    model = patched(name)
+    expected = logits(model)
+    for size in (2, 4):
+        results = divided(model, size, lambda own, _: (logits(own), sum(p.numel() for p in own.model.layers.parameters())))
+        for actual, count in results:
+            assert torch.equal(actual, results[0][0]), "every rank has the same bits"
+            assert float((actual - expected).abs().max()) <= 2e-6 * float(expected.abs().max())
+            assert count < sum(p.numel() for p in model.model.layers.parameters())
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_divided_layers_are_fused(name: str) -> None:
+    """The fused form of a rank's layer is proven against the rank's own, without the other ranks."""
+    model = patched(name)
+    expected = logits(model)
+
+    def work(own: PreTrainedModel, all_reduce: Any) -> tuple[int, Tensor]:
+        before = all_reduce.calls
+        fused = fuse(own)
+        assert all_reduce.calls == before + 5, "one forward, for what layers are given; no proof waits for other ranks"
+        return fused, logits(own, one_sequence_in_pages(own))
+
+    for fused, actual in divided(model, 2, work):
+        assert fused == 2
+        assert float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+def one_sequence_in_pages(model: PreTrainedModel) -> PagedBatch:
+    """15 tokens in two pages of eight."""
+    layers = attention_layers(model)
+    caches = [(torch.zeros(2, 8, x.num_kv_heads, x.head_dim), torch.zeros(2, 8, x.num_kv_heads, x.head_dim_v)) for x in layers]
+    return PagedBatch(
+        kv_caches=caches,
+        slot_mapping=torch.arange(15),
+        block_table=torch.tensor([[0, 1]], dtype=torch.int32),
+        seqused_k=torch.tensor([15], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, 15], dtype=torch.int32),
+        max_seqlen_q=15,
+        max_seqlen_k=15,
+    )
+
+
+def test_a_divided_norm_keeps_a_layer_from_being_fused(caplog: pytest.LogCaptureFixture) -> None:
+    model = patched("olmo2")
+    assert divided(model, 2, lambda own, _: fuse(own)) == [0, 0]
+    assert "the forward of a norm is replaced by PartOfOutput" in caplog.text
+    assert not any(isinstance(layer.forward, FusedLayer) for layer in model.model.layers)
+
+
+def test_a_rank_keeps_its_own_rows_and_columns() -> None:
+    model = patched("llama")
+    attention = model.model.layers[0].self_attn
+
+    def work(own: PreTrainedModel, _: Any) -> Any:
+        mine = own.model.layers[0].self_attn
+        assert (mine.q_proj.out_features, mine.o_proj.in_features) == (32, 32)
+        assert mine.q_proj.weight.untyped_storage().nbytes() == 32 * 64 * 4, "the whole weight is not kept"
+        return mine.q_proj.weight, mine.o_proj.weight
+
+    (q0, o0), (q1, o1) = divided(model, 2, work)
+    assert torch.equal(torch.cat([q0, q1]), attention.q_proj.weight)
+    assert torch.equal(torch.cat([o0, o1], dim=1), attention.o_proj.weight)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+def test_the_vocabulary_is_divided(tied: bool) -> None:
+    model = BY_NAME["llama"].build(tie_word_embeddings=tied)
+    patch(model)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    expected = logits(model)
+
+    def work(own: PreTrainedModel, _: Any) -> Any:
+        assert (own.lm_head.weight is own.model.embed_tokens.weight) == tied
+        assert vocab_size(own) == 96
+        return logits(own), own.model.embed_tokens.weight, own.lm_head.weight
+
+    results = divided(model, 4, work)
+    assert all(torch.equal(actual, results[0][0]) for actual, _, _ in results)
+    assert float((results[0][0] - expected).abs().max()) <= 2e-6 * float(expected.abs().max())
+    assert [tuple(weight.shape) for _, weight, _ in results] == [(24, 64)] * 4
+    assert torch.equal(torch.cat([weight for _, weight, _ in results]), model.model.embed_tokens.weight)
+    assert torch.equal(torch.cat([weight for _, _, weight in results]), model.lm_head.weight)
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
+    model = BY_NAME["llama"].build(vocab_size=97)
+    patch(model)
+    expected = logits(model)
+    for actual, rows in divided(model, 2, lambda own, _: (logits(own), own.lm_head.weight.shape[0])):
+        assert rows == 97
+        assert float((actual - expected).abs().max()) <= 2e-6 * float(expected.abs().max())
+
+
+def test_a_layer_that_would_change_is_refused() -> None:
+    """GPT-NeoX keeps q, k and v of each head together. The plan takes them for all queries, all keys and all values."""
+    with pytest.raises(UnsupportedModelError, match=r"between 2 ranks: gpt_neox.layers.0 \(GPTNeoXLayer\) would change by"):
+        divided(patched("gpt-neox"), 2, lambda own, _: None)
+
+
+def test_a_model_whose_layers_cannot_be_left_out_is_refused() -> None:
+    model = patched("llama")
+    division = plan_division(model, 2)
+    model.model.norm.forward = None
+    with pytest.raises(UnsupportedModelError, match="between 2 ranks: a forward without layers fails with TypeError: "):
+        run_ranks(2, lambda rank, all_reduce: divide(model, division, rank, all_reduce, CPU))
+
+
+def test_a_layer_that_fails_is_refused() -> None:
+    model = patched("llama")
+    division = plan_division(model, 2)
+    division.layers["model.layers.0"].sums.remove("mlp.down_proj")
+    del division.layers["model.layers.0"].cuts["mlp.down_proj.weight"]
+    with pytest.raises(UnsupportedModelError, match=r"model.layers.0 \(LlamaDecoderLayer\) fails with RuntimeError: "):
+        run_ranks(2, lambda rank, all_reduce: divide(copy.deepcopy(model), division, rank, all_reduce, CPU))

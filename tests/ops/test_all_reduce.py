@@ -1,0 +1,93 @@
+"""The sum over ranks: the same bits everywhere, the order of ranks if it is asked for, and an error when a rank is lost."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fa_serve.ops.all_reduce import LOOPBACK, AllReduce, AllReduceError, join, listen
+
+SCRIPT = """
+import sys, torch
+from fa_serve.ops.all_reduce import AllReduce, join
+from test_all_reduce import part
+rank, port = map(int, sys.argv[1:])
+all_reduce = AllReduce(join(port, 3), rank, 3, torch.device("cpu"), ordered=True)
+totals = all_reduce(part(rank)), all_reduce(part(rank).bfloat16()), all_reduce.gather(part(rank))
+sys.stdout.write(" ".join(str(hash(tuple(x.view(-1).tolist()))) for x in totals))
+"""
+
+
+def part(rank: int) -> torch.Tensor:
+    return torch.randn(7, 33, generator=torch.Generator().manual_seed(rank))
+
+
+def test_three_ranks_add_in_their_order_and_a_lost_one_is_an_error() -> None:
+    """Unordered, the first rank to be added depends on the place in the tensor, and three numbers do not commute."""
+    store, port = listen(3)
+    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}
+    others = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(port)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in (1, 2)
+    ]
+    all_reduce = AllReduce(store, 0, 3, torch.device("cpu"), ordered=True)
+    try:
+        totals = all_reduce(part(0)), all_reduce(part(0).bfloat16()), all_reduce.gather(part(0))
+        assert torch.equal(totals[0], part(0) + part(1) + part(2))
+        assert torch.equal(totals[1], part(0).bfloat16() + part(1).bfloat16() + part(2).bfloat16())
+        assert torch.equal(totals[2], torch.cat([part(0), part(1), part(2)], dim=1))
+        mine = " ".join(str(hash(tuple(x.view(-1).tolist()))) for x in totals)
+        assert [other.communicate(timeout=60)[0] for other in others] == [mine, mine]
+        for call in (all_reduce, all_reduce.gather):
+            with pytest.raises(AllReduceError):
+                call(part(0))
+    finally:
+        all_reduce.close()
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
+def test_a_group_of_one() -> None:
+    store, port = listen(1)
+    environment = dict(os.environ)
+    all_reduce = AllReduce(store, 0, 1, torch.device("cpu"))
+    try:
+        assert dict(os.environ) == environment
+        x = torch.arange(6.0).view(2, 3)
+        assert torch.equal(all_reduce(x), torch.arange(6.0).view(2, 3))
+        with pytest.raises(RuntimeError, match=r"belongs to a process group of torch.distributed already"):
+            AllReduce(join(port, 1), 0, 1, torch.device("cpu"))
+    finally:
+        all_reduce.close()
+    AllReduce(listen(1)[0], 0, 1, torch.device("cpu")).close()
+
+
+def test_a_paused_sum_waits_for_nobody() -> None:
+    all_reduce = object.__new__(AllReduce)  # without a group, any sum fails
+    with all_reduce.paused():
+        x = torch.ones(3)
+        assert all_reduce(x) is x
+        all_reduce._size = 2
+        assert all_reduce.gather(x[None]).shape == (1, 6)
+    all_reduce._ordered = False
+    with pytest.raises((AllReduceError, ValueError)):
+        all_reduce(x)
+
+
+def test_only_this_machine_can_reach_the_store() -> None:
+    store, port = listen(2)
+    addresses = {address[4][0] for address in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET)}
+    for address in addresses - {LOOPBACK}:
+        if not address.startswith("127."):
+            with socket.socket() as client:
+                client.settimeout(1)
+                assert client.connect_ex((address, port)) != 0
+    del store
