@@ -1,4 +1,4 @@
-"""fa_serve's attention as a kernel, which `kernels.get_kernel` returns: the package's `__init__` there (see kernel_package.py).
+"""The `__init__` of the package that Hugging Face's `kernels` loads (see kernel_package.py): fa_serve's attention functions.
 
     attention, attention_varlen, attention_paged, store_kv     the functions of fa_serve
     flash_attn_func, flash_attn_varlen_func, ...               FlashAttention-2's functions

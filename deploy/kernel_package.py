@@ -1,14 +1,14 @@
 """Build the folder that Hugging Face's `kernels` loads: fa_serve's attention without the engine, the server and the adapters.
 
     python deploy/kernel_package.py build/kernel-package        # or `make kernel-package`
-    kernel = kernels.get_local_kernel(Path("build/kernel-package"), trust_remote_code=True)
+    kernel = kernels.get_local_kernel(Path("build/kernel-package"))
 
     build/torch-universal/metadata.json    name, version, and the name under which the kernel is imported
     build/torch-universal/fa_serve/        the modules of PARTS, and kernel_entry.py as `__init__.py`
 
-The loader imports a kernel under a name of its own, so that several versions of it can be loaded beside each other and beside
-an installed fa_serve. The build therefore makes imports of the package relative, and changes nothing else. The loader's rules
-are in its documentation, "Kernel requirements".
+The loader imports a kernel under the id in its metadata, so that several versions of it can be loaded beside each other and
+beside an installed fa_serve. The build therefore makes imports of the package relative, and changes nothing else. The loader's
+rules are in its documentation, "Kernel requirements".
 """
 
 from __future__ import annotations

@@ -119,14 +119,15 @@ from pathlib import Path
 sys.modules["fa_serve"] = None          # importing it raises ImportError, as if it were not installed
 import torch
 from kernels import get_local_kernel
-kernel = get_local_kernel(Path(sys.argv[1]), trust_remote_code=True)
+kernel = get_local_kernel(Path(sys.argv[1]))
 for module in pkgutil.walk_packages(kernel.__path__, f"{kernel.__name__}."):
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:        # on a machine without Triton
         assert error.name.partition(".")[0] == "triton", error
 torch.manual_seed(0)
-q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+q = torch.randn(2, 6, 4, 8)
+k, v = torch.randn(2, 2, 9, 2, 8)
 exact = kernel.attention(q, k, v, causal=True, backend="reference")
 torch.testing.assert_close(kernel.attention(q, k, v, causal=True), exact)
 torch.testing.assert_close(kernel.flash_attn_func(q, k, v, causal=True), exact)
@@ -138,12 +139,19 @@ try:
     kernel.flash_attn_func(q, k, v, dropout_p=0.5)
 except kernel.ParameterError as error:
     assert error.field == "dropout_p"
+else:
+    raise AssertionError("dropout was not refused")
+kernel.flash_attn.install()
+import flash_attn, flash_attn_interface
+assert flash_attn is kernel.flash_attn
+assert flash_attn_interface is kernel.interface
 print(json.dumps({"name": kernel.__name__, "all": kernel.__all__}))
 """
 
 
 @needs_loader
 def test_loaded_without_fa_serve(package: Path) -> None:
+    """Its functions compute, and stand in for those of flash-attn."""
     found = json.loads(run(ALONE, package))
     metadata = json.loads((package / "build" / "torch-universal" / "metadata.json").read_text())
     assert found["name"] == metadata["id"]
@@ -157,44 +165,21 @@ from pathlib import Path
 import torch
 import fa_serve
 from kernels import get_local_kernel
-packages = [fa_serve, *(get_local_kernel(Path(folder), trust_remote_code=True) for folder in sys.argv[1:])]
+packages = [fa_serve, *(get_local_kernel(Path(folder)) for folder in sys.argv[1:])]
 torch.manual_seed(0)
 q, k, v = torch.randn(3, 1, 5, 2, 8)
-operators = []
-def note(graph, inputs):
-    operators.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function" and "attention" in str(node))
-    return graph
 for package in packages:
-    out = package.attention(q, k, v)
-    torch.testing.assert_close(out, fa_serve.attention(q, k, v))
-    attend = torch.compile(lambda q, package=package: package.attention(q, k, v), backend=note, fullgraph=True)
-    torch.testing.assert_close(attend(q), out)
+    torch.testing.assert_close(package.attention(q, k, v), fa_serve.attention(q, k, v))
 assert len({package.attention for package in packages}) == len({package.ParameterError for package in packages}) == 3
-print(*(f"{package.__name__}.attention" in " ".join(operators) for package in packages))
+operators = {str(getattr(torch.ops, package.__name__).attention.default) for package in packages}
+assert operators == {f"{package.__name__}.attention.default" for package in packages}
 """
 
 
 @needs_loader
 def test_versions_are_loaded_beside_each_other(package: Path, tmp_path: Path) -> None:
-    """Each has its own classes, and its own operators in graphs."""
+    """Each has its own classes and its own operators."""
     other = shutil.copytree(package, tmp_path / "other")
     path = other / "build" / "torch-universal" / "metadata.json"
     path.write_text(path.read_text().replace("_fa_serve_", "_fa_serve_other_"))
-    assert run(BESIDE, package, other) == "True True True"
-
-
-INSTALLED = """
-import sys
-from pathlib import Path
-sys.modules["fa_serve"] = None
-from kernels import get_local_kernel
-kernel = get_local_kernel(Path(sys.argv[1]), trust_remote_code=True)
-kernel.flash_attn.install()
-import flash_attn, flash_attn_interface
-print(flash_attn is kernel.flash_attn, flash_attn_interface is kernel.interface)
-"""
-
-
-@needs_loader
-def test_it_stands_in_for_flash_attn(package: Path) -> None:
-    assert run(INSTALLED, package) == "True True"
+    run(BESIDE, package, other)
