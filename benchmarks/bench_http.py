@@ -63,6 +63,9 @@ class Metronome:
     def prepare_one(self) -> bool:
         return False
 
+    def preparations(self) -> tuple[int, int]:
+        return 0, 0
+
     def step(self) -> list[RequestOutput]:
         self._due = max(self._due + self._step, time.perf_counter())
         time.sleep(max(0.0, self._due - time.perf_counter()))

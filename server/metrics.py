@@ -107,6 +107,8 @@ class Metrics(Collector):
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.num_prompt_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
             "engine_steps": ("Steps of the engine.", stats.num_steps),
+            "late_compilations": ("Kernels that requests have waited for.", stats.num_late_compilations),
+            "late_captures": ("CUDA graphs whose capture requests have waited for.", stats.num_late_captures),
             "spec_decode_num_drafts": ("Drafts, one for each sequence and step.", drafts.num_drafts),
             "spec_decode_num_draft_tokens": ("Tokens of drafts.", drafts.num_draft_tokens),
             "spec_decode_num_accepted_tokens": ("Tokens of drafts that were right.", drafts.num_accepted_tokens),

@@ -6,14 +6,16 @@ everything except addresses and goes to the driver at once. Addresses are passed
 look up at the driver, and a tensor descriptor is encoded once for each address.
 
 The first launch of each kind goes through the JIT, which compiles, specialises and checks as usual. When a profiler has asked
-Triton to report launches, a launch takes Triton's own way, which makes the report. This module leaves out what a kernel's
-arguments are and when they may be reused; see `plan`.
+Triton to report launches, a launch takes Triton's own way, which makes the report. Within `compiling_in_threads` a first launch
+does not wait for the compiler: it raises, and a thread compiles. This module leaves out what a kernel's arguments are and when
+they may be reused; see `plan`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from math import gcd
 from typing import Any
@@ -118,6 +120,66 @@ _COMPILED: dict[tuple[Any, ...], tuple[Any, _Driver | None]] = {}
 """Compiled kernels by everything that their machine code depends on. Launches of different plans share them, so a new plan for
 other lengths does not go through the JIT."""
 
+_COMPILING: dict[tuple[Any, ...], triton.FutureKernel] | None = None
+"""What threads compile, by the same keys; None outside of `compiling_in_threads`."""
+
+
+class NotCompiledError(Exception):
+    """A launch did not take place, because a thread is still compiling its kernel.
+
+    compiled: is done when the kernel exists or could not be compiled
+    """
+
+    def __init__(self, compiled: Future[Any]) -> None:
+        super().__init__("the kernel of a launch is being compiled")
+        self.compiled = compiled
+
+
+class _CompilerThreads(ThreadPoolExecutor):
+    """Runs Triton's compilations. A thread also makes the kernel's launcher, which Triton 3.6 builds in C and keeps on disk."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count, thread_name_prefix="fa_serve-compile")
+        self._futures: list[Future[Any]] = []
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        def compile_both() -> Any:
+            kernel = compile_kernel()
+            if _HAS_KNOWN_LAUNCHER:
+                driver.active.launcher_cls(kernel.src, kernel.metadata)
+            return kernel
+
+        self._futures.append(super().submit(compile_both))
+        return self._futures[-1]
+
+    def cancel(self) -> None:
+        """Begin no further compilation."""
+        self.shutdown(wait=False, cancel_futures=True)
+        for future in self._futures:
+            if future.cancelled():
+                future.set_running_or_notify_cancel()  # else `as_completed`, by which Triton waits for all, never returns it
+
+
+@contextmanager
+def compiling_in_threads(count: int) -> Iterator[None]:
+    """Within this context the launch of a kernel that is not compiled yet raises NotCompiledError, and one of `count` threads
+    compiles the kernel.
+
+    Nothing is launched in the place of such a kernel, so no later work reads what it would have written. The caller repeats
+    its computation from the beginning. At the end, compilations that have not begun are cancelled, and the others are waited
+    for. Left out: launches that ask the JIT each time, which wait for the compiler.
+    """
+    global _COMPILING
+    pool = _CompilerThreads(count)
+    # a launch raises the error of its kernel, so the mode need not raise it once more
+    with pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        _COMPILING = {}
+        try:
+            yield
+        finally:
+            _COMPILING = None
+            pool.cancel()
+
 
 class Launch:
     """`kernel(*tensors, *late, *varying, *strides, *fixed)` in a grid of one dimension, for calls that differ in addresses
@@ -188,11 +250,11 @@ class Launch:
             return
         key = self._compiled_key(device, tensors, late)
         compiled, known = _COMPILED.get(key, (None, None))
+        if compiled is None and _COMPILING is not None:
+            compiled = self._compile_in_thread(_COMPILING, key, tensors, late)
+            known = self._remember(key, compiled, device)
         if compiled is None:
-            compiled = self._jit(tensors, late)
-            if len(_COMPILED) >= _MAX_COMPILED:
-                _COMPILED.clear()
-            _COMPILED[key] = compiled, _driver_of(compiled, device)
+            self._remember(key, self._jit(tensors, late), device)
         elif known is None or is_watched():
             compiled[self._grid](*self._arguments(tensors, late))
         else:
@@ -200,6 +262,32 @@ class Launch:
                 view.metadata = metadata
             self._driver = known  # another thread may use it from here on, so the views are complete
             self._send(known, addresses, late)
+
+    def _compile_in_thread(
+        self,
+        compiling: dict[tuple[Any, ...], triton.FutureKernel],
+        key: tuple[Any, ...],
+        tensors: Sequence[Tensor | None],
+        late: tuple[int, ...],
+    ) -> Any:
+        """The compiled kernel. Raises NotCompiledError while a thread compiles it, and later what its compilation raised."""
+        kernel = compiling.get(key)
+        if kernel is None:
+            kernel = self._kernel.warmup(*self._arguments(tensors, late), grid=self._grid, **self._options)
+            if not isinstance(kernel, triton.FutureKernel):
+                return kernel  # the JIT has it
+            compiling[key] = kernel
+        future = kernel.future  # Triton 3.9 sets it to None when another launch has taken the result
+        if future is not None and not future.done():
+            raise NotCompiledError(future)
+        return kernel.result()
+
+    def _remember(self, key: tuple[Any, ...], compiled: Any, device: int) -> _Driver | None:
+        if len(_COMPILED) >= _MAX_COMPILED:
+            _COMPILED.clear()
+        known = _driver_of(compiled, device)
+        _COMPILED[key] = compiled, known
+        return known
 
     def _compiled_key(self, device: int, tensors: Sequence[Tensor | None], late: tuple[int, ...]) -> tuple[Any, ...]:
         """Everything that the machine code depends on."""

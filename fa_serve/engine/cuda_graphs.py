@@ -11,15 +11,15 @@ its row of the device's block table. How attention splits its keys among the SMs
 sequence, so there are graphs for a few key lengths (KEY_LENGTHS) of each size. Decisions that depend on lengths known only to
 the device are made at each replay.
 
-Decoding has one graph for each batch size, and another one for steps that verify drafts (speculation.py). The largest is
-captured at start-up, the others when a step of their shape first comes. Steps with prompts have too many shapes for that: a
-shape is captured when it has come CAPTURE_AFTER times, padded to a multiple of TOKEN_MULTIPLE, and there are never more than
-MAX_PROMPT_GRAPHS of them. With graphs the GPU does not wait for the launches of small models, nor of small steps of large
-models.
-
-When there is no request, `prepare_one` captures likely shapes in advance and compiles the kernels of other prompts. While it is
-in use, no step waits for a capture if a captured graph is only a little too large: the step is padded to that graph. All graphs
+Decoding has one graph for each batch size, and another one for steps that verify drafts (speculation.py). Steps with prompts
+have too many shapes for that: they are padded to a multiple of TOKEN_MULTIPLE, and there are never more than MAX_PROMPT_GRAPHS
+of them. With graphs the GPU does not wait for the launches of small models, nor of small steps of large models. All graphs
 share one memory pool. The largest step with prompts is captured before any other, so that the pool never grows later.
+
+`prepare_one` captures likely shapes ahead, at start-up and when there is no request. Once it has been called, no step waits for
+a capture: a step takes a graph that is only a little too large, or runs eagerly, and a shape of prompts that comes
+CAPTURE_AFTER times is captured in the next idle moment. Without `prepare_one`, as in offline use, steps capture: decoding when
+a shape first comes, and prompts when it has come CAPTURE_AFTER times.
 
 Graphs run the same forward as eager steps. A model that cannot be captured, for example because it reads something back from
 the device, stays eager, and the log says why. Left out: steps that want log-probabilities of prompts.
@@ -112,13 +112,6 @@ MAX_PROMPT_GRAPHS = 256
 """Number of graphs of steps with prompts."""
 MAX_TOKENS_AHEAD = 512
 """Steps with prompts of up to so many tokens are captured in advance, and the largest possible one."""
-WARM_UPS = ((0, 128), (20, 128), (40, 128), (100, 128), (1, 128), (1, 48), (0, 48))
-"""Steps with prompts that differ in the kernels that they compile: (decoding sequences, tokens of a prompt).
-
-Attention has one tile for up to 64 queries and another one for more, and the batch decides how it splits keys. On Hopper, after
-these steps and the captures, 512 requests of many lengths had to compile one more kernel, that of their sampling. Without these
-steps they had to compile 18.
-"""
 
 
 class StepGraphs:
@@ -129,7 +122,6 @@ class StepGraphs:
     max_drafts: drafts of a sequence in a step
     vocab, dtype: of the logits
     prompts:    capture steps with prompts too
-    warm_up:    run the steps of WARM_UPS when there is no request
     """
 
     def __init__(
@@ -145,7 +137,6 @@ class StepGraphs:
         vocab: int,
         dtype: torch.dtype,
         prompts: bool,
-        warm_up: bool,
     ) -> None:
         self._forward = forward
         self._make_inputs = inputs
@@ -169,7 +160,7 @@ class StepGraphs:
         self._pool: Any = None
         # shapes to capture in advance, the next one last; None until `prepare_one` is called
         self._missing: list[Shape] | None = None
-        self._warm_ups = list(reversed(WARM_UPS)) if warm_up else []
+        self.num_captures = 0
 
     def shape_for(self, tokens: int, batch: int, max_seqlen_k: int, *, decoding: bool, queries: int = 1) -> Shape | None:
         """The shape for a step of `batch` sequences with `tokens` tokens, the longest sequence having `max_seqlen_k` keys.
@@ -177,9 +168,9 @@ class StepGraphs:
         decoding: every sequence computes its last token and drafts, at most `queries` tokens; otherwise `batch` is also the
                   number of tokens that are sampled, if these are more
 
-        That is the smallest shape that holds the step. If it is not captured, it is a captured one with as many tokens, or,
-        for decoding while `prepare_one` is in use, with up to a quarter more. None means that a step with prompts is not worth
-        a capture.
+        That is the smallest shape that holds the step. If it is not captured, it is a captured one with as many tokens, or for
+        decoding with up to a quarter more. Otherwise it is None, and the step runs eagerly; unless `prepare_one` was never
+        called, and the step is worth a capture.
         """
         keys = next(length for length in self.key_lengths if length >= max_seqlen_k)
         if decoding:
@@ -208,9 +199,15 @@ class StepGraphs:
             and x.queries >= shape.queries
         ]
         if held or decoding:
-            return min(held, default=shape)
+            return min(held, default=None)
         self._num_seen[shape] += 1
-        return shape if self._num_seen[shape] >= CAPTURE_AFTER and self._may_capture_prompts() else None
+        if self._num_seen[shape] < CAPTURE_AFTER or not self._prompts:
+            return None
+        if self._missing is None:
+            return shape if self._may_capture_prompts() else None
+        if shape not in self._missing:
+            self._missing.append(shape)
+        return None
 
     def _may_capture_prompts(self) -> bool:
         """Whether another step with prompts may be captured. The largest one is captured first."""
@@ -222,17 +219,18 @@ class StepGraphs:
                 self._prompts = False
         return self._prompts and sum(x.kind == "prompts" for x in self._replays) < MAX_PROMPT_GRAPHS
 
-    def prepare_one(self) -> bool:
-        """Run one warm-up step or capture one shape, between steps. Returns False if nothing is left.
-
-        A failure is logged and ends all preparation. Steps still capture what they need.
-        """
+    def capture_ahead_only(self) -> None:
+        """From now on graphs are captured by `prepare_one` alone, and steps without one run eagerly."""
         if self._missing is None:
             self._missing = self._shapes_ahead()
+
+    def prepare_one(self) -> bool:
+        """Capture one shape, between steps. Returns False if nothing is left.
+
+        A failure is logged and ends all preparation. From the first call on, no step captures.
+        """
+        self.capture_ahead_only()
         try:
-            if self._warm_ups:
-                self._forward(self._warm_up_inputs(*self._warm_ups.pop()))
-                return True
             while self._missing:
                 shape = self._missing.pop()
                 if shape not in self._replays and (shape.kind != "prompts" or self._may_capture_prompts()):
@@ -242,7 +240,6 @@ class StepGraphs:
         except Exception as error:  # Triton's errors are no RuntimeErrors; and a step that has the same problem will report it
             log.warning("no more graphs are captured in advance, because a capture failed: %s", error)
             self._missing = []
-            self._warm_ups = []
         return False
 
     def run(self, shape: Shape) -> Tensor:
@@ -274,15 +271,6 @@ class StepGraphs:
             shapes += [Shape(tokens, batch, tokens, keys) for tokens, batch in sizes for keys in self.key_lengths[:2]]
         return sorted(shapes, key=lambda x: (x.keys, x.kind == "prompts", x.batch & (x.batch - 1) != 0, x), reverse=True)
 
-    def _warm_up_inputs(self, decoding: int, length: int) -> Inputs:
-        """A step that writes no keys and reads the pages that slot 0 had last, whatever they hold."""
-        decoding = min(decoding, self.sizes[-1] - 1)
-        length = min(length, self.key_lengths[-1])
-        lengths = np.array([1] * decoding + [length], dtype=np.int32)
-        arrays = padding(Shape(decoding + length, decoding + 1, length, length))
-        arrays |= {"seqused_k": lengths, "cu_seqlens_q": np.cumsum([0, *lengths], dtype=np.int32)}
-        return self._make_inputs(send(arrays, self._device), length, length, fresh=decoding == 0)
-
     def _capture_empty(self, shape: Shape) -> None:
         """Capture a step that consists of padding only."""
         send(padding(shape), self._device, self.block)
@@ -294,6 +282,7 @@ class StepGraphs:
         def step() -> None:
             self._logits[: shape.rows].copy_(self._forward(self.inputs(shape)))
 
+        self.num_captures += 1
         step()  # compiles kernels and allocates workspaces, which must not happen during the capture
         try:
             self._replays[shape], self._pool = capture(step, self._pool)

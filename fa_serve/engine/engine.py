@@ -36,7 +36,6 @@ from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.groups import Groups
 from fa_serve.engine.input_processor import InputProcessor
-from fa_serve.engine.loading import load
 from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
 from fa_serve.engine.pages import PageTable, new_salt
@@ -49,6 +48,7 @@ from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler import Scheduler
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import Speculation
+from fa_serve.engine.start_up import start_up
 from fa_serve.engine.stats import Counters, EngineStats
 from fa_serve.engine.step_masks import grammar_ends, step_masks
 from fa_serve.engine.stop_strings import StopStrings
@@ -64,6 +64,7 @@ class Engine:
     config:    settings; `engine.config` holds no "auto" and no None that the engine decides any more
     model, tokenizer: may be given instead of being loaded. Without a tokenizer prompts are token ids and outputs have no text
     on_phase:  called with each `Phase` of the start-up when it has ended
+    ahead:     compile and capture, on a GPU, before requests come; otherwise steps compile and capture what they need
     on_lost:   called from a thread when another rank of tensor parallelism has ended
     ranks:     the rank of this process; rank 0 makes it itself, and starts the others
 
@@ -78,6 +79,7 @@ class Engine:
         model: PreTrainedModel | None = None,
         tokenizer: Any = None,
         on_phase: OnPhase | None = None,
+        ahead: bool = False,
         on_lost: OnLost | None = None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -86,12 +88,11 @@ class Engine:
             raise ParameterError("tensor_parallel", "be 1 for a model that is given instead of loaded", config.tensor_parallel)
         self._ranks: Ranks = ranks or Leader(config, on_lost)
         with self._ranks.starting():
-            loaded = load(config, self._ranks, PhaseClock(on_phase), model, tokenizer)
+            loaded = start_up(config, self._ranks, PhaseClock(on_phase), model, tokenizer, ahead=ahead)
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
         self._runner = loaded.runner
-        assert self.config.max_model_len is not None
-        self.max_model_len = self.config.max_model_len
+        self.max_model_len = loaded.max_model_len
         self._speculation = Speculation(config.max_drafts, loaded.drafter)
         self._prompt_share = config.prompt_share()
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
@@ -225,12 +226,13 @@ class Engine:
         return [answers.completion(x, index) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
 
     def prepare_one(self) -> bool:
-        """Compile or capture one more step that requests may need. To be called when there is no request.
-
-        On a GPU this takes tenths of a second, or seconds for kernels that are in no cache. Returns False if nothing is left.
-        """
+        """Capture one more graph. To be called when there is no request. Returns False if nothing is left."""
         self._ranks.tell("prepare_one")
         return not self.has_unfinished() and self._runner.prepare_one()
+
+    def preparations(self) -> tuple[int, int]:
+        """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
+        return self._runner.preparations()
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""

@@ -70,6 +70,10 @@ class StepOutputs:
     rejected: list[tuple[str, Exception]] = field(default_factory=list)
 
 
+QUIET_SECONDS = 1.0
+"""Time without a command after which graphs are captured. Under any load a command is unlikely to meet a capture."""
+
+
 class EngineLoop:
     """Owner of the requests whose grammars are being compiled. `deliver` is called after each step."""
 
@@ -83,6 +87,7 @@ class EngineLoop:
         self._outputs: list[RequestOutput] = []
         self._rejected: list[tuple[str, Exception]] = []
         self._busy_since: float | None = None
+        self._late = (0, 0)  # compilations and captures that requests have waited for
         self._steps = StepStats()
 
     @property
@@ -96,11 +101,13 @@ class EngineLoop:
         try:
             while self._take_commands():
                 self._busy_since = begin = time.monotonic()
+                before = self._engine.preparations()
                 outputs = self._outputs + self._engine.step()
+                self._count_late(before)
                 rejected = self._rejected
                 self._outputs = []
                 self._rejected = []
-                self._deliver(StepOutputs(replace(self._engine.stats(), steps=self._steps), outputs, rejected))
+                self._deliver(StepOutputs(self._stats(), outputs, rejected))
                 self._steps = self._steps.plus(time.monotonic() - begin)
         finally:
             self._queue.close()
@@ -112,11 +119,8 @@ class EngineLoop:
         Waits for a command only when there is nothing to compute and nothing to deliver.
         """
         while not self._commands.empty() or not (self._engine.has_unfinished() or self._has_news):
-            self._busy_since = time.monotonic()
-            while self._commands.empty() and not self._has_news and self._engine.prepare_one():
-                self._busy_since = time.monotonic()  # a command that comes now waits for one preparation at most
             self._busy_since = None
-            command = self._commands.get()
+            command = self._next_command()
             self._busy_since = time.monotonic()
             if command is None:
                 return False
@@ -127,6 +131,32 @@ class EngineLoop:
             else:
                 self._add(command)
         return True
+
+    def _next_command(self) -> Command:
+        """Wait for a command. If none has come for QUIET_SECONDS, graphs are captured until one comes."""
+        try:
+            return self._commands.get(timeout=QUIET_SECONDS)
+        except queue.Empty:
+            pass
+        more = True
+        while more and self._commands.empty():
+            self._busy_since = time.monotonic()  # a command that comes now waits for one capture at most
+            before = self._engine.preparations()
+            more = self._engine.prepare_one()
+            if not self._commands.empty():
+                self._count_late(before)
+        self._busy_since = None
+        return self._commands.get()
+
+    def _stats(self) -> EngineStats:
+        compilations, captures = self._late
+        return replace(self._engine.stats(), steps=self._steps, num_late_compilations=compilations, num_late_captures=captures)
+
+    def _count_late(self, before: tuple[int, int]) -> None:
+        """Count what has been compiled and captured since `before` as what requests have waited for."""
+        compilations, captures = self._late
+        now = self._engine.preparations()
+        self._late = (compilations + now[0] - before[0], captures + now[1] - before[1])
 
     @property
     def _has_news(self) -> bool:

@@ -40,6 +40,7 @@ class Loaded:
     runner:  with the model and the KV cache
     drafter: guesses tokens for speculation
     config:  without "auto", and without None that the engine decides
+    max_model_len: tokens of a sequence
     eos_ids: the tokens that end an answer
     """
 
@@ -47,6 +48,7 @@ class Loaded:
     drafter: Drafter
     tokenizer: Any
     config: EngineConfig
+    max_model_len: int
     eos_ids: frozenset[int]
 
 
@@ -76,7 +78,7 @@ def load(
     resolved = replace(
         config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
     )
-    return Loaded(runner, drafter, tokenizer, resolved, end_ids(model))
+    return Loaded(runner, drafter, tokenizer, resolved, max_model_len, end_ids(model))
 
 
 def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, clock: PhaseClock) -> Drafter:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,57 +28,23 @@ from fa_serve.engine import fusion, kv_cache
 from fa_serve.engine.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.cuda_graphs import Inputs, Shape, StepGraphs, pad
+from fa_serve.engine.cuda_graphs import Inputs, Shape, StepGraphs, pad, padding
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.fused_router import fuse_routers
+from fa_serve.engine.prepared_batch import Forward, PreparedBatch
 from fa_serve.engine.request import Request
-from fa_serve.engine.results import PendingResult, PromptSpan
-from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample
-from fa_serve.engine.sampling_params import SamplingParams
-from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
-from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
+from fa_serve.engine.results import PendingResult
+from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
+from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.speculation import draft_limit
 from fa_serve.engine.transfer import packed_size, send
+from fa_serve.engine.warm_up import EmptyStep, SamplingVariant, largest_batch
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, vocab_size
 from fa_serve.hf.quantized_linear import QuantizedLinear
+from fa_serve.ops.compilations import num_compilations
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """The tensors of one step, on the device.
-
-    inputs:         what the forward takes; or a shape, if the inputs are in the block of the graphs, padded to that shape
-    sampled_slots:  (n,) int64, the slots of the sequences that sample
-    logprob_rows:   (m,) int64, rows that want log-probabilities; None if there are none
-    prompt_targets: (k,) int64, prompt tokens whose log-probabilities are wanted; None if there are none
-    """
-
-    inputs: Inputs | Shape
-    sampled_slots: Tensor
-    logprob_rows: Tensor | None
-    prompt_targets: Tensor | None
-    sampling: SampleParams
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """A launched forward whose tokens have not been sampled yet.
-
-    logits:       (rows, vocab), a row for each of `sequences`, then those of `prompt_spans`; valid until the next launch
-    sequences:    those that sample, by row
-    logprob_rows: rows of `sequences` that want log-probabilities
-    prompt_spans: the prompt tokens whose log-probabilities are wanted
-    """
-
-    prepared: PreparedBatch
-    logits: Tensor
-    sequences: list[SequenceState]
-    logprob_rows: list[int]
-    prompt_spans: list[PromptSpan]
 
 
 class ModelRunner:
@@ -164,7 +130,6 @@ class ModelRunner:
             dtype=self.model.dtype,
             # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
             prompts=not self._options,
-            warm_up=not self._deterministic,
         )
         try:
             graphs.capture_largest()
@@ -178,9 +143,64 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare_one(self) -> bool:
-        """Capture one more graph, or compile kernels, ahead of time. Returns False if nothing is left to prepare."""
-        prepared = self._graphs is not None and self._graphs.prepare_one()
-        return prepared or (self.draft is not None and self.draft.prepare_one())
+        """Capture one more graph ahead of time, of this model or of the draft model, by turns. Returns False if none is left.
+
+        From the first call on, steps of neither model capture.
+        """
+        graphs = [x._graphs for x in (self, self.draft) if x is not None and x._graphs is not None]
+        for each in graphs:
+            each.capture_ahead_only()
+        return any(each.prepare_one() for each in sorted(graphs, key=lambda each: each.num_captures))
+
+    @property
+    def num_captures(self) -> int:
+        """How many CUDA graphs have been captured, those of the draft model included."""
+        own = 0 if self._graphs is None else self._graphs.num_captures
+        return own + (0 if self.draft is None else self.draft.num_captures)
+
+    def preparations(self) -> tuple[int, int]:
+        """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
+        return sum(num_compilations()), self.num_captures
+
+    @torch.inference_mode()
+    def run_warm_up(self, work: EmptyStep | SamplingVariant) -> None:
+        """Compute one part of the warm-up plan. No sequence may run."""
+        if isinstance(work, EmptyStep):
+            self._run_empty(work)
+        else:
+            self._sample_empty(work)
+
+    def _run_empty(self, step: EmptyStep) -> None:
+        """Compute a step that writes no keys, and reads the pages that slot 0 had last, whatever they hold."""
+        lengths = [1] * (step.batch - step.num_long) + [step.queries] * step.num_long
+        queries = step.queries
+        fresh = step.fresh
+        if self._deterministic:  # each token is a sequence, as in `batch_arrays`
+            lengths = [1] * step.num_tokens
+            queries = 1
+            fresh = False
+        arrays = padding(Shape(step.num_tokens, len(lengths), queries, step.keys))
+        arrays["seqused_k"] = np.array(lengths, dtype=np.int32)
+        arrays["cu_seqlens_q"] = np.cumsum([0, *lengths], dtype=np.int32)
+        self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
+
+    def _sample_empty(self, variant: SamplingVariant) -> None:
+        """Sample one row of equal logits with these parameters."""
+        params = variant.params
+        sequence = SequenceState(Request("warm-up", [0], params, max_tokens=1))
+        if params.penalised:
+            self._token_counts().start(0, [0], 1)
+        arrays = sampling_arrays([sequence.request], [1], self.vocab_size)
+        logprob_rows = [] if params.logprobs is None else [0]
+        rows: dict[str, NDArray[Any]] = {"sampled_slots": np.zeros(1, dtype=np.int64)}
+        if logprob_rows:
+            rows["logprob_rows"] = np.zeros(1, dtype=np.int64)
+        sent = send(arrays | rows, self.device)
+        logits = torch.zeros(1, self.vocab_size, dtype=self.model.dtype, device=self.device)
+        prepared = self._prepared(Shape(1, 1, 1, 1), arrays, sent)
+        words = -(-self.vocab_size // 32)
+        masks = {0: np.full(words, -1, dtype=np.int32)} if variant.masked else None
+        self.sample(Forward(prepared, logits, [sequence], logprob_rows, []), masks).read()
 
     def fit_num_pages(self, config: EngineConfig, max_model_len: int) -> int:
         """How many pages the device has room for beside the weights and the largest step.
@@ -196,7 +216,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         self.allocate(1, max_model_len)
         before = torch.cuda.memory_allocated(self.device)
-        self.sample(self.launch(_largest_batch(config, max_model_len))).read()
+        self.sample(self.launch(largest_batch(config, max_model_len))).read()
         peak = torch.cuda.max_memory_allocated(self.device)
         if not self.eager:
             # graphs have a separate memory pool, which the largest step determines as well; and so have those of a draft model
@@ -310,14 +330,21 @@ class ModelRunner:
             shape = None
             sent = send(arrays.inputs | others, self.device)
         self._block_table.apply(sent)
-        top_k = arrays.sampling.get("top_k")
+        inputs = shape or self._inputs(sent, arrays.max_seqlen_q, arrays.max_seqlen_k, fresh=arrays.fresh)
+        return self._prepared(inputs, arrays.sampling, sent)
+
+    def _prepared(
+        self, inputs: Inputs | Shape, sampling: Mapping[str, NDArray[Any]], sent: Mapping[str, Tensor]
+    ) -> PreparedBatch:
+        """sampling: the arrays of `sampling_arrays`, which are in `sent` as well, with those of `BatchArrays.rows`."""
+        top_k = sampling.get("top_k")
         return PreparedBatch(
-            inputs=shape or self._inputs(sent, arrays.max_seqlen_q, arrays.max_seqlen_k, fresh=arrays.fresh),
+            inputs=inputs,
             sampled_slots=sent["sampled_slots"],
             logprob_rows=sent.get("logprob_rows"),
             prompt_targets=sent.get("prompt_targets"),
             sampling=SampleParams(
-                **{name: sent[name] for name in arrays.sampling},
+                **{name: sent[name] for name in sampling},
                 largest_top_k=None if top_k is None else int(top_k.max()),
             ),
         )
@@ -368,19 +395,3 @@ class ModelRunner:
         if self._counts is None:
             self._counts = TokenCounts(self.max_num_seqs, self.vocab_size, self.device)
         return self._counts
-
-
-def _largest_batch(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
-    """As many tokens and sampled rows as a step may have, all on page 0, with the sampling that needs the most memory."""
-    count = min(config.max_num_seqs, config.max_num_batched_tokens)
-    length = min(config.max_num_batched_tokens // count, max_model_len)
-    drafts = [0] * min(draft_limit(config.max_drafts, count), length - 1)
-    params = SamplingParams(top_p=0.9, top_k=50, frequency_penalty=0.1, logprobs=20, prompt_logprobs=20)
-    batch = ScheduledBatch()
-    for slot in range(count):
-        sequence = SequenceState(Request(f"largest-{slot}", [0] * (length - len(drafts)), params, max_tokens=1))
-        sequence.start(slot, [0] * -(-length // config.page_size), num_shared=0, page_size=config.page_size)
-        batch.admitted.append(sequence)
-        num_prompt_logits = min(length - len(drafts) - 1, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
-        batch.append(Chunk(sequence, slot, 0, length, True, num_prompt_logits, drafts))
-    return batch

@@ -63,6 +63,8 @@ class EngineStats:
     num_cached_tokens: those of them whose keys and values came from the prefix cache
     num_output_tokens: sampled tokens
     num_preemptions:   how often a sequence lost its pages to another one
+    num_late_compilations: kernels that were compiled, or loaded from the cache on disk, while a request waited or ran
+    num_late_captures: CUDA graphs that were captured while a request waited or ran
     speculation:       drafts, and how many of them were right
     steps:             how long the steps of the engine's loop have taken, with their outputs; not counted offline
     """
@@ -76,6 +78,8 @@ class EngineStats:
     num_cached_tokens: int
     num_output_tokens: int
     num_preemptions: int
+    num_late_compilations: int = 0
+    num_late_captures: int = 0
     speculation: SpeculationStats = SpeculationStats()
     steps: StepStats = StepStats()
 

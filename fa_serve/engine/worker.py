@@ -40,6 +40,7 @@ from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
 from fa_serve.engine.stats import EngineStats
+from fa_serve.ops.compilations import use_kernel_cache
 
 if TYPE_CHECKING:
     from fa_serve.engine.engine import Engine
@@ -117,7 +118,8 @@ class ThreadWorker:
         """Load the engine in this thread and start its loop in another one."""
         source = self._source
         if isinstance(source, EngineConfig):
-            engine = _import_engine(self._on_phase or log_phase)(source, on_phase=self._on_phase, on_lost=self._commands.put)
+            make = _import_engine(self._on_phase or log_phase)
+            engine = make(source, on_phase=self._on_phase, on_lost=self._commands.put, ahead=True)
         else:
             engine = source
         self._loop = EngineLoop(engine, self._commands, self._on_outputs)
@@ -311,7 +313,9 @@ def _main(config: EngineConfig, connection: Connection) -> None:
     try:
         ready = threading.Event()
         threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
-        engine = _import_engine(outgoing.put)(config, on_phase=outgoing.put, on_lost=end)
+        make = _import_engine(outgoing.put)
+        use_kernel_cache(config.resolve_device())
+        engine = make(config, on_phase=outgoing.put, on_lost=end, ahead=True)
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second

@@ -17,6 +17,7 @@ as it is.
     attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
     experts.py         the function that computes a mixture's experts, and whether the engine may use it
     paged.py           the engine's forward over packed tokens and a paged cache
+    layer_kinds.py     few layers that stand for all layers of a model
     division.py        which part of each layer a rank of tensor parallelism keeps; divide.py takes it, and proves it
     continuous.py      transformers' own continuous batching (`generate_batch`)
     quantization_plan.py  which linear layers of a checkpoint are quantised, and how
@@ -42,6 +43,7 @@ from fa_serve.hf.attention import attention_forward
 from fa_serve.hf.divide import PartOfSum, divide, vocab_size
 from fa_serve.hf.division import plan_division
 from fa_serve.hf.experts import expert_modules, experts_forward, take_experts
+from fa_serve.hf.layer_kinds import few_layers
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
 from fa_serve.hf.paged import OneSequence, PagedBatch, attention_layers, check_model, paged_forward
@@ -61,6 +63,7 @@ __all__ = [
     "divide",
     "expert_modules",
     "experts_forward",
+    "few_layers",
     "mask_forward",
     "paged_forward",
     "patch",

@@ -4,6 +4,7 @@ reaches the driver is what Triton would have passed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from inspect import getsource, signature
 from pathlib import Path
@@ -18,7 +19,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon.nvidia import hopper
 
 from fa_serve.backends import launch as module
-from fa_serve.backends.launch import Launch, View
+from fa_serve.backends.launch import Launch, NotCompiledError, View
 
 
 class Pointer:
@@ -309,6 +310,76 @@ def test_an_unaligned_launch_is_never_remembered(kernel: Kernel) -> None:
         launch(kernel, **(BASE | {"pointers": (Pointer(), Pointer(4100))}))
     assert kernel.compiled == 3
     assert not module._COMPILED
+
+
+def future_kernel(future: Future[Any]) -> triton.FutureKernel:
+    """What a thread compiles, with functions that do nothing: one in Triton 3.6, and since 3.9 another one."""
+    functions = [lambda compiled: None] * (len(signature(triton.FutureKernel).parameters) - 1)
+    return triton.FutureKernel(*functions, future)
+
+
+def test_with_threads_nothing_is_launched_before_it_is_compiled(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A computation ends at its first kernel that is missing, so what follows reads nothing that was not written."""
+    other = Kernel()
+    futures: dict[int, Future[Any]] = {}
+
+    def warmup(self: Kernel, *args: object, **options: object) -> triton.FutureKernel:
+        assert id(self) not in futures, "is asked for once"
+        futures[id(self)] = Future()
+        return future_kernel(futures[id(self)])
+
+    monkeypatch.setattr(Kernel, "warmup", warmup, raising=False)
+
+    def compute() -> None:
+        launch(kernel, **BASE)
+        launch(other, **BASE)
+
+    with module.compiling_in_threads(2):
+        for _ in range(2):
+            with pytest.raises(NotCompiledError) as caught:
+                compute()
+            assert caught.value.compiled is futures[id(kernel)]
+        assert list(futures) == [id(kernel)]
+        assert not kernel.launched
+        futures[id(kernel)].set_result(Compiled(kernel))
+        with pytest.raises(NotCompiledError):
+            compute()
+        assert (len(kernel.launched), other.launched) == (1, [])
+        futures[id(other)].set_result(Compiled(other))
+        compute()
+        assert (len(kernel.launched), len(other.launched)) == (2, 1)
+    compute()
+    assert (kernel.compiled, other.compiled) == (0, 0), "nothing went through the JIT"
+    assert kernel.launched[0] == ((3, 1, 1), (4096, 0, 1, 0.5, 32, 64, 16, True))
+
+
+def test_a_kernel_that_cannot_be_compiled_fails_at_its_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    future: Future[Any] = Future()
+    monkeypatch.setattr(Kernel, "warmup", lambda self, *args, **options: future_kernel(future), raising=False)
+    with module.compiling_in_threads(1):
+        with pytest.raises(NotCompiledError):
+            launch(kernel, **BASE)
+        future.set_exception(ValueError("no such instruction"))
+        with pytest.raises(ValueError, match="no such instruction"):
+            launch(kernel, **BASE)
+    assert not kernel.launched
+
+
+def test_with_threads_what_the_jit_has_is_launched_at_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernel, "warmup", lambda self, *args, **options: Compiled(self), raising=False)
+    with module.compiling_in_threads(1):
+        launch(kernel, **BASE)
+    assert (kernel.compiled, len(kernel.launched)) == (0, 1)
+
+
+def test_with_threads_two_keys_of_one_kernel_are_launched(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of different keys may need one machine code. Triton 3.9 forgets the future when one has taken the result."""
+    resolved = SimpleNamespace(future=None, result=lambda: Compiled(kernel))
+    monkeypatch.setattr(triton, "FutureKernel", SimpleNamespace)
+    monkeypatch.setattr(Kernel, "warmup", lambda self, *args, **options: resolved, raising=False)
+    with module.compiling_in_threads(1):
+        launch(kernel, **BASE)
+    assert (kernel.compiled, len(kernel.launched)) == (0, 1)
 
 
 METADATA = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64, 1, 64]}

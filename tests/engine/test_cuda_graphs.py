@@ -142,22 +142,12 @@ def test_batch_sizes(largest, sizes) -> None:
     assert batch_sizes(largest) == sizes
 
 
-def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, replays, monkeypatch) -> None:
+def test_what_is_missing_is_captured_ahead(make_engine, replays, monkeypatch) -> None:
     monkeypatch.setattr(cuda_graphs, "KEY_LENGTHS", (16,))
     monkeypatch.setattr(cuda_graphs, "PROMPT_BATCHES", (2,))
     engine = make_engine(max_num_seqs=6, max_num_batched_tokens=700)
     engine._runner.make_graphs()
     graphs = engine._runner._graphs
-    seen: list[tuple[list[int], bool]] = []
-    forward = graphs._forward
-
-    def watched(inputs):
-        lengths = inputs.paged.cu_seqlens_q.diff().tolist()
-        seen.append((lengths, inputs.paged.fresh))
-        assert set(inputs.paged.slot_mapping.tolist()) == {-1}, "nothing is written"
-        return forward(inputs)
-
-    graphs._forward = watched
     cached = engine._runner.kv_caches[0][0]
     cached.normal_()
     before = cached.clone()
@@ -165,14 +155,8 @@ def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, r
     while engine.prepare_one():
         steps += 1
     in_advance = [64, 128, 192, 256, 320, 384, 448, 512, 704]
-    assert steps == len(cuda_graphs.WARM_UPS) + 7 + 4 * len(in_advance) - 1, "the largest came before another"
-    assert seen[: len(cuda_graphs.WARM_UPS)] == [
-        ([128], True),
-        *[([1] * 5 + [128], False)] * 3,
-        ([1, 128], False),
-        ([1, 48], False),
-        ([48], True),
-    ]
+    assert steps == 7 + 4 * len(in_advance) - 1, "the largest came before another"
+    assert graphs.num_captures == 8 + 4 * len(in_advance) == len(graphs._replays)
     shapes = [(6, 256), (1, 16), (2, 16), (4, 16), (6, 16), (1, 256), (2, 256), (4, 256)]
     assert decoding(engine) == shapes, "the largest at the start, then few keys first"
     first, *others = prompts(engine)
@@ -182,33 +166,52 @@ def test_idle_moments_compile_prompts_and_capture_what_is_missing(make_engine, r
     assert torch.equal(cached, before)
     assert not engine.prepare_one(), "nothing is left"
     assert not replays, "captured, not replayed"
-    graphs._forward = forward
     completions = engine.generate(PROMPTS, SamplingParams(max_tokens=9, temperature=0.0))
     assert [c.token_ids for c in completions] == [greedy(make_model(), p, 9) for p in PROMPTS]
     assert len(replays) == 9, "every step"
 
 
-def test_a_step_that_nobody_prepared_takes_a_graph_with_a_little_padding(make_engine, replays, monkeypatch) -> None:
+def test_a_step_that_nobody_prepared_takes_a_graph_with_a_little_padding_or_none(make_engine, replays, monkeypatch) -> None:
     monkeypatch.setattr(cuda_graphs, "KEY_LENGTHS", (16,))
     engine = make_engine(max_num_seqs=40)
     engine._runner.make_graphs()
     graphs = engine._runner._graphs
 
-    def found(batch: int) -> tuple[int, int]:
+    def found(batch: int) -> tuple[int, int] | None:
         shape = graphs.shape_for(batch, batch, 10, decoding=True)
-        return shape.batch, shape.keys
+        return shape and (shape.batch, shape.keys)
 
-    assert found(33) == (40, 16), "as long as nobody prepares the exact one"
+    assert found(33) == (40, 16), "which the step captures, as long as nobody prepares it"
     assert found(30) == (32, 16)
-    graphs.prepare_one()
+    assert engine.prepare_one()
     assert found(33) == (40, 256)
     assert found(30) == (40, 256), "a quarter more"
-    assert found(24) == (24, 16), "which would be two thirds more"
+    assert found(24) is None, "which would be two thirds more"
+    before = graphs.num_captures
     asked = [[3 + i, 4] for i in range(33)]
-    completions = engine.generate(asked, SamplingParams(max_tokens=4, temperature=0.0))
-    assert [c.token_ids for c in completions] == [greedy(make_model(), p, 4) for p in asked]
-    assert decoding(engine) == [(40, 256)]
-    assert len(replays) == 3
+    lengths = [4] * 32 + [7]
+    params = [SamplingParams(max_tokens=n, temperature=0.0) for n in lengths]
+    completions = engine.generate(asked, params)
+    assert [c.token_ids for c in completions] == [greedy(make_model(), p, n) for p, n in zip(asked, lengths, strict=True)]
+    assert graphs.num_captures == before, "no step waits for a capture"
+    assert len(replays) == 3 + 3, "of one sequence as well, which was captured ahead"
+
+
+def test_prompts_that_come_again_are_captured_in_the_next_idle_moment(make_engine, replays) -> None:
+    engine = make_engine(max_num_batched_tokens=1200, prefix_caching=False, num_pages=1000)
+    engine._runner.make_graphs()
+    while engine.prepare_one():
+        pass
+    graphs = engine._runner._graphs
+    captured = graphs.num_captures
+    for _ in range(3):
+        engine.generate([[3] * 200, [4] * 200, [5] * 180], SamplingParams(max_tokens=1, temperature=0.0))
+    assert (graphs.num_captures, len(replays)) == (captured, 0), "580 tokens have no graph yet"
+    assert engine.prepare_one()
+    assert not engine.prepare_one()
+    assert prompts(engine)[-1][0] == 640
+    engine.generate([[3] * 200, [4] * 200, [5] * 180], SamplingParams(max_tokens=1, temperature=0.0))
+    assert (graphs.num_captures, len(replays)) == (captured + 1, 1)
 
 
 def test_with_a_request_nothing_is_prepared(make_engine, replays) -> None:
@@ -234,7 +237,7 @@ def test_a_capture_that_fails_in_an_idle_moment_is_the_last_one(make_engine, rep
     assert engine.generate([[3, 4]], SamplingParams(max_tokens=5, temperature=0.0))[0].token_ids == greedy(
         make_model(), [3, 4], 5
     )
-    assert len(replays) == 3, "steps still record: the first of four"
+    assert not replays, "steps run eagerly and do not wait for another capture"
 
 
 def run_mixed(engine) -> None:
@@ -378,6 +381,33 @@ def test_steps_that_verify_drafts_are_replayed(make_engine, replays) -> None:
     assert engine.stats().speculation.num_accepted_tokens > 0
     assert {(batch, tokens, queries) for batch, tokens, queries in verified(engine)} <= {(n, 4 * n, 4) for n in (1, 2, 4)}
     assert sum(shape.kind == "drafts" for shape in launches) >= 4, "and not eager steps"
+    engine.check_integrity()
+
+
+def test_steps_that_verify_drafts_are_captured_ahead(make_engine, replays, monkeypatch) -> None:
+    """A step whose shape is not captured, while others are prepared, runs eagerly or in a larger graph of its kind."""
+    monkeypatch.setattr(cuda_graphs, "KEY_LENGTHS", (16,))
+    params = SamplingParams(max_tokens=24, temperature=0.0, allowed_token_ids=(5, 6))
+    prompts = [[5, 6] * 6, [5] * 9, [6, 5, 5] * 3]
+    expected = [x.token_ids for x in make_engine().generate(prompts, params)]
+    engine = make_engine(max_num_seqs=5, max_num_batched_tokens=64, speculative="ngram", num_speculative_tokens=3)
+    engine._runner.make_graphs()
+    graphs = engine._runner._graphs
+    assert engine.prepare_one()
+    captured = graphs.num_captures
+    assert graphs.shape_for(8, 2, 100, decoding=True, queries=4) is None, "no graph of this kind holds it"
+    assert [x.token_ids for x in engine.generate(prompts, params)] == expected
+    assert graphs.num_captures == captured, "no step waits for a capture"
+    while engine.prepare_one():
+        pass
+    assert set(verified(engine)) == {(n, 4 * n, 4) for n in (1, 2, 4, 5)}
+    captured = graphs.num_captures
+    launches = []
+    run = graphs.run
+    graphs.run = lambda shape: launches.append(shape) or run(shape)
+    assert [x.token_ids for x in engine.generate(prompts, params)] == expected
+    assert "drafts" in {shape.kind for shape in launches}
+    assert graphs.num_captures == captured
     engine.check_integrity()
 
 

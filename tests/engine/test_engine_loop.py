@@ -10,7 +10,15 @@ import time
 import pytest
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import AsyncEngine, EngineDeadError, QueueFullError, SamplingParams, StructuredOutput, structured
+from fa_serve.engine import (
+    AsyncEngine,
+    EngineDeadError,
+    QueueFullError,
+    SamplingParams,
+    StructuredOutput,
+    engine_loop,
+    structured,
+)
 from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop
 from fa_serve.engine.stats import STEP_SECONDS
 from fa_serve.engine.worker import ThreadWorker
@@ -98,6 +106,7 @@ def test_an_abort_while_the_grammar_is_compiled_ends_every_answer(make_engine, m
 
 
 def test_graphs_are_prepared_between_requests_and_a_command_interrupts(make_engine, replays, monkeypatch) -> None:
+    monkeypatch.setattr(engine_loop, "QUIET_SECONDS", 0.01)
     engine = make_engine(max_num_seqs=4)
     engine._runner.make_graphs()
     prepare_one = engine.prepare_one
@@ -126,6 +135,36 @@ def test_graphs_are_prepared_between_requests_and_a_command_interrupts(make_engi
     worker.stop()
     assert shapes()[0] == (4, 256)
     assert sorted(shapes()) == [(1, 256), (2, 256), (4, 256)]
+    late = [message.stats.num_late_captures for message in messages]
+    assert set(late) == {1}, "the request came while a graph was captured; its steps captured nothing"
+
+
+def test_a_loop_that_is_never_quiet_captures_nothing(make_engine, replays, monkeypatch) -> None:
+    monkeypatch.setattr(engine_loop, "QUIET_SECONDS", 60.0)
+    engine = make_engine(max_num_seqs=4)
+    engine._runner.make_graphs()
+    engine.prepare_one()
+    before = engine._runner.num_captures
+    run(engine, *[Add(name, [3, 4], SamplingParams(max_tokens=4, temperature=0.0)) for name in "abc"])
+    assert engine._runner.num_captures == before
+
+
+def test_what_a_step_compiles_and_captures_is_counted_as_late(make_engine, monkeypatch) -> None:
+    engine = make_engine()
+    prepared = iter([(5, 2), (9, 3), *[(9, 3)] * 100])
+    monkeypatch.setattr(engine, "preparations", lambda: next(prepared))
+    steps = []
+    waiting = queue.SimpleQueue()
+    waiting.put(Add("a", [3, 4], SamplingParams(max_tokens=2, temperature=0.0)))
+
+    def deliver(step):
+        steps.append(step.stats)
+        if not engine.has_unfinished():
+            waiting.put(None)
+
+    EngineLoop(engine, waiting, deliver).run()
+    assert [(stats.num_late_compilations, stats.num_late_captures) for stats in steps] == [(4, 1)] * len(steps)
+    assert engine.stats().num_late_captures == 0, "the engine itself does not know who waits"
 
 
 def test_a_deadline_counts_while_the_grammar_is_compiled(make_engine, monkeypatch) -> None:

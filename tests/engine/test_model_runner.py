@@ -7,19 +7,9 @@ import torch
 from tiny_models import CONFIGS, VOCAB, greedy, make_model
 
 from fa_serve.engine import SamplingParams, model_runner
-from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.hf import paged
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
-
-
-def test_the_largest_step_is_as_large_as_the_settings_allow(make_engine) -> None:
-    engine = make_engine(max_num_batched_tokens=64)
-    batch = model_runner._largest_batch(engine.config, 100)
-    assert (batch.num_tokens, len(batch.chunks)) == (64, 8)
-    assert batch.num_prompt_logits == min(8 * 7, MAX_PROMPT_LOGITS)
-    result = engine._runner.sample(engine._runner.launch(batch)).read()
-    assert (len(result.tokens), len(result.logprobs), len(result.prompt_logprobs)) == (8, 8, 8)
 
 
 def test_only_new_pages_are_sent(make_engine, replays, monkeypatch) -> None:

@@ -13,7 +13,7 @@ from long_run import long_run
 from tiny_models import CONFIGS, SIZES, greedy, make_model, make_tokenizer, random_prompts
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fa_serve.engine import Completion, Engine, EngineConfig, SamplingParams
+from fa_serve.engine import Completion, Engine, EngineConfig, SamplingParams, StructuredOutput
 from fa_serve.engine.fused_router import FusedRouter
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
@@ -163,6 +163,57 @@ def test_the_cache_takes_what_is_left_of_the_share() -> None:
     assert len(engine.generate(random_prompts(32, 60), GREEDY)) == 32
     with pytest.raises(ValueError, match="must leave room for a KV cache"):
         make_engine(num_pages=None, gpu_memory_utilization=0.001)
+
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"min_p": 0.1},
+    {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
+    {"frequency_penalty": 0.3, "top_p": 0.9},
+    {"temperature": 0.0, "presence_penalty": 0.2, "logprobs": 3},
+    {"logit_bias": {7: 2.0}},
+    {"allowed_token_ids": (5, 6, 7)},
+    {"prompt_logprobs": 2},
+    {"structured": StructuredOutput(regex="[a-f]{3,9}")},
+]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="graphs"),
+        pytest.param({"eager": True}, id="eager"),
+        pytest.param({"fusion": False}, id="unfused"),
+        pytest.param({"deterministic": True}, id="deterministic"),
+        pytest.param({"kv_cache_dtype": "fp8"}, id="fp8"),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_after_a_start_ahead_no_request_waits_for_a_compiler_or_a_capture(head_dim: int, settings: dict[str, Any]) -> None:
+    """Prompts of all lengths beside decoding sequences, cached prefixes, chunks, and every parameter of sampling."""
+    sizes = {"head_dim": head_dim, "hidden_size": 256, "num_attention_heads": 8, "max_position_embeddings": 4096}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | sizes), dtype=torch.bfloat16).to("cuda")
+    config = {"num_pages": 4096, "max_num_seqs": 48, "max_num_batched_tokens": 1024, "device": "cuda", "seed": 0}
+    engine = Engine(EngineConfig(**config | settings), model=model, tokenizer=make_tokenizer(), ahead=True)
+    before = engine.preparations()
+    assert before[0] > 20, "kernels were compiled or loaded"
+    draw = random.Random(0)
+    shared = [draw.randrange(5, 320) for _ in range(1500)]
+    asked = []
+    for index in range(150):
+        length = int(2 ** draw.uniform(0, 11))
+        own = [draw.randrange(5, 320) for _ in range(length)]
+        asked.append(shared[: 16 * draw.randrange(90)] + own[:20] if index % 3 == 0 else own)
+    params = [SamplingParams(max_tokens=draw.randint(1, 40), ignore_eos=True, **draw.choice(MIXED)) for _ in asked]
+    completions = engine.generate(asked, params)
+    assert {c.finish_reason for c in completions} <= {"length", "stop"}
+    assert engine.preparations() == before
+    for prompt, one in zip(asked[:20], params, strict=False):  # alone, in small batches
+        engine.generate([prompt], one)
+    assert engine.preparations() == before
 
 
 @pytest.mark.timeout(600)

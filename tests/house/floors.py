@@ -39,6 +39,7 @@ GUESTS: dict[str, tuple[str, ...]] = {
         "fa_serve.engine.model_runner",
         "fa_serve.engine.engine",
         "fa_serve.engine.loading",
+        "fa_serve.engine.start_up",
         "fa_serve.engine.kv_cache",
         "fa_serve.engine.fusion",
     ),

@@ -84,6 +84,8 @@ class FakeEngine:
             num_cached_tokens=7,
             num_output_tokens=8,
             num_preemptions=9,
+            num_late_compilations=10,
+            num_late_captures=11,
             speculation=SpeculationStats(10, 20, (8, 4)),
             steps=StepStats().plus(0.003).plus(99.0),
         )

@@ -27,6 +27,8 @@ async def test_metrics(serving, engine):
         f"fa_serve:num_requests_running{{{label}}}": 1,
         f"fa_serve:kv_cache_usage_perc{{{label}}}": 0.5,
         f"fa_serve:generation_tokens_total{{{label}}}": 8,
+        f"fa_serve:late_compilations_total{{{label}}}": 10,
+        f"fa_serve:late_captures_total{{{label}}}": 11,
         f"fa_serve:time_to_first_token_seconds_count{{{label}}}": 2,
         f"fa_serve:inter_token_latency_seconds_count{{{label}}}": 4,
         f'fa_serve:engine_step_seconds_bucket{{le="0.002",{label}}}': 0,

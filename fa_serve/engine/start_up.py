@@ -1,0 +1,109 @@
+"""The start of an engine: from its settings to a model that can run steps. Each part of it is reported as a `Phase`.
+
+    loaded = start_up(config, ranks, clock, ahead=True)
+    loaded.runner.launch(batch)
+
+With `ahead`, everything that a step may need exists when this returns: all steps of the warm-up plan run once (warm_up.py),
+while threads compile the kernels that they launch, and CUDA graphs are captured for a few seconds. The other graphs are
+captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use, steps compile and capture
+what they need, and so they do with several ranks of tensor parallelism. Left out: how models are loaded (loading.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.loading import Loaded, load
+from fa_serve.engine.model_runner import ModelRunner
+from fa_serve.engine.ranks import Ranks
+from fa_serve.engine.speculation import CATCH_UP
+from fa_serve.engine.warm_up import EmptyStep, SamplingVariant, empty_steps, sampling_variants
+from fa_serve.hf import few_layers
+from fa_serve.ops.compilations import num_compilations, run_compiled, watch
+
+log = logging.getLogger("fa_serve.engine")
+
+MAX_THREADS = 8
+"""Threads that compile kernels. With more of them, Python's lock is what they wait for."""
+WARM_UP_SECONDS = 120.0
+"""How long the start waits for kernels. Those that are not compiled by then are compiled when a request needs them."""
+CAPTURE_SECONDS = 5.0
+"""How long graphs are captured before the engine is ready. The most useful ones come first."""
+
+
+def start_up(
+    config: EngineConfig,
+    ranks: Ranks,
+    clock: PhaseClock,
+    model: PreTrainedModel | None = None,
+    tokenizer: Any = None,
+    *,
+    ahead: bool = False,
+) -> Loaded:
+    """Load the model unless it is given, and make room for its cache. Raises as `Engine` does.
+
+    clock: is told of each phase; ahead: compile and capture ahead of requests, so that none of them waits for it
+    """
+    if ahead:
+        watch()
+    loaded = load(config, ranks, clock, model, tokenizer)
+    runner = loaded.runner
+    if not ahead or runner.device.type != "cuda":
+        return loaded
+    if ranks.size > 1:
+        # threads end their compilations in another order on each rank, and a step's sums need all ranks
+        log.info("the first requests wait for compilations, because %s ranks do not run the warm-up", ranks.size)
+        return loaded
+    warm_up(runner, config, loaded.max_model_len)
+    found, compiled = num_compilations()
+    clock.end("kernels", f"{found} from the cache, {compiled} compiled")
+    clock.end("captures", capture_ahead(runner))
+    return loaded
+
+
+def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
+    """Run the warm-up plan of the model and of its draft model.
+
+    Steps that fail are left out, and the first failure is logged: requests then compile what they need. Raises
+    torch.AcceleratorError if the device is lost.
+    """
+    runners = [(runner, config.max_num_batched_tokens)]
+    if runner.draft is not None:
+        runners.append((runner.draft, min(config.max_num_batched_tokens, CATCH_UP)))
+    num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+    with ExitStack() as stack:
+        calls = []
+        for each, max_tokens in runners:
+            stack.enter_context(few_layers(each.model))
+            steps = empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=max_tokens, max_keys=max_model_len)
+            plan: list[EmptyStep | SamplingVariant] = [*steps, *sampling_variants(drafting=each is runner.draft)]
+            calls += [partial(each.run_warm_up, work) for work in plan]
+        errors = run_compiled(calls, num_threads, WARM_UP_SECONDS)
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
+    if errors:
+        log.warning(
+            "requests may wait for compilations, because %s of %s steps of the warm-up failed: %s",
+            len(errors),
+            len(calls),
+            errors[0],
+        )
+
+
+def capture_ahead(runner: ModelRunner, seconds: float = CAPTURE_SECONDS) -> str:
+    """Capture graphs for so many seconds. Returns what was captured, for the report."""
+    limit = time.monotonic() + seconds
+    complete = False
+    while not complete and time.monotonic() < limit:
+        complete = not runner.prepare_one()
+    return f"{runner.num_captures} graphs" + ("" if complete else ", the others when there is no request")

@@ -1,0 +1,70 @@
+"""Few layers that stand for all: how many of a model's first layers show every kind of its layers.
+
+    with few_layers(model):
+        paged_forward(model, ...)            # launches the kernels of every kind of layer, in a fraction of the time
+
+Layers differ in their modules and in the shapes and dtypes of their weights (dense layers before experts, layers that are not
+quantised), and by lists in the config with one entry for each layer, such as `layer_types`. Left out: layers that differ in
+another way. Running few of them misses some, which costs time later and no correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+
+def num_distinct_layers(config: PreTrainedConfig, layers: Iterable[nn.Module] = ()) -> int:
+    """The number of layers, counted from the first, among which every kind of layer occurs.
+
+    layers: those that `config` describes, if it is not all that tells them apart
+    """
+    text: Any = config.get_text_config()
+    total = int(text.num_hidden_layers)
+    described: list[Any] = list(zip(*_by_layer(text).values(), strict=True)) or [()] * total
+    if shapes := [_shape_of(layer) for layer in layers]:
+        described = list(zip(described, shapes, strict=True))
+    seen: set[str] = set()
+    count = 1
+    for index, kind in enumerate(described):
+        if repr(kind) not in seen:
+            seen.add(repr(kind))
+            count = index + 1
+    return min(max(count, int(getattr(text, "first_k_dense_replace", None) or 0) + 1), total)
+
+
+def _by_layer(text: Any) -> dict[str, Any]:
+    """The attributes of a config that are lists with one entry for each layer."""
+    total = int(text.num_hidden_layers)
+    return {name: value for name, value in vars(text).items() if isinstance(value, list | tuple) and len(value) == total > 1}
+
+
+def _layers(model: PreTrainedModel, total: int) -> list[nn.Module]:
+    """The layers that the config counts; nothing if they are not in one list."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]
+    return list(lists[0]) if lists else []
+
+
+def _shape_of(layer: nn.Module) -> str:
+    """The classes of a layer's modules, and the shapes and dtypes of its weights."""
+    modules = [(name, type(module).__qualname__) for name, module in layer.named_modules()]
+    tensors = chain(layer.named_parameters(), layer.named_buffers())
+    return repr((modules, [(name, tuple(x.shape), x.dtype) for name, x in tensors]))
+
+
+@contextmanager
+def few_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Forwards within this context compute the first layers only. Models that do not look at their config compute them all."""
+    text: Any = model.config.get_text_config()
+    total = text.num_hidden_layers
+    text.num_hidden_layers = num_distinct_layers(model.config, _layers(model, total))
+    try:
+        yield
+    finally:
+        text.num_hidden_layers = total
