@@ -21,7 +21,7 @@ SHELL       := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-triton test-newest lint types docs check format test-load test-security fuzz abuse test-gpu memcheck bench release \
-  requirements sbom pin-images clean
+  kernel-package requirements sbom pin-images clean
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -31,7 +31,7 @@ LOCK   := $(VENV)/tools/bin/uv pip compile --generate-hashes --only-binary :all:
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --timeout 300 -q
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 	@echo "  variables: PYTHON=$(PYTHON) HOST=$(HOST) PORT=$(PORT) MODEL=<hub name or folder> ARGS=<more flags> JOBS=$(JOBS)"
 
 serve: $(VENV)/.server ## install and serve the embedded model (or MODEL) on HOST:PORT
@@ -100,6 +100,9 @@ release: $(VENV)/.release ## build sdist and wheel in dist/, check both, and try
 	PIP_CONSTRAINT=$(abspath $(VENV)/constraints.txt) $(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python tests/release/check_release.py dist --constraints $(VENV)/constraints.txt
+
+kernel-package: $(BIN)/python ## build the folder that Hugging Face's `kernels` loads, in build/kernel-package
+	$(BIN)/python deploy/kernel_package.py build/kernel-package
 
 requirements: $(VENV)/tools/.installed ## write requirements/*.txt again, with a hash for each file of a package
 	$(LOCK) requirements/tools.in -o requirements/tools.txt

@@ -47,6 +47,8 @@ from fa_serve.dispatch import (
 from fa_serve.spec import ParameterError, UnsupportedError
 
 _is_jit_tracing = torch._C._is_tracing
+# "fa_serve". A copy of the package under another name (see deploy/kernel_package.py) has operators of another name
+_NAMESPACE = __name__.partition(".")[0]
 _OPTIONS = (
     "bool causal, float? softmax_scale, SymInt window_left, SymInt window_right, float softcap, SymInt attention_chunk, "
     "bool return_lse, str backend"
@@ -219,11 +221,11 @@ def _operators(name: str, arguments: str, run: Callable[..., Result]) -> tuple[A
         return q.new_empty(*q.shape[:-1], v.shape[-1]), fake_lse(*given)
 
     functional_op = torch.library.custom_op(
-        f"fa_serve::{name}", functional, mutates_args=(), schema=f"({arguments}) -> (Tensor out, Tensor lse)"
+        f"{_NAMESPACE}::{name}", functional, mutates_args=(), schema=f"({arguments}) -> (Tensor out, Tensor lse)"
     )
     functional_op.register_fake(fake)
     writing_op = torch.library.custom_op(
-        f"fa_serve::{name}_out", writing, mutates_args=("out",), schema=f"(Tensor(a!) out, {arguments}) -> Tensor"
+        f"{_NAMESPACE}::{name}_out", writing, mutates_args=("out",), schema=f"(Tensor(a!) out, {arguments}) -> Tensor"
     )
     writing_op.register_fake(lambda out, *given: fake_lse(*given))
     return functional_op, writing_op
@@ -295,7 +297,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, needs_dma
 _dense_op, _dense_out_op = _operators("attention", _DENSE, _run_dense)
 _varlen_op, _varlen_out_op = _operators("attention_varlen", _VARLEN, _run_varlen)
 _gradients_op = torch.library.custom_op(
-    "fa_serve::attention_gradients", _compute_gradients, mutates_args=(), schema=f"({_GRADIENTS}) -> Tensor[]"
+    f"{_NAMESPACE}::attention_gradients", _compute_gradients, mutates_args=(), schema=f"({_GRADIENTS}) -> Tensor[]"
 )
 _gradients_op.register_fake(_fake_gradients)
 _dense_op.register_autograd(_dense_backward, setup_context=_keep_for_dense)
@@ -303,5 +305,5 @@ _varlen_op.register_autograd(_varlen_backward, setup_context=_keep_for_varlen)
 _paged_op, _paged_out_op = _operators("attention_paged", _PAGED, _run_paged)
 _block_sparse_op, _block_sparse_out_op = _operators("attention_block_sparse", _BLOCK_SPARSE, _run_block_sparse)
 _block_sparse_op.register_autograd(_refuse_gradients)
-_store_op = torch.library.custom_op("fa_serve::store_kv", _run_store, mutates_args=("k_cache", "v_cache"), schema=_STORE)
+_store_op = torch.library.custom_op(f"{_NAMESPACE}::store_kv", _run_store, mutates_args=("k_cache", "v_cache"), schema=_STORE)
 _store_op.register_fake(lambda *given: None)

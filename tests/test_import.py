@@ -19,6 +19,24 @@ def test_loads_nothing_by_itself():
     assert run("import sys, fa_serve; print(sorted({'torch', 'transformers', 'triton'} & sys.modules.keys()))") == "[]"
 
 
+ADAPTERS = """
+import sys
+for host in ("flash_attn", "vllm", "diffusers", "transformers", "triton"):
+    sys.modules[host] = None            # importing it raises ImportError, as if it were not installed
+import fa_serve
+adapters = ["fa_serve.diffusers", "fa_serve.flash_attn", "fa_serve.hf", "fa_serve.vllm"]
+print(sorted({*adapters} & sys.modules.keys()))
+import fa_serve.diffusers, fa_serve.flash_attn, fa_serve.vllm
+fa_serve.vllm.register()
+print(sorted({*adapters} & sys.modules.keys()))
+"""
+
+
+def test_adapters_are_imported_by_name_only_and_need_no_host():
+    """The adapter to transformers is imported when transformers is, which `tests/hf/test_register.py` tests."""
+    assert run(ADAPTERS).splitlines() == ["[]", "['fa_serve.diffusers', 'fa_serve.flash_attn', 'fa_serve.vllm']"]
+
+
 def test_public_names():
     for name in fa_serve.__all__:
         assert getattr(fa_serve, name).__name__ == name

@@ -114,10 +114,10 @@ class BackendTable(Generic[B]):
 
 ATTENTION: BackendTable[Backend] = BackendTable(
     {
-        "hopper": "fa_serve.backends.hopper:HopperBackend",
-        "triton": "fa_serve.backends.triton:TritonBackend",
-        "sdpa": "fa_serve.backends.sdpa:SdpaBackend",
-        "reference": "fa_serve.backends.reference:ReferenceBackend",
+        "hopper": f"{__name__}.hopper:HopperBackend",
+        "triton": f"{__name__}.triton:TritonBackend",
+        "sdpa": f"{__name__}.sdpa:SdpaBackend",
+        "reference": f"{__name__}.reference:ReferenceBackend",
     },
     auto=("hopper", "triton", "sdpa"),
 )

@@ -30,15 +30,15 @@ VERSION = "2.8.3"
 """The release of flash-attn whose signatures this package has."""
 
 MODULES = {
-    "flash_attn": "fa_serve.flash_attn",
-    "flash_attn.bert_padding": "fa_serve.flash_attn.bert_padding",
-    "flash_attn.flash_attn_interface": "fa_serve.flash_attn.flash_attn_interface",
-    "flash_attn.layers.rotary": "fa_serve.flash_attn.rotary",
-    "flash_attn.ops.triton.rotary": "fa_serve.flash_attn.rotary",
-    "flash_attn_interface": "fa_serve.flash_attn.interface",
-    "flash_attn_3": "fa_serve.flash_attn.interface",
+    "flash_attn": ".",
+    "flash_attn.bert_padding": ".bert_padding",
+    "flash_attn.flash_attn_interface": ".flash_attn_interface",
+    "flash_attn.layers.rotary": ".rotary",
+    "flash_attn.ops.triton.rotary": ".rotary",
+    "flash_attn_interface": ".interface",
+    "flash_attn_3": ".interface",
 }
-"""Names that others import, and the modules that they get."""
+"""Names that others import, and the modules of this package that they get."""
 
 PACKAGES = ("flash_attn.layers", "flash_attn.ops", "flash_attn.ops.triton")
 """Packages that hold nothing but one of MODULES, or each other."""
@@ -58,7 +58,7 @@ def install() -> None:
 
     Raises FaServeError if another flash-attn has been imported already.
     """
-    modules = {name: importlib.import_module(target) for name, target in MODULES.items()}
+    modules = {name: importlib.import_module(target, __package__) for name, target in MODULES.items()}
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     for name in (*modules, *PACKAGES):

@@ -20,6 +20,7 @@ FLOORS = {
     "fa_serve.hf": 3,
     "fa_serve.flash_attn": 3,
     "fa_serve.vllm": 3,
+    "fa_serve.diffusers": 3,
     "fa_serve": 3,  # the package itself, not the modules in it
     "fa_serve.engine": 4,
     "fa_serve.server": 5,
@@ -43,6 +44,7 @@ GUESTS: dict[str, tuple[str, ...]] = {
         "fa_serve.engine.fusion",
     ),
     "vllm": ("fa_serve.vllm",),
+    "diffusers": ("fa_serve.diffusers",),
     "llguidance": ("fa_serve.engine.structured", "fa_serve.engine.grammar_process"),
     "fastapi": ("fa_serve.server",),
     "starlette": ("fa_serve.server",),
@@ -61,9 +63,10 @@ LAZY = {"triton": ("fa_serve.ops",)}
 BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))
 
 CLOSED = {
-    "fa_serve.flash_attn": ("fa_serve.backends", "fa_serve.hf", "fa_serve.vllm"),
-    "fa_serve.vllm": ("fa_serve.backends", "fa_serve.hf", "fa_serve.flash_attn"),
-    "fa_serve.engine": ("fa_serve.backends", "fa_serve.flash_attn", "fa_serve.vllm"),
+    "fa_serve.flash_attn": ("fa_serve.backends", "fa_serve.hf", "fa_serve.vllm", "fa_serve.diffusers"),
+    "fa_serve.vllm": ("fa_serve.backends", "fa_serve.hf", "fa_serve.flash_attn", "fa_serve.diffusers"),
+    "fa_serve.diffusers": ("fa_serve.backends", "fa_serve.hf", "fa_serve.flash_attn", "fa_serve.vllm"),
+    "fa_serve.engine": ("fa_serve.backends", "fa_serve.flash_attn", "fa_serve.vllm", "fa_serve.diffusers"),
     "fa_serve.server": ("fa_serve.backends", "fa_serve.api", "fa_serve.ops", "fa_serve.hf"),
     "fa_serve.client": (
         "fa_serve.backends",
@@ -176,6 +179,11 @@ PLANTED: list[Planted] = [
     (guests_stay_in_their_rooms, {"fa_serve/api.py": "import triton.language as tl"}, "fa_serve.api imports triton.language"),
     (guests_stay_in_their_rooms, {"fa_serve/ops/__init__.py": "import triton"}, "fa_serve.ops imports triton"),
     (guests_stay_in_their_rooms, {"fa_serve/api.py": "from vllm import x"}, "fa_serve.api imports vllm.x"),
+    (
+        guests_stay_in_their_rooms,
+        {"fa_serve/hf.py": "from diffusers.models import x"},
+        "fa_serve.hf imports diffusers.models.x",
+    ),
     (guests_stay_in_their_rooms, {"fa_serve/engine/pages.py": "from transformers import x"}, "pages imports transformers.x"),
     (guests_stay_in_their_rooms, {"fa_serve/__main__.py": "from fastapi import FastAPI"}, "__main__ imports fastapi.FastAPI"),
     (guests_stay_in_their_rooms, {"fa_serve/client/chat.py": "import pydantic"}, "client.chat imports pydantic"),

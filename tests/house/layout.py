@@ -50,6 +50,9 @@ TESTED_BY = {
 }
 """Modules whose test has another name: (its path, the reason)."""
 
+ADAPTERS = {"diffusers", "vllm"}
+"""Packages whose adapter, the room of that name, has an extra of that name."""
+
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "opentelemetry": "opentelemetry_sdk"}
 """Import names, and the declared dependency that installs them."""
 
@@ -174,8 +177,7 @@ def imports_are_declared(house: House) -> Iterator[str]:
         declared = plain
         if inside(module.name, "fa_serve.server", "fa_serve.client", "fa_serve.info_tables", "fa_serve.__main__"):
             declared = plain | extra
-        elif inside(module.name, "fa_serve.vllm"):
-            declared = plain | {"vllm"} if "vllm" in extras else plain
+        declared |= {host for host in ADAPTERS & extras.keys() if inside(module.name, f"fa_serve.{host}")}
         for target, relative in module.imports:
             name = target.partition(".")[0]
             ours = relative or name == "fa_serve" or name in sys.stdlib_module_names
