@@ -28,7 +28,8 @@ class EngineConfig:
     trust_remote_code:      run code that comes with the model; otherwise a model that needs such code is refused
     dtype:                  "auto" (the checkpoint's), "float16", "bfloat16" or "float32"
     quantization:           "fp8" rounds the weights of a checkpoint of floats to 8 bits while it is loaded, which halves their
-                            memory and may change tokens; None loads weights as the checkpoint keeps them
+                            memory and may change tokens; None loads weights as the checkpoint keeps them. A draft model's
+                            weights stay as its checkpoint keeps them
     device:                 "auto" (cuda if there is one, else cpu), or a torch device
     tensor_parallel:        ranks that the layers are divided between, one process and one device for each
     page_size:              tokens in a page of the KV cache

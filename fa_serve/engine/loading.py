@@ -88,7 +88,7 @@ def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, cloc
     """
     if config.draft_model is None:
         return NgramDrafter()
-    own = replace(config, model=config.draft_model, speculative=None, deterministic=False)
+    own = replace(config, model=config.draft_model, speculative=None, deterministic=False, quantization=None)
     try:
         own.model_path()
     except ParameterError as error:

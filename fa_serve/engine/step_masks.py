@@ -25,9 +25,10 @@ from fa_serve.engine.structured import Grammars
 def step_masks(
     grammars: Grammars, batch: ScheduledBatch, states: Mapping[str, OutputState]
 ) -> tuple[dict[int, NDArray[np.int32]], list[tuple[str, RequestError]], list[int]]:
-    """Masks by row, as `ModelRunner.sample` takes them, the ids of requests whose matchers have given up, with the reason, and
-    the indices of chunks whose masks were not ready in time. The rows of these allow no token; `Scheduler.postpone` says so to
-    the scheduler.
+    """The masks of a step.
+
+    Returns masks by row, as `ModelRunner.sample` takes them; request id and error for each matcher that has given up; and the
+    indices of chunks whose masks are late. Late rows allow no token, so the caller postpones these chunks.
 
     states: those of unfinished requests, by request id; a step may compute sequences that have ended
     """

@@ -122,9 +122,9 @@ class Matcher:
         """What the request has been charged so far."""
         return self._slow[0]
 
-    def charge(self, seconds: float) -> None:
-        """Count the time of a mask or of a token."""
-        self._slow[0] += max(seconds - USUAL_SECONDS, 0.0)
+    def charge(self, seconds: float, count: int = 1) -> None:
+        """Count the time of so many masks, or of a token."""
+        self._slow[0] += max(seconds - count * USUAL_SECONDS, 0.0)
 
     @property
     def inner(self) -> Any:
@@ -318,7 +318,7 @@ class Grammars:
         else:  # in this thread, so that only its own processor time counts
             words[row.first] = 0
             seconds = row.matcher.fill(words[row.first].ctypes.data, words.shape[1] * 4)
-        row.matcher.charge(seconds)
+        row.matcher.charge(seconds, 1 + len(row.drafts))
         return seconds
 
     def _fill(self, rows: Sequence[_Row], words: NDArray[np.int32]) -> None:

@@ -225,12 +225,13 @@ class Float8:
     def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedWeight:
         rows, columns = self.block
         scales = tensors[self.scale].view(-1, 1) if not rows else tensors[self.scale]
+        input_scale = None if self.input_scale is None else tensors[self.input_scale].view(1).float()
         return QuantizedWeight(
             data=tensors["weight"].contiguous(),
-            scales=scales.repeat_interleave(rows or n, dim=0)[:n].contiguous(),
+            scales=scales.float().repeat_interleave(rows or n, dim=0)[:n].contiguous(),
             group_size=columns or k,
             width=k,
-            input_scale=None if self.input_scale is None else tensors[self.input_scale].view(1),
+            input_scale=input_scale,
         )
 
 

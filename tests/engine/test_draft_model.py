@@ -12,10 +12,11 @@ import torch
 from speculation_cases import CASES, SAMPLED, TIGHT, shown
 from tiny_models import make_model, make_tokenizer, random_prompts
 
-from fa_serve.engine import Engine, RequestOutput, SamplingParams
+from fa_serve.engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from fa_serve.engine.draft_model import DraftCache, DraftModel
 from fa_serve.engine.request import Request
 from fa_serve.engine.sequence import SequenceState
+from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.spec import ParameterError
 
 
@@ -302,3 +303,11 @@ def test_drafts_by_graphs(make_engine, twin, replays, monkeypatch) -> None:
 
 def test_the_drafter_is_one_for_the_engine(make_engine, draft) -> None:
     assert isinstance(make_engine(speculative=draft)._speculation.drafter, DraftModel)
+
+
+def test_the_draft_model_keeps_the_weights_of_its_checkpoint(make_engine, draft, tmp_path) -> None:
+    """`quantization` is the model's affair: a draft model that is quantised already must not be refused for it."""
+    large = save(tmp_path / "large", 0.0).removeprefix("draft=")
+    engine = Engine(EngineConfig(model=large, device="cpu", num_pages=64, quantization="fp8", speculative=draft))
+    models = (engine._runner.model, engine._runner.draft.model)
+    assert [any(isinstance(x, QuantizedLinear) for x in model.modules()) for model in models] == [True, False]

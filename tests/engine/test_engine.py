@@ -223,7 +223,7 @@ def test_a_failed_step_fails_its_requests_and_no_others(make_engine, monkeypatch
 @pytest.mark.parametrize("where", ["schedule", "commit"])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_failed_scheduler_ends_all_requests_and_starts_afresh(make_engine, monkeypatch, caplog, where, depth) -> None:
-    engine = make_engine(max_num_seqs=2)
+    engine = make_engine(max_num_seqs=2, speculative="ngram")
     engine._depth = depth
     for name in "abc":
         engine.add_request(name, [1, 2, 3, 4, 5], GREEDY)
@@ -238,6 +238,7 @@ def test_a_failed_scheduler_ends_all_requests_and_starts_afresh(make_engine, mon
     completion = engine.generate([[1, 2, 3, 4, 5]], GREEDY)[0]
     assert (completion.token_ids, completion.num_cached_tokens) == (greedy(make_model(), [1, 2, 3, 4, 5], 12), 0)
     engine.check_integrity()
+    assert engine._speculation.drafter._indices == {}, "nothing is remembered of the lost sequences"
 
 
 def test_out_of_memory_makes_steps_smaller_and_loses_nothing(make_engine, monkeypatch, caplog) -> None:

@@ -186,6 +186,14 @@ def test_masks_behind_slow_ones_are_the_same_and_a_spent_budget_leaves_no_token(
     assert (words[2] == together[2]).all()
 
 
+def test_a_mask_for_each_draft_may_take_the_usual_time(make_engine) -> None:
+    matcher = make_engine().grammars.matcher(StructuredOutput(regex="[0-9]{3}"))
+    matcher.charge(8 * structured.USUAL_SECONDS, 8)
+    assert matcher.slow_seconds == 0.0
+    matcher.charge(8 * structured.USUAL_SECONDS)
+    assert matcher.slow_seconds == pytest.approx(7 * structured.USUAL_SECONDS)
+
+
 class SlowMatcher(structured.Matcher):
     """Each of its masks takes 30 ms, which it is not charged for."""
 
@@ -194,7 +202,7 @@ class SlowMatcher(structured.Matcher):
         super().fill(address, num_bytes)
         return 0.03
 
-    def charge(self, seconds: float) -> None: ...
+    def charge(self, seconds: float, count: int = 1) -> None: ...
 
     def deep_copy(self) -> SlowMatcher:
         return SlowMatcher(self.inner.deep_copy())

@@ -161,6 +161,19 @@ def test_float8_in_blocks_as_deepseek_reads_them() -> None:
     assert torch.equal(scheme.read(tensors, 200, K).dequantize(torch.float32), expected)
 
 
+def test_scales_become_float32_because_products_need_them_so() -> None:
+    """transformers leaves scales of checkpoints whose keys it renames in bfloat16."""
+    form = Float8("weight_scale", (1, 0), "input_scale")
+    tensors = {
+        "weight": torch.ones(4, 8).to(torch.float8_e4m3fn),
+        "weight_scale": torch.full((4, 1), 0.5, dtype=torch.bfloat16),
+        "input_scale": torch.tensor([0.25], dtype=torch.bfloat16),
+    }
+    weight = form.read(tensors, 4, 8)
+    assert (weight.scales.dtype, weight.input_scale.dtype) == (torch.float32, torch.float32)
+    assert (weight.dequantize(torch.float32) == 0.5).all()
+
+
 def test_the_scale_of_activations_is_kept() -> None:
     scheme = Float8("weight_scale", (0, 0), "input_scale")
     weight = scheme.read(random_tensors(scheme) | {"input_scale": torch.tensor(0.25)}, N, K)
