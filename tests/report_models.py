@@ -128,6 +128,8 @@ def census() -> dict[str, dict[str, str]]:
 def kept_weights() -> list[dict[str, str]]:
     """For each format that `examples/quantise.py` writes: how weights are kept, and who computes their products."""
     import torch
+
+    sys.path.append(str(HERE.parent / "examples"))
     from quantise import formats
 
     from fa_serve.hf.quantization_plan import read_config

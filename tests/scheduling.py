@@ -115,8 +115,8 @@ class PreparedGuesser(Guesser):
         return True
 
     def propose(self, sequence: SequenceState, count: int) -> list[int]:
-        assert count <= self.prepared[sequence], "more than was prepared"
-        return super().propose(sequence, count)
+        """At most what was prepared. `count` may be larger, because the sequence has got a page for its next token meanwhile."""
+        return super().propose(sequence, min(count, self.prepared.get(sequence, 0)))
 
 
 class Guesses(Speculation):

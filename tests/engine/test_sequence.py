@@ -58,7 +58,7 @@ ALLOWED = {
     "groups.py": {"output.request"},
     "scheduler.py": {"sequence." + name for name in METHODS} | {"chunk.sequence." + name for name in METHODS},
     "prefix_pages.py": {"sequence.num_prompt_logits", "sequence.offer"},  # which belongs to the scheduler
-    "model_runner.py": {"sequence.start"},  # of a sequence that no scheduler has, to size the memory
+    "warm_up.py": {"sequence.start"},  # of a sequence that no scheduler has, to size the memory
 }
 
 
