@@ -115,7 +115,7 @@ class PreparedGuesser(Guesser):
         return True
 
     def propose(self, sequence: SequenceState, count: int) -> list[int]:
-        """At most what was prepared. `count` may be larger, because the sequence has got a page for its next token meanwhile."""
+        """At most what was prepared. `count` may be larger, because the sequence has got a page for its next token."""
         return super().propose(sequence, min(count, self.prepared.get(sequence, 0)))
 
 
