@@ -22,7 +22,8 @@ CAPTURE_AFTER times is captured in the next idle moment. Without `prepare_one`, 
 a shape first comes, and prompts when it has come CAPTURE_AFTER times.
 
 Graphs run the same forward as eager steps. A model that cannot be captured, for example because it reads something back from
-the device, stays eager, and the log says why. Left out: steps that want log-probabilities of prompts.
+the device, stays eager, and the log says why. With several ranks the engine ends. Left out: steps that want log-probabilities
+of prompts.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class MakeInputs(Protocol):
     ) -> Inputs: ...
 
 
+Check = Callable[[Exception], None]
 KEY_LENGTHS = (1024, 4096, 16384)
 """Lengths of the longest sequence for which there are graphs, in addition to the longest possible one."""
 EXTRA_BYTES = 1 << 20
@@ -122,6 +124,7 @@ class StepGraphs:
     max_drafts: drafts of a sequence in a step
     vocab, dtype: of the logits
     prompts:    capture steps with prompts too
+    check:      called with the error of a capture before steps run without it, and may raise
     """
 
     def __init__(
@@ -137,11 +140,13 @@ class StepGraphs:
         vocab: int,
         dtype: torch.dtype,
         prompts: bool,
+        check: Check,
     ) -> None:
         self._forward = forward
         self._make_inputs = inputs
         self._device = device
         self._prompts = prompts
+        self._check = check
         self.sizes = batch_sizes(max_batch)
         self.key_lengths = [*(length for length in KEY_LENGTHS if length < max_keys), max_keys]
         self._prompt_batches = [*(size for size in PROMPT_BATCHES if size < max_batch), max_batch]
@@ -215,6 +220,7 @@ class StepGraphs:
             try:
                 self._capture_empty(self._largest)
             except Exception as error:
+                self._check(error)
                 log.warning("steps with prompts run without CUDA graphs, because a capture failed: %s", error)
                 self._prompts = False
         return self._prompts and sum(x.kind == "prompts" for x in self._replays) < MAX_PROMPT_GRAPHS
@@ -238,6 +244,7 @@ class StepGraphs:
                         self._capture_empty(shape)
                     return True
         except Exception as error:  # Triton's errors are no RuntimeErrors; and a step that has the same problem will report it
+            self._check(error)
             log.warning("no more graphs are captured in advance, because a capture failed: %s", error)
             self._missing = []
         return False

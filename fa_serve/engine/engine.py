@@ -304,11 +304,13 @@ class Engine:
         """Read the tokens of a step and turn them into outputs."""
         try:
             result = step.pending.read()
+            self._ranks.check_lost()
         except Exception as error:
             return self._fail(step.batch, error)
         self._ranks.note(result.tokens)
         before = max(step.begin, self._last_read)  # steps run one after the other
         self._last_read = time.monotonic()
+        # the time sets the sizes of later chunks, so all ranks use rank 0's
         seconds = self._ranks.decide("seconds", lambda: self._last_read - before)
         try:
             gained = self._scheduler.commit(step.batch, result.tokens, seconds)

@@ -23,6 +23,7 @@ def follow(connection: Connection) -> int:
     """Run an engine until rank 0 ends. Returns the exit code."""
     ranks = Follower(connection)
     try:
+        ranks.start()
         engine = Engine(ranks.config, ranks=ranks)
         gc.collect()
         gc.freeze()

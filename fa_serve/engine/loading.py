@@ -65,7 +65,7 @@ def load(
         clock.end("weights", f"{config.model_name} on {model.device}")
     else:
         patch(model)
-    runner = ModelRunner(model, config)
+    runner = ModelRunner(model, config, check=ranks.check)
     drafter = load_drafter(config, runner, tokenizer, clock)
     if runner.fuses:
         clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
@@ -96,7 +96,7 @@ def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, cloc
     if tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
         rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
         raise ParameterError("speculative", rule, config.speculative)
-    draft = ModelRunner(load_model(own), own, drafting=True)
+    draft = ModelRunner(load_model(own), own, drafting=True, check=runner.check)
     if draft.vocab_size != runner.vocab_size:
         sizes = f"it gives logits for {draft.vocab_size} tokens, and {config.model_name} for {runner.vocab_size}"
         rule = f"name a draft model with the same vocabulary: {sizes}"

@@ -28,7 +28,7 @@ from fa_serve.engine import fusion, kv_cache
 from fa_serve.engine.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.cuda_graphs import Inputs, Shape, StepGraphs, pad, padding
+from fa_serve.engine.cuda_graphs import Check, Inputs, Shape, StepGraphs, pad, padding
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.fused_router import fuse_routers
 from fa_serve.engine.prepared_batch import Forward, PreparedBatch
@@ -51,11 +51,15 @@ class ModelRunner:
     """Owner of everything on the device. Before the first step it needs its cache: see `allocate`.
 
     drafting: this is a draft model, whose draws ignore penalties and need no log-probabilities
+    check:    called with the error of a graph before steps run without it. Raises if other ranks would go on with theirs
     draft:    the runner of the draft model (draft_model.py), whose cache has the same pages; None without one
     """
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig, *, drafting: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: EngineConfig, *, drafting: bool = False, check: Check = lambda error: None
+    ) -> None:
         self.draft: ModelRunner | None = None
+        self.check = check
         self._drafting = drafting
         self.model: PreTrainedModel = model.train(False)
         self.device = model.device
@@ -109,8 +113,7 @@ class ModelRunner:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of the keys and values of one page, those of the draft model included."""
-        own = kv_cache.bytes_per_page(self.layers, self.page_size)
-        return own + (0 if self.draft is None else self.draft.bytes_per_page)
+        return kv_cache.bytes_per_page(self.layers, self.page_size) + (self.draft.bytes_per_page if self.draft else 0)
 
     @torch.inference_mode()
     def make_graphs(self) -> bool:
@@ -130,10 +133,12 @@ class ModelRunner:
             dtype=self.model.dtype,
             # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
             prompts=not self._options,
+            check=self.check,
         )
         try:
             graphs.capture_largest()
         except Exception as error:
+            self.check(error)
             log.warning("decoding runs without CUDA graphs, because the first capture failed: %s", error)
             return False
         self._graphs = graphs
@@ -195,11 +200,9 @@ class ModelRunner:
         rows: dict[str, NDArray[Any]] = {"sampled_slots": np.zeros(1, dtype=np.int64)}
         if logprob_rows:
             rows["logprob_rows"] = np.zeros(1, dtype=np.int64)
-        sent = send(arrays | rows, self.device)
         logits = torch.zeros(1, self.vocab_size, dtype=self.model.dtype, device=self.device)
-        prepared = self._prepared(Shape(1, 1, 1, 1), arrays, sent)
-        words = -(-self.vocab_size // 32)
-        masks = {0: np.full(words, -1, dtype=np.int32)} if variant.masked else None
+        prepared = self._prepared(Shape(1, 1, 1, 1), arrays, send(arrays | rows, self.device))
+        masks = {0: np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)} if variant.masked else None
         self.sample(Forward(prepared, logits, [sequence], logprob_rows, []), masks).read()
 
     def fit_num_pages(self, config: EngineConfig, max_model_len: int) -> int:
@@ -304,8 +307,7 @@ class ModelRunner:
             self._token_counts().record(slots, tokens, sampling)
         logprobs: tuple[Tensor, ...] = ()
         wanted = [(row, sequences[row]) for row in forward.logprob_rows]
-        if prepared.logprob_rows is not None:
-            index = prepared.logprob_rows
+        if (index := prepared.logprob_rows) is not None:
             top = max(sequence.request.params.logprobs or 0 for _, sequence in wanted)
             logprobs = self._log_probabilities(logits[index], tokens[index], top)
         return PendingResult(tokens, wanted, logprobs, forward.prompt_spans, prompt_logprobs)
@@ -376,6 +378,7 @@ class ModelRunner:
         try:
             return self._graphs.run(prepared.inputs)
         except Exception as error:
+            self.check(error)
             inputs = self._graphs.inputs(prepared.inputs)
             self._graphs = None
             log.warning("steps run without CUDA graphs from now on, because a capture or a replay failed: %s", error)

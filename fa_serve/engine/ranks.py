@@ -64,6 +64,7 @@ class Ranks(Protocol):
     def least(self, value: int) -> int: ...
     def note(self, numbers: Iterable[int]) -> None: ...
     def check(self, error: Exception) -> None: ...
+    def check_lost(self) -> None: ...
     def starting(self) -> AbstractContextManager[None]: ...
     def close(self) -> None: ...
 
@@ -161,6 +162,11 @@ class Leader:
             self._failure = self._lost or EngineDeadError(mine)
         raise self._failure from None if error is self._failure else error
 
+    def check_lost(self) -> None:
+        """Raise EngineDeadError if a follower has ended, because sums that were aborted have undefined values."""
+        if self._lost is not None:
+            self.check(self._lost)
+
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """Around the start of the engine: if it fails, the followers end, and one that has caused the failure is named."""
@@ -184,6 +190,8 @@ class Leader:
             for link in self._links:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     link.process.wait(STOP_SECONDS)
+        if self.size > 1:
+            self._failure = self._failure or EngineDeadError("the engine was closed")
         self._finalizer()
         if self.all_reduce is not None:
             self.all_reduce.close()
@@ -207,7 +215,7 @@ class Leader:
             ours.send(Hello(config, rank, port, torch.get_num_threads()))
             threading.Thread(target=_watch, args=(weakref.ref(self), link), name=f"fa_serve-rank-{rank}", daemon=True).start()
         for link in self._links:
-            self._reply(link)  # it has imported everything and is about to join
+            self._reply(link)  # AllReduce would wait for minutes for a follower that has ended
         self.all_reduce = AllReduce(store, 0, self.size, self.device, ordered=config.deterministic)
 
     def _send(self, what: str, value: Any) -> None:
@@ -241,7 +249,7 @@ class Leader:
 class Follower:
     """A rank other than 0. `tell` does nothing, because a follower makes calls and gives none.
 
-    If the pipe from rank 0 closes, this process ends at once, whatever it waits for.
+    If the pipe from rank 0 closes, this process ends at once, whatever it waits for. `start` joins the other ranks.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -251,18 +259,21 @@ class Follower:
         self.rank = hello.rank
         self.size = hello.config.tensor_parallel
         self.device = torch.device(hello.config.device_of(hello.rank))
+        self.all_reduce: AllReduce | None = None
+        self._port = hello.port
         torch.set_num_threads(hello.num_threads)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         self._digest = 0
         self._num_steps = 0
         self._messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(connection, self._messages), name="fa_serve-rank-0", daemon=True).start()
-        connection.send("ready")
-        store = join(hello.port, self.size)
-        self.all_reduce: AllReduce | None = AllReduce(
-            store, self.rank, self.size, self.device, ordered=hello.config.deterministic
-        )
+
+    def start(self) -> None:
+        """Join the other ranks. Rank 0 waits in its sums once it is told that this rank is ready."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        store = join(self._port, self.size)
+        self._connection.send("ready")
+        self.all_reduce = AllReduce(store, self.rank, self.size, self.device, ordered=self.config.deterministic)
 
     def calls(self) -> Iterator[tuple[str, Any]]:
         """(name, arguments) of the calls that rank 0 was given, until it ends. Raises EngineDeadError if the digests differ."""
@@ -305,10 +316,15 @@ class Follower:
 
     def check(self, error: Exception) -> None:
         """Raise the error, which ends this process."""
+        if isinstance(error, EngineDeadError):
+            raise error
         raise EngineDeadError(f"{type(error).__name__}: {error}") from error
 
+    def check_lost(self) -> None:
+        """Nothing to do: rank 0 ends this process if another rank is lost."""
+
     def starting(self) -> AbstractContextManager[None]:
-        """Around the start of the engine. Who runs the engine tells rank 0 why it fails."""
+        """Nothing to do: `follow` reports a failed start to rank 0."""
         return contextlib.nullcontext()
 
     def fail(self, error: Exception) -> None:

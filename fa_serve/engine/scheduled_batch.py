@@ -54,7 +54,7 @@ class Chunk:
         return self.length == self.samples + len(self.drafts)
 
     def numbers(self) -> tuple[int, ...]:
-        """What tells this chunk from another one: ranks that compute the same have the same numbers."""
+        """Numbers for the ranks' digest. Ranks whose schedules differ get different numbers."""
         pages = self.sequence.pages
         return (self.slot, self.start, self.length, self.samples, len(pages), pages[-1] if pages else -1, *self.drafts)
 

@@ -115,7 +115,10 @@ def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: Al
             except Exception as error:
                 raise UnsupportedModelError(f"{what} fails with {type(error).__name__}: {error}") from error
             if not difference <= TOLERANCE:
-                raise UnsupportedModelError(f"{what} would change by {difference:.3g} of its largest value")
+                raise UnsupportedModelError(
+                    f"{what} gives another result when divided: the difference is {difference:.3g} times the largest value, "
+                    f"at most {TOLERANCE:g} is allowed. Use --tensor-parallel 1, or report this model"
+                )
             proven.add(kind)
         _divide_layer(layer, own, division.size, rank, all_reduce, device)
     if division.vocabulary is not None:
@@ -132,6 +135,8 @@ def _divide_vocabulary(
     head.forward = PartOfLogits(head.forward, head.out_features, all_reduce)
     [(start, count)] = cut.ranges(rank, size)
     embeddings.forward = PartOfEmbeddings(embeddings.forward, start, count, all_reduce)
+    embeddings.num_embeddings = count
+    embeddings.padding_idx = None  # only gradients need it, and it may be another rank's row
     for module in (head, embeddings):
         _replace(module, "weight", torch.cat(cut.kept(module.weight.detach(), rank, size)).to(device))
     if tied:

@@ -129,7 +129,8 @@ class AllReduce:
             self._paused = False
 
     def abort(self) -> None:
-        """Let a call that waits for a lost rank fail. gloo finds out by itself. From any thread."""
+        """Make pending NCCL sums return, because a rank is lost. Their values are undefined. With gloo nothing is needed: the
+        call raises. From any thread."""
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
 

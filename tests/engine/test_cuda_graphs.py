@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import greedy, make_model, random_prompts
 
-from fa_serve.engine import SamplingParams, cuda_graphs
+from fa_serve.engine import EngineDeadError, SamplingParams, cuda_graphs, ranks
 from fa_serve.engine.cuda_graphs import Shape, batch_sizes, pad
 
 PROMPTS = [[3, 4, 5], [6] * 9, [7, 8], [9], [10, 11, 12, 13]]
@@ -238,6 +238,35 @@ def test_a_capture_that_fails_in_an_idle_moment_is_the_last_one(make_engine, rep
         make_model(), [3, 4], 5
     )
     assert not replays, "steps run eagerly and do not wait for another capture"
+
+
+def generate_twice(engine) -> None:
+    engine.generate(PROMPTS, SamplingParams(max_tokens=1))
+    engine.generate(PROMPTS, SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("before", "call"),
+    [
+        ("nothing", lambda engine: engine._runner.make_graphs()),
+        ("make_graphs", lambda engine: engine.prepare_one()),
+        ("make_graphs", lambda engine: engine.generate([[3, 4]], SamplingParams(max_tokens=5))),
+        ("make_graphs", generate_twice),
+    ],
+    ids=["first", "ahead", "replay", "prompts"],
+)
+def test_no_rank_goes_on_alone_without_a_graph(make_engine, replays, monkeypatch, caplog, before, call) -> None:
+    """The other ranks would have the graph, and wait in sums that this rank does not compute."""
+    engine = make_engine()
+    if before == "make_graphs":
+        engine._runner.make_graphs()
+    monkeypatch.setattr(ranks, "CAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(engine._ranks, "size", 2)
+    monkeypatch.setattr(cuda_graphs, "capture", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+    with pytest.raises(EngineDeadError, match="rank 0 of 2 failed: RuntimeError: no memory"):
+        call(engine)
+    assert "without CUDA graphs" not in caplog.text
+    assert "no more graphs" not in caplog.text
 
 
 def run_mixed(engine) -> None:

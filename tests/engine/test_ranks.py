@@ -24,6 +24,7 @@ from streams import collect, until
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, RequestError, SamplingParams
 from fa_serve.engine.ranks import Leader
+from fa_serve.engine.results import PendingResult
 from fa_serve.engine.sampling_params import StructuredOutput
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
@@ -175,6 +176,8 @@ def test_what_ends_two_ranks_of_one_process() -> None:
     begin = time.monotonic()
     engine.close()
     assert time.monotonic() - begin < 2, "a follower that waits in a sum is not waited for"
+    with pytest.raises(EngineDeadError, match="rank 0 of 2 failed"):
+        engine.step()
     assert not lost, "the follower was ended by rank 0"
     assert torch.get_num_threads() == threads
 
@@ -192,6 +195,57 @@ def test_a_step_that_was_interrupted_is_the_last(monkeypatch: pytest.MonkeyPatch
     for call in ("step", "abort"):
         with pytest.raises(EngineDeadError, match="a step was interrupted: the ranks are out of step"):
             leader.tell(call)
+
+
+def test_tokens_of_an_aborted_sum_are_no_output(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the sums of a step return with undefined values when a rank is lost."""
+    engine = make_engine()
+    engine.add_request("a", [1, 2, 3], ENDLESS)
+    engine._ranks.size = 2
+    lost = EngineDeadError("rank 1 of 2 ended with exit code -9")
+    read = PendingResult.read
+
+    def read_late(pending: PendingResult) -> Any:
+        engine._ranks.lose(lost)
+        return read(pending)
+
+    monkeypatch.setattr(PendingResult, "read", read_late)
+    with pytest.raises(EngineDeadError, match="ended with exit code -9"):
+        engine.step()
+    assert engine._scheduler.sequences["a"].num_output_tokens == 0
+
+
+FAULT = """
+import sys
+if "fa_serve.engine.follower" in sys.orig_argv:
+    import torch.distributed
+    def fail(*args, **kwargs):
+        raise OSError("no port")
+    torch.distributed.TCPStore = fail
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_follower_that_cannot_join_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 would wait for it for half an hour, and the error says why it ended."""
+    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 failed: OSError: no port"):
+        Leader(config(tensor_parallel=2))
+
+
+def test_calls_of_closed_ranks_fail_at_once() -> None:
+    leader = Leader(config())
+    leader.size = 2  # whose follower has ended
+    leader.close()
+    begin = time.monotonic()
+    for call in ("submit", "step", "abort"):
+        with pytest.raises(EngineDeadError, match="the engine was closed"):
+            leader.tell(call)
+    assert time.monotonic() - begin < 1
+    one = Leader(config())
+    one.close()
+    one.tell("step")  # one rank has closed nothing
 
 
 def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_engine: Any) -> None:
