@@ -382,8 +382,6 @@ class Engine:
         failure = RequestError("scheduler_failed", f"the scheduler failed: {type(error).__name__}: {error}")
         sequences = [state.sequence for state in self._output_states.values()]
         self._scheduler.abandon(sequences, failure)
-        for sequence in sequences:
-            self._speculation.forget(sequence)
         self._scheduler = self._make_scheduler(self._scheduler.max_num_batched_tokens)
         return [self._output(sequence) for sequence in sequences]
 

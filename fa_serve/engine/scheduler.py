@@ -50,8 +50,7 @@ class Scheduler:
     max_num_seqs:           number of slots, which is the limit of running sequences
     max_num_batched_tokens: token budget of a step
     keys_per_tile:          largest number of keys that a kernel reads as one aligned tile
-    window:                 number of keys before a token that any layer attends to; None if a layer attends to all.
-                            Pages are released when all their tiles lie behind the window
+    window:                 keys before a token that any layer attends to, or None for all; pages behind it are released
     speculation:            where drafts come from; None without speculation
     prompt_share:           limits prompts while sequences decode; None without a limit
     """
@@ -211,6 +210,7 @@ class Scheduler:
         """End sequences without releasing anything: the state of this scheduler is not to be trusted, and it is given up."""
         for sequence in sequences:
             sequence.finish("error", error)
+            self.speculation.forget(sequence)
 
     def check_integrity(self) -> None:
         """Assert that every page, slot and turn is accounted for and that both queues are in order."""
