@@ -6,7 +6,9 @@
 glibc keeps what is freed for later allocations, in as many as eight arenas for each core, and returns only the free end of the
 oldest one. After a burst of large requests a server would keep hundreds of megabytes that nothing uses. `malloc_trim` returns
 every free page. It takes 0.4 ms if there is none and 5 to 15 ms for 100 MB, so it is called only while the process is larger
-than it once was. Other C libraries have neither function, and nothing happens there.
+than it once was. Other C libraries have neither function, and nothing happens there. Python collects its cycles first: an
+exception and the frames of its traceback refer to each other, so a refused body of 10 MB stays until the next full collection,
+which may be minutes away. What was there at the start is frozen, so a collection takes 2 ms.
 
 On a CPU, oneDNN and the layer of torch above it keep what they have prepared for each shape of a matrix product, 1024 shapes
 each. A step has as many rows as tokens, so clients decide how many shapes there are: 800 took 430 MB. The caches are bounded
@@ -16,6 +18,7 @@ to a number that the usual steps of a server fit into. Sources: mallopt(3), mall
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 import time
@@ -53,7 +56,7 @@ def resident_bytes() -> int:
 
 
 class MemoryTrimmer:
-    """Calls malloc_trim every INTERVAL_SECONDS while the process is larger than it once was. One for a process."""
+    """Frees cycles and calls malloc_trim every INTERVAL_SECONDS while the process is larger than it was. One for a process."""
 
     def __init__(self) -> None:
         self._least = 0
@@ -62,11 +65,12 @@ class MemoryTrimmer:
         threading.Thread(target=self._run, name="fa_serve-trim", daemon=True).start()
 
     def look(self) -> bool:
-        """Trim if the process has grown. Returns whether it did so."""
+        """Collect and trim if the process has grown. Returns whether it did so."""
         resident = resident_bytes()
         if self._least and resident < self._least + GROWTH:
             self._least = min(self._least, resident)
             return False
+        gc.collect()
         with suppress(OSError, AttributeError):  # glibc only
             ctypes.CDLL(None).malloc_trim(0)
         self._least = min(self._least or resident, resident_bytes())

@@ -50,6 +50,33 @@ def burst(*arguments: str) -> list[int]:
     return [int(each) for each in printed.split()]
 
 
+CYCLE = """
+import gc, runpy, sys
+module = runpy.run_path(sys.argv[1])
+trimmer = module["MemoryTrimmer"]()
+trimmer.look()
+calm = module["resident_bytes"]()
+gc.disable()  # as between two full collections
+def refuse(body):
+    try:
+        raise ValueError("too long")
+    except ValueError as error:
+        body.append(error)  # its traceback refers to this frame, and so to the body
+refuse([b"x" * (64 << 20)])
+peak = module["resident_bytes"]()
+assert trimmer.look()
+print(calm >> 20, peak >> 20, module["resident_bytes"]() >> 20)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc and /proc")
+def test_a_body_that_an_exception_refers_to_is_given_back() -> None:
+    command = [sys.executable, "-c", CYCLE, host_memory.__file__]
+    calm, peak, kept = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert peak >= calm + 60
+    assert kept < calm + 12
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc and /proc")
 def test_a_burst_is_given_back() -> None:
     _, peak, kept, _ = burst()
