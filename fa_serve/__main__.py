@@ -1,7 +1,8 @@
-"""The command line: `fa-serve serve | chat | bench | info`, also as `python -m fa_serve`.
+"""The command line: `fa-serve serve | warm | chat | bench | info`, also as `python -m fa_serve`.
 
 This file declares the commands and their flags. The flags of `serve` are generated from the table of settings, so a flag, its
 environment variable and its key in the settings file cannot differ. The work is done elsewhere: by `fa_serve.server` for serve,
+by `fa_serve.engine` for warm,
 by `fa_serve.client` for chat and bench, and by info_tables.py for info. torch and transformers are imported only by commands
 that need them.
 """
@@ -131,6 +132,40 @@ def serve(
         _fail(f"cannot listen on {settings.host}, port {settings.port}: {error}", code=1)
     if server.failure is not None:
         _fail(f"the model could not be loaded: {server.failure}", code=1)
+
+
+@app.command()
+@_with_settings
+def warm(
+    model: Annotated[str | None, typer.Argument(help="Hub name or local folder; without it, the embedded model.")] = None,
+    config: Annotated[Path | None, typer.Option(envvar="FA_SERVE_CONFIG", help="TOML or YAML file of settings.")] = None,
+    **flags: Any,
+) -> None:
+    """Compile the kernels that serving MODEL needs, keep them on disk, and end.
+
+    A later start of `serve` with the same options, the same release and the same kind of GPU loads
+    them. They are in ~/.cache/fa_serve, or where TRITON_CACHE_DIR says. Needs the GPU.
+    """
+    try:
+        settings = load(_given({"model": model, **flags}), config)
+        engine_config = settings.engine_config()
+        device = engine_config.resolve_device()
+    except (ValueError, OSError) as error:
+        _fail(str(error), code=2)
+    if not device.startswith("cuda"):
+        _fail(f"nothing is compiled for the device {device}: run this on a machine with the GPU that will serve", code=2)
+    log_to_stderr(settings.log_level, settings.log_format)
+    from fa_serve.engine import Engine
+    from fa_serve.ops.compilations import use_kernel_cache
+
+    use_kernel_cache(device)
+    try:
+        engine = Engine(
+            engine_config, ahead=True, on_phase=lambda x: typer.echo(f"{x.name:<10} {x.seconds:6.1f} s  {x.detail}")
+        )
+    except (ValueError, OSError) as error:
+        _fail(f"the model could not be loaded: {error}", code=1)
+    engine.close()
 
 
 Url = Annotated[str, typer.Option(help="Address of the server.")]

@@ -13,6 +13,7 @@ from fa_serve.server.settings import PREFIX, SECRETS, Settings, load
 from typer.testing import CliRunner
 
 from fa_serve.__main__ import app
+from fa_serve.engine.events import Phase
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -48,7 +49,7 @@ def test_every_setting_is_a_flag():
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("serve",), ("chat",), ("bench",), ("info",)], ids=lambda words: " ".join(words) or "-"
+    "command", [(), ("serve",), ("warm",), ("chat",), ("bench",), ("info",)], ids=lambda words: " ".join(words) or "-"
 )
 def test_help_fits_100_columns(command):
     text = run(*command, "--help", COLUMNS="100").stdout
@@ -150,3 +151,28 @@ def test_the_documented_settings_are_the_settings():
     if os.environ.get("FA_SERVE_WRITE_DOCS"):
         document.write_text(expected)
     assert document.read_text() == expected
+
+
+def test_kernels_are_compiled_as_the_server_would(monkeypatch):
+    """`warm` makes the engine of `serve` with everything ahead, in the server's folder of kernels, and ends."""
+    seen = []
+
+    class FakeEngine:
+        def __init__(self, config, *, ahead, on_phase):
+            seen.append((config.model, config.max_model_len, config.device, ahead))
+            on_phase(Phase("kernels", "3 from the cache, 109 compiled", 9.8))
+
+        def close(self):
+            seen.append("closed")
+
+    monkeypatch.setattr("fa_serve.engine.Engine", FakeEngine)
+    monkeypatch.setattr("fa_serve.ops.compilations.use_kernel_cache", lambda device: seen.append(f"the folder of {device}"))
+    done = run("warm", "some/model", "--device", "cuda:1", "--max-model-len", "4096")
+    assert (done.exit_code, done.stdout) == (0, "kernels       9.8 s  3 from the cache, 109 compiled\n")
+    assert seen == ["the folder of cuda:1", ("some/model", 4096, "cuda:1", True), "closed"]
+
+
+def test_a_cpu_needs_no_kernels():
+    done = run("warm", "--device", "cpu")
+    assert done.exit_code == 2
+    assert "nothing is compiled for the device cpu" in done.stderr
