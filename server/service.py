@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LARGE_ANSWER = 1 << 20  # bytes
+LONGEST_PAUSE = 0.05  # seconds between two large bodies
 STOP_SECONDS = 2.0  # what the engine's step may take at the end, when nothing is in flight any more
 RETRY_SECONDS = 5  # when a client may try again while the server loads, drains or restarts
 HEARTBEAT_SECONDS = 5.0  # the engine's process gives a sign of life each second
@@ -49,11 +50,25 @@ class Service:
         self._idle.set()
         self._answer_bytes = 0
         self._parser = ThreadPoolExecutor(1, "parser")
+        self._parse_again_at = 0.0  # on time.monotonic's clock
         self._writer = ThreadPoolExecutor(1, "writer")
 
     async def parse(self, work: Callable[[], T]) -> T:
-        """Parse a large body beside the event loop. One thread does so, so that large bodies do not compete with the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._parser, work)
+        """Parse a large body beside the event loop. One thread does so, so that large bodies do not compete with the loop.
+
+        Parsing holds the interpreter's lock for up to 30 ms, and a request needs the loop several times. So after each body the
+        next one waits as long as that one took, while the loop has the interpreter for itself.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._parser, self._by_turns, work)
+
+    def _by_turns(self, work: Callable[[], T]) -> T:
+        time.sleep(max(self._parse_again_at - time.monotonic(), 0.0))
+        begin = time.monotonic()
+        try:
+            return work()
+        finally:
+            end = time.monotonic()
+            self._parse_again_at = end + min(end - begin, LONGEST_PAUSE)
 
     async def write(self, work: Callable[[], T]) -> T:
         """Write a large answer beside the event loop."""

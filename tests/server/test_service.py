@@ -1,6 +1,8 @@
 """Readiness, and the number of sequences in flight."""
 
 import asyncio
+import itertools
+import time
 
 import httpx
 import pytest
@@ -130,3 +132,22 @@ async def test_a_model_that_fails_to_load(engine):
         response = await client.get("/health")
         assert response.status_code == 503
         assert "could not be loaded" in response.text
+
+
+async def test_large_bodies_leave_the_loop_as_much_time_as_they_take(serving):
+    """Parsing holds the interpreter's lock, so the next body waits after each. A body that comes alone does not wait."""
+    began = []
+
+    def work():
+        began.append(time.monotonic())
+        time.sleep(0.03)
+
+    async with serving() as client:
+        begin = time.monotonic()
+        await asyncio.gather(*(client.service.parse(work) for _ in range(3)))
+        assert began[0] - begin < 0.02
+        assert [later - earlier >= 0.055 for earlier, later in itertools.pairwise(began)] == [True, True]
+        await asyncio.sleep(0.05)
+        begin = time.monotonic()
+        await client.service.parse(work)
+        assert began[3] - begin < 0.02
