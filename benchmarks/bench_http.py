@@ -46,6 +46,9 @@ class Metronome:
         self._left: dict[str, list[int]] = {}
         self._steps = 0
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def stats(self) -> EngineStats:
         return EngineStats(len(self._left), 0, 64, 0, self._steps, 0, 0, 0, 0)
 
