@@ -172,6 +172,12 @@ def test_kernels_are_compiled_as_the_server_would(monkeypatch):
     assert seen == ["the folder of cuda:1", ("some/model", 4096, "cuda:1", True), "closed"]
 
 
+def test_several_ranks_have_no_warm_up():
+    done = run("warm", "--device", "cuda", "--tensor-parallel", "2")
+    assert done.exit_code == 2
+    assert "warm takes --tensor-parallel 1" in done.stderr
+
+
 def test_a_cpu_needs_no_kernels():
     done = run("warm", "--device", "cpu")
     assert done.exit_code == 2
