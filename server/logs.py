@@ -6,6 +6,7 @@ records are dropped and counted (`num_dropped`); the log says how many when it c
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -86,15 +87,15 @@ class QueuedHandler(logging.Handler):
     def _write(self, line: str) -> None:
         """Write a line past Python's buffer. Its lock would be held while nobody reads, and the interpreter could not end."""
         try:
-            number = self._stream.fileno()
-        except (OSError, ValueError):  # a stream of a test, in memory
-            self._stream.write(line + "\n")
-            return
-        left = (line + "\n").encode("utf-8", "backslashreplace")
-        try:
+            try:
+                number = self._stream.fileno()
+            except io.UnsupportedOperation:  # a stream in memory
+                self._stream.write(line + "\n")
+                return
+            left = (line + "\n").encode("utf-8", "backslashreplace")
             while left:
                 left = left[os.write(number, left) :]
-        except OSError:  # the reader is gone
+        except (OSError, ValueError):  # the reader is gone, or the stream was closed
             self.num_dropped += 1
 
 

@@ -3,6 +3,7 @@
 Running servers are in tests/server/test_process.py, the output of `fa-serve info` in tests/test_info_tables.py.
 """
 
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,12 @@ WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 def run(*arguments: str, **environment: str):
     return CliRunner().invoke(app, arguments, env={**WIDE, **environment})
+
+
+@pytest.fixture(autouse=True)
+def log_ends_with_its_test(monkeypatch):
+    """`serve` and `warm` send the log to stderr, which the runner closes when the command ends."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", list(logging.getLogger().handlers))
 
 
 def test_without_its_extra_it_says_what_to_install():

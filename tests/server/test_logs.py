@@ -1,5 +1,6 @@
 """The log as JSON lines."""
 
+import io
 import json
 import logging
 import os
@@ -68,3 +69,14 @@ async def test_a_record_has_an_end(capfd):
     handler.handle(logging.LogRecord("x", logging.INFO, "", 0, "y" * 100_000, (), None))
     handler.flush()
     assert len(capfd.readouterr().err) < logs.MAX_CHARS + 20
+
+
+@pytest.mark.parametrize("stream", ["memory", "file"])
+async def test_a_closed_stream_drops_records_and_keeps_the_writer(stream, tmp_path):
+    target = io.StringIO() if stream == "memory" else (tmp_path / "log").open("w")
+    handler = QueuedHandler(target)
+    target.close()
+    for dropped in (1, 2):
+        handler.handle(logging.LogRecord("x", logging.INFO, "", 0, "late", (), None))
+        handler.flush()
+        assert handler.num_dropped >= dropped
