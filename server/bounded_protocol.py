@@ -11,6 +11,8 @@ OpenAI's error object. Everything else stays uvicorn's. A request that arrives i
   413. A body in very small chunks is refused with 400.
 - The head and the body have a deadline: 408. A connection that has said nothing is closed without a word.
 - One request may be pipelined behind the one that is answered. The connection ends after these two if there are more.
+- A body whose request was answered before it arrived is read to its end, because most clients send all of it before they read
+  the answer. Like all large bodies it is read in turns with the others (read_turns.py).
 - The number of connections stays below the process' limit of open files. When it is reached, the connection gives way for
   which the server has waited longest: silent, idle, or in the middle of a request. If there is none, the new one gets a 503.
 """
@@ -31,6 +33,7 @@ from pydantic_core import to_json
 
 from .errors import HttpError
 from .half_closed import HalfClosedProtocol
+from .read_turns import FairFlow, ReadTurns
 from .settings import Settings
 
 log = logging.getLogger("fa_serve.server")
@@ -80,6 +83,7 @@ class ConnectionTable:
     def __init__(self, limit: int, count: Callable[[str], None]):
         self._limit = limit
         self.count = count
+        self.turns = ReadTurns()
         self._open: set[BoundedProtocol] = set()
         # the connections for which the server waits; the one that has waited longest comes first
         self._waiting: dict[BoundedProtocol, None] = {}
@@ -144,6 +148,7 @@ class BoundedProtocol(HalfClosedProtocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = FairFlow(self.transport, self._table.turns)
         if self._table.admit(self):
             self._timer = self.loop.call_later(self._bounds.header_timeout, self._late)
         else:
@@ -177,9 +182,13 @@ class BoundedProtocol(HalfClosedProtocol):
             return
         if self._is_whole:
             self._disarm()
-        elif self._timer is None:
+            return
+        if self._timer is None:
             seconds = self._bounds.body_timeout if self._head_is_whole else self._bounds.header_timeout
             self._timer = self.loop.call_later(seconds, self._late)
+        if self._is_answered():  # what follows is discarded
+            self.flow.pause_reading()
+            self.flow.resume_reading()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -264,10 +273,16 @@ class BoundedProtocol(HalfClosedProtocol):
         message = f"The headers must have at most {limit} bytes (--max-header-bytes), got more."
         self._refuse(431, "headers_too_large", message)
 
+    def _is_answered(self) -> bool:
+        """Whether the answer was complete before the body."""
+        return self._head_is_whole and not self._is_whole and bool(self.cycle.response_complete)
+
     def _late(self) -> None:
         """The head or the body has not arrived in time."""
         self._timer = None
-        if self.cycle is not None and not self.cycle.response_complete and not self._head_is_whole:
+        if self._is_answered():
+            self.transport.close()
+        elif self.cycle is not None and not self.cycle.response_complete and not self._head_is_whole:
             # the beginning of a pipelined request; the answer before it goes on
             self._timer = self.loop.call_later(self._bounds.header_timeout, self._late)
         elif not self._said_anything:

@@ -370,7 +370,8 @@ def _is_open(connection: socket.socket) -> bool:
 def together(work: Callable[[], Any], count: int) -> list[Any]:
     """`work` in `count` threads at once; what each returns or raises.
 
-    The threads have a low priority: an attacker has another machine, and does not take the server's processors.
+    An attacker has another machine and does not take the server's processors, so the threads run when nothing else wants to.
+    With a low priority instead, 60 threads together would outweigh the server.
     """
 
     def one(_: int) -> Any:
@@ -384,5 +385,5 @@ def together(work: Callable[[], Any], count: int) -> list[Any]:
 
 
 def _lower_priority() -> None:
-    if sys.platform == "linux":  # where a thread has a priority
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+    if sys.platform == "linux":  # where a thread has a scheduling class
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))

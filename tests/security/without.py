@@ -50,6 +50,12 @@ def _protocol(*names: str) -> Callable[[], None]:
     return patch
 
 
+def _read_turns() -> None:
+    from fa_serve.server import read_turns
+
+    read_turns.FairFlow.resume_reading = read_turns.FlowControl.resume_reading  # type: ignore[method-assign]
+
+
 def _connections() -> None:
     from fa_serve.server import bounded_protocol
 
@@ -192,6 +198,7 @@ GUARDS: dict[str, tuple[Callable[[], None], str]] = {
     "stop-chars": (_stop_chars, EXPENSIVE + "test_many_characters_of_stop_strings_are_refused_with_the_limit"),
     "body-deadline": (_protocol("_late"), "security/test_bounds.py::test_a_body_that_dribbles_ends_at_its_deadline"),
     "bytes-in-flight": (_bytes_in_flight, ATTACKS + "test_unfinished_bodies_count_before_they_are_read"),
+    "read-turns": (_read_turns, "server/test_read_turns.py"),
     "connections": (_connections, "security/test_bounds.py::test_1500_idle_connections_lock_out_nobody"),
     "heartbeat": (_heartbeat, "security/test_health.py::test_a_stopped_engine"),
     "token-routes": (_token_routes, EXPENSIVE + "test_token_routes_are_admitted_like_generation"),

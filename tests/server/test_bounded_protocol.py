@@ -4,11 +4,12 @@ import asyncio
 import json
 import logging
 import re
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import pytest
 from fa_serve.server.app import create_app
-from fa_serve.server.bounded_protocol import connection_limit
+from fa_serve.server.bounded_protocol import BoundedProtocol, connection_limit
 from fa_serve.server.process import Server
 from fa_serve.server.settings import Settings
 
@@ -317,3 +318,52 @@ async def test_unusual_requests_get_one_answer(listening):
             statuses, came = await answers(connect, request)
             assert [status for status in statuses if status != 100] == [expected], (name, statuses)
             assert b"/second" not in came, name
+
+
+async def test_large_bodies_take_turns(listening, monkeypatch):
+    """Eight bodies of 4 MB on their way, some for a route that does not want them: each iteration reads from one connection."""
+    reads = []
+    data_received = BoundedProtocol.data_received
+
+    def note(self, data):
+        reads.append((iteration[0], len(data)))
+        data_received(self, data)
+
+    monkeypatch.setattr(BoundedProtocol, "data_received", note)
+    iteration = [0]
+
+    def count():
+        iteration[0] += 1
+        asyncio.get_running_loop().call_soon(count)
+
+    body = b" " * 4_000_000 + BODY
+    length = f"Content-Length: {len(body)}\r\n\r\n".encode()
+    body += HEALTH + CLOSE  # the connection serves another request behind the body
+    wanted, unwanted = POST + length, POST.replace(b"completions", b"nothing") + length
+    async with listening() as connect:
+        opened = [await connect() for _ in range(8)]
+        for _, writer in opened:
+            writer.write(b"POST /v1/")  # what follows is not the first that the server hears of the connection
+            await writer.drain()
+        await asyncio.sleep(0.1)
+        reads.clear()
+        asyncio.get_running_loop().call_soon(count)
+        heads = [(wanted, unwanted)[number % 2].removeprefix(b"POST /v1/") for number in range(8)]
+        for (_, writer), head in zip(opened, heads, strict=True):
+            writer.write(head + body)
+        answers = await asyncio.wait_for(asyncio.gather(*(reader.read() for reader, _ in opened)), 20)
+    assert [re.findall(rb"HTTP/1.1 (\d+)", answer) for answer in answers] == [[b"200", b"200"], [b"404", b"200"]] * 4
+    assert sum(size for _, size in reads) == sum(len(head) + len(body) for head in heads), "all of it is read"
+    by_iteration = Counter(at for at, _ in reads)
+    first = min(by_iteration)
+    assert max(count for at, count in by_iteration.items() if at > first + 8) <= 2
+
+
+async def test_an_answer_before_the_body_is_the_only_one(listening):
+    """The rest of the body does not come in time. The connection is closed, and no 408 follows the answer."""
+    async with listening(body_timeout=0.2) as connect:
+        reader, writer = await connect()
+        writer.write(POST.replace(b"completions", b"nothing") + b"Content-Length: 100\r\n\r\nx")
+        answer = await asyncio.wait_for(reader.read(), 5)
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert answer.count(b"HTTP/1.1") == 1

@@ -1,0 +1,56 @@
+"""Large bodies are read in turns: in each iteration of the event loop, one connection reads on.
+
+    protocol.flow = FairFlow(transport, turns)          # in place of uvicorn's, one ReadTurns for all connections
+
+uvicorn stops reading from a connection after 64 KB until the application has taken them. Without turns, all that are stopped
+read on at once: with 60 bodies on the way, an iteration takes 40 ms, and a small request of another client needs about eight
+iterations. Bodies of at most 64 KB never stop, so they need no turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from uvicorn.protocols.http.flow_control import FlowControl
+
+
+class FairFlow(FlowControl):
+    """uvicorn's flow control of one connection, which waits for its turn before it reads on."""
+
+    def __init__(self, transport: asyncio.Transport, turns: ReadTurns):
+        super().__init__(transport)
+        self._turns = turns
+        self._waits = False
+
+    def pause_reading(self) -> None:
+        self._waits = False
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self._waits:
+            self._waits = True
+            self._turns.add(self)
+
+    def take_turn(self) -> None:
+        if self._waits and not self._transport.is_closing():
+            self._waits = False
+            super().resume_reading()
+
+
+class ReadTurns:
+    """The connections that want to read on, in the order in which they asked."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[FairFlow] = deque()
+
+    def add(self, flow: FairFlow) -> None:
+        self._waiting.append(flow)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        flow = self._waiting.popleft()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+        flow.take_turn()
