@@ -76,7 +76,7 @@ def counting(taken: Counter[str], name: str) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-window", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen2-window", "gemma2", "gpt-oss"])
 def test_the_tokens_of_generate(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts longer than a batch are computed in chunks, beside requests that decode."""
     model = BY_NAME[family].build()
