@@ -22,7 +22,7 @@ from pydantic_core import to_json
 from fa_serve import __version__
 from fa_serve.engine import RequestOutput, SamplingParams, StructuredOutput
 
-from .answer_size import SMALL, TEXT, AnswerSize, json_slices, written_in_steps
+from .answer_size import SMALL, SMALL_TEXT, TEXT, AnswerSize, json_slices, written_in_steps
 from .constraints import guided_constraints, single_constraint
 from .errors import ApiError, BadRequest
 from .generation import Job, RequestFields, merge, sequences_of_prompt
@@ -92,9 +92,11 @@ class Answer(ABC):
                     sums[index].absorb(output)
                 else:
                     sums[index] = output
-        if self._size_estimate <= SMALL:
+        text = sum(len(output.text) for output in sums.values())  # which may have more than TEXT characters for a token
+        if self._size_estimate <= SMALL and text <= SMALL_TEXT:
             return to_json(self._reply(sums))
-        return await self._service.write(lambda: written_in_steps(self._reply(sums)))
+        with self._service.hold_bytes(self._size_estimate):
+            return await self._service.write(lambda: written_in_steps(self._reply(sums)), self._key)
 
     def _reply(self, sums: dict[int, RequestOutput]) -> dict[str, Any]:
         choices = [self._choice(index, sums[index]) | self._prompt_ids(index) for index in sorted(sums)]
@@ -145,7 +147,7 @@ class Answer(ABC):
             choices = [choice | self._prompt_ids(choice["index"]) for choice in self._opening(index, output)]
             return [b"".join(json_slices(choice)) for choice in choices]
 
-        return opening() if self._size_estimate <= SMALL else await self._service.write(opening)
+        return opening() if self._size_estimate <= SMALL else await self._service.write(opening, self._key)
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The outputs of all sequences, with the index of their choice. The usage is complete when this ends."""
@@ -199,17 +201,15 @@ class Answer(ABC):
                 room = (limit - prompts) // (per_token * len(all_params))
                 all_params = [replace(params, max_tokens=max(min(params.max_tokens or 1, room), 1)) for params in all_params]
                 generated = per_token * sum(params.max_tokens or 0 for params in all_params)
-        self._size_estimate = prompts + generated
-        if self._size_estimate > limit:
-            fields = [name for name in SIZE_FIELDS if getattr(self._body, name, None)]
-            cause = next((name for name in fields if "logprobs" in name), fields[0] if fields else self._prompt_field)
-            raise BadRequest(
-                f"The answer may have {self._size_estimate} bytes, and the limit is {limit} (--max-answer-bytes). "
-                f"Ask for less with {', '.join([self._prompt_field, *fields])}.",
-                param=cause,
-                code="answer_too_large",
-            )
+        self._estimate(prompts + generated)
         return all_params
+
+    def _estimate(self, size: int) -> None:
+        """The answer will have about `size` bytes. Raises BadRequest above the limit."""
+        self._size_estimate = size
+        fields = [name for name in SIZE_FIELDS if getattr(self._body, name, None)]
+        cause = next((name for name in fields if "logprobs" in name), fields[0] if fields else self._prompt_field)
+        self._service.require_size(size, cause, [self._prompt_field, *fields])
 
     def _size(self) -> AnswerSize:
         """The bytes of the answer's fields for each token. Subclasses add what they write in another way."""

@@ -21,6 +21,7 @@ PROMPT_LOGPROB = 90  # of one of the most likely tokens in `prompt_logprobs`
 COMPLETION_LOGPROB = 45  # of one in a completion's `logprobs`
 CHAT_LOGPROB = 90  # of one in a chat's `logprobs`
 SMALL = 1 << 16  # an answer of so many bytes is written within a millisecond
+SMALL_TEXT = 1 << 13  # characters of a text in which calls and thoughts are found within some milliseconds
 SLICES_PER_PAUSE = 8
 PAUSE_SECONDS = 0.001
 SLICE = 32  # items of a list that are written in one go

@@ -35,8 +35,8 @@ def guided_constraints(body: SamplingRequest) -> dict[str, dict[str, Any]]:
         "guided_grammar": {"grammar": body.guided_grammar},
     }
     if body.structured_outputs is not None:
-        values = body.structured_outputs.model_dump(exclude_none=True)
-        asked["structured_outputs"] = {"json_schema" if name == "json_" else name: value for name, value in values.items()}
+        given = dict(body.structured_outputs)  # not model_dump(), which copies the whole schema
+        asked["structured_outputs"] = {"json_schema" if name == "json_" else name: value for name, value in given.items()}
     return asked
 
 

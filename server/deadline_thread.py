@@ -1,7 +1,9 @@
 """A thread that runs one function after another for the event loop, and can interrupt a function that takes too long.
 
     thread = DeadlineThread("template")
-    text = await thread.run(lambda: template.render(...), timeout=5.0)     # raises asyncio.TimeoutError
+    text = await thread.run(lambda: template.render(...), client, timeout=5.0)     # raises asyncio.TimeoutError
+
+Clients take turns: however many functions one of them has waiting, the next client waits for one of these at most.
 
 Python raises an exception in another thread between two of its bytecodes, so a loop of a chat template ends in time. A single
 call into C does not end sooner. A function that nobody waits for any more is interrupted as well. The thread is a daemon: it
@@ -12,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import queue
 import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,12 +31,39 @@ class _Interrupted(BaseException):
 
 @dataclass(eq=False)
 class _Job:
-    """began: on time.monotonic's clock, or None. abandoned: nobody waits for it"""
+    """client: whose turn it takes. began: on time.monotonic's clock, or None. abandoned: nobody waits for it"""
 
     work: Callable[[], Any]
+    client: str | None
     future: asyncio.Future[Any]
     began: float | None = None
     abandoned: bool = False
+
+
+class _Turns:
+    """The jobs that wait. The next one is the oldest of the client that was served longest ago."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._waiting: OrderedDict[str | None, deque[_Job]] = OrderedDict()  # without clients that wait for nothing
+
+    def put(self, job: _Job) -> None:
+        with self._condition:
+            self._waiting.setdefault(job.client, deque()).append(job)
+            self._condition.notify()
+
+    def get(self) -> _Job:
+        """Wait for a job."""
+        with self._condition:
+            while not self._waiting:
+                self._condition.wait()
+            client, jobs = next(iter(self._waiting.items()))
+            job = jobs.popleft()
+            if jobs:
+                self._waiting.move_to_end(client)
+            else:
+                del self._waiting[client]
+            return job
 
 
 class DeadlineThread:
@@ -42,18 +71,21 @@ class DeadlineThread:
 
     def __init__(self, name: str):
         self._name = name
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs = _Turns()
         self._lock = threading.Lock()
         self._current: _Job | None = None
         self._thread: threading.Thread | None = None
 
-    async def run(self, work: Callable[[], T], timeout: float | None = None) -> T:
-        """What `work` returns. Raises what it raises, or asyncio.TimeoutError `timeout` seconds after it has begun."""
+    async def run(self, work: Callable[[], T], client: str | None = None, timeout: float | None = None) -> T:
+        """What `work` returns. Raises what it raises, or asyncio.TimeoutError `timeout` seconds after it has begun.
+
+        client: who waits for it, by any name
+        """
         loop = asyncio.get_running_loop()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        job = _Job(work, loop.create_future())
+        job = _Job(work, client, loop.create_future())
         self._jobs.put(job)
         try:
             while timeout is not None:

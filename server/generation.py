@@ -28,7 +28,16 @@ from fa_serve.engine import (
 )
 from fa_serve.spec import ParameterError
 
-from .errors import INTERNAL_ERROR, ApiError, BadRequest, EngineFailed, TooManyRequests, Unavailable, parameter_refused
+from .errors import (
+    INTERNAL_ERROR,
+    ApiError,
+    BadRequest,
+    ClientGone,
+    EngineFailed,
+    TooManyRequests,
+    Unavailable,
+    parameter_refused,
+)
 from .metrics import SequenceMetrics
 from .service import RETRY_SECONDS, Service
 from .timelines import Timeline
@@ -141,6 +150,8 @@ def _failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
     if output.finish_reason == "abort":
         return Unavailable("The request was aborted: the server is shutting down.", retry_after=RETRY_SECONDS)
     error = output.error or RequestError("step_failed", "the engine gave no reason")
+    if error.code == "unread":
+        return ClientGone("The client did not read its stream in time, and too many log-probabilities waited.")
     log.error("%s failed (%s): %s", job.name, error.code, error.message)
     if reason := service.refusal_reason():
         return Unavailable(f"The request was cut off: {reason}.", retry_after=RETRY_SECONDS)

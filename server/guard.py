@@ -178,19 +178,22 @@ def _credential(headers: Headers) -> bytes:
 
 
 class ReceivedBody:
-    """The bytes of one body that have arrived and are not parsed yet. `release` gives them back."""
+    """The bytes of one body that have arrived and are not parsed yet. `release` gives them back.
+
+    owner: the client that sends it, by its key or its address
+    """
 
     def __init__(self, held: BytesInFlight, owner: str):
         self._held = held
-        self._owner = owner
+        self.owner = owner
         self.size = 0
 
     def add(self, size: int) -> None:
-        self._held.add(self._owner, size)
+        self._held.add(self.owner, size)
         self.size += size
 
     def release(self) -> None:
-        self._held.give_back(self._owner, self.size)
+        self._held.give_back(self.owner, self.size)
         self.size = 0
 
 

@@ -5,10 +5,12 @@
 The cost of a body is its number of values and not its bytes: 10 MB can hold one text, or 3.3 million empty messages. Parsing
 and validation are single calls in C that hold the interpreter's lock, so a thread alone does not protect other requests from
 them. A number costs a fifth of an object or a text, hence two bounds. The check counts commas, quotation marks and opening
-brackets. It counts them first in the whole body, texts included, which never counts too few and takes a millisecond for 10 MB.
-Only a body that may be above a bound is counted again without its texts, in pieces.
+brackets. It counts them first in the whole body, texts included, which never counts too few. Only a body that may be above a
+bound is counted again without its texts. Both is done in pieces, because a call in C for many megabytes would hold the
+interpreter's lock for tens of milliseconds.
 
-Nesting needs no bound here, because the parser ends at 200 levels.
+The time to read an integer is quadratic in its digits, so a number may have MAX_DIGITS of them. Nesting needs no bound here,
+because the parser ends at 200 levels.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from dataclasses import dataclass
 from .errors import TooLarge
 
 PIECE = 1 << 16  # bytes that are counted in one go, which takes below two milliseconds
+MAX_DIGITS = 512  # of a number in a piece; the longest float that is written out without an exponent has 309
+ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
 
 
 @dataclass(frozen=True)
@@ -30,9 +35,19 @@ class JsonBounds:
 
     def check(self, body: bytes) -> None:
         """Raise TooLarge if the body has more values or fields. A body that is not JSON passes or not; it fails later."""
-        containers = _containers(body)
-        if self._refusal(containers + body.count(b","), containers + body.count(b'"') // 2) is None:
-            return
+        values = fields = quotes = 0
+        is_long = False
+        for begin in range(0, len(body), PIECE):
+            piece = body[begin : begin + PIECE]
+            containers = _containers(piece)
+            quotes += piece.count(b'"')
+            values += containers + piece.count(b",")
+            fields += containers
+            is_long = is_long or _has_long_number(piece)
+        if is_long or self._refusal(values, fields + quotes // 2) is not None:
+            self._check_without_texts(body)
+
+    def _check_without_texts(self, body: bytes) -> None:
         values = fields = quotes = 0
         for piece, piece_quotes in _without_texts(body):
             containers = _containers(piece)
@@ -41,6 +56,8 @@ class JsonBounds:
             fields += containers
             if reason := self._refusal(values, fields + quotes // 2):
                 raise TooLarge(reason, code="too_many_values")
+            if _has_long_number(piece):
+                raise TooLarge(f"A number in the body must have at most {MAX_DIGITS} digits.", code="number_too_long")
 
     def _refusal(self, values: int, fields: int) -> str | None:
         if fields > self.fields:
@@ -52,6 +69,10 @@ class JsonBounds:
 
 def _containers(text: bytes) -> int:
     return text.count(b"{") + text.count(b"[")
+
+
+def _has_long_number(piece: bytes) -> bool:
+    return LONG_NUMBER in piece.translate(ZEROS)
 
 
 def _without_texts(body: bytes) -> Iterator[tuple[bytes, int]]:

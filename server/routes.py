@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -13,13 +13,14 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from starlette import types as asgi
 from starlette.exceptions import HTTPException
 
 import fa_serve
 
 from .answer import Answer
+from .answer_size import SMALL, TEXT, written_in_steps
 from .chat.chat_answer import ChatAnswer
 from .chat.conversation import ChatRequest, TokenizeRequest
 from .completion_answer import CompletionAnswer
@@ -33,7 +34,7 @@ from .errors import BadRequest, Unavailable
 from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply, TokenizerInfo
 from .schemas import CompletionRequest, DetokenizeRequest
 from .service import Service
-from .streaming import EventStream, attend
+from .streaming import EventStream, WholeReply
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 DOCS = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
@@ -87,13 +88,14 @@ class BodyRoute(APIRoute):
         service: Service = request.app.state.service
         is_json = JSON_TYPE.match(request.headers.get("content-type", ""))
         content = b"".join([part async for part in request.stream()])
+        received = getattr(request.state, "received_body", None)
         if not is_json:
             content = b""
         if len(content) <= LARGE_BODY:
             body = self._validated(content, service)
         else:
-            body = await service.parse(lambda: self._validated(content, service))
-        if received := getattr(request.state, "received_body", None):
+            body = await service.parse(lambda: self._validated(content, service), received.owner if received else None)
+        if received:
             received.release()
         return body
 
@@ -176,8 +178,12 @@ async def _respond(kind: Callable[[Any, Service, str | None], Answer], body: Any
     answer.timeline = getattr(request.state, "timeline", None)
     if body.stream:
         return EventStream(answer, settings.request_timeout, settings.send_timeout)
-    reply = await attend(answer.whole(), request.receive, settings.request_timeout)
-    return Response(reply, media_type="application/json")
+    return _reply(answer.whole, service)
+
+
+def _reply(work: Callable[[], Coroutine[Any, Any, bytes]], service: Service) -> Response:
+    settings = service.settings
+    return WholeReply(work, service.hold_bytes, settings.request_timeout, settings.send_timeout)
 
 
 @router.get("/v1/models", tags=["OpenAI"])
@@ -202,17 +208,25 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service.require_ready()
     service.require_model(body.model)
     tokenization = service.tokenization
-    with service.reserve(1, getattr(request.state, "key", None)):
-        if body.prompt is not None:
-            [tokens] = await tokenization.encode([body.prompt], special=body.add_special_tokens is not False)
-        else:
-            tools = body.tools or []
-            template = tokenization.template(body, tools)
-            tokens, _ = await tokenization.encode_chat(template, body, tools, body.chat_template_kwargs or {})
-    reply: TokenizeReply = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len}
-    if body.return_token_strs:
-        reply["token_strs"] = await tokenization.token_strs(tokens)
-    return JSONResponse(reply)
+    key = getattr(request.state, "key", None)
+
+    async def work() -> bytes:
+        with service.reserve(1, key):
+            if body.prompt is not None:
+                [tokens] = await tokenization.encode([body.prompt], key, special=body.add_special_tokens is not False)
+            else:
+                tools = body.tools or []
+                template = tokenization.template(body, tools)
+                tokens, _ = await tokenization.encode_chat(template, body, tools, body.chat_template_kwargs or {}, key)
+            reply: TokenizeReply = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len}
+            size = TEXT * len(tokens) * (2 if body.return_token_strs else 1)
+            field = "messages" if body.prompt is None else "prompt"
+            service.require_size(size, field, [field])
+            if body.return_token_strs:
+                reply["token_strs"] = await tokenization.token_strs(tokens, key)
+            return to_json(reply) if size <= SMALL else await service.write(lambda: written_in_steps(reply), key)
+
+    return _reply(work, service)
 
 
 @tokenizer_router.get("/tokenizer_info", response_model=TokenizerInfo, tags=["Tokens"])
@@ -228,9 +242,13 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     service = await _service(request)
     service.require_ready()
     service.require_model(body.model)
-    with service.reserve(1, getattr(request.state, "key", None)):
-        text = await service.tokenization.decode(body.tokens)
-    return JSONResponse({"prompt": text})
+    key = getattr(request.state, "key", None)
+
+    async def work() -> bytes:
+        with service.reserve(1, key):
+            return to_json({"prompt": await service.tokenization.decode(body.tokens, key)})
+
+    return _reply(work, service)
 
 
 @router.get("/health", tags=["Operation"])

@@ -38,7 +38,11 @@ def _few_entries(value: Any) -> Any:
     return value
 
 
-Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_IDS), BeforeValidator(_few_entries)]
+# reading a number takes time that is quadratic in its digits, so a key has no more of them than any token id
+TokenName = Annotated[str, Field(max_length=16)]
+Bias = Annotated[
+    dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_IDS), BeforeValidator(_few_entries)
+]
 JsonSchema = Annotated[
     dict[str, Any] | Annotated[str, Field(max_length=MAX_SCHEMA)],
     one_error(f"a JSON schema, as an object or as a string of at most {MAX_SCHEMA} characters"),

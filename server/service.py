@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from .deadline_thread import DeadlineThread
 from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
 from .isolation import Isolation
 from .json_bounds import JsonBounds
@@ -49,17 +49,18 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self._answer_bytes = 0
-        self._parser = ThreadPoolExecutor(1, "parser")
+        self._parser = DeadlineThread("parser")
         self._parse_again_at = 0.0  # on time.monotonic's clock
-        self._writer = ThreadPoolExecutor(1, "writer")
+        self._writer = DeadlineThread("writer")
 
-    async def parse(self, work: Callable[[], T]) -> T:
-        """Parse a large body beside the event loop. One thread does so, so that large bodies do not compete with the loop.
+    async def parse(self, work: Callable[[], T], client: str | None) -> T:
+        """Parse a large body beside the event loop. One thread does so, so that large bodies do not compete with the loop, and
+        clients take turns.
 
         Parsing holds the interpreter's lock for up to 30 ms, and a request needs the loop several times. So after each body the
         next one waits as long as that one took, while the loop has the interpreter for itself.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._parser, self._by_turns, work)
+        return await self._parser.run(lambda: self._by_turns(work), client)
 
     def _by_turns(self, work: Callable[[], T]) -> T:
         time.sleep(max(self._parse_again_at - time.monotonic(), 0.0))
@@ -70,9 +71,9 @@ class Service:
             end = time.monotonic()
             self._parse_again_at = end + min(end - begin, LONGEST_PAUSE)
 
-    async def write(self, work: Callable[[], T]) -> T:
-        """Write a large answer beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._writer, work)
+    async def write(self, work: Callable[[], T], client: str | None) -> T:
+        """Write a large answer beside the event loop. Clients take turns."""
+        return await self._writer.run(work, client)
 
     async def start(self) -> None:
         """Begin to load the model. `loaded` waits for the end."""
@@ -97,8 +98,6 @@ class Service:
         if self._loop_delay is not None:
             self._loop_delay.stop()
         await self.engine.shutdown(timeout)
-        for thread in (self._parser, self._writer):
-            thread.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self) -> None:
         """Refuse new requests, and return when nothing is in flight."""
@@ -189,6 +188,23 @@ class Service:
                 f"{self._answer_bytes} are taken. Try again later."
             )
             raise TooManyRequests(message, retry_after=1)
+        with self.hold_bytes(size):
+            yield
+
+    def require_size(self, size: int, param: str, fields: Sequence[str]) -> None:
+        """Raise BadRequest for an answer of more than `max_answer_bytes`. fields: of the request, which ask for less"""
+        limit = self.settings.max_answer_bytes
+        if size > limit:
+            message = (
+                f"The answer may have {size} bytes, and the limit is {limit} (--max-answer-bytes). "
+                f"Ask for less with {', '.join(fields)}."
+            )
+            raise BadRequest(message, param=param, code="answer_too_large")
+
+    @contextmanager
+    def hold_bytes(self, size: int) -> Iterator[None]:
+        """Count `size` bytes of an answer, which exists already, while the context lasts. Up to LARGE_ANSWER is not counted."""
+        size = size if size > LARGE_ANSWER else 0
         self._answer_bytes += size
         try:
             yield

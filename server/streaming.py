@@ -3,6 +3,8 @@
 `attend` runs the work of one request while a client waits for it. If the client disconnects or the time is up, the work is
 cancelled, which aborts its sequences in the engine. Starlette does this for streams only, and only after their first byte.
 
+`WholeReply` is a plain reply, which is sent in parts, so that a client that does not read a large one is noticed.
+
 `EventStream` writes server-sent events under the same watch. Its headers wait for the first event, so a request that fails
 before its first token gets the status of its error. A later failure becomes an error event, as OpenAI's clients expect. A
 client that does not read its stream holds up no other client: the engine's outputs are merged meanwhile, and the client is cut
@@ -17,8 +19,8 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Coroutine
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, aclosing, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette import types as asgi
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger("fa_serve.server")
+PART = 1 << 16  # bytes of a plain reply that are sent in one go
 
 
 async def attend(work: Coroutine[Any, Any, T], receive: asgi.Receive, timeout: float | None) -> T:
@@ -76,52 +79,15 @@ async def _wait_for_disconnect(receive: asgi.Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """A response with the chunks of an answer as server-sent events, in the form of the answer's API.
+class WatchedResponse(Response):
+    """A response whose client is cut off if it leaves a part of it unread for `send_timeout` seconds."""
 
-    timeout:      seconds that the whole stream may take, or None
-    send_timeout: seconds that the client may leave an event unread
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, answer: Answer, timeout: float | None, send_timeout: float):
+    def __init__(self, send_timeout: float):
         self.status_code = 200
         self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._answer = answer
-        self._timeout = timeout
         self._send_timeout = send_timeout
-        self._started = False
         self._sending_since: float | None = None  # while a send waits for the client to read
         self._unread = False
-
-    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        try:
-            await attend(self._watch_sends(self._write(send)), receive, self._timeout)
-        except ClientGone as gone:
-            log.info("%s", gone.message)
-        except Exception as error:
-            if not self._started:
-                raise
-            if not isinstance(error, ApiError):
-                log.exception("a stream failed")
-                error = ApiError(INTERNAL_ERROR)
-            with suppress(ClientGone):
-                await self._watch_sends(self._send(send, _body(self._framed(self._answer.failure(error)), last=True)))
-
-    async def _write(self, send: asgi.Send) -> None:
-        async with aclosing(self._answer.chunks()) as events:
-            async for event in events:
-                if not self._started:
-                    start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-                    await self._send(send, start)
-                    self._started = True
-                await self._send(send, _body(self._framed(event)))
-        await self._send(send, _body(self._answer.stream_end, last=True))
-
-    def _framed(self, event: bytes) -> bytes:
-        return self._answer.event_begin + event + b"\n\n"
 
     async def _send(self, send: asgi.Send, message: asgi.Message) -> None:
         self._sending_since = time.monotonic()
@@ -152,6 +118,87 @@ class EventStream(Response):
             raise
         finally:
             self._timer.cancel()
+
+
+class WholeReply(WatchedResponse):
+    """The JSON that `work` makes while the client waits. A large one is held in memory until the client has read it.
+
+    hold:    counts so many bytes of large answers while its context lasts
+    timeout: seconds that the work may take, or None
+    """
+
+    media_type = "application/json"
+
+    def __init__(
+        self,
+        work: Callable[[], Coroutine[Any, Any, bytes]],
+        hold: Callable[[int], AbstractContextManager[None]],
+        timeout: float | None,
+        send_timeout: float,
+    ):
+        super().__init__(send_timeout)
+        self._work = work
+        self._hold = hold
+        self._timeout = timeout
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        self.body = await attend(self._work(), receive, self._timeout)
+        self.init_headers()
+        with self._hold(len(self.body)):
+            try:
+                await self._watch_sends(self._write(send))
+            except ClientGone as gone:
+                log.info("%s", gone.message)
+
+    async def _write(self, send: asgi.Send) -> None:
+        await self._send(send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for begin in range(0, len(self.body), PART):
+            end = begin + PART
+            await self._send(send, _body(bytes(self.body[begin:end]), last=end >= len(self.body)))
+
+
+class EventStream(WatchedResponse):
+    """A response with the chunks of an answer as server-sent events, in the form of the answer's API.
+
+    timeout:      seconds that the whole stream may take, or None
+    send_timeout: seconds that the client may leave an event unread
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, timeout: float | None, send_timeout: float):
+        super().__init__(send_timeout)
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._answer = answer
+        self._timeout = timeout
+        self._started = False
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        try:
+            await attend(self._watch_sends(self._write(send)), receive, self._timeout)
+        except ClientGone as gone:
+            log.info("%s", gone.message)
+        except Exception as error:
+            if not self._started:
+                raise
+            if not isinstance(error, ApiError):
+                log.exception("a stream failed")
+                error = ApiError(INTERNAL_ERROR)
+            with suppress(ClientGone):
+                await self._watch_sends(self._send(send, _body(self._framed(self._answer.failure(error)), last=True)))
+
+    async def _write(self, send: asgi.Send) -> None:
+        async with aclosing(self._answer.chunks()) as events:
+            async for event in events:
+                if not self._started:
+                    start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+                    await self._send(send, start)
+                    self._started = True
+                await self._send(send, _body(self._framed(event)))
+        await self._send(send, _body(self._answer.stream_end, last=True))
+
+    def _framed(self, event: bytes) -> bytes:
+        return self._answer.event_begin + event + b"\n\n"
 
 
 def _body(body: bytes, last: bool = False) -> asgi.Message:

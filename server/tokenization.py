@@ -1,13 +1,14 @@
 """Prompts and conversations as token ids, and token ids as text.
 
     tokenization = Tokenization(engine, settings)
-    [tokens] = await tokenization.encode(["Once upon a time"])
+    [tokens] = await tokenization.encode(["Once upon a time"], client)
     template = tokenization.template(body, tools)
-    tokens, text = await tokenization.encode_chat(template, body, tools, {})
+    tokens, text = await tokenization.encode_chat(template, body, tools, {}, client)
 
-One thread runs the tokenizer and the operator's chat template. A long prompt therefore never holds up the event loop, and no
-two prompts use the tokenizer at the same time. Chat templates of requests have a thread to themselves. A template that does
-not end is interrupted after `template_timeout` seconds.
+Threads run the tokenizer and the operator's chat template, so that a long prompt never holds up the event loop. Long texts have
+a thread to themselves, because the tokenizer needs seconds for many megabytes, and short ones should not wait for them. In each
+thread, clients take turns. Chat templates of requests have another thread. A template that does not end is interrupted after
+`template_timeout` seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
+from fa_serve.engine.sampling_params import schema_length
 from fa_serve.spec import ParameterError
 
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
@@ -38,6 +40,7 @@ SAMPLES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
 )
 MAX_TEMPLATES = 16  # parsed chat templates to keep: the model's own, and those of requests
+LONG_TEXT = 1 << 16  # characters, which take the tokenizer some tens of milliseconds
 MAX_TEMPLATE_LENGTH = 1 << 16  # characters of a request's chat template; the longest of known models has about 20,000
 
 
@@ -46,7 +49,8 @@ class Tokenization:
 
     def __init__(self, engine: AsyncEngine, settings: Settings):
         self._engine = engine
-        self._thread = DeadlineThread("tokenizer")
+        self._short = DeadlineThread("tokenizer")
+        self._long = DeadlineThread("tokenizer of long texts")
         self._request_templates = DeadlineThread("template")
         self._template_timeout = settings.template_timeout
         self._template_file = settings.chat_template
@@ -78,7 +82,7 @@ class Tokenization:
 
         file = self._template_file
         try:
-            reason = await self._thread.run(work, self._template_timeout)
+            reason = await self._short.run(work, timeout=self._template_timeout)
         except asyncio.TimeoutError:
             limit = f"{self._template_timeout:g} s (--template-timeout)"
             raise ValueError(f"chat_template must end within {limit}, got {file}, which runs longer") from None
@@ -95,8 +99,16 @@ class Tokenization:
     def token_texts(self) -> TokenTexts:
         return TokenTexts(self._engine.tokenizer)
 
-    async def encode(self, prompts: Sequence[str | list[int]], special: bool = True) -> list[list[int]]:
-        """Prompts as token ids. `special`: texts get the special tokens that the tokenizer adds to plain text."""
+    def _thread_for(self, length: int) -> DeadlineThread:
+        """The thread for a text of so many characters, or for so many tokens."""
+        return self._short if length <= LONG_TEXT else self._long
+
+    async def encode(self, prompts: Sequence[str | list[int]], client: str | None, special: bool = True) -> list[list[int]]:
+        """Prompts as token ids.
+
+        client:  whose prompts they are
+        special: texts get the special tokens that the tokenizer adds to plain text
+        """
         given = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if len(given) == len(prompts):
             return given
@@ -104,7 +116,8 @@ class Tokenization:
         def work() -> list[list[int]]:
             return [self._ids(prompt, special, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts]
 
-        return await self._thread.run(work)
+        length = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await self._thread_for(length).run(work, client)
 
     def template(self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> Template:
         """The request's chat template if the server allows that, else the operator's, else the model's."""
@@ -127,7 +140,12 @@ class Tokenization:
         return Template(self._engine.tokenizer, text)
 
     async def encode_chat(
-        self, template: Template, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool], variables: dict[str, Any]
+        self,
+        template: Template,
+        body: ChatRequest | TokenizeRequest,
+        tools: Sequence[Tool],
+        variables: dict[str, Any],
+        client: str | None,
     ) -> tuple[list[int], str]:
         """The prompt that the chat template makes of a conversation, as token ids and as text."""
 
@@ -141,18 +159,25 @@ class Tokenization:
         field = "messages" if body.chat_template is None else "chat_template"
         try:
             if body.chat_template is None:
-                return await self._thread.run(lambda: encode(render()), self._template_timeout)
-            text = await self._request_templates.run(render, self._template_timeout)
+                length = sum(message.length() for message in body.messages or ())
+                length += sum(schema_length(tool.parameters(), LONG_TEXT) for tool in tools)
+                thread = self._thread_for(length)
+                return await thread.run(lambda: encode(render()), client, self._template_timeout)
+            text = await self._request_templates.run(render, client, self._template_timeout)
         except asyncio.TimeoutError:  # python 3.10 has two kinds
             seconds = f"{self._template_timeout:g} seconds (--template-timeout)"
             raise BadRequest(
                 f"{field}: the chat template must end within {seconds}.", param=field, code="invalid_value"
             ) from None
-        return await self._thread.run(lambda: encode(text))
+        return await self._thread_for(len(text)).run(lambda: encode(text), client)
 
-    async def token_strs(self, token_ids: list[int]) -> list[str]:
+    async def token_strs(self, token_ids: list[int], client: str | None) -> list[str]:
         """The tokens as the vocabulary writes them."""
-        return await self._thread.run(lambda: [str(name) for name in self._engine.tokenizer.convert_ids_to_tokens(token_ids)])
+
+        def work() -> list[str]:
+            return [str(name) for name in self._engine.tokenizer.convert_ids_to_tokens(token_ids)]
+
+        return await self._thread_for(len(token_ids)).run(work, client)
 
     def info(self) -> dict[str, Any]:
         """The tokenizer's configuration, without names of files and without objects that are no JSON."""
@@ -167,12 +192,12 @@ class Tokenization:
             template = template.get("default")
         return config | {"tokenizer_class": type(tokenizer).__name__, "chat_template": template}
 
-    async def decode(self, token_ids: list[int]) -> str:
+    async def decode(self, token_ids: list[int], client: str | None) -> str:
         """The text of token ids. Raises BadRequest for more than this model's context can hold, or for unknown ids."""
         limit = self._engine.max_model_len
         if len(token_ids) > limit:
             raise BadRequest(f"tokens must have at most max_model_len = {limit} ids, got {len(token_ids)}.", param="tokens")
-        return await self._thread.run(lambda: self._text(token_ids))
+        return await self._thread_for(len(token_ids)).run(lambda: self._text(token_ids), client)
 
     def _text(self, token_ids: list[int]) -> str:
         largest = max(token_ids, default=0)

@@ -8,7 +8,8 @@
 
 The engine runs in a thread or a process (worker.py). The outputs of a step are put into the mailboxes of their requests. A
 mailbox holds at most one output for each answer: an output that comes before the consumer is back is appended to the one that
-waits. So a slow consumer neither delays a step nor fills the memory.
+waits. So a slow consumer does not delay a step. Log-probabilities may take kilobytes for each token. If too many of them wait
+in all mailboxes, the request with the most of them ends with an error.
 
 If the engine raises an exception, or its process dies, every unfinished request ends with an error at once, and later requests
 raise EngineDeadError, either for good or until a new worker has loaded the model (EngineConfig.max_restarts).
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from fa_serve.engine.engine import Engine
 
 log = logging.getLogger("fa_serve.engine")
+MAX_UNREAD = 1 << 21
+"""Log-probabilities that may wait in all mailboxes together. Each takes about 110 bytes."""
+UNREAD = RequestError("unread", "its outputs were not taken in time, and too many log-probabilities waited")
 
 
 class _Mailbox:
@@ -45,11 +49,13 @@ class _Mailbox:
 
     unfinished: indices of the answers that have not ended
     sent:       whether the request has been sent to the worker
+    unread:     log-probabilities that wait here
     """
 
     def __init__(self, num_answers: int) -> None:
         self.unfinished = set(range(num_answers))
         self.sent = False
+        self.unread = 0
         self._content: dict[int, RequestOutput] = {}
         self._error: Exception | None = None
         # wakes the consumer, of which there is one; an asyncio.Event would cost more
@@ -57,6 +63,7 @@ class _Mailbox:
 
     def put(self, output: RequestOutput) -> None:
         """Add an output and wake the consumer."""
+        self.unread += _num_logprobs(output)
         if output.index in self._content:
             self._content[output.index].absorb(output)
         else:
@@ -85,7 +92,17 @@ class _Mailbox:
             await self._waiting
         if self._error is not None:
             raise self._error
-        return self._content.pop(next(iter(self._content)))
+        output = self._content.pop(next(iter(self._content)))
+        self.unread -= _num_logprobs(output)
+        return output
+
+    def discard(self, name: str, error: RequestError) -> None:
+        """End every answer with this error. Nothing else waits any more, and what still comes is dropped."""
+        ended = self.unfinished | self._content.keys()
+        self._content = {index: _end(name, index, "error", error) for index in sorted(ended)}
+        self.unread = 0
+        self.unfinished = set()
+        self._wake()
 
 
 class AsyncEngine:
@@ -279,8 +296,21 @@ class AsyncEngine:
             if name in self._mailboxes:
                 self._mailboxes[name].refuse(error)
         for output in step.outputs:
-            if output.request_id in self._mailboxes:
-                self._mailboxes[output.request_id].put(output)
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is not None and output.index in mailbox.unfinished:
+                mailbox.put(output)
+        if any(output.logprobs for output in step.outputs):
+            self._bound_unread()
+
+    def _bound_unread(self) -> None:
+        """End the requests with the most log-probabilities that wait, while there are too many of them."""
+        total = sum(mailbox.unread for mailbox in self._mailboxes.values())
+        while total > MAX_UNREAD:
+            name, largest = max(self._mailboxes.items(), key=lambda item: item[1].unread)
+            total -= largest.unread
+            if largest.unfinished and self._worker is not None:
+                self._worker.send(Abort(name))
+            largest.discard(name, UNREAD)
 
     def _end_all(self, error: EngineDeadError) -> None:
         """End every unfinished request with an error, and let later ones raise it."""
@@ -292,7 +322,16 @@ class AsyncEngine:
         """Give each unfinished answer of a request its last output."""
         mailbox = self._mailboxes[name]
         for index in sorted(mailbox.unfinished):
-            mailbox.put(RequestOutput(name, [], finished=True, finish_reason=reason, error=error, index=index))
+            mailbox.put(_end(name, index, reason, error))
+
+
+def _end(name: str, index: int, reason: FinishReason, error: RequestError | None) -> RequestOutput:
+    """The last output of an answer that ends early."""
+    return RequestOutput(name, [], finished=True, finish_reason=reason, error=error, index=index)
+
+
+def _num_logprobs(output: RequestOutput) -> int:
+    return sum(1 + len(entry.top) for entry in output.logprobs or ())
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> None:

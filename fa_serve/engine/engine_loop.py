@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fa_serve.engine.errors import EngineDeadError, QueueFullError
-from fa_serve.engine.grammar_queue import GrammarQueue
+from fa_serve.engine.grammar_queue import LONG, GrammarQueue
 from fa_serve.engine.grammar_trials import Cancelled, Trial
 from fa_serve.engine.outputs import RequestOutput
 from fa_serve.engine.sampling_params import SamplingParams, StructuredOutput
@@ -216,7 +216,7 @@ class EngineLoop:
         self._queue.submit(
             command.request_id,
             command.client,
-            structured.length(),
+            structured.length(LONG),
             lambda: self._compile(command, structured, trial, since),
         )
 

@@ -20,6 +20,7 @@ from fa_serve.engine.groups import members, num_answers
 from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.request import Request
 from fa_serve.engine.sampling_params import SamplingParams
+from fa_serve.engine.token_biases import TokenBiases
 from fa_serve.spec import ParameterError
 
 PRIORITY_SECONDS = 10.0
@@ -71,6 +72,7 @@ class InputProcessor:
             rule = f"have at most {self._max_stop_chars} characters in all strings together (--max-stop-chars)"
             raise ParameterError("stop", rule, num_chars)
         end_ids = self._end_ids(params)
+        biases = TokenBiases.of(params, end_ids, self._vocab_size)
         room = self._max_model_len - len(tokens)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         now = time.monotonic()
@@ -86,6 +88,7 @@ class InputProcessor:
                 rank=(now + PRIORITY_SECONDS * priority, next(self._serial)),
                 client=client,
                 cache_salt=cache_salt,
+                biases=biases,
             )
             for index, (name, own) in enumerate(members(request_id, params))
         ]

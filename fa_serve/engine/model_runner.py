@@ -32,7 +32,6 @@ from fa_serve.engine.cuda_graphs import Check, Inputs, Shape, StepGraphs, pad, p
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.fused_router import fuse_routers
 from fa_serve.engine.prepared_batch import Forward, PreparedBatch
-from fa_serve.engine.request import Request
 from fa_serve.engine.results import PendingResult
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.scheduled_batch import ScheduledBatch
@@ -192,7 +191,7 @@ class ModelRunner:
     def _sample_empty(self, variant: SamplingVariant) -> None:
         """Sample one row of equal logits with these parameters."""
         params = variant.params
-        sequence = SequenceState(Request("warm-up", [0], params, max_tokens=1))
+        sequence = SequenceState(variant.request(self.vocab_size))
         if params.penalised:
             self._token_counts().start(0, [0], 1)
         arrays = sampling_arrays([sequence.request], [1], self.vocab_size)

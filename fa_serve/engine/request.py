@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa_serve.engine.sampling_params import SamplingParams
+from fa_serve.engine.token_biases import NO_BIASES, TokenBiases
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +24,7 @@ class Request:
     arrival:    when the request came, in seconds of `time.monotonic`
     client:     whose request it is; clients get equal shares of the engine (fair_queue.py)
     cache_salt: the request shares cached prefixes only with requests of the same salt
+    biases:     what `params` and `end_ids` add to the logits of single tokens
     """
 
     request_id: str
@@ -35,3 +37,4 @@ class Request:
     arrival: float = 0.0
     client: str | None = None
     cache_salt: str | None = None
+    biases: TokenBiases = NO_BIASES

@@ -24,6 +24,7 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.engine.request import Request
 from fa_serve.engine.scheduled_batch import INVALID_TOKEN, NO_TOKEN
+from fa_serve.engine.token_biases import NO_BIASES
 from fa_serve.ops.exponential_race import GOLDEN, MIX1, MIX2
 
 NEG_INF = float("-inf")
@@ -189,26 +190,26 @@ def sampling_arrays(
         floats("presence", [p.presence_penalty for p in params])
         floats("frequency", [p.frequency_penalty for p in params])
         floats("repetition", [p.repetition_penalty for p in params])
-    index: list[int] = []
-    bias: list[float] = []
-    allowed: list[int] = []
+    index: list[NDArray[np.int64]] = []
+    bias: list[NDArray[np.float32]] = []
+    allowed: list[NDArray[np.int64]] = []
     rows: list[int] = []
     for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
-        p = request.params
-        if p.logit_bias or p.bad_token_ids or p.min_tokens:
-            change = dict(p.logit_bias or {}) | dict.fromkeys(p.bad_token_ids, NEG_INF)
-            if position - len(request.prompt) < p.min_tokens:
-                change |= dict.fromkeys((t for t in request.end_ids if t < vocab), NEG_INF)
-            index += [row * vocab + token for token in change]
-            bias += change.values()
-        if p.allowed_token_ids is not None:
-            allowed += [row * vocab + token for token in p.allowed_token_ids]
+        biases = request.biases
+        if biases is NO_BIASES:
+            continue
+        tokens, values = biases.at(position - len(request.prompt))
+        if len(tokens):
+            index.append(tokens + row * vocab)
+            bias.append(values)
+        if biases.allowed is not None:
+            allowed.append(biases.allowed + row * vocab)
             rows.append(row)
     if index:
-        arrays["bias_index"] = np.array(index, dtype=np.int64)
-        floats("bias", bias)
+        arrays["bias_index"] = np.concatenate(index)
+        arrays["bias"] = np.concatenate(bias)
     if rows:
-        arrays["allowed_index"] = np.array(allowed, dtype=np.int64)
+        arrays["allowed_index"] = np.concatenate(allowed)
         arrays["allowed_rows"] = np.array(rows, dtype=np.int64)
     return arrays
 

@@ -19,7 +19,8 @@ from fa_serve.spec import ParameterError
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What the whole answer must be. Exactly one field is given. `Engine.add_request` checks its content.
+    """What the whole answer must be. Exactly one field is given, of at most MAX_STRUCTURED characters. `Engine.add_request`
+    checks its content.
 
     json_schema: a JSON schema, as a dict or as text
     json_object: True allows any JSON object
@@ -45,11 +46,17 @@ class StructuredOutput:
         if self.choice is not None:
             texts = isinstance(self.choice, tuple | list) and all(isinstance(text, str) and text for text in self.choice)
             _require(texts and len(self.choice) > 0, "choice", "be a tuple of texts that are not empty", self.choice)
+        if given != ["json_object"]:
+            rule = f"have at most {MAX_STRUCTURED} characters"
+            _require(self.length() <= MAX_STRUCTURED, given[0], rule, getattr(self, given[0]))
 
-    def length(self) -> int:
-        """About how many characters the structured output has, without the time to write it out."""
+    def length(self, limit: int | None = None) -> int:
+        """At least how many characters the structured output has, without the time to write it out.
+
+        limit: a schema is not counted any further above it; None is MAX_STRUCTURED
+        """
         if isinstance(self.json_schema, Mapping):
-            return _length(self.json_schema)
+            return schema_length(self.json_schema, MAX_STRUCTURED if limit is None else limit)
         return len(self.json_schema or self.regex or self.grammar or "") + sum(map(len, self.choice or ()))
 
 
@@ -190,25 +197,32 @@ MAX_IDS = 1024
 """Bound of `logit_bias` and of each list of token ids: every step goes through all of them."""
 MAX_STOP = 16
 """Bound of `stop`."""
+MAX_STRUCTURED = 1 << 18
+"""Characters of a structured output."""
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of")
 _INTEGERS = (*_OPTIONAL, "top_k", "min_tokens", "n")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
-def _length(schema: object) -> int:
-    """Characters of the texts in a schema, and a few for every other value."""
-    total = 0
+def schema_length(schema: object, limit: int) -> int:
+    """At least how many characters a schema has in JSON. It is not counted any further above `limit`.
+
+    A value takes two characters, its separator included, and a text three more than it has.
+    """
+    total = 2
     values = [schema]
-    while values:
+    while values and total <= limit:
         value = values.pop()
         if isinstance(value, str):
-            total += len(value) + 3
+            total += len(value) + 1
         elif isinstance(value, Mapping):
-            values += [*value, *value.values()]
-        elif isinstance(value, list | tuple):
+            total += 4 * len(value)
             values += value
-        else:
-            total += 5
+            values += value.values()
+        elif isinstance(value, list | tuple):
+            total += 2 * len(value)
+            if total <= limit:
+                values += [each for each in value if not isinstance(each, int | float)]
     return total
 
 

@@ -42,12 +42,10 @@ from numpy.typing import NDArray
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.grammar_process import NICE, STACK, compiled
 from fa_serve.engine.grammar_trials import GrammarTrials, Trial, TrialError
-from fa_serve.engine.sampling_params import StructuredOutput
+from fa_serve.engine.sampling_params import MAX_STRUCTURED, StructuredOutput
 from fa_serve.spec import ParameterError
 
 WHITESPACE = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
-MAX_LENGTH = 1 << 18
-"""Characters of a grammar."""
 MAX_REASON = 400
 """Characters of llguidance's explanation that go into an error message."""
 MIN_BYTES = 64 << 10
@@ -184,8 +182,6 @@ class Grammars:
         """
         import llguidance
 
-        if isinstance(structured.json_schema, str) and len(structured.json_schema) > MAX_LENGTH:  # before it is parsed
-            raise ParameterError("json_schema", f"have at most {MAX_LENGTH} characters", len(structured.json_schema))
         try:
             field, grammar = _grammar(llguidance.LLMatcher, structured)
         except ParameterError:
@@ -193,8 +189,8 @@ class Grammars:
         except ValueError as unreadable:
             reason = str(unreadable)[:MAX_REASON]
             raise ParameterError("structured", f"be a structure that llguidance can read ({reason})", structured) from None
-        if len(grammar) > MAX_LENGTH:
-            raise ParameterError(field, f"have at most {MAX_LENGTH} characters", len(grammar))
+        if len(grammar) > MAX_STRUCTURED:
+            raise ParameterError(field, f"have at most {MAX_STRUCTURED} characters", len(grammar))
         tables = self._load(structured)
         with self._lock:
             kept = self._compiled.get(grammar)

@@ -27,6 +27,7 @@ from fa_serve.engine.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import draft_limit
+from fa_serve.engine.token_biases import TokenBiases
 
 FEW_QUERIES = 16
 """Up to so many queries of a sequence, attention chooses its tiles by the number of queries (fa_serve.spec.FEW_QUERIES)."""
@@ -62,6 +63,10 @@ class SamplingVariant(NamedTuple):
 
     params: SamplingParams
     masked: bool = False
+
+    def request(self, vocab_size: int) -> Request:
+        """A request whose row it is."""
+        return Request("warm-up", [0], self.params, max_tokens=1, biases=TokenBiases.of(self.params, (), vocab_size))
 
 
 def powers_of_two(largest: int, least: int = 1) -> list[int]:

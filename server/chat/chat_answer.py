@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from fa_serve.engine import RequestOutput, StructuredOutput
+from fa_serve.spec import ParameterError
 
 from ..answer import Answer
 from ..answer_size import CHAT_LOGPROB, PROMPT_LOGPROB, AnswerSize
 from ..constraints import Constraint
-from ..errors import BadRequest
+from ..errors import BadRequest, parameter_refused
 from ..logprobs import for_chat
 from ..service import Service
 from .conversation import ChatRequest
@@ -89,7 +90,8 @@ class ChatAnswer(Answer):
         return 1
 
     async def _encode(self) -> list[list[int]]:
-        tokens, self._text = await self._tokenization.encode_chat(self._template, self._body, self._tools, self._variables())
+        encode = self._tokenization.encode_chat
+        tokens, self._text = await encode(self._template, self._body, self._tools, self._variables(), self._key)
         return [tokens]
 
     def _variables(self) -> dict[str, Any]:
@@ -119,7 +121,10 @@ class ChatAnswer(Answer):
             called, more = call_rules(self._tool_format, self._tools, single, special_token, with_text=free_text)
             start = f"{start} | {called}" if start else called
             rules += more
-        return StructuredOutput(grammar=compose(start, rules, thoughts, special_token))
+        try:
+            return StructuredOutput(grammar=compose(start, rules, thoughts, special_token))
+        except ParameterError as error:  # with its other parts it is too long
+            raise parameter_refused(error, asked.field) from None
 
     def _skip_special_tokens(self) -> bool | None:
         """False if a marker of tool calls or thoughts is a special token: the readers need to see it in the text."""

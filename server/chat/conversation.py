@@ -15,6 +15,7 @@ from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error
 
 MAX_ARGUMENTS = 1 << 17  # characters of the arguments of one call: JSON inside of a text, whose values nothing has counted
 MAX_CALLS = 1024
+MARKUP = 32  # characters that a chat template adds to a message
 
 
 class TextPart(StrictModel):
@@ -80,6 +81,12 @@ class Message(StrictModel):
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise field_error("tool_call_id", "must be given with the role tool, and with no other role")
         return self
+
+    def length(self) -> int:
+        """About how many characters a chat template gets of this message."""
+        content = self.content or ""
+        texts = [content] if isinstance(content, str) else [part.text for part in content]
+        return MARKUP + sum(map(len, texts)) + sum(len(call.function.arguments) for call in self.tool_calls or ())
 
     def rendered(self) -> dict[str, Any]:
         """The content is one string. The role developer becomes system, which is its older name."""

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fa_serve.engine.sampling_params import MAX_STRUCTURED, schema_length
+
+from ..errors import BadRequest
 from .conversation import Tool
 
 
 def call_schemas(tools: Sequence[Tool], arguments_key: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """One schema for each tool's call, {"name": ..., arguments_key: ...}, and the definitions that the schemas refer to."""
+    """One schema for each tool's call, {"name": ..., arguments_key: ...}, and the definitions that the schemas refer to.
+
+    Raises BadRequest for more than MAX_STRUCTURED characters, before anything is copied.
+    """
+    if sum(schema_length(tool.parameters(), MAX_STRUCTURED) for tool in tools) > MAX_STRUCTURED:
+        message = f"tools must have schemas of at most {MAX_STRUCTURED} characters together, if the answer must follow them."
+        raise BadRequest(message, param="tools", code="invalid_value")
     calls = []
     definitions = {}
     for tool in tools:

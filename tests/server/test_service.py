@@ -144,10 +144,10 @@ async def test_large_bodies_leave_the_loop_as_much_time_as_they_take(serving):
 
     async with serving() as client:
         begin = time.monotonic()
-        await asyncio.gather(*(client.service.parse(work) for _ in range(3)))
+        await asyncio.gather(*(client.service.parse(work, None) for _ in range(3)))
         assert began[0] - begin < 0.02
         assert [later - earlier >= 0.055 for earlier, later in itertools.pairwise(began)] == [True, True]
         await asyncio.sleep(0.05)
         begin = time.monotonic()
-        await client.service.parse(work)
+        await client.service.parse(work, None)
         assert began[3] - begin < 0.02
