@@ -9,12 +9,13 @@ import signal
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from streams import GREEDY, collect, until
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, RequestError, SamplingParams
+from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, RequestError, SamplingParams, async_engine
 from fa_serve.spec import ParameterError
 
 
@@ -242,3 +243,23 @@ def test_an_abort_while_the_prompt_is_tokenized(make_engine, monkeypatch) -> Non
             assert engine.stats().num_steps == 0
 
     asyncio.run(main())
+
+
+def test_the_consumer_with_the_most_unread_log_probabilities_is_cut_off(make_engine, monkeypatch) -> None:
+    """Its answers end with an error, nothing of it is kept, and another slow consumer loses nothing."""
+    monkeypatch.setattr(async_engine, "MAX_UNREAD", 100)
+
+    async def main():
+        async with started(make_engine()) as engine:
+            slow = engine.generate([3, 5], replace(GREEDY, n=3, logprobs=4), "slow")
+            other = engine.generate([4, 5], replace(GREEDY, logprobs=1), "other")
+            first = [await anext(slow), await anext(other)]
+            await until(lambda: all(not box.unfinished for box in engine._mailboxes.values()))
+            assert max(box.unread for box in engine._mailboxes.values()) <= 24
+            rest = [[output async for output in stream] for stream in (slow, other)]
+            return first, rest
+
+    first, (slow, other) = asyncio.run(main())
+    assert {output.index for output in slow} == {0, 1, 2}
+    assert {(output.finish_reason, output.error.code) for output in slow} == {("error", "unread")}
+    assert [t for output in [first[1], *other] for t in output.token_ids] == greedy(make_model(), [4, 5], 12)

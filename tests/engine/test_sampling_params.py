@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from tiny_models import VOCAB, greedy, make_model
 
-from fa_serve.engine import SamplingParams
+from fa_serve.engine import SamplingParams, StructuredOutput
 from fa_serve.engine.request import Request
 from fa_serve.engine.sampler import sampling_arrays
+from fa_serve.engine.sampling_params import MAX_STRUCTURED, schema_length
 from fa_serve.spec import ParameterError
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6]
@@ -191,3 +194,31 @@ def test_a_huge_top_k_keeps_all_and_harms_nobody(make_engine) -> None:
 def test_a_tiny_temperature_is_greedy(make_engine) -> None:
     tiny = make_engine().generate([PROMPT], SamplingParams(max_tokens=8, temperature=1e-40, top_p=0.9, seed=1))[0]
     assert tiny.token_ids == PLAIN[:8]
+
+
+def test_structured_outputs_are_bounded_before_anything_reads_them() -> None:
+    long = "x" * (MAX_STRUCTURED + 1)
+    values = {"json_schema": {"enum": [1] * MAX_STRUCTURED}, "regex": long, "choice": ("a", long), "grammar": long}
+    for name, value in values.items():
+        with pytest.raises(ParameterError, match=f"{name} must have at most 262144 characters"):
+            StructuredOutput(**{name: value})
+    with pytest.raises(ParameterError, match="json_schema must have"):
+        StructuredOutput(json_schema=long)
+    StructuredOutput(regex=long[1:])
+
+
+def test_the_length_of_a_schema_is_at_most_that_of_its_json_and_is_not_counted_beyond_a_limit() -> None:
+    for schema in ({}, {"a": [1, 2.5, True, None, "text"]}, {"properties": {"a": {"type": "string", "enum": ["b", "c"]}}}):
+        written = len(json.dumps(schema, separators=(",", ":")))
+        assert 0.6 * written <= schema_length(schema, 1000) <= written + 3
+    counted = []
+
+    class Text(str):
+        def __len__(self) -> int:
+            counted.append(self)
+            return 3
+
+    assert schema_length({"enum": [Text("abc")] * 1000}, 100) > 100
+    assert not counted, "the number of the texts is enough"
+    assert schema_length({str(i): [Text("abc")] for i in range(1000)}, 6000) > 6000
+    assert len(counted) < 1000

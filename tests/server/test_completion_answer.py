@@ -135,3 +135,13 @@ async def test_echo_and_token_ids(serving):
     assert len(choice["prompt_token_ids"]) == 2
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
     assert ids["prompt_token_ids"] == [1, 2]
+
+
+async def test_an_echo_counts_the_characters_of_its_prompt(serving, engine):
+    """A token may stand for a hundred characters, so that n = 128 gave answers of many times the limit."""
+    engine.tokenizer.add_tokens(["-" * 100])
+    body = {"model": "fake", "prompt": "-" * 800, "echo": True, "max_tokens": 1}
+    async with serving(max_answer_bytes=8000) as client:
+        assert (await client.post("/v1/completions", json=body | {"n": 9})).status_code == 200
+        response = await client.post("/v1/completions", json=body | {"n": 10})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "answer_too_large")

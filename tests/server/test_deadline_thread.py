@@ -1,6 +1,7 @@
 """Functions run one after another, and one that takes too long or that nobody waits for is interrupted."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -39,3 +40,18 @@ async def test_what_nobody_waits_for_is_interrupted():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await asyncio.wait_for(thread.run(lambda: 6), 20) == 6
+
+
+async def test_clients_take_turns():
+    """One client's many functions delay another client by one of them."""
+    thread = DeadlineThread("test")
+    order = []
+    gate = threading.Event()
+    waiting = [asyncio.create_task(thread.run(gate.wait, "first"))]
+    await asyncio.sleep(0)
+    for client in ("many", "many", "many", "other"):
+        waiting.append(asyncio.create_task(thread.run(lambda client=client: order.append(client), client)))
+        await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert order == ["many", "other", "many", "many"]

@@ -32,3 +32,11 @@ async def test_sampling_reaches_the_engine(serving, engine):
     assert {name: getattr(params, name) for name in same} == same
     assert (params.logit_bias, params.allowed_token_ids) == ({5: -100}, (5, 6))
     assert engine.seen[1].params.max_tokens == 4
+
+
+async def test_a_token_id_of_thousands_of_digits_is_refused_unread(serving, engine):
+    """1,024 keys of 4,290 digits held up the event loop for 275 ms."""
+    async with serving() as client:
+        response = await client.post("/v1/completions", json=TEXT | {"logit_bias": {"9" * 17: 1}})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")
+        assert "at most 16 characters" in response.json()["error"]["message"]

@@ -7,6 +7,7 @@ import time
 import httpx
 import pytest
 from fa_serve.server.app import create_app
+from fa_serve.server.errors import TooManyRequests
 from fa_serve.server.settings import Settings
 
 from fa_serve.engine.worker import Pulse
@@ -151,3 +152,25 @@ async def test_large_bodies_leave_the_loop_as_much_time_as_they_take(serving):
         begin = time.monotonic()
         await client.service.parse(work, None)
         assert began[3] - begin < 0.02
+
+
+async def test_large_bodies_of_clients_are_parsed_in_turns(serving):
+    """A client with hundreds of large bodies in the queue delayed the large body of another one by tens of seconds."""
+    order = []
+    async with serving() as client:
+        first = asyncio.create_task(client.service.parse(lambda: time.sleep(0.02), "many"))
+        await asyncio.sleep(0.01)
+        later = [client.service.parse(lambda name=name: order.append(name), name) for name in ("many", "many", "other")]
+        await asyncio.gather(first, *later)
+    assert order == ["many", "other", "many"]
+
+
+async def test_bytes_of_an_answer_that_is_being_read_count(serving):
+    async with serving(max_answer_bytes_in_flight=4 << 20) as client:
+        with client.service.hold_bytes(3 << 20):
+            with pytest.raises(TooManyRequests), client.service.reserve_bytes(2 << 20):
+                pass
+            with client.service.hold_bytes(1 << 20), client.service.reserve_bytes(1 << 20):
+                pass  # small ones
+        with client.service.reserve_bytes(2 << 20):
+            pass

@@ -1,13 +1,14 @@
 """Connections that end before their answer does."""
 
 import asyncio
+import json
 
 import pytest
 from asgi_connection import Connection
 from fa_serve.server.app import create_app
 from fa_serve.server.errors import ClientGone, TimedOut
 from fa_serve.server.settings import Settings
-from fa_serve.server.streaming import attend
+from fa_serve.server.streaming import PART, attend
 
 pytestmark = pytest.mark.anyio
 
@@ -107,3 +108,38 @@ async def test_a_client_that_leaves_an_overdue_request_does_not_disturb_its_end(
     with pytest.raises(TimedOut):
         await attend(work(), leave, 0.01)
     assert ended
+
+
+async def test_a_large_reply_counts_until_its_client_has_read_it(engine):
+    """Replies of 30 MB stayed in memory, uncounted, while their clients read a little from time to time."""
+    engine.words = ("x" * (3 << 20),)
+    app = create_app(engine, Settings(send_timeout=5))
+    async with app.router.lifespan_context(app):
+        service = app.state.service
+        await service.loaded()
+        connection = Connection(app, TEXT)
+        connection.reading.clear()
+        await until(lambda: connection.sent)
+        assert service.in_flight == 0
+        assert service._answer_bytes > 3 << 20
+        connection.reading.set()
+        await asyncio.wait_for(connection.task, 5)
+        assert service._answer_bytes == 0
+    start, *parts = connection.sent
+    body = b"".join(part["body"] for part in parts)
+    assert max(len(part["body"]) for part in parts) == PART
+    assert dict(start["headers"])[b"content-length"] == str(len(body)).encode()
+    assert json.loads(body)["choices"][0]["text"] == engine.words[0]
+    assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [False]
+
+
+async def test_a_plain_reply_left_unread_is_cut_off(engine):
+    engine.words = ("x" * (3 << 20),)
+    app = create_app(engine, Settings(send_timeout=0.05))
+    async with app.router.lifespan_context(app):
+        await app.state.service.loaded()
+        connection = Connection(app, TEXT)
+        connection.reading.clear()
+        await asyncio.wait_for(connection.task, 5)
+        assert len(connection.sent) == 1
+        assert app.state.service._answer_bytes == 0

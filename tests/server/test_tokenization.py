@@ -1,6 +1,10 @@
 """Prompts as token ids, and conversations through the server's chat template."""
 
+import asyncio
+import threading
+
 import pytest
+from fa_serve.server import tokenization
 from fa_serve.server.tokenization import MAX_TEMPLATES
 
 pytestmark = pytest.mark.anyio
@@ -88,3 +92,37 @@ async def test_a_chat_template_for_one_kind_of_conversation_is_enough(serving, t
     (tmp_path / "template").write_text(text)
     async with serving(chat_template=tmp_path / "template") as client:
         assert (await client.get("/ready")).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["prompt", "messages"])
+async def test_a_short_text_does_not_wait_for_long_ones(serving, engine, monkeypatch, kind):
+    """The tokenizer needs seconds for many megabytes. All prompts of all clients waited for them."""
+    monkeypatch.setattr(tokenization, "LONG_TEXT", 100)
+    encode = engine.reader.encode
+    gate = threading.Event()
+
+    def slow(text, special):
+        if len(text) > 100:
+            gate.wait(20)
+        return encode(text, special)
+
+    engine.reader.encode = slow
+    long, short = (
+        {"prompt": text} if kind == "prompt" else {"messages": [{"role": "user", "content": text}]} for text in ("x" * 200, "x")
+    )
+    async with serving() as client:
+        waits = asyncio.create_task(client.post("/tokenize", json=long))
+        await asyncio.sleep(0.05)
+        reply = await asyncio.wait_for(client.post("/tokenize", json=short), 10)
+        assert not waits.done()
+        gate.set()
+        assert (reply.status_code, (await waits).status_code) == (200, 200)
+
+
+async def test_a_list_of_tokens_that_is_too_large_is_refused(serving, engine):
+    async with serving(max_answer_bytes=800) as client:
+        assert (await client.post("/tokenize", json={"prompt": "x" * 100})).json()["count"] == 100
+        for fields in ({"prompt": "x" * 101}, {"prompt": "x" * 51, "return_token_strs": True}):
+            response = await client.post("/tokenize", json=fields)
+            assert response.status_code == 400
+            assert (response.json()["error"]["code"], response.json()["error"]["param"]) == ("answer_too_large", "prompt")

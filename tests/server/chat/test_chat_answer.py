@@ -282,3 +282,24 @@ async def test_chat_logprobs(serving, conforms):
     streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert [entry for logprobs in streamed if logprobs for entry in logprobs["content"]] == content
     assert [entry["top_logprobs"] for entry in none["choices"][0]["logprobs"]["content"]] == [[], [], []]
+
+
+async def test_a_long_text_is_read_beside_the_event_loop(serving, engine):
+    """Calls are found character by character, which takes 100 ms for 100,000 of them."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    engine.tokenizer.chat_template = "{% if tools %}T{% endif %}{{ messages[0].content }}"
+    threads = []
+    async with serving(tool_call_parser="hermes") as client:
+        write = client.service.write
+
+        async def noted(work, key):
+            threads.append(key)
+            return await write(work, key)
+
+        client.service.write = noted
+        for length, count in ((100, 0), (10_000, 1)):
+            engine.words = ('<tool_call>{"name": "add", "arguments": {"a": "' + "x" * length + '"}}</tool_call>',)
+            reply = (await client.post("/v1/chat/completions", json=CHAT | {"tools": [tool], "max_tokens": 4})).json()
+            [call] = reply["choices"][0]["message"]["tool_calls"]
+            assert call["function"]["arguments"] == '{"a": "' + "x" * length + '"}'
+            assert len(threads) == count
