@@ -34,18 +34,19 @@ class CallParser:
         self.complete = False
         self._only_arguments = name is not None
         self._key = "" if name is None else "arguments"
-        self._closers = "" if name is None else "}"  # the closing brackets of all open brackets, the innermost last
+        self._closers = [] if name is None else ["}"]  # the closing brackets of all open brackets, the innermost last
         self._quoted = False
         self._escaped = False
-        self._item = ""  # the key or value of the call's own object that is being read
-        self._arguments: str | None = None
+        self._item: list[str] = []  # the characters of the key or value of the call's own object that is being read
+        self._first = ""  # of these, the first one that is not white space
+        self._arguments: list[str] | None = None
         self._num_taken = 0
 
     def take_arguments(self) -> str:
         """The characters that the arguments have gained since the last call of this method."""
-        new = (self._arguments or "")[self._num_taken :]
+        new = (self._arguments or [])[self._num_taken :]
         self._num_taken += len(new)
-        return new
+        return "".join(new)
 
     def feed(self, character: str) -> None:
         depth = len(self._closers)
@@ -56,14 +57,17 @@ class CallParser:
         if depth == 1 and not quoted and character in ":,}":
             self._end_item(character)
             return
-        self._item += character
-        first = self._item.lstrip()[:1]
-        if self._key in ARGUMENT_KEYS and first in ("{", "["):
+        if not self._first and not character.isspace():
+            self._first = character
+        if self._key in ARGUMENT_KEYS and self._first in ("{", "["):
             if depth > 1 or len(self._closers) > 1:
-                self._arguments = (self._arguments or "") + character
-            self._item = first
+                if self._arguments is None:
+                    self._arguments = []
+                self._arguments.append(character)
             self.complete = self._only_arguments and len(self._closers) == 1
-        elif not self._key and first not in ("", '"'):
+            return
+        self._item.append(character)
+        if not self._key and self._first not in ("", '"'):
             raise ValueError("a key must be a string")
 
     def _track_nesting(self, character: str) -> None:
@@ -75,17 +79,18 @@ class CallParser:
         elif character == '"':
             self._quoted = True
         elif character in "{[":
-            self._closers += "}" if character == "{" else "]"
+            self._closers.append("}" if character == "{" else "]")
         elif character in "}]":
-            if not self._closers.endswith(character):
+            if self._closers[-1:] != [character]:
                 raise ValueError(f"unexpected {character}")
-            self._closers = self._closers[:-1]
+            self._closers.pop()
 
     def _end_item(self, character: str) -> None:
         key = self._key
-        item = self._item
+        item = "".join(self._item)
         self._key = ""
-        self._item = ""
+        self._item = []
+        self._first = ""
         if character == ":":
             self._begin_value(key, json.loads(item))
         elif key == "name":
@@ -95,13 +100,13 @@ class CallParser:
             self.name = name
         elif key in ARGUMENT_KEYS:
             if self._arguments is None:
-                self._arguments = _scalar_arguments(item)
+                self._arguments = [_scalar_arguments(item)]
         elif item.strip():
             json.loads(item)
         if character == "}":
             if self.name is None:
                 raise ValueError("a call must have a name")
-            self._arguments = "{}" if self._arguments is None else self._arguments
+            self._arguments = ["{}"] if self._arguments is None else self._arguments
             self.complete = True
 
     def _begin_value(self, previous: str, key: str) -> None:

@@ -176,25 +176,31 @@ class ToolReader:
 
     def _read_call(self) -> bool:
         call = self._call
-        for position, character in enumerate(self._text):
+        text = self._text
+        for position, character in enumerate(text):
             try:
                 call.feed(character)
                 if call.name is not None and not call.announced:
                     self._begin_call(call, call.name)
             except ValueError:
-                self._text = self._text[position:]
+                self._take_in(text[:position])
+                self._text = text[position:]
                 self._end_group()
                 return True
-            if call.announced:
-                self._add_arguments(call.take_arguments())
-            else:
-                self._keep(character)
             if call.complete:
-                self._text = self._text[position + 1 :]
+                self._take_in(text[: position + 1])
+                self._text = text[position + 1 :]
                 self._state = self._read_between_calls
                 return True
+        self._take_in(text)
         self._text = ""
         return False
+
+    def _take_in(self, text: str) -> None:
+        """The call has been fed with this text: it is kept until the call is announced, and then it has more arguments."""
+        self._keep(text)
+        if self._call.announced:
+            self._add_arguments(self._call.take_arguments())
 
     def _end_group(self) -> None:
         """The text between markers ends here. If it was no call, it is content."""
