@@ -46,9 +46,14 @@ async def test_clients_take_turns():
     """One client's many functions delay another client by one of them."""
     thread = DeadlineThread("test")
     order = []
-    gate = threading.Event()
-    waiting = [asyncio.create_task(thread.run(gate.wait, "first"))]
-    await asyncio.sleep(0)
+    began, gate = threading.Event(), threading.Event()
+
+    def first() -> None:
+        began.set()
+        gate.wait(20)
+
+    waiting = [asyncio.create_task(thread.run(first, "many"))]
+    await asyncio.to_thread(began.wait, 20)
     for client in ("many", "many", "many", "other"):
         waiting.append(asyncio.create_task(thread.run(lambda client=client: order.append(client), client)))
         await asyncio.sleep(0)

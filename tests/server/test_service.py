@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 import time
 
 import httpx
@@ -144,6 +145,7 @@ async def test_large_bodies_leave_the_loop_as_much_time_as_they_take(serving):
         time.sleep(0.03)
 
     async with serving() as client:
+        await client.service.parse(lambda: None, None)  # starts the thread
         begin = time.monotonic()
         await asyncio.gather(*(client.service.parse(work, None) for _ in range(3)))
         assert began[0] - begin < 0.02
@@ -157,11 +159,20 @@ async def test_large_bodies_leave_the_loop_as_much_time_as_they_take(serving):
 async def test_large_bodies_of_clients_are_parsed_in_turns(serving):
     """A client with hundreds of large bodies in the queue delayed the large body of another one by tens of seconds."""
     order = []
+    began, gate = threading.Event(), threading.Event()
+
+    def first():
+        began.set()
+        gate.wait(20)
+
     async with serving() as client:
-        first = asyncio.create_task(client.service.parse(lambda: time.sleep(0.02), "many"))
-        await asyncio.sleep(0.01)
-        later = [client.service.parse(lambda name=name: order.append(name), name) for name in ("many", "many", "other")]
-        await asyncio.gather(first, *later)
+        waits = [asyncio.create_task(client.service.parse(first, "many"))]
+        await asyncio.to_thread(began.wait, 20)
+        for name in ("many", "many", "other"):
+            waits.append(asyncio.create_task(client.service.parse(lambda name=name: order.append(name), name)))
+            await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*waits)
     assert order == ["many", "other", "many"]
 
 
