@@ -72,11 +72,10 @@ def test_no_parameter_changes_what_is_generated(check, case) -> None:
         assert 0 < speculation.num_accepted_tokens < speculation.num_draft_tokens, "some drafts are right, some are wrong"
 
 
-@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(
-    "given",
-    [TIGHT, {"prefix_caching": False}, {"family": "mistral", **TIGHT}, {"max_num_seqs": 2}, {"family": "qwen3"}],
-    ids=["preempted", "no-cache", "window", "queue", "other-family"],
+    ("depth", "given"),
+    [(0, TIGHT), (1, TIGHT), (1, {"prefix_caching": False}), (1, {"family": "mistral", **TIGHT}), (0, {"max_num_seqs": 2})],
+    ids=["preempted-at-once", "preempted", "no-cache", "window", "queue"],
 )
 def test_no_setting_changes_what_is_generated(check, depth, given) -> None:
     params = replace(CASES["penalties"], max_tokens=30, logprobs=0)
