@@ -109,12 +109,14 @@ class DraftModel:
             drawing = [(sequence, count) for sequence, count in drawing if count > num_drawn]
             batch = ScheduledBatch()
             for sequence, _ in drawing:  # its newest draft is on the device
-                batch.append(Chunk(sequence, sequence.slot, len(sequence.tokens) + num_drawn - 1, 1, samples=True))
+                start = self._num_positions(sequence) + num_drawn - 1
+                batch.append(Chunk(sequence, sequence.slot, start, 1, samples=True))
         for sequences, pending in results:
             for (sequence, _), token in zip(sequences, pending.read().tokens, strict=True):
                 self._drafts.setdefault(sequence, []).append(token)
         for sequence, drafts in self._drafts.items():
-            self._caches[sequence].drawn = drafts[:-1]
+            if not self._runner.lead:  # a head computes its keys of right drafts again
+                self._caches[sequence].drawn = drafts[:-1]
             if min(drafts) < 0:  # the sampler found no token
                 del drafts[next(place for place, token in enumerate(drafts) if token < 0) :]
 
@@ -126,20 +128,26 @@ class DraftModel:
         batch = ScheduledBatch(max_tokens=self._max_tokens)
         drawing = []
         known = {sequence: self._num_known(sequence) for sequence, _ in wanted}
-        for sequence, count in sorted(wanted, key=lambda entry: len(entry[0].tokens) - known[entry[0]]):
+        for sequence, count in sorted(wanted, key=lambda entry: self._num_positions(entry[0]) - known[entry[0]]):
             start = known[sequence]
-            length = min(len(sequence.tokens) - start, batch.room)
+            length = min(self._num_positions(sequence) - start, batch.room)
             if not length:
                 break
             if sequence not in self._caches or self._caches[sequence].pages is not sequence.pages:
                 batch.admitted.append(sequence)
             self._caches[sequence] = DraftCache(sequence.pages, start + length)
-            samples = start + length == len(sequence.tokens)
+            samples = start + length == self._num_positions(sequence)
             batch.append(Chunk(sequence, sequence.slot, start, length, samples))
             if samples:
                 drawing.append((sequence, count))
         return batch, drawing
 
+    def _num_positions(self, sequence: SequenceState) -> int:
+        """Positions that can be computed from the known tokens."""
+        return len(sequence.tokens) - self._runner.lead
+
     def _num_known(self, sequence: SequenceState) -> int:
+        """Leading positions whose keys are in the cache, without the last one."""
         cache = self._caches.get(sequence)
-        return 0 if cache is None or cache.pages is not sequence.pages else cache.num_known(sequence)
+        known = 0 if cache is None or cache.pages is not sequence.pages else cache.num_known(sequence)
+        return min(known, self._num_positions(sequence) - 1)
