@@ -121,9 +121,7 @@ class EngineConfig:
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise ParameterError("kv_cache_dtype", "be auto or fp8", self.kv_cache_dtype)
         if self.speculative == "mtp":
-            rule = (
-                "be None, ngram, draft=MODEL or eagle3=HEAD, because transformers leaves out MTP weights when it loads a model"
-            )
+            rule = "be None, ngram, draft=MODEL or eagle3=HEAD: transformers leaves the weights of MTP layers out"
             raise ParameterError("speculative", rule, self.speculative)
         if self.speculative not in (None, "ngram") and not self.draft_model and not self.draft_head:
             raise ParameterError("speculative", "be None, ngram, draft=MODEL or eagle3=HEAD", self.speculative)

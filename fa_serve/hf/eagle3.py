@@ -228,7 +228,7 @@ def _embed(head: Eagle3Head, own: Tensor | None, shared: nn.Module) -> None:
     else:
         _check_size("its hidden size, without an embedding in its checkpoint,", head.config.hidden_size, weight.shape[1])
     is_shared = own is None or (own.shape == weight.shape and torch.equal(own, weight))
-    head.embed_tokens = shared if own is None or is_shared else nn.Embedding(*own.shape, _weight=own)
+    head.embed_tokens = shared if own is None or is_shared else nn.Embedding(len(own), own.shape[1], _weight=own)
 
 
 def _set_targets(head: Eagle3Head, offsets: Tensor | None) -> None:
