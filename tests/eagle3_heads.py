@@ -45,11 +45,13 @@ def quiet_model(family: str = "llama", loudness: float = 0.0) -> PreTrainedModel
     return model
 
 
-def copying_head(model: PreTrainedModel, noise: float = 0.0, targets: Sequence[int] = range(VOCAB)) -> dict[str, Tensor]:
+def copying_head(
+    model: PreTrainedModel, noise: float = 0.0, targets: Sequence[int] = range(VOCAB), focus: float = 20.0
+) -> dict[str, Tensor]:
     """The tensors of a head that draws what a quiet model draws: it hands on the embedding of the last token.
 
     Large equal biases of queries and keys let a position attend to itself alone. noise: how much of the hidden states it
-    adds. targets: the tokens of its vocabulary
+    adds. targets: the tokens of its vocabulary; focus: these biases, with less of which it attends to earlier positions as well
     """
     torch.manual_seed(2)
     eye = torch.eye(HIDDEN)
@@ -58,12 +60,12 @@ def copying_head(model: PreTrainedModel, noise: float = 0.0, targets: Sequence[i
     out[:16, :16] = eye[:16, :16]
     out[16:, 32:48] = eye[:16, :16]
     layer = {
-        "self_attn.q_proj.weight": torch.zeros(64, 2 * HIDDEN),
-        "self_attn.k_proj.weight": torch.zeros(32, 2 * HIDDEN),
+        "self_attn.q_proj.weight": noise * torch.randn(64, 2 * HIDDEN),
+        "self_attn.k_proj.weight": noise * torch.randn(32, 2 * HIDDEN),
         "self_attn.v_proj.weight": torch.cat([eye, 0 * eye], dim=1),
         "self_attn.o_proj.weight": out,
-        "self_attn.q_proj.bias": 20 * torch.ones(64),
-        "self_attn.k_proj.bias": 20 * torch.ones(32),
+        "self_attn.q_proj.bias": focus * torch.ones(64),
+        "self_attn.k_proj.bias": focus * torch.ones(32),
         "self_attn.v_proj.bias": torch.zeros(32),
         "self_attn.o_proj.bias": torch.zeros(HIDDEN),
         "mlp.gate_proj.weight": torch.randn(48, HIDDEN) / HIDDEN**0.5,
@@ -88,7 +90,7 @@ def copying_head(model: PreTrainedModel, noise: float = 0.0, targets: Sequence[i
 def save_head(folder: Path, tensors: dict[str, Tensor], **changes: Any) -> str:
     """Write a checkpoint. changes: of the config; None leaves a field out. Returns the engine's `speculative`."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = CONFIG | {"draft_vocab_size": len(tensors["lm_head.weight"])} | changes
+    told = CONFIG | {"draft_vocab_size": len(tensors.get("d2t", range(VOCAB)))} | changes
     config = {name: value for name, value in told.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
