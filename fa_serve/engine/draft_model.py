@@ -1,6 +1,6 @@
-"""A small model that guesses what the large one will draw: the drafter of `speculative="draft=MODEL"`.
+"""A small model or a head that guesses what the large model will draw: the drafter of "draft=MODEL" and "eagle3=HEAD".
 
-    drafter = DraftModel(runner, 8192, None)         # made by `loading.load_drafter`
+    drafter = DraftModel(runner, 8192, None)                     # made by `loading.load_drafter`
     drafter.prepare([(sequence, 7)])                             # 7 short steps of the small model, one read at the end
     drafts = drafter.propose(sequence, 7)
 
@@ -11,7 +11,8 @@ are left out of its draws. Whatever it draws changes no answer (speculation.py).
 It has a second `ModelRunner`, with a second cache of keys and values in pages with the same ids: a page of a sequence in
 the one cache is its page in the other. It takes in the tokens of a sequence when that sequence first drafts, CATCH_UP of all
 sequences in a step, and then those that it has not drawn itself. Pages that sequences share are written by each of them, with
-the same keys. Left out: which sequences draft, and how many tokens (speculation.py); pages (scheduler.py).
+the same keys. A head (draft_head.py) is run in the same way, one position behind: a position needs the token after it. Left
+out: which sequences draft, and how many tokens (speculation.py); pages (scheduler.py).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class DraftCache:
     """What the draft model's cache holds of one sequence.
 
     pages:  the sequence's own list; another list means that the sequence has lost these pages
-    length: leading tokens of the sequence that have been computed
-    drawn:  drafts that have been computed after them
+    length: leading positions of the sequence that have been computed
+    drawn:  drafts that have been computed after them; empty for a head, which computes right ones again
     """
 
     pages: list[int]
@@ -58,7 +59,7 @@ class DraftCache:
 class DraftModel:
     """Owner of what the draft model's cache holds, by unfinished sequence.
 
-    runner:     of the draft model, with a cache of as many pages as the large model's
+    runner:     of the draft model or head, with a cache of as many pages as the large model's
     max_tokens: tokens of a step
     max_len:    tokens of a sequence that the draft model can compute; None without a limit
     """
@@ -115,7 +116,7 @@ class DraftModel:
             for (sequence, _), token in zip(sequences, pending.read().tokens, strict=True):
                 self._drafts.setdefault(sequence, []).append(token)
         for sequence, drafts in self._drafts.items():
-            if not self._runner.lead:  # a head computes its keys of right drafts again
+            if not self._runner.lead:
                 self._caches[sequence].drawn = drafts[:-1]
             if min(drafts) < 0:  # the sampler found no token
                 del drafts[next(place for place, token in enumerate(drafts) if token < 0) :]

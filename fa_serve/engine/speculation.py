@@ -13,7 +13,7 @@ number per step changes.
 
 The guesses come from a `Drafter`. `NgramDrafter` looks them up: it finds the longest recent n-gram that occurred earlier in the
 prompt or the answer, and proposes what came after it (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
-`DraftModel` (draft_model.py) is a small model that draws them.
+`DraftModel` (draft_model.py) draws them with a small model, or with a head on the model's hidden states (draft_head.py).
 
 Speculation turns itself off in two ways. The rows of a step, sequences times 1 + drafts, stay within MAX_ROWS, so that each
 sequence gets fewer drafts the more sequences run, and none beyond half of MAX_ROWS. A sequence whose drafts are all wrong
