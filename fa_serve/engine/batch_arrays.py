@@ -69,7 +69,7 @@ def batch_arrays(
 
     deterministic: unless all sequences compute one token, treat each token as a sequence that ends with it
     drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities
-    lead: how many places later in the sequence than its position a token is taken from
+    lead: how many places later than its position a token is taken from
     """
     chunks = batch.chunks
     input_ids = _input_ids(batch, block_table, lead)
@@ -101,12 +101,7 @@ def batch_arrays(
         inputs["seqused_k"] = seqused.astype(np.int32)
         cu_seqlens_q = np.concatenate([[0], ends])
     inputs["cu_seqlens_q"] = cu_seqlens_q.astype(np.int32)
-    if batch.num_drafts:
-        # the last num_samples tokens of each chunk
-        last_rows = np.cumsum(num_samples)
-        sampled = np.arange(num_samples.sum()) + np.repeat(ends - last_rows, num_samples)
-    else:
-        sampled = ends[num_samples > 0] - 1
+    sampled = _sampled_tokens(ends, num_samples) if batch.num_drafts else ends[num_samples > 0] - 1
     inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
 
     sequences = [chunk.sequence for chunk in chunks for _ in range(chunk.num_samples)]
@@ -153,6 +148,12 @@ def _input_ids(batch: ScheduledBatch, block_table: BlockTable, lead: int) -> lis
         elif end > len(tokens):
             input_ids.append(-1 - chunk.slot)
     return input_ids
+
+
+def _sampled_tokens(ends: NDArray[np.int64], num_samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The last num_samples tokens of each chunk. ends: the token after each chunk"""
+    last_rows = np.cumsum(num_samples)
+    return np.arange(num_samples.sum()) + np.repeat(ends - last_rows, num_samples)
 
 
 def _prompt_rows(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> list[NDArray[np.int64]]:

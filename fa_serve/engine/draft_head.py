@@ -85,7 +85,7 @@ def load_head_runner(config: EngineConfig, runner: ModelRunner) -> HeadRunner:
             folder = Path(snapshot_download(str(own.model), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
         head = load_head(folder, runner.model)
         runner.hidden_states = HiddenStates(runner.model, head)
+        return HeadRunner(head, own, runner.hidden_states, check=runner.check)
     except (ParameterError, UnsupportedModelError, OSError) as error:
         rule = f"name an EAGLE-3 head of {config.model_name}: {error}"
         raise ParameterError("speculative", rule, config.speculative) from error
-    return HeadRunner(head, own, runner.hidden_states, check=runner.check)

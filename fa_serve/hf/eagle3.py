@@ -36,6 +36,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from fa_serve.hf.divide import vocab_size
 from fa_serve.hf.models import NAME
 from fa_serve.spec import UnsupportedModelError
 
@@ -139,9 +140,8 @@ def load_head(folder: Path, model: PreTrainedModel) -> Eagle3Head:
     tensors = _read_tensors(folder)
     config = head_config(json.loads((folder / "config.json").read_bytes()), text.num_hidden_layers)
     config.fc_bias = "fc.bias" in tensors
-    vocab = cast(Any, model).get_output_embeddings().weight.shape[0]
     _check_size("each hidden state that it takes", config.target_hidden_size, text.hidden_size)
-    _check_size("its vocabulary", config.vocab_size, vocab)
+    _check_size("its vocabulary", config.vocab_size, vocab_size(model))
     with torch.device(model.device):
         made: Any = Eagle3Head
         head: Eagle3Head = made._from_config(config, dtype=model.dtype, attn_implementation=NAME)

@@ -250,6 +250,7 @@ def test_refusals(make_quiet, tmp_path, tensors) -> None:
         ({"hidden_size": 16}, "each hidden state that it takes has the size 16, and the model has 32"),
         ({"vocab_size": 400}, "its vocabulary has the size 400, and the model has 320"),
         ({"architectures": ["LlamaForCausalLM"]}, "its config says LlamaForCausalLM, and not LlamaForCausalLMEagle3"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "Eagle3Head cannot run on a paged cache"),
         ({"eagle_aux_hidden_state_layer_ids": None}, r"it reads hidden states after 2, 1, -1 layers, and .* has 2"),
     ):
         speculative = save_head(tmp_path / "head", tensors, **changes)

@@ -107,6 +107,13 @@ def test_which_layers_a_head_reads() -> None:
     assert head_config(nested, 36).depths == [2, 18, 33]
 
 
+def test_a_head_has_the_dtype_of_its_model(tmp_path, tensors) -> None:
+    """Angles stay in float32: positions are large."""
+    head = load(tmp_path, tensors, quiet_model().bfloat16())
+    assert {x.dtype for x in head.parameters()} == {torch.bfloat16}
+    assert head.rotary_emb.inv_freq.dtype == torch.float32
+
+
 def test_embeddings_are_shared_where_they_are_the_same(tmp_path, model, tensors) -> None:
     shared = model.get_input_embeddings()
     assert load(tmp_path, tensors, model).embed_tokens is shared
