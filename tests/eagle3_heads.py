@@ -27,7 +27,7 @@ CONFIG = {
     "head_dim": 16,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 16,
     "attention_bias": True,
     "norm_before_residual": True,
     "eagle_aux_hidden_state_layer_ids": [0, 1, 2],

@@ -379,7 +379,7 @@ class ModelRunner:
         last = self._last_tokens[(-1 - inputs.input_ids).clamp(min=0)]
         input_ids = torch.where(inputs.input_ids < 0, last, inputs.input_ids)
         keeping = nullcontext() if self.hidden_states is None else self.hidden_states.keeping(inputs.paged)
-        with deterministic_mode(self._deterministic), keeping:
+        with keeping, deterministic_mode(self._deterministic):
             return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
 
     def _log_probabilities(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, ...]:

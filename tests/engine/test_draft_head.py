@@ -15,6 +15,7 @@ from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.cuda_graphs import Shape, padding
 from fa_serve.engine.fused_layer import FusedLayer
 from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.start_up import warm_up
 from fa_serve.engine.transfer import send
 from fa_serve.spec import ParameterError
 
@@ -236,6 +237,18 @@ def test_a_page_has_room_for_features(make_quiet, head) -> None:
     assert engine._runner.bytes_per_page == plain + plain // 2 + 4 * HIDDEN * 4, "a layer of two, and four tokens of float32"
     kept = engine._runner.hidden_states
     assert kept._features.shape == (128 * 4 + 1, HIDDEN)
+
+
+def test_the_warm_up_runs_the_head(model_folder, head, caplog) -> None:
+    """From folders, as a server loads both. The forwards of few layers keep nothing, because they have not all states."""
+    config = EngineConfig(model=model_folder, device="cpu", num_pages=64, max_num_seqs=4, max_model_len=32, speculative=head)
+    engine = Engine(replace(config, max_num_batched_tokens=32))
+    warm_up(engine._runner, engine.config, engine.max_model_len)
+    assert not caplog.records
+    assert (engine._runner.hidden_states._features == 0).all()
+    [found] = engine.generate(["the quick"], SamplingParams(max_tokens=8, temperature=0.0))
+    assert len(found.token_ids) == 8
+    assert engine.stats().speculation.num_draft_tokens > 0
 
 
 def test_all_pages_stay_for_a_head(make_quiet, head) -> None:
