@@ -40,32 +40,33 @@ class HeadRunner(ModelRunner):
     def __init__(self, head: Any, config: EngineConfig, hidden_states: HiddenStates, **options: Any) -> None:
         super().__init__(head, config, drafting=True, **options)
         self.vocab_size = head.config.vocab_size  # its logits are spread over the model's vocabulary
-        self._features = hidden_states
+        self._kept = hidden_states
         # one row more, for the sequences of padding
         self._last_outputs = torch.zeros(config.max_num_seqs + 1, head.config.hidden_size, dtype=head.dtype, device=self.device)
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the head's KV cache and the features of as many tokens."""
-        self._features.allocate(0)
+        self._kept.allocate(0)
         super().allocate(num_pages, max_model_len)
-        self._features.allocate(num_pages * self.page_size)
+        self._kept.allocate(num_pages * self.page_size)
 
     @property
     def bytes_per_page(self) -> int:
         """Bytes of the head's keys and values of one page, and of its features."""
-        return super().bytes_per_page + self.page_size * self._features.bytes_per_token
+        return super().bytes_per_page + self.page_size * self._kept.bytes_per_token
 
     def _forward(self, inputs: Inputs) -> Tensor:
         paged = inputs.paged
         drawn = inputs.input_ids < 0  # drafts of the head
         slots = (-1 - inputs.input_ids).clamp(min=0)
         input_ids = torch.where(drawn, self._last_tokens[slots], inputs.input_ids)
-        features = torch.where(drawn[:, None], self._last_outputs[slots], self._features.read(paged.slot_mapping))
+        features = torch.where(drawn[:, None], self._last_outputs[slots], self._kept.read(paged.slot_mapping))
         output = paged_output(
             self.model, input_ids, inputs.position_ids, paged, inputs.logits_indices, hidden_states=features[None]
         )
         rows = torch.where(paged.seqused_k > 0, inputs.slots, self.max_num_seqs)
-        self._last_outputs.index_copy_(0, rows, output.hidden_states[0, paged.cu_seqlens_q[1:] - 1])
+        last = output.hidden_states[0].index_select(0, paged.cu_seqlens_q[1:] - 1)
+        self._last_outputs.index_copy_(0, rows, last)
         logits: Tensor = output.logits[0]
         return logits
 

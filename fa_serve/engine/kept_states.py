@@ -6,10 +6,10 @@
         logits = paged_forward(model, ...)
     features = kept.read(slot_mapping)       # (total, hidden)
 
-A feature is the head's projection (`fc`) of the hidden states of three layers: as many numbers as one hidden state. It lies where
-the keys and values of its token lie, in a tensor with the same pages. So a prefix that is found in the cache brings its features along,
-those of a wrong draft are overwritten with its keys, and those of a preempted sequence are lost with its pages. Reading and
-writing have fixed addresses and sizes, which CUDA graphs need. Left out: what is done with them (draft_head.py).
+A feature is the head's projection (`fc`) of the hidden states of three layers: as many numbers as one hidden state. It lies
+where the keys and values of its token lie, in a tensor with the same pages. So a prefix that is found in the cache brings its
+features along, those of a wrong draft are overwritten with its keys, and those of a preempted sequence are lost with its pages.
+Reading and writing have fixed addresses and sizes, which CUDA graphs need. Left out: what is done with them (draft_head.py).
 """
 
 from __future__ import annotations
