@@ -92,9 +92,10 @@ class DraftModel:
             self._drafts = {}
             self._failed = True
 
-    def propose(self, sequence: SequenceState, count: int) -> list[int]:
-        """What was drawn."""
-        return self._drafts.get(sequence, [])[:count]
+    def propose(self, sequence: SequenceState, count: int) -> list[int] | None:
+        """What was drawn; None if nothing was asked of the model for this sequence."""
+        drafts = self._drafts.get(sequence)
+        return None if drafts is None else drafts[:count]
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended."""

@@ -152,9 +152,17 @@ def test_drafts_are_those_of_the_equation(make_quiet, tmp_path, monkeypatch, giv
         assert drafts == reference_drafts(model, tensors, tokens, len(drafts)), f"after {len(tokens)} tokens"
 
 
-def test_a_request_for_tokens_that_the_head_does_not_know(check) -> None:
-    """It draws nothing then, as when a model leaves no token."""
-    assert check(replace(SAMPLED, allowed_token_ids=(2, 10, 18))).stats().speculation.num_drafts == 0
+def test_a_request_for_tokens_that_the_head_does_not_know(check, make_quiet, head, monkeypatch) -> None:
+    """It draws nothing then, as when a model leaves no token, and the sequence waits for drafts less and less often."""
+    unknown = replace(SAMPLED, allowed_token_ids=(2, 10, 18))
+    assert check(unknown).stats().speculation.num_drafts == 0
+    engine = make_quiet(speculative=head)
+    engine._depth = 1
+    launched: list[int] = []
+    launch = engine._runner.draft.launch
+    monkeypatch.setattr(engine._runner.draft, "launch", lambda batch: launched.append(1) or launch(batch))
+    engine.generate([[3, 4, 5]], unknown)
+    assert 0 < len(launched) <= 4 * 7, "after tokens 1, 3, 7 and 15"
 
 
 def test_deterministic_mode_is_bitwise_the_same(make_quiet, head) -> None:
