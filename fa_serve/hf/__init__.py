@@ -18,6 +18,8 @@ as it is.
     experts.py         the function that computes a mixture's experts, and whether the engine may use it
     paged.py           the engine's forward over packed tokens and a paged cache
     layer_kinds.py     few layers that stand for all layers of a model
+    hidden_states.py   reads a model's hidden states between its layers
+    eagle3.py          a head that guesses tokens from them, imported when there is one
     division.py        which part of each layer a rank of tensor parallelism keeps; divide.py takes it, and proves it
     continuous.py      transformers' own continuous batching (`generate_batch`)
     quantization_plan.py  which linear layers of a checkpoint are quantised, and how
@@ -43,16 +45,18 @@ from fa_serve.hf.attention import attention_forward
 from fa_serve.hf.divide import PartOfSum, divide, vocab_size
 from fa_serve.hf.division import plan_division
 from fa_serve.hf.experts import expert_modules, experts_forward, take_experts
+from fa_serve.hf.hidden_states import HiddenStateReader
 from fa_serve.hf.layer_kinds import few_layers
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
-from fa_serve.hf.paged import OneSequence, PagedBatch, attention_layers, check_model, paged_forward
+from fa_serve.hf.paged import OneSequence, PagedBatch, attention_layers, check_model, paged_forward, paged_output
 from fa_serve.hf.register import patch, register
 from fa_serve.hf.translate import AttendsBatch, LayerCall
 
 __all__ = [
     "NAME",
     "AttendsBatch",
+    "HiddenStateReader",
     "LayerCall",
     "OneSequence",
     "PagedBatch",
@@ -66,6 +70,7 @@ __all__ = [
     "few_layers",
     "mask_forward",
     "paged_forward",
+    "paged_output",
     "patch",
     "plan_division",
     "register",

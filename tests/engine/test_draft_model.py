@@ -271,9 +271,9 @@ def test_another_vocabulary_is_refused(tmp_path, make_engine) -> None:
         make_engine(speculative=f"draft={tmp_path / 'nowhere'}")
 
 
-@pytest.mark.parametrize("name", ["draft=", "draft", "eagle", ""])
+@pytest.mark.parametrize("name", ["draft=", "draft", "eagle", "eagle3=", ""])
 def test_a_draft_model_needs_a_name(make_engine, name) -> None:
-    with pytest.raises(ParameterError, match="speculative must be None, ngram or draft=MODEL"):
+    with pytest.raises(ParameterError, match="speculative must be None, ngram, draft=MODEL or eagle3=HEAD, got"):
         make_engine(speculative=name)
 
 
