@@ -1,0 +1,87 @@
+"""Which replica gets a request: the one that has most of its prompt in its cache, unless it is busier than the others.
+
+Ray Serve makes one router for each handle, in the process of the handle. It asks for replicas in the order in which it is to try
+them, and sends the request to the first that accepts it.
+
+A conversation stays at one replica, and prompts that begin alike go to the replicas that have seen this beginning. A beginning
+that everybody sends must not fill one replica while the others are idle, so a replica is passed over when it has BOUND times as
+many sequences in flight as the mean, and more than SLACK beyond the mean (consistent hashing with bounded loads; Mirrokni, Thorup
+and Zadimoghaddam, 2018). Then, and for a prompt that nobody has seen, the replica with the fewest sequences in flight is taken.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from fa_serve.engine.engine_loop import Add
+
+from .prefix_table import PrefixTable, prefix_keys
+
+BOUND = 1.25
+SLACK = 4
+
+
+class PrefixRouter(RequestRouter):
+    def initialize_state(self, **_: Any) -> None:
+        """Called by Ray in place of a constructor."""
+        self._table = PrefixTable()
+        self._in_flight: Counter[str] = Counter()  # sequences by replica
+        self._counted: dict[str, int] = {}  # sequences by Ray's name of a request that is in flight
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replicas, one in each rank, the best first."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # if none accepts, Ray waits before it asks again
+        by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
+        loads = {name: self._in_flight[name] for name in by_name}
+        add = _add_of(pending_request)
+        holders = loads.keys() if add is None else self._table.holders(prefix_keys(add.prompt, add.cache_salt), by_name)
+        return [[by_name[name]] for name in in_order(loads, holders)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """A replica has accepted a request."""
+        add = _add_of(pending_request)
+        if add is None:
+            return
+        name = _name(replica_id)
+        self._table.note(prefix_keys(add.prompt, add.cache_salt), name)
+        count = 1 if add.params is None else add.params.n
+        self._counted[pending_request.metadata.internal_request_id] = count
+        self._in_flight[name] += count
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A request has ended in any way."""
+        self._in_flight[_name(replica_id)] -= self._counted.pop(internal_request_id, 0)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """A replica has ended, and its cache with it."""
+        super().on_replica_actor_died(replica_id)
+        self._table.forget(_name(replica_id))
+
+
+def in_order(loads: Mapping[str, int], holders: Collection[str]) -> list[str]:
+    """The replicas as they are to be tried.
+
+    loads:   sequences in flight by replica
+    holders: the replicas that have seen the longest beginning of the prompt
+    """
+    mean = sum(loads.values()) / max(len(loads), 1)
+    limit = max(BOUND * mean, mean + SLACK)
+    chance = {name: random.random() for name in loads}  # for equal loads
+    return sorted(loads, key=lambda name: (name not in holders or loads[name] > limit, loads[name], chance[name]))
+
+
+def _name(replica_id: ReplicaID) -> str:
+    return str(replica_id.unique_id)
+
+
+def _add_of(request: PendingRequest | None) -> Add | None:
+    """The engine's command that a request carries, if it is one for `EngineReplica.generate`."""
+    return next((value for value in request.args if isinstance(value, Add)), None) if request is not None else None
