@@ -11,9 +11,9 @@ and Zadimoghaddam, 2018). Then, and for a prompt that nobody has seen, the repli
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Collection, Mapping
+from itertools import count
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -32,6 +32,8 @@ class PrefixRouter(RequestRouter):
         self._table = PrefixTable()
         self._in_flight: Counter[str] = Counter()  # sequences by replica
         self._counted: dict[str, int] = {}  # sequences by Ray's name of a request that is in flight
+        self._serial = count()
+        self._chosen: Counter[str] = Counter()  # when a replica was first in the order, by the numbers of the calls
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -43,7 +45,9 @@ class PrefixRouter(RequestRouter):
         loads = {name: self._in_flight[name] for name in by_name}
         add = _add_of(pending_request)
         holders = loads.keys() if add is None else self._table.holders(prefix_keys(add.prompt, add.cache_salt), by_name)
-        return [[by_name[name]] for name in in_order(loads, holders)]
+        order = in_order(loads, holders, self._chosen)
+        self._chosen[order[0]] = next(self._serial)
+        return [[by_name[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has accepted a request."""
@@ -58,24 +62,38 @@ class PrefixRouter(RequestRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """A request has ended in any way."""
-        self._in_flight[_name(replica_id)] -= self._counted.pop(internal_request_id, 0)
+        sequences = self._counted.pop(internal_request_id, 0)
+        if _name(replica_id) in self._in_flight:
+            self._in_flight[_name(replica_id)] -= sequences
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A replica has ended, and its cache with it."""
         super().on_replica_actor_died(replica_id)
-        self._table.forget(_name(replica_id))
+        self._forget(_name(replica_id))
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """These are the replicas from now on."""
+        gone = {_name(replica_id) for replica_id in self.curr_replicas} - {_name(replica.replica_id) for replica in replicas}
+        super().update_replicas(replicas)
+        for name in gone:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._table.forget(name)
+        self._chosen.pop(name, None)
+        self._in_flight.pop(name, None)
 
 
-def in_order(loads: Mapping[str, int], holders: Collection[str]) -> list[str]:
+def in_order(loads: Mapping[str, int], holders: Collection[str], chosen: Mapping[str, int]) -> list[str]:
     """The replicas as they are to be tried.
 
     loads:   sequences in flight by replica
     holders: the replicas that have seen the longest beginning of the prompt
+    chosen:  when a replica was first in the order: of equal loads, which all are in a burst of requests, the oldest goes first
     """
     mean = sum(loads.values()) / max(len(loads), 1)
     limit = max(BOUND * mean, mean + SLACK)
-    chance = {name: random.random() for name in loads}  # for equal loads
-    return sorted(loads, key=lambda name: (name not in holders or loads[name] > limit, loads[name], chance[name]))
+    return sorted(loads, key=lambda name: (name not in holders or loads[name] > limit, loads[name], chosen[name]))
 
 
 def _name(replica_id: ReplicaID) -> str:

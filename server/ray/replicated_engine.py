@@ -83,7 +83,7 @@ class ReplicaWorker:
                     unfinished.clear()
                 self._on_outputs(step)
         except RayActorError as error:
-            log.error("the replica of %s has ended: %s", add.request_id, error)
+            log.error("the replica of %s has ended: %s", add.request_id, str(error).partition("\n")[0])
             last = _failed(RequestError("engine_dead", "the replica that computed the request has ended"))
         except Exception as error:
             log.exception("the replica of %s has failed", add.request_id)
