@@ -1,9 +1,9 @@
 """The command line: `fa-serve serve | ray | warm | chat | bench | info`, also as `python -m fa_serve`.
 
-This file declares the commands and their flags. The flags of `serve`, `ray` and `warm` are generated from the table of settings, so a flag, its
-environment variable and its key in the settings file cannot differ. The work is done elsewhere: by `fa_serve.server` for serve
-and ray, by `fa_serve.engine` for warm, by `fa_serve.client` for chat and bench, and by info_tables.py for info. torch and transformers are imported only by commands
-that need them.
+This file declares the commands and their flags. The flags of `serve`, `ray` and `warm` are generated from the table of
+settings, so a flag, its environment variable and its key in the settings file cannot differ. The work is done elsewhere: by
+`fa_serve.server` for serve and ray, by `fa_serve.engine` for warm, by `fa_serve.client` for chat and bench, and by
+info_tables.py for info. torch and transformers are imported only by commands that need them.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
         return Unavailable("The request was aborted: the server is shutting down.", retry_after=RETRY_SECONDS)
     error = output.error or RequestError("step_failed", "the engine gave no reason")
     log.error("%s failed (%s): %s", job.name, error.code, error.message)
-    reason = service.refusal_reason() or ("its replica has ended" if error.code == "engine_dead" else None)
+    reason = service.refusal_reason() or ("its replica has ended" if error.code == "replica_lost" else None)
     if reason is not None:
         return Unavailable(f"The request was cut off: {reason}.", retry_after=RETRY_SECONDS)
     fields = job.fields

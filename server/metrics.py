@@ -136,7 +136,9 @@ def _add_engine(families: dict[str, Metric], names: list[str], label: list[str],
     by_position = "spec_decode_num_accepted_tokens_per_pos"
     for position, count in enumerate(drafts.accepted_at):
         add(CounterMetricFamily, by_position, "Tokens of drafts that were right, by position.", count, str(position))
-    steps = HistogramMetricFamily(f"{PREFIX}engine_step_seconds", "One step of the engine's loop, with its outputs.", labels=names)
+    steps = HistogramMetricFamily(
+        f"{PREFIX}engine_step_seconds", "One step of the engine's loop, with its outputs.", labels=names
+    )
     family = families.setdefault("engine_step_seconds", steps)
     family.add_metric(label, _buckets(STEP_SECONDS, stats.steps.counts), stats.steps.total)  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ outputs come back as a stream of Ray. Ray Serve starts, watches, replaces, adds 
 
     cluster.py            the connection to a Ray cluster, and the deployment in it
     replicated_engine.py  the `AsyncEngine` whose worker is a deployment
-    engine_replica.py     what runs in a replica: an `AsyncEngine` of its own
+    engine_replica.py     what runs in a replica: an `AsyncEngine`
     prefix_router.py      which replica gets a request; prefix_table.py remembers which one has seen its prompt
     replica_load.py       how full a replica is, and how many replicas that asks for
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
+from ray.serve.schema import ReplicaState
 
 from ..settings import EXTRA_WAITING
 from .engine_replica import EngineReplica
@@ -89,9 +90,8 @@ class Cluster:
                 raise ValueError(f"the replicas of this cluster must be those that are asked for, got {running}")
             return handle
         self._owns_application = True
-        application = serve.deployment(EngineReplica, name=DEPLOYMENT, **self._deployment_options(config)).bind(
-            config, self._options.step_timeout
-        )
+        deployment: Any = serve.deployment(name=DEPLOYMENT, **self._deployment_options(config))(EngineReplica)
+        application = deployment.bind(config, self._options.step_timeout)
         return serve.run(application, name=APPLICATION, route_prefix=None, logging_config={"log_level": "WARNING"})
 
     def _deployment_options(self, config: EngineConfig) -> dict[str, Any]:
@@ -102,12 +102,12 @@ class Cluster:
                 "autoscaling_config": AutoscalingConfig(
                     min_replicas=options.replicas,
                     max_replicas=options.max_replicas,
-                    policy=AutoscalingPolicy(policy_function="fa_serve.server.ray.replica_load:autoscaling_policy"),
+                    policy=AutoscalingPolicy(policy_function=f"{__package__}.replica_load:autoscaling_policy"),  # type: ignore[no-untyped-call]
                 )
             }
         resources: dict[str, Any] = {"num_cpus": options.replica_cpus}
-        on_gpu = config.device.startswith("cuda") or (config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-        if on_gpu:
+        available: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        if config.device.startswith("cuda") or (config.device == "auto" and available.get("GPU")):
             resources["num_gpus"] = config.tensor_parallel  # of one machine, because one replica is one actor
         return scaling | {
             "ray_actor_options": resources,
@@ -117,14 +117,14 @@ class Cluster:
             "graceful_shutdown_wait_loop_s": 0.1,
             "health_check_period_s": 5.0,
             "health_check_timeout_s": math.ceil(options.step_timeout),
-            "request_router_config": RequestRouterConfig(request_router_class=PrefixRouter),
+            "request_router_config": RequestRouterConfig(request_router_class=f"{PrefixRouter.__module__}:PrefixRouter"),
         }
 
     def num_running(self) -> int:
         """The number of replicas that take requests."""
         application = serve.status().applications.get(APPLICATION)
         deployment = application.deployments.get(DEPLOYMENT) if application is not None else None
-        return deployment.replica_states.get("RUNNING", 0) if deployment is not None else 0
+        return deployment.replica_states.get(ReplicaState.RUNNING, 0) if deployment is not None else 0
 
     def leave(self) -> None:
         """Take down the replicas, if this process has deployed them, and Ray, if it has started it."""

@@ -63,9 +63,9 @@ class EngineReplica:
     async def check_health(self) -> None:
         """Read by Ray, which replaces a replica that raises three times in a row."""
         if not (self._engine.is_alive or self._engine.is_restarting):
-            raise EngineDeadError("the engine has died")
+            raise RuntimeError("the engine has died")
         if not self._engine.is_restarting and (reason := stall_reason(self._engine.pulse(), self._step_timeout)):
-            raise EngineDeadError(reason)
+            raise RuntimeError(reason)
 
     def __del__(self) -> None:
         """Called by Ray when the replica has drained, too."""

@@ -1,12 +1,13 @@
 """Which replica gets a request: the one that has most of its prompt in its cache, unless it is busier than the others.
 
-Ray Serve makes one router for each handle, in the process of the handle. It asks for replicas in the order in which it is to try
-them, and sends the request to the first that accepts it.
+Ray Serve makes one router for each handle, in the process of the handle. The router gives the order in which replicas are
+tried, and the first replica that accepts the request gets it.
 
-A conversation stays at one replica, and prompts that begin alike go to the replicas that have seen this beginning. A beginning
-that everybody sends must not fill one replica while the others are idle, so a replica is passed over when it has BOUND times as
-many sequences in flight as the mean, and more than SLACK beyond the mean (consistent hashing with bounded loads; Mirrokni, Thorup
-and Zadimoghaddam, 2018). Then, and for a prompt that nobody has seen, the replica with the fewest sequences in flight is taken.
+A conversation stays at one replica, and prompts that begin alike go to the replicas that have seen this beginning. Many clients
+may send the same beginning, such as a system prompt, and they must not fill one replica while others are idle. So a replica
+loses its preference when it has more than BOUND times the mean number of sequences in flight, and SLACK more than the mean
+(consistent hashing with bounded loads; Mirrokni, Thorup and Zadimoghaddam, 2018). Without a preference, the replica with the
+fewest sequences in flight comes first.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 A prompt is divided into blocks of BLOCK_TOKENS tokens. The key of a block is a hash of all tokens up to its end, as in the
 engine's prefix cache, so two prompts have a key in common exactly if they begin with the same tokens. The replica that has seen
-the longest beginning of a prompt has most of it in its cache, if it has kept it: the table does not learn what an engine forgets.
+the longest beginning of a prompt is likely to have most of it in its cache. The table does not learn what an engine evicts.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     engine = ReplicatedEngine(config, Cluster(ReplicaOptions(replicas=2)))
 
 `ReplicaWorker` stands where a thread or a process stands otherwise. It sends each request to a replica and passes on what comes
-back. A request whose replica ends is ended with an error and not sent to another one: a request that ends a replica would end the
-next one as well.
+back. A request whose replica ends is ended with an error. It is not sent to another replica, because a request that ends one
+replica would end the next one as well.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ReplicaWorker:
         self._heard = time.monotonic()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="fa_serve-replicas", daemon=True)
-        self.snapshots: Mapping[str, EngineStats] = {}
+        self.snapshots: Mapping[str | None, EngineStats] = {}
 
     def start(self) -> Ready:
         """Deploy the replicas and wait until they are loaded. Raises what `Cluster` raises."""
@@ -83,8 +83,8 @@ class ReplicaWorker:
                     unfinished.clear()
                 self._on_outputs(step)
         except RayActorError as error:
-            log.error("the replica of %s has ended: %s", add.request_id, str(error).partition("\n")[0])
-            last = _failed(RequestError("engine_dead", "the replica that computed the request has ended"))
+            log.error("the replica of %s has ended: %s", add.request_id, type(error).__name__)
+            last = _failed(RequestError("replica_lost", "the replica that computed the request has ended"))
         except Exception as error:
             log.exception("the replica of %s has failed", add.request_id)
             last = _failed(RequestError("step_failed", f"{type(error).__name__}: {error}"))
@@ -132,7 +132,7 @@ class ReplicatedEngine(AsyncEngine):
     def _make_worker(self, on_outputs: OnOutputs, on_death: Any) -> Worker:
         return ReplicaWorker(self._cluster, self._config, on_outputs, self._on_phase)
 
-    def snapshots(self) -> Mapping[str, EngineStats]:
+    def snapshots(self) -> Mapping[str | None, EngineStats]:
         """The statistics of each replica, by its name."""
         return self._worker.snapshots if isinstance(self._worker, ReplicaWorker) else {}
 
