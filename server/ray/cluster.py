@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
-from ray.serve.schema import ReplicaState
 
 from ..settings import EXTRA_WAITING
 from .engine_replica import EngineReplica
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("fa_serve.server")
 APPLICATION = "fa_serve"
 DEPLOYMENT = "engine"
+RUNNING: Any = "RUNNING"  # of Ray's ReplicaState, whose members are strings
+ROUTER: Any = f"{PrefixRouter.__module__}:PrefixRouter"  # its annotation in Ray leaves out what its documentation says
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,14 @@ class Cluster:
             "graceful_shutdown_wait_loop_s": 0.1,
             "health_check_period_s": 5.0,
             "health_check_timeout_s": math.ceil(options.step_timeout),
-            "request_router_config": RequestRouterConfig(request_router_class=f"{PrefixRouter.__module__}:PrefixRouter"),
+            "request_router_config": RequestRouterConfig(request_router_class=ROUTER),
         }
 
     def num_running(self) -> int:
         """The number of replicas that take requests."""
         application = serve.status().applications.get(APPLICATION)
         deployment = application.deployments.get(DEPLOYMENT) if application is not None else None
-        return deployment.replica_states.get(ReplicaState.RUNNING, 0) if deployment is not None else 0
+        return deployment.replica_states.get(RUNNING, 0) if deployment is not None else 0
 
     def leave(self) -> None:
         """Take down the replicas, if this process has deployed them, and Ray, if it has started it."""
