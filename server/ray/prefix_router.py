@@ -15,14 +15,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from fa_serve.engine.engine_loop import Add
 
+from .engine_replica import Listen
 from .prefix_table import PrefixTable, prefix_keys
 
+T = TypeVar("T")
 BOUND = 1.25
 SLACK = 4
 
@@ -32,6 +34,7 @@ class PrefixRouter(RequestRouter):
         """Called by Ray in place of a constructor."""
         self._table = PrefixTable()
         self._in_flight: Counter[str] = Counter()  # sequences by replica
+        self._heard: set[str] = set()  # replicas that this process listens to, which alone get requests
         self._counted: dict[str, int] = {}  # sequences by Ray's name of a request that is in flight
         self._serial = count()
         self._chosen: Counter[str] = Counter()  # when a replica was first in the order, by the numbers of the calls
@@ -43,19 +46,28 @@ class PrefixRouter(RequestRouter):
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # if none accepts, Ray waits before it asks again
         by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
-        loads = {name: self._in_flight[name] for name in by_name}
-        add = _add_of(pending_request)
-        holders = loads.keys() if add is None else self._table.holders(prefix_keys(add.prompt, add.cache_salt), by_name)
+        who = _argument(pending_request, Listen)
+        if who is not None:
+            return [[by_name[who.replica]]] if who.replica in by_name else []
+        add = _argument(pending_request, Add)
+        if add is None:
+            return [candidate_replicas]
+        loads = {name: self._in_flight[name] for name in by_name if name in self._heard}
+        if not loads:
+            return []  # Ray asks again soon
+        holders = self._table.holders(prefix_keys(add.prompt, add.cache_salt), loads)
         order = in_order(loads, holders, self._chosen)
         self._chosen[order[0]] = next(self._serial)
         return [[by_name[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has accepted a request."""
-        add = _add_of(pending_request)
+        name = _name(replica_id)
+        if _argument(pending_request, Listen) is not None:
+            self._heard.add(name)
+        add = _argument(pending_request, Add)
         if add is None:
             return
-        name = _name(replica_id)
         self._table.note(prefix_keys(add.prompt, add.cache_salt), name)
         count = 1 if add.params is None else add.params.n
         self._counted[pending_request.metadata.internal_request_id] = count
@@ -81,6 +93,7 @@ class PrefixRouter(RequestRouter):
 
     def _forget(self, name: str) -> None:
         self._table.forget(name)
+        self._heard.discard(name)
         self._chosen.pop(name, None)
         self._in_flight.pop(name, None)
 
@@ -101,6 +114,6 @@ def _name(replica_id: ReplicaID) -> str:
     return str(replica_id.unique_id)
 
 
-def _add_of(request: PendingRequest | None) -> Add | None:
-    """The engine's command that a request carries, if it is one for `EngineReplica.generate`."""
-    return next((value for value in request.args if isinstance(value, Add)), None) if request is not None else None
+def _argument(request: PendingRequest | None, kind: type[T]) -> T | None:
+    """The argument of this kind that a call has, or None."""
+    return next((value for value in request.args if isinstance(value, kind)), None) if request is not None else None

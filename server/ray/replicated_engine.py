@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
@@ -22,7 +24,10 @@ from fa_serve.engine import AsyncEngine, EngineConfig, EngineStats, Phase, Reque
 from fa_serve.engine.engine_loop import Abort, Add, StepOutputs
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.loading import load_tokenizer
+from fa_serve.engine.outputs import FinishReason
 from fa_serve.engine.worker import STOP_SECONDS, OnOutputs, Pulse, Ready, Worker
+
+from .engine_replica import Listen
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -30,6 +35,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("fa_serve.server")
 LOOK_SECONDS = 1.0
 """The time between two looks at the replicas."""
+LATE_SECONDS = 5.0
+"""How long the last outputs of a request may take after its replica has said that it has ended."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request that has not ended. replica: the name of the one that has taken it; ended: all outputs have come"""
+
+    unfinished: set[int]
+    replica: str | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
 
 
 class ReplicaWorker:
@@ -40,9 +57,13 @@ class ReplicaWorker:
         self._config = config
         self._on_outputs = on_outputs
         self._on_phase = on_phase
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._name = secrets.token_hex(8)
+        self._loop = asyncio.get_running_loop()
+        self._requests: dict[str, _Request] = {}
+        self._listeners: dict[str, asyncio.Task[None]] = {}  # by replica
         self._handle: Any = None
-        self._generate: Any = None
+        self._add: Any = None
+        self._listen_to: Any = None
         self._heard = time.monotonic()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="fa_serve-replicas", daemon=True)
@@ -52,7 +73,8 @@ class ReplicaWorker:
         """Deploy the replicas and wait until they are loaded. Raises what `Cluster` raises."""
         begin = time.perf_counter()
         self._handle = self._cluster.deploy(self._config)
-        self._generate = self._handle.options(method_name="generate", stream=True)
+        self._add = self._handle.options(method_name="add")
+        self._listen_to = self._handle.options(method_name="listen", stream=True)
         _, ready = self._handle.describe.remote().result()
         self._look()
         if self._on_phase is not None:
@@ -64,35 +86,62 @@ class ReplicaWorker:
 
     def send(self, command: Add | Abort) -> None:
         """Send a request to a replica, or cancel it there. Called on the event loop."""
-        if isinstance(command, Abort):
-            if command.request_id in self._tasks:
-                self._tasks[command.request_id].cancel()
-            return
         name = command.request_id
-        self._tasks[name] = asyncio.get_running_loop().create_task(self._relay(command))
-        self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name, None))
+        if isinstance(command, Add):
+            request = self._requests[name] = _Request(set(range(1 if command.params is None else command.params.n)))
+            request.task = self._loop.create_task(self._run(command, request))
+        elif name in self._requests and (task := self._requests[name].task) is not None:
+            task.cancel()
 
-    async def _relay(self, add: Add) -> None:
-        unfinished = set(range(1 if add.params is None else add.params.n))
-        response = self._generate.remote(add)
-        last: dict[str, Any] = {"finish_reason": "abort"}
+    async def _run(self, add: Add, request: _Request) -> None:
+        """Send a request, and wait for its end. Its outputs come through `_listen`."""
+        reason: FinishReason = "abort"
+        error = None
+        response = self._add.remote(self._name, add)
         try:
-            async for step in response:
-                unfinished.difference_update(output.index for output in step.outputs if output.finished)
-                if step.rejected:
-                    unfinished.clear()
-                self._on_outputs(step)
-        except RayActorError as error:
-            log.error("the replica of %s has ended: %s", add.request_id, type(error).__name__)
-            last = _failed(RequestError("replica_lost", "the replica that computed the request has ended"))
-        except Exception as error:
+            refusal = await response
+            if refusal is not None:
+                request.unfinished.clear()
+                self._on_outputs(StepOutputs(None, [], [(add.request_id, refusal)]))
+            elif request.unfinished:
+                await asyncio.wait_for(request.ended.wait(), LATE_SECONDS)
+        except (RayActorError, asyncio.TimeoutError) as failure:
+            log.error("the replica of %s has ended: %s", add.request_id, type(failure).__name__)
+            reason, error = "error", RequestError("replica_lost", "the replica that computed the request has ended")
+        except Exception as failure:
             log.exception("the replica of %s has failed", add.request_id)
-            last = _failed(RequestError("step_failed", f"{type(error).__name__}: {error}"))
+            reason, error = "error", RequestError("step_failed", f"{type(failure).__name__}: {failure}")
         finally:
-            if unfinished:
+            del self._requests[add.request_id]
+            if request.unfinished:
                 response.cancel()
-                ends = [RequestOutput(add.request_id, [], finished=True, index=index, **last) for index in sorted(unfinished)]
-                self._on_outputs(StepOutputs(None, ends))
+                end = RequestOutput(add.request_id, [], finished=True, finish_reason=reason, error=error)
+                self._on_outputs(StepOutputs(None, [replace(end, index=index) for index in sorted(request.unfinished)]))
+
+    async def _listen(self, replica: str) -> None:
+        """Pass on what the requests of this process gain in a replica."""
+        response = self._listen_to.remote(Listen(self._name, replica))
+        try:
+            async for gains in response:
+                for name in gains.accepted:
+                    if name in self._requests:
+                        self._requests[name].replica = replica
+                for output in gains.outputs:
+                    self._note(output)
+                if gains.outputs:
+                    self._on_outputs(StepOutputs(None, gains.outputs))
+        except Exception as error:
+            log.error("the replica %s has ended: %s", replica, type(error).__name__)
+        finally:
+            response.cancel()
+            del self._listeners[replica]
+
+    def _note(self, output: RequestOutput) -> None:
+        request = self._requests.get(output.request_id)
+        if request is not None and output.finished:
+            request.unfinished.discard(output.index)
+            if not request.unfinished:
+                request.ended.set()
 
     def _watch(self) -> None:
         """Look at the replicas until the end. Runs in a thread."""
@@ -105,8 +154,18 @@ class ReplicaWorker:
     def _look(self) -> None:
         if self._cluster.num_running():
             self._heard = time.monotonic()
-        found = self._handle.broadcast("snapshot").results(timeout_s=LOOK_SECONDS, return_exceptions=True)
+        found = self._handle.broadcast("snapshot", self._name).results(timeout_s=LOOK_SECONDS, return_exceptions=True)
         self.snapshots = dict(entry for entry in found if not isinstance(entry, Exception))
+        self._loop.call_soon_threadsafe(self._listen_to_all, frozenset(self.snapshots))
+
+    def _listen_to_all(self, replicas: frozenset[str]) -> None:
+        """Listen to replicas that are new. Stop listening to one that takes no requests any more and has none of ours."""
+        for replica in replicas - self._listeners.keys():
+            self._listeners[replica] = self._loop.create_task(self._listen(replica))
+        busy = {request.replica for request in self._requests.values()}
+        for replica in self._listeners.keys() - replicas:
+            if None not in busy and replica not in busy:
+                self._listeners[replica].cancel()
 
     def pulse(self) -> Pulse:
         """How long no replica has run."""
@@ -135,7 +194,3 @@ class ReplicatedEngine(AsyncEngine):
     def snapshots(self) -> Mapping[str | None, EngineStats]:
         """The statistics of each replica, by its name."""
         return self._worker.snapshots if isinstance(self._worker, ReplicaWorker) else {}
-
-
-def _failed(error: RequestError) -> dict[str, Any]:
-    return {"finish_reason": "error", "error": error}

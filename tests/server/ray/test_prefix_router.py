@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("ray", reason="the ray extra is not installed")
+from fa_serve.server.ray.engine_replica import Listen
 from fa_serve.server.ray.prefix_router import PrefixRouter, in_order
 
 from fa_serve.engine import SamplingParams
@@ -41,6 +42,12 @@ def test_what_is_in_flight_is_counted_and_prompts_are_remembered():
         return "".join(rank[0].replica_id.unique_id for rank in ranks)
 
     said = list(range(200))
+    assert order(_request("early", said)) == "", "nobody listens yet"
+    for replica in (a, b):
+        listen = _request("listen", [])
+        listen.args = [Listen("front", replica.unique_id)]
+        assert order(listen) == replica.unique_id
+        router.on_request_routed(listen, replica, None)
     first = _request("first", said, n=3)
     router.on_request_routed(first, b, None)
     assert order(_request("again", [*said, 1, 2])) == "ba", "b has seen the beginning"
