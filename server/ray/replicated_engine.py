@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fa_serve.server")
 LOOK_SECONDS = 1.0
 """The time between two looks at the replicas."""
+REPLICA_LOST = "the replica that computed the request has ended"
 LATE_SECONDS = 5.0
 """How long the last outputs of a request may take after its replica has said that it has ended."""
 
@@ -95,28 +96,33 @@ class ReplicaWorker:
 
     async def _run(self, add: Add, request: _Request) -> None:
         """Send a request, and wait for its end. Its outputs come through `_listen`."""
-        reason: FinishReason = "abort"
-        error = None
+        name = add.request_id
         response = self._add.remote(self._name, add)
         try:
             refusal = await response
             if refusal is not None:
                 request.unfinished.clear()
-                self._on_outputs(StepOutputs(None, [], [(add.request_id, refusal)]))
+                self._on_outputs(StepOutputs(None, [], [(name, refusal)]))
             elif request.unfinished:
                 await asyncio.wait_for(request.ended.wait(), LATE_SECONDS)
-        except (RayActorError, asyncio.TimeoutError) as failure:
-            log.error("the replica of %s has ended: %s", add.request_id, type(failure).__name__)
-            reason, error = "error", RequestError("replica_lost", "the replica that computed the request has ended")
-        except Exception as failure:
-            log.exception("the replica of %s has failed", add.request_id)
-            reason, error = "error", RequestError("step_failed", f"{type(failure).__name__}: {failure}")
+        except asyncio.CancelledError:
+            response.cancel()
+            self._end(name, request, "abort")
+            raise
+        except (RayActorError, asyncio.TimeoutError) as error:
+            log.error("the replica of %s has ended: %s", name, type(error).__name__)
+            self._end(name, request, "error", RequestError("replica_lost", REPLICA_LOST))
+        except Exception as error:
+            log.exception("the replica of %s has failed", name)
+            self._end(name, request, "error", RequestError("step_failed", f"{type(error).__name__}: {error}"))
         finally:
-            del self._requests[add.request_id]
-            if request.unfinished:
-                response.cancel()
-                end = RequestOutput(add.request_id, [], finished=True, finish_reason=reason, error=error)
-                self._on_outputs(StepOutputs(None, [replace(end, index=index) for index in sorted(request.unfinished)]))
+            del self._requests[name]
+
+    def _end(self, name: str, request: _Request, reason: FinishReason, error: RequestError | None = None) -> None:
+        """Give each unfinished answer of a request its last output."""
+        end = RequestOutput(name, [], finished=True, finish_reason=reason, error=error)
+        self._on_outputs(StepOutputs(None, [replace(end, index=index) for index in sorted(request.unfinished)]))
+        request.unfinished.clear()
 
     async def _listen(self, replica: str) -> None:
         """Pass on what the requests of this process gain in a replica."""
@@ -132,6 +138,10 @@ class ReplicaWorker:
                     self._on_outputs(StepOutputs(None, gains.outputs))
         except Exception as error:
             log.error("the replica %s has ended: %s", replica, type(error).__name__)
+            for name, request in self._requests.items():
+                if request.replica == replica and request.task is not None:
+                    self._end(name, request, "error", RequestError("replica_lost", REPLICA_LOST))
+                    request.task.cancel()
         finally:
             response.cancel()
             del self._listeners[replica]
