@@ -351,7 +351,8 @@ def check(tolerance: float) -> bool:
         for count in (1, 2):
             real = asyncio.run(_measured(servers[:count], 8, 128, 64))
             row = simulate(engine, Front(0.0, 0.0), count, count, real, 60.0, 10.0)  # the front's cost is in the engine's
-            found, wanted = row["tokens_per_second"], count * real.tokens_per_second
+            found = row["tokens_per_second"]
+            wanted = count * real.tokens_per_second
             agrees &= abs(found / wanted - 1) <= tolerance
             print(f"{count} server(s): {wanted:.0f} tokens/s, simulated {found:.0f} ({found / wanted - 1:+.1%})")
     return agrees

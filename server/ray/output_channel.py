@@ -48,5 +48,6 @@ class OutputChannel:
         await self._news.wait()
         self._news.clear()
         gains = Gains(self._accepted, list(self._outputs.values()))
-        self._accepted, self._outputs = [], {}
+        self._accepted = []
+        self._outputs = {}
         return gains

@@ -96,7 +96,7 @@ def eventually(condition, seconds: float = 15.0) -> None:
 
 def without_names(response: httpx.Response) -> Any:
     """The status and the reply, without names and times, with four digits of each log-probability."""
-    text = re.sub(r'"(id|created|cached_tokens)":("[^"]*"|\d+),?', "", response.text)  # each replica has a cache of its own
+    text = re.sub(r'"(id|created|cached_tokens)":("[^"]*"|\d+),?', "", response.text)  # each replica has its cache
     text = re.sub(r"\d+\.\d{5,}", lambda found: f"{float(found[0]):.4f}", text)
     if "data: " in text:
         *chunks, last, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
