@@ -75,8 +75,14 @@ class EngineReplica:
     async def listen(self, who: Listen) -> AsyncGenerator[Gains, None]:
         """What the requests of a front gain, step by step, without end."""
         channel = self._channels.setdefault(who.front, OutputChannel())
-        while True:
-            yield await channel.take()
+        task = asyncio.current_task()
+        assert task is not None
+        channel.tasks.add(task)
+        try:
+            while True:
+                yield await channel.take()
+        finally:
+            channel.tasks.discard(task)
 
     async def snapshot(self, front: str) -> tuple[str, EngineStats]:
         """The replica's name and its engine's statistics. Also a sign of life of the front."""
@@ -85,7 +91,7 @@ class EngineReplica:
             self._channels[front].heard = now
         for gone in [name for name, channel in self._channels.items() if now - channel.heard > FRONT_SECONDS]:
             for task in self._channels.pop(gone).tasks:
-                task.cancel()
+                task.cancel()  # or a replica that is removed would wait for them
         return self._name, self._engine.stats()
 
     async def describe(self) -> tuple[EngineConfig, Ready]:

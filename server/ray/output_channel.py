@@ -25,7 +25,7 @@ class OutputChannel:
     """Holds at most one output for each answer: what comes before the stream is read is appended to the one that waits."""
 
     def __init__(self) -> None:
-        self.tasks: set[asyncio.Task[object]] = set()  # the requests of this front
+        self.tasks: set[asyncio.Task[object]] = set()  # the calls of this front: its requests, and the one that listens
         self.heard = time.monotonic()  # when the front was last heard of
         self._accepted: list[str] = []
         self._outputs: dict[tuple[str, int], RequestOutput] = {}

@@ -15,6 +15,8 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
+from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fa_serve.server")
 LOOK_SECONDS = 1.0
 """The time between two looks at the replicas."""
+HANG_UP_SECONDS = 1.0
 REPLICA_LOST = "the replica that computed the request has ended"
 LATE_SECONDS = 5.0
 """How long the last outputs of a request may take after its replica has said that it has ended."""
@@ -182,9 +185,18 @@ class ReplicaWorker:
         return Pulse(silent_seconds=time.monotonic() - self._heard)
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """Leave the cluster."""
+        """Leave the cluster. Called by another thread than that of the event loop."""
         self._stopping.set()
+        with suppress(futures.TimeoutError, RuntimeError):  # RuntimeError: the loop has ended
+            asyncio.run_coroutine_threadsafe(self._stop_listening(), self._loop).result(HANG_UP_SECONDS)
         self._cluster.leave()
+
+    async def _stop_listening(self) -> None:
+        """A replica does not end while somebody listens to it."""
+        listeners = list(self._listeners.values())
+        for listener in listeners:
+            listener.cancel()
+        await asyncio.gather(*listeners, return_exceptions=True)
 
     def kill(self) -> None:
         """The replicas outlive this process, unless Ray ends with it."""

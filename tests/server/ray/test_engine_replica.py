@@ -84,12 +84,17 @@ async def _cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Words()
     ours = replica(engine)
     tasks = [asyncio.create_task(ours.add(front, Add(front, [1], None))) for front in ("gone", "there")]
+    listener = asyncio.create_task(anext(aiter(ours.listen(Listen("gone", "r1")))))
+    await listener
+    listener = asyncio.create_task(anext(aiter(ours.listen(Listen("gone", "r1")))))
     await asyncio.sleep(0)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + FRONT_SECONDS + 1)
     assert await ours.snapshot("there") == ("r1", "stats")
     await asyncio.wait(tasks[:1])
+    await asyncio.wait([listener])
     assert tasks[0].cancelled()
+    assert listener.cancelled()
     assert engine.left == ["gone"], "nobody would read its outputs"
     engine.gate.set()
     assert await tasks[1] is None
