@@ -72,9 +72,9 @@ class Cluster:
             return
         # Ray would send statistics of its use to its makers
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        address = self._options.address
+        address = self._options.address or "local"  # None would join any cluster that has been started on this machine
         # the dashboard runs what anyone sends to it, so it is for those who start a cluster to decide
-        local: dict[str, Any] = {"include_dashboard": False} if address is None else {}
+        local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
         self._owns_ray = True
 
