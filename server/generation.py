@@ -142,7 +142,8 @@ def _failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
         return Unavailable("The request was aborted: the server is shutting down.", retry_after=RETRY_SECONDS)
     error = output.error or RequestError("step_failed", "the engine gave no reason")
     log.error("%s failed (%s): %s", job.name, error.code, error.message)
-    if reason := service.refusal_reason():
+    reason = service.refusal_reason() or ("its replica has ended" if error.code == "replica_lost" else None)
+    if reason is not None:
         return Unavailable(f"The request was cut off: {reason}.", retry_after=RETRY_SECONDS)
     fields = job.fields
     if error.code == "no_token_left" and fields.narrows and fields.constraint is not None:

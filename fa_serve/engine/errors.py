@@ -25,6 +25,7 @@ RequestErrorCode = Literal[
     "step_failed",
     "scheduler_failed",
     "engine_dead",
+    "replica_lost",
 ]
 
 
@@ -48,6 +49,7 @@ class RequestError:
         step_failed       an exception in the step that computed the request
         scheduler_failed  an exception in the scheduler, which ends all requests
         engine_dead       the engine was shut down or died
+        replica_lost      one of several engines died; the others go on
     message: one sentence for people
     """
 
