@@ -99,6 +99,7 @@ class ModelRunner:
         """Fuse the layers and routers of the model where that is possible. Returns how many layers are fused."""
         fused = fusion.fuse(self.model)
         fuse_routers(self.model)
+        self.layers = fusion.cached_layers(self.model, self.layers)
         return fused
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
@@ -253,10 +254,9 @@ class ModelRunner:
             room = kv_cache.reclaimable_memory()
             where = "of memory"
         if num_pages * size > room:
-            asked = num_pages * size / 2**30
             rule = (
                 f"be at most {room // size}: {self.page_size} tokens in {len(self.layers)} layers take {size / 2**10:.4g} KiB "
-                f"a page, {num_pages} pages take {asked:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
+                f"a page, {num_pages} pages take {num_pages * size / 2**30:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
             )
             raise ParameterError("num_pages", rule, num_pages)
 

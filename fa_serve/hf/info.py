@@ -87,7 +87,7 @@ class RankShare:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of one token, in all layers."""
-        return sum(x.num_kv_heads * (x.head_dim + x.head_dim_v) * x.kv_dtype.itemsize for x in self.layers)
+        return sum(x.cached_bytes for x in self.layers)
 
 
 @dataclass(frozen=True)
