@@ -256,7 +256,7 @@ class ModelRunner:
         if num_pages * size > room:
             rule = (
                 f"be at most {room // size}: {self.page_size} tokens in {len(self.layers)} layers take {size / 2**10:.4g} KiB "
-                f"a page, {num_pages} pages take {num_pages * size / 2**30:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
+                f"a page, {num_pages} pages {num_pages * size / 2**30:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
             )
             raise ParameterError("num_pages", rule, num_pages)
 
