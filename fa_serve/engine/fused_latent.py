@@ -13,7 +13,7 @@ the cache are read in the absorbed form, whatever the number of queries: it need
 times as large as the latent ones, and no lengths on the host, so it can be captured in CUDA graphs. Both forms are the same sum
 in another order.
 
-Left out: which layers have latent attention (fa_serve.hf.latent), and the proof that a layer computes this (fusion.py).
+Left out: which layers have latent attention (fa_serve.hf.latent_layers), and the proof that a layer computes this (fusion.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.api import store_kv
 from fa_serve.engine.fused_layer import LayerStep, Product
-from fa_serve.hf.latent import LatentSizes
+from fa_serve.hf.latent_layers import LatentSizes
 
 Pairing = Literal["halves", "neighbours"]
 """Which numbers a rotation pairs: i and i + dim / 2, or 2 i and 2 i + 1."""

@@ -21,7 +21,7 @@ from fa_serve import ops
 from fa_serve.engine.fused_latent import LatentAttention
 from fa_serve.engine.fused_layer import FusedAttention, FusedLayer, HeadsAttention, Product
 from fa_serve.hf import PartOfSum
-from fa_serve.hf.latent import LatentSizes, latent_sizes
+from fa_serve.hf.latent_layers import LatentSizes, latent_sizes
 from fa_serve.hf.quantized_linear import QuantizedLinear
 
 ROTATIONS = {
@@ -29,7 +29,7 @@ ROTATIONS = {
     "neighbours": "with rotary embedding of neighbours",
     "none": "without rotary embedding",
 }
-"""What a layer may do to queries and keys, in the order in which it is tried, and how messages say it."""
+"""What a layer may do to queries and keys, and how messages say it."""
 
 
 class NotFusedError(Exception):
@@ -52,10 +52,18 @@ class Call:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def build(layer: nn.Module, call: Call, rotation: str) -> FusedLayer | None:
-    """The fused form of a layer, whose weights are merged on the way; None if its kind of attention is never rotated so.
+def rotations(layer: nn.Module, call: Call) -> tuple[str, ...]:
+    """Which of ROTATIONS the layer may have, those that are tried first to begin with."""
+    return ("halves", "none") if _sizes(layer, call) is None else ("halves", "neighbours")
 
-    rotation: one of ROTATIONS
+
+def _sizes(layer: nn.Module, call: Call) -> LatentSizes | None:
+    _, num_heads, head_dim = call.heads[0].shape
+    return latent_sizes(cast(nn.Module, layer.self_attn), num_heads, head_dim)
+
+
+def build(layer: nn.Module, call: Call, rotation: str) -> FusedLayer:
+    """The fused form of a layer, whose weights are merged on the way. rotation: one of `rotations`
 
     Raises NotFusedError or AttributeError for a layer that lacks a part.
     """
@@ -67,16 +75,10 @@ def build(layer: nn.Module, call: Call, rotation: str) -> FusedLayer | None:
         first, second = (name if hasattr(layer, name) else None for name in before)
         names = (first, "post_attention_layernorm", second, "post_feedforward_layernorm")
     norms = [None if name is None else _norm(getattr(layer, name)) for name in names]
-    query = call.heads[0]
     multiplier = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
     if multiplier != 1.0 and hasattr(layer, "post_feedforward_layernorm"):
         raise NotFusedError(f"it multiplies its parts by {multiplier} after they are normalised")
-    sizes = latent_sizes(attention, query.shape[1], query.shape[2])
-    if rotation == ("none" if sizes else "neighbours"):
-        return None
-    options = call.options
-    if sizes is not None:
-        options = _latent_options(call)
+    sizes = _sizes(layer, call)
     gate_up = down = None
     if isinstance(getattr(mlp, "down_proj", None), nn.Linear | QuantizedLinear):
         down = _product(mlp.down_proj)
@@ -84,7 +86,7 @@ def build(layer: nn.Module, call: Call, rotation: str) -> FusedLayer | None:
     return FusedLayer(
         original=partial(type(layer).forward, layer),
         index=call.index,
-        options=options,
+        options=call.options if sizes is None else _latent_options(call),
         before_attention=norms[0],
         after_attention=norms[1],
         before_mlp=norms[2],

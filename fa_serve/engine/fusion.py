@@ -29,9 +29,9 @@ from transformers import PreTrainedModel
 
 from fa_serve.engine.fused_latent import LatentAttention
 from fa_serve.engine.fused_layer import FusedLayer, LayerStep, cos_and_sin
-from fa_serve.engine.fused_parts import ROTATIONS, Call, NotFusedError, build
+from fa_serve.engine.fused_parts import ROTATIONS, Call, NotFusedError, build, rotations
 from fa_serve.hf import LayerCall, PartOfSum, paged_forward, vocab_size
-from fa_serve.hf.latent import latent_spec
+from fa_serve.hf.latent_layers import latent_spec
 from fa_serve.spec import AttentionSpec
 
 log = logging.getLogger("fa_serve.engine")
@@ -169,11 +169,8 @@ def _prove(layer: nn.Module, call: Call) -> str:
     original = copy.deepcopy(layer).float()
     expected = _expected(original, call)
     reasons = []
-    for rotation in ROTATIONS:
-        fused = build(original, expected.call, rotation)
-        if fused is None:
-            continue
-        wrong = _differences(fused, expected)
+    for rotation in rotations(original, expected.call):
+        wrong = _differences(build(original, expected.call, rotation), expected)
         if not wrong:
             return rotation
         reasons.append(f"{ROTATIONS[rotation]} its {' and '.join(wrong)} would change")

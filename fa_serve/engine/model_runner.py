@@ -6,9 +6,8 @@
     pending = runner.sample(forward)         # the same; the masks of structured outputs may come as late as this
     result = pending.read()                  # waits for the device: one token for each chunk that samples
 
-The numbers of a step are packed into one block of host memory and sent in one copy. A token that the step before has sampled
-may not be known on the host yet, so the device keeps the last sampled token of each slot. Left out: which tokens are computed
-(scheduler.py) and how a token is chosen (sampler.py).
+The numbers of a step are one block of host memory, sent in one copy. The device keeps the last sampled token of each slot,
+which the host may not know yet. Left out: which tokens are computed (scheduler.py) and how one is chosen (sampler.py).
 """
 
 from __future__ import annotations
@@ -254,9 +253,10 @@ class ModelRunner:
             room = kv_cache.reclaimable_memory()
             where = "of memory"
         if num_pages * size > room:
+            asked = num_pages * size / 2**30
             rule = (
                 f"be at most {room // size}: {self.page_size} tokens in {len(self.layers)} layers take {size / 2**10:.4g} KiB "
-                f"a page, {num_pages} pages {num_pages * size / 2**30:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
+                f"a page, {num_pages} pages take {asked:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
             )
             raise ParameterError("num_pages", rule, num_pages)
 

@@ -11,6 +11,7 @@ from tiny_models import random_prompts
 
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.fused_latent import LatentAttention, rotate
+from fa_serve.engine.speculation import NgramDrafter
 
 by_family = pytest.mark.parametrize("family", LATENT, ids=lambda family: family.name)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -65,13 +66,23 @@ def test_tokens_are_those_of_generate(make_engine, family, monkeypatch) -> None:
     engine.check_integrity()
 
 
-def test_drafts_are_verified_on_latent_keys(make_engine) -> None:
+def test_drafts_are_verified_on_latent_keys(make_engine, monkeypatch) -> None:
+    """Every draft has two right tokens and a wrong one, so each step verifies four tokens."""
     family = LATENT[0]
-    asked = [prompt * 3 for prompt in prompts()[:3]]
+    asked = prompts()[:3]
+    answers = expected(family, asked)
+    known = {tuple(prompt): prompt + answer for prompt, answer in zip(asked, answers, strict=True)}
+
+    def propose(_: object, sequence, count: int) -> list[int]:
+        right = known[tuple(sequence.request.prompt)][len(sequence.tokens) :][:2]
+        return [*right, (right[-1] + 1) % VOCAB][:count] if right else []
+
+    monkeypatch.setattr(NgramDrafter, "propose", propose)
     engine = make_engine(model=family.build(), speculative="ngram")
-    assert [c.token_ids for c in engine.generate(asked, GREEDY)] == expected(family, asked)
-    assert engine.stats().speculation.num_draft_tokens > 0
+    assert [c.token_ids for c in engine.generate(asked, GREEDY)] == answers
     assert latent_layers(engine)
+    drafts = engine.stats().speculation
+    assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
 
 
 @pytest.mark.parametrize(

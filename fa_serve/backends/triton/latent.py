@@ -2,7 +2,7 @@
 
 A key has 512 + 64 numbers in DeepSeek's models, of which the first 512 are its value, and all query heads share one KV head. So
 16 to 128 query heads are rows of one problem, and a key that a program has loaded serves both products. The head size is no
-power of two, so both parts of keys and queries are tiles of their own: S = Q_c C^T + Q_r R^T and O = P C. Queries are the rows
+power of two, so each part of keys and queries is one tile: S = Q_c C^T + Q_r R^T and O = P C. Queries are the rows
 of all tiles, because 64 rows fill a wgmma and C is then read from shared memory by both products.
 
 One kernel serves all calls, with the programs of either of two kinds:

@@ -1,8 +1,8 @@
 """Which tiles the portable kernels use: pure functions of what the host knows. Nothing is tuned on the serving path.
 
 `forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `latent_tiles` for latent attention,
-`combine_tiles` for merging splits, and `sparse_tiles` for block-sparse calls. Each branch carries the measurement behind it. `bench_attention.py tune` and
-`tune_decode.py` in benchmarks/ repeat them.
+`combine_tiles` for merging splits, and `sparse_tiles` for block-sparse calls. Each branch carries the measurement behind it.
+`bench_attention.py tune` and `tune_decode.py` in benchmarks/ repeat them.
 """
 
 from __future__ import annotations
@@ -302,15 +302,18 @@ def latent_tiles(
 ) -> DecodeTiles:
     """The tile of one call of latent attention, with arguments as in `decode_tiles`. Queries are the rows of every tile.
 
-    They are compiled but not measured: the most rows, then the most keys, without spills and within the shared memory of each
-    GPU. With 64 rows, 128 query heads read each key twice, the second time from the L2 cache.
+    They are compiled but not measured: the most rows, then the most keys, without spills in the inner loop and within the
+    shared memory of each GPU. With 64 rows, 128 query heads read each key twice, the second time from the L2 cache. With 64
+    rows on sm100, and with 128 on sm90, the accumulator spills.
     """
     rows = groups if num_splits else groups * max_seqlen_q
-    most = 64 if arch in (90, 100, 103) else 32 if arch == 80 else 16
-    block_m = min(most if itemsize == 2 else 16, max(16, 1 << (rows - 1).bit_length()))
-    wide = padded_dim(head_dim_v) > 256
-    block_n = 16 if itemsize == 4 or (arch in (0, 86, 89, 120) and wide) else 32
-    tiles = DecodeTiles(block_m, block_n, 8 if wide else 4, 1 if itemsize == 4 or arch == 0 else 2, num_splits, balanced=False)
+    most = 16 if itemsize == 4 or arch == 0 else 64 if arch == 90 else 32
+    block_m = min(most, max(16, 1 << (rows - 1).bit_length()))
+    small = arch not in (80, 90, 100, 103) and padded_dim(head_dim_v) > 256  # at most 99 KiB of shared memory
+    block_n = 16 if itemsize == 4 or small else 32
+    in_registers = itemsize == 4 and arch == 0
+    num_stages = 1 if itemsize == 4 or arch == 0 else 2
+    tiles = DecodeTiles(block_m, block_n, 4 if in_registers else 8, num_stages, num_splits, balanced=False)
     if num_splits:
         return tiles
     units = num_kv_heads * triton.cdiv(groups * max_seqlen_q, block_m)

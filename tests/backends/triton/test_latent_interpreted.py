@@ -142,7 +142,7 @@ def test_a_fixed_number_of_splits_does_not_depend_on_the_batch() -> None:
 def test_sequences_of_another_kernel_are_left_alone(decodes: bool) -> None:
     """Decoding leaves those with more queries than its bound, prompts those with few, and `out` may have any strides."""
     case = Case(q_lens=(1, 19, 2), kv_lens=(50, 34, 20), heads=(4, 1))
-    q, cache, keys, options = make(case)
+    q, cache, _, options = make(case)
     out = torch.full((22, 4, 40), 7.0)[..., :24]
     bounds = {"max_seqlen_q": 2} if decodes else {"skip_q": 2}
     given = options | bounds | {"window_size": (-1, 0), "softcap": 0.0, "out": out}
