@@ -9,6 +9,7 @@
     python benchmarks/bench_attention.py models                       # heads, head sizes and options of 20 models, four batches
     python benchmarks/bench_attention.py chunk                        # 64 to 2048 queries behind 1k to 64k keys, paged
     python benchmarks/bench_attention.py verify                       # 2 to 16 queries per sequence, as in speculative decoding
+    python benchmarks/bench_attention.py latent                       # one KV head of 512 + 64 (MLA), GB/s beside the ceiling
     python benchmarks/bench_attention.py sparse                       # block-sparse, beside FlexAttention and dense calls
     python benchmarks/bench_attention.py backward                     # gradients over the grid of prefill; SDPA-flash, cuDNN
     python benchmarks/bench_attention.py tune --head-dims 128         # tiles of the Triton kernel; decode has tune_decode.py
@@ -35,6 +36,8 @@ from attention_cells import (
     CHUNK_HEADS,
     DECODE_CELLS,
     HIDDEN,
+    LATENT_CELLS,
+    LATENT_HEADS,
     MODELS,
     PAGED_HEADS,
     SEQLENS,
@@ -45,6 +48,7 @@ from attention_cells import (
     VERIFY_HEADS,
     WINDOWS,
 )
+from latent_problem import LatentProblem
 from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa
 from paged_problem import Problem, pools, uneven
 from sparse_problem import SparseProblem
@@ -363,6 +367,32 @@ def few_queries(
     results.write()
 
 
+def latent(args: argparse.Namespace) -> None:
+    """Latent attention over pages. The last columns are GB/s of keys, their part of the read bandwidth, and TFLOPS.
+
+    A few small calls are compared with float64 first, and two sequences of each cell. `--peers` does not apply.
+    """
+    results = Results("latent", args.out)
+    for queries in (1, 3, 40):
+        gated = LatentProblem.make([333, 1000, 77], 128, queries, torch.bfloat16, "cuda")
+        gated.check(gated.ours(args.backend)(), f"gate of {queries} queries", rows=queries)
+    bandwidth = read_bandwidth()
+    results.add("read_bandwidth", "TB/s", bandwidth, {})
+    print(f"the gate holds; read bandwidth {bandwidth:.2f} TB/s\n{'case':<28}{'us':>9}{'GB/s':>9}{'of it':>8}{'TFLOPS':>9}")
+    for heads in LATENT_HEADS:
+        for queries, keys, batch in LATENT_CELLS:
+            case = f"h{heads}_{queries}_of_{keys}x{batch}"
+            problem = LatentProblem.make([keys] * batch, heads, queries, torch.bfloat16, "cuda")
+            ours = problem.ours(args.backend)
+            problem.check(ours(), case)
+            us = in_turns({"ours": ours}, graph_microseconds)["ours"]
+            results.add(case, "us", us, {})
+            rate = problem.bytes_read / us * 1e-3
+            flops = problem.operations / us * 1e-6
+            print(f"{case:<28}{us:9.1f}{rate:9.0f}{rate / bandwidth * 1e-3:8.1%}{flops:9.0f}", flush=True)
+    results.write()
+
+
 def sparse(args: argparse.Namespace) -> None:
     """Block-sparse calls in milliseconds, beside compiled FlexAttention on the same blocks and our dense call.
 
@@ -482,7 +512,7 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = (prefill, varlen, window, decode, mixed, models, chunk, verify, sparse, backward, tune)
+    modes = (prefill, varlen, window, decode, mixed, models, chunk, verify, latent, sparse, backward, tune)
     benches = {mode.__name__: mode for mode in modes}
     parser.add_argument("bench", choices=list(benches))
     parser.add_argument("--backend", default="auto")
