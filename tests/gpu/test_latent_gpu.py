@@ -77,13 +77,13 @@ def test_tokens_are_those_of_generate(family, settings, monkeypatch) -> None:
 def test_bfloat16_is_as_close_to_float64_as_the_models_own_code() -> None:
     """Log-probabilities of a prompt, in chunks behind cached keys: twice the error of the model's own bfloat16 at most."""
     family = next(f for f in LATENT if f.name == "minicpm3")
-    ids = (torch.arange(200) * 7 % 90 + 3).tolist()
+    ids = (torch.arange(100) * 7 % 90 + 3).tolist()
     tensor = torch.tensor([ids], device="cuda")
     exact = family.build().double().to("cuda")(tensor).logits[0].log_softmax(-1)
     own = family.build().to("cuda", torch.bfloat16)
     eager = own(tensor).logits[0].double().log_softmax(-1)
     patch(own)
-    engine = Engine(EngineConfig(device="cuda", num_pages=64, max_num_batched_tokens=64, max_num_seqs=4), model=own)
+    engine = Engine(EngineConfig(device="cuda", num_pages=64, max_num_batched_tokens=33, max_num_seqs=4), model=own)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     found = engine.generate([ids], params)[0].prompt_logprobs
     assert found is not None
