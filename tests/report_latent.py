@@ -75,7 +75,7 @@ def page(results: dict[str, Any]) -> list[str]:
     refused = [f"{name} ({reason})" for name, reason in results["types"].items() if reason]
     lines += [
         "",
-        f"No test computes these model types with the same parts: {', '.join(others)}. If the engine runs such a model, it tries",
-        f"to prove its layers when it loads it. These are refused: {', '.join(refused)}.",
+        f"No test computes these model types with the same parts: {', '.join(others)}. If the engine runs such a model, it",
+        f"tries to prove its layers when it loads it. These are refused: {', '.join(refused)}.",
     ]
     return lines
