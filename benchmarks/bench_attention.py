@@ -17,9 +17,8 @@
 The prefill grid is that of the FlashAttention papers: 16k tokens in all, hidden size 2048, bfloat16. TFLOPS count 4 * batch *
 heads * seqlen^2 * head_dim, and half of it when causal. Decode and mixed use page_size 16 and pages in random order. Their unit
 is microseconds of one call inside a CUDA graph, because a captured step runs that way. FA3 makes its scheduling metadata in its
-paged call. The peer of a float8 cell is our bfloat16 call, timed once before. Ours and the other peers are measured three
-times in turn, each after a pause, and the median counts. A cell with a wrong result reports no speed. A run replaces the
-results of the last run.
+paged call. The peer of a float8 cell is our bfloat16 call, timed once before. Ours and the other peers are measured three times
+in turn, after pauses, and the median counts. A wrong result reports no speed. A run replaces the results of the last run.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ from attention_cells import (
     CHUNK_HEADS,
     DECODE_CELLS,
     HIDDEN,
-    LATENT_CELLS,
-    LATENT_HEADS,
     MODELS,
     PAGED_HEADS,
     SEQLENS,
@@ -48,7 +45,7 @@ from attention_cells import (
     VERIFY_HEADS,
     WINDOWS,
 )
-from latent_problem import LatentProblem
+from latent_problem import latent
 from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa
 from paged_problem import Problem, pools, uneven
 from sparse_problem import SparseProblem
@@ -364,32 +361,6 @@ def few_queries(
         for queries, keys, batch in cells:
             problem = Problem.make([keys] * batch, heads, kv_heads, dim, queries=queries, pool=pool(kv_heads, dim))
             paged_cell(results, f"{heads}_{kv_heads}_d{dim}_{queries}_of_{keys}x{batch}", problem)
-    results.write()
-
-
-def latent(args: argparse.Namespace) -> None:
-    """Latent attention over pages. The last columns are GB/s of keys, their part of the read bandwidth, and TFLOPS.
-
-    A few small calls are compared with float64 first, and two sequences of each cell. `--peers` does not apply.
-    """
-    results = Results("latent", args.out)
-    for queries in (1, 3, 40):
-        gated = LatentProblem.make([333, 1000, 77], 128, queries, torch.bfloat16, "cuda")
-        gated.check(gated.ours(args.backend)(), f"gate of {queries} queries", rows=queries)
-    bandwidth = read_bandwidth()
-    results.add("read_bandwidth", "TB/s", bandwidth, {})
-    print(f"the gate holds; read bandwidth {bandwidth:.2f} TB/s\n{'case':<28}{'us':>9}{'GB/s':>9}{'of it':>8}{'TFLOPS':>9}")
-    for heads in LATENT_HEADS:
-        for queries, keys, batch in LATENT_CELLS:
-            case = f"h{heads}_{queries}_of_{keys}x{batch}"
-            problem = LatentProblem.make([keys] * batch, heads, queries, torch.bfloat16, "cuda")
-            ours = problem.ours(args.backend)
-            problem.check(ours(), case)
-            us = in_turns({"ours": ours}, graph_microseconds)["ours"]
-            results.add(case, "us", us, {})
-            rate = problem.bytes_read / us * 1e-3
-            flops = problem.operations / us * 1e-6
-            print(f"{case:<28}{us:9.1f}{rate:9.0f}{rate / bandwidth * 1e-3:8.1%}{flops:9.0f}", flush=True)
     results.write()
 
 

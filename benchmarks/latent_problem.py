@@ -1,17 +1,20 @@
-"""One step of latent attention over a paged cache: its tensors, our call and its check against float64.
+"""One step of latent attention over a paged cache: its tensors, our call, its check against float64, and the benchmark.
 
-bench_attention.py times the public function; tests/benchmarks runs the check on a CPU. A key has 512 + 64 numbers, the first
+bench_attention.py calls `latent`; tests/benchmarks runs the check on a CPU. A key has 512 + 64 numbers, the first
 512 of which are its value, and all query heads share one KV head. Pages lie in random order, and whatever no sequence owns is
 NaN.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from attention_cells import LATENT_CELLS, LATENT_HEADS
+from measure import Results, graph_microseconds, in_turns, read_bandwidth
 from torch import Tensor
 
 import fa_serve
@@ -97,3 +100,29 @@ class LatentProblem:
         """Floating-point operations of the products with the keys that queries see."""
         pairs = sum(self.queries * n - self.queries * (self.queries - 1) // 2 for n in self.lengths)
         return 2 * pairs * self.q.shape[1] * (2 * RANK + ROPE)
+
+
+def latent(args: argparse.Namespace) -> None:
+    """Latent attention over pages. The last columns are GB/s of keys, their part of the read bandwidth, and TFLOPS.
+
+    A few small calls are compared with float64 first, and two sequences of each cell. `--peers` does not apply.
+    """
+    results = Results("latent", args.out)
+    for queries in (1, 3, 40):
+        gated = LatentProblem.make([333, 1000, 77], 128, queries, torch.bfloat16, "cuda")
+        gated.check(gated.ours(args.backend)(), f"gate of {queries} queries", rows=queries)
+    bandwidth = read_bandwidth()
+    results.add("read_bandwidth", "TB/s", bandwidth, {})
+    print(f"the gate holds; read bandwidth {bandwidth:.2f} TB/s\n{'case':<28}{'us':>9}{'GB/s':>9}{'of it':>8}{'TFLOPS':>9}")
+    for heads in LATENT_HEADS:
+        for queries, keys, batch in LATENT_CELLS:
+            case = f"h{heads}_{queries}_of_{keys}x{batch}"
+            problem = LatentProblem.make([keys] * batch, heads, queries, torch.bfloat16, "cuda")
+            ours = problem.ours(args.backend)
+            problem.check(ours(), case)
+            us = in_turns({"ours": ours}, graph_microseconds)["ours"]
+            results.add(case, "us", us, {})
+            rate = problem.bytes_read / us * 1e-3
+            flops = problem.operations / us * 1e-6
+            print(f"{case:<28}{us:9.1f}{rate:9.0f}{rate / bandwidth * 1e-3:8.1%}{flops:9.0f}", flush=True)
+    results.write()
