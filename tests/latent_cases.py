@@ -91,7 +91,6 @@ CASES = [
     LatentCase(q_lens=(5, 5), kv_lens=(90, 60), heads=(8, 1), page_size=64, dims=(48, 32)),
     LatentCase(q_lens=(1,), kv_lens=(300,), page_size=128),
     LatentCase(q_lens=(2, 2), kv_lens=(20, 9), causal=False),
-    LatentCase(q_lens=(20,), kv_lens=(75,), heads=(4, 1)),
     LatentCase(q_lens=(1, 19, 0, 30, 1), kv_lens=(50, 34, 3, 30, 5), heads=(6, 1)),
     LatentCase(q_lens=(33, 1), kv_lens=(40, 17), heads=(6, 2), dims=(24, 16), head_major=True),
 ]

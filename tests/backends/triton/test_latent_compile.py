@@ -43,10 +43,8 @@ class Shape:
 OTHERS = [
     ("sm80", Shape(heads=16, rank=256, rope=32, dtype=torch.float16, max_seqlen_q=2)),
     ("sm86", Shape(max_seqlen_q=256, decodes=False)),
-    ("sm90", Shape(heads=16)),
     ("sm90", Shape(max_seqlen_q=256, decodes=False)),
     ("sm90", Shape(page_size=64, num_splits=4)),
-    ("sm100", Shape(heads=16, dtype=torch.float32)),
     ("gfx942", Shape(heads=16, dtype=torch.float32)),
 ]
 

@@ -42,10 +42,10 @@ def test_the_kernel_computes_what_it_serves(monkeypatch) -> None:
 
 
 def test_a_fixed_number_of_splits_does_not_depend_on_the_batch() -> None:
-    case = LatentCase(q_lens=(1, 1, 1, 1), kv_lens=(150, 17, 64, 5), heads=(8, 1), num_splits=4)
+    case = LatentCase(q_lens=(1, 1), kv_lens=(150, 17), heads=(8, 1), num_splits=4)
     q, cache, _, options = make_latent(case)
     together, _ = fa_serve.attention_paged(q, cache, cache[..., :24], backend="triton", **options)
-    for row in range(4):
+    for row in range(2):
         own = options | {
             "block_table": options["block_table"][row : row + 1],
             "seqused_k": options["seqused_k"][row : row + 1],
