@@ -2,11 +2,12 @@
 
     python tests/report_models.py             # runs the tests of the families, then writes the page (minutes)
     python tests/report_models.py --experts   # finds how models keep their experts again, then writes the page
+    python tests/report_models.py --latent    # finds which models have latent attention again, then writes the page
     python tests/report_models.py --page      # writes the page alone, from the files below
 
 tests/results/families.json holds the outcomes of tests/hf/test_families.py and tests/hf/test_multimodal.py, the backends that
 serve the layers of each architecture in its published sizes, whether fa_serve takes each model of transformers, and what
-`report_experts.py` finds.
+`report_experts.py` and `report_latent.py` find.
 tests/upstream/results.json holds the outcomes of transformers' own tests, which tests/upstream/run.py writes.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import report_experts
+import report_latent
 
 HERE = Path(__file__).parent
 FAMILIES = HERE / "results" / "families.json"
@@ -92,9 +94,11 @@ def layers() -> dict[str, list[dict[str, str]]]:
                 paged = described.engine is None
                 prefill, decode = (
                     next((backend for backend, reason in explain(s).items() if reason is None), "none")
-                    for s in (spec, decoding(spec))
+                    for s in (spec, decoding(layer))
                 )
                 asks = str(spec).partition("bfloat16, ")[2]
+                if layer.latent is not None:
+                    asks += f", latent keys of {layer.latent.rank} + {layer.latent.rope}"
                 row = {"layers": where, "asks": asks, "prefill": prefill, "decode": decode if paged else "-"}
                 found[name].append(row)
     return found
@@ -169,7 +173,12 @@ def collect() -> dict[str, Any]:
 
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     found = {"versions": versions, "families": outcomes(), "layers": layers(), "census": census()}
+    found["latent"] = latent(found["census"])
     return found | {"experts": experts(), "kept_weights": kept_weights(), "formats": formats_of_transformers()}
+
+
+def latent(census: dict[str, str]) -> dict[str, Any]:
+    return {"tested": report_latent.tested(), "types": report_latent.structured(census)}
 
 
 def experts() -> dict[str, Any]:
@@ -222,6 +231,7 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
     for name, kinds in results["layers"].items():
         for row in kinds:
             lines.append(f"| {name} | {row['layers']} | {row['asks']} | {row['prefill']} | {row['decode']} |")
+    lines += report_latent.page(results["latent"])
     lines += report_experts.page(results["experts"])
     counts = Counter(results["census"].values())
     lines += [
@@ -304,9 +314,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--page", action="store_true", help="write the page from the existing results")
     parser.add_argument("--experts", action="store_true", help="find only how models keep their experts")
+    parser.add_argument("--latent", action="store_true", help="find only which models have latent attention")
     args = parser.parse_args()
     if not args.page:
-        results = json.loads(FAMILIES.read_text()) | {"experts": experts()} if args.experts else collect()
+        results = json.loads(FAMILIES.read_text()) if args.experts or args.latent else collect()
+        if args.experts:
+            results["experts"] = experts()
+        if args.latent:
+            results |= {"latent": latent(results["census"]), "layers": layers()}
         FAMILIES.parent.mkdir(exist_ok=True)
         FAMILIES.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(json.loads(FAMILIES.read_text()), json.loads(UPSTREAM.read_text())))

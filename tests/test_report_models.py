@@ -8,7 +8,7 @@ import pytest
 import transformers
 from hf_families import FAMILIES
 from hf_multimodal import MODELS
-from report_models import COLUMNS, PAGE, UPSTREAM, experts, formats_of_transformers, kept_weights, page
+from report_models import COLUMNS, PAGE, UPSTREAM, experts, formats_of_transformers, kept_weights, latent, page
 from report_models import FAMILIES as RESULTS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -59,6 +59,16 @@ def test_no_failure_of_transformers_own_tests_is_without_a_reason() -> None:
     for row in families.values():
         assert row["passed"] > 20
         assert all("refuses with a sentence" in why or "with sdpa itself" in why for why in row["failed"].values())
+
+
+def test_the_table_of_latent_attention_is_what_the_engine_does() -> None:
+    results = json.loads(RESULTS.read_text())
+    if results["versions"]["transformers"] != transformers.__version__:
+        pytest.skip("the page is about another release of transformers")
+    assert results["latent"] == latent(results["census"]), AGAIN
+    served = {row["type"] for row in results["latent"]["tested"].values() if row["cache"] == "latent keys"}
+    assert served == {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"}
+    assert {row["rotary"] for row in results["latent"]["tested"].values()} == {"halves", "neighbours", "-"}
 
 
 def test_the_experts_are_those_of_the_installed_transformers() -> None:

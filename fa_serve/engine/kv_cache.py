@@ -28,13 +28,16 @@ CPU_SHARE = 0.25
 
 def bytes_per_page(layers: Sequence[AttentionSpec], page_size: int) -> int:
     """Bytes of the keys and values of one page in all layers."""
-    return sum(page_size * x.num_kv_heads * (x.head_dim + x.head_dim_v) * x.kv_dtype.itemsize for x in layers)
+    return sum(page_size * x.cached_bytes for x in layers)
 
 
 def allocate(
     layers: Sequence[AttentionSpec], num_pages: int, page_size: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """(k_cache, v_cache) by layer: views (num_pages, page_size, num_kv_heads, head_dim or head_dim_v)."""
+    """(k_cache, v_cache) by layer: views (num_pages, page_size, num_kv_heads, head_dim or head_dim_v).
+
+    Where values are the first numbers of the keys, v_cache is that part of k_cache.
+    """
 
     def pages(layer: AttentionSpec, dim: int) -> Tensor:
         # Never zeroed: what has not been written is never read, and a CPU allocates memory only where it is touched.
@@ -42,7 +45,11 @@ def allocate(
             return torch.empty(num_pages, page_size, layer.num_kv_heads, dim, dtype=layer.kv_dtype)
         return torch.empty(num_pages, layer.num_kv_heads, page_size, dim, dtype=layer.kv_dtype, device=device).transpose(1, 2)
 
-    return [(pages(layer, layer.head_dim), pages(layer, layer.head_dim_v)) for layer in layers]
+    caches = []
+    for layer in layers:
+        keys = pages(layer, layer.head_dim)
+        caches.append((keys, keys[..., : layer.head_dim_v] if layer.values_in_keys else pages(layer, layer.head_dim_v)))
+    return caches
 
 
 def check_num_pages(num_pages: int, size: int, page_size: int, num_layers: int, device: torch.device) -> None:

@@ -6,9 +6,8 @@
     pending = runner.sample(forward)         # the same; the masks of structured outputs may come as late as this
     result = pending.read()                  # waits for the device: one token for each chunk that samples
 
-The numbers of a step are packed into one block of host memory and sent in one copy. A token that the step before has sampled
-may not be known on the host yet, so the device keeps the last sampled token of each slot. Left out: which tokens are computed
-(scheduler.py) and how a token is chosen (sampler.py).
+The numbers of a step are one block of host memory, sent in one copy. The device keeps the last sampled token of each slot,
+which the host may not know yet. Left out: which tokens are computed (scheduler.py) and how one is chosen (sampler.py).
 """
 
 from __future__ import annotations
@@ -106,6 +105,7 @@ class ModelRunner:
         """Fuse the layers and routers of the model where that is possible. Returns how many layers are fused."""
         fused = fusion.fuse(self.model)
         fuse_routers(self.model)
+        self.layers = fusion.cached_layers(self.model, self.layers)
         return fused
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:

@@ -17,6 +17,7 @@ as it is.
     attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
     experts.py         the function that computes a mixture's experts, and whether the engine may use it
     paged.py           the engine's forward over packed tokens and a paged cache
+    latent_layers.py   which layers have latent attention, and what is cached for them
     layer_kinds.py     few layers that stand for all layers of a model
     hidden_states.py   reads a model's hidden states between its layers
     eagle3.py          a head that guesses tokens from them, imported when there is one

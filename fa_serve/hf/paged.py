@@ -38,7 +38,7 @@ class PagedBatch:
     kv_caches:  (k_cache, v_cache) by layer_idx
     fresh:      no sequence has keys in the cache but those of this step, so attention takes them as they come
     num_splits: as in `attention_paged`
-    descales:   (k_descale, v_descale) by layer_idx, for float8 caches; else None
+    descales:   (k_descale, v_descale) by layer_idx, for those caches that are float8; None if none is
     """
 
     kv_caches: Sequence[tuple[Tensor, Tensor]]
@@ -134,7 +134,7 @@ class PagedBatch:
 
     def descale(self, layer_idx: int) -> dict[str, Any]:
         """The arguments k_descale and v_descale of `store_kv` and `attention_paged` for a float8 cache; none for another."""
-        if self.descales is None:
+        if self.descales is None or self.kv_caches[layer_idx][0].dtype != torch.float8_e4m3fn:
             return {}
         k_descale, v_descale = self.descales[layer_idx]
         return {"k_descale": k_descale, "v_descale": v_descale}

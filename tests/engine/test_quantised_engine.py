@@ -56,7 +56,7 @@ def test_every_layer_is_fused(copies: Path, name: str) -> None:
     layer = model.model.layers[2]
     assert isinstance(layer.forward, FusedLayer)
     for fused, parts in (
-        (layer.forward.qkv, [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]),
+        (layer.forward.attention.qkv, [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]),
         (layer.forward.gate_up, [layer.mlp.gate_proj, layer.mlp.up_proj]),
     ):
         stored = fused.weight.data.untyped_storage().data_ptr()
