@@ -116,7 +116,7 @@ MIXTURES_OF = [
 ]
 
 
-@pytest.mark.parametrize(("mixture", "target", "counts"), MIXTURES_OF, ids=lambda part: part if isinstance(part, str) else str(len(part)))
+@pytest.mark.parametrize(("mixture", "target", "counts"), MIXTURES_OF, ids=str)
 def test_experts(mixture: str, target: str, counts: tuple[int, ...]) -> None:
     sizes, gate, _ = MIXTURES[mixture]
     num_experts, top_k, hidden, width = sizes
