@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantized import float8_weight, int4_weight
+from quantized import float4_weight, float8_weight, int4_weight
 from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
 
 from fa_serve import ops
@@ -29,6 +29,7 @@ WEIGHTS = {
     "int4-G32-zeros-half": lambda n, k: int4_weight(n, k, group_size=32, zeros=True, dtype=torch.float16),
     "int4-row": lambda n, k: int4_weight(n, k, group_size=k),
     "int4-G128-act-order": lambda n, k: int4_weight(n, k, group_size=128, zeros=True, act_order=True),
+    "mxfp4": lambda n, k: float4_weight(n, k),
     "float8-row": lambda n, k: float8_weight(n, k, group_size=k),
     "float8-G128": lambda n, k: float8_weight(n, k, group_size=128),
 }
