@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from cross_compile import TARGETS, compiling_for
-from quantized import float8_weight, int4_weight
+from quantized import float4_weight, float8_weight, int4_weight
 from torch import Tensor
 
 from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Router
@@ -137,6 +139,32 @@ def test_experts(sizes: tuple[int, int, int, int], gate: Gate, counts: tuple[int
         large = products[-2:]
         assert all(kernel.instructions["HGMMA"] and not kernel.instructions["HMMA"] for kernel in large)
         assert all(kernel.instructions["LDGSTS"] >= 9 for kernel in products), "tiles are loaded while others are multiplied"
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
+def test_quantised_experts(target: str) -> None:
+    """mxfp4 with gpt-oss' gates and biases, for one token and for many. Float8 in blocks on Hopper only, to save time."""
+    num_experts, hidden, width = 4, 1024, 512
+    rows = (num_experts * 2 * width, num_experts * hidden)
+    biases = (bf16(num_experts, 2 * width), bf16(num_experts, hidden))
+    formats = [float4_weight]
+    if target == "sm90":
+        formats.append(partial(float8_weight, group_size=128))
+    with compiling_for(target) as kernels:
+        for make in formats:
+            gate_up, down = (make(n, k) for n, k in zip(rows, (hidden, width), strict=True))
+            experts = ExpertWeights(gate_up, biases[0], down, biases[1], GPT_OSS)
+            for tokens in (1, 200):
+                index = torch.zeros(tokens, 2, dtype=torch.int64)
+                launch_experts(bf16(tokens, hidden), index, bf16(tokens, 2), experts, False)
+    few = ["_gated_rows", "_mixed_rows"]
+    many = ["_sort_pairs", "_grouped_linear", "_grouped_linear", "_sum_experts"]
+    assert [kernel.name for kernel in kernels] == (few + many) * len(formats)
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+    products = [kernel for kernel in kernels if kernel.name == "_grouped_linear"]
+    assert max(kernel.shared_bytes for kernel in products) <= (65536 if target.startswith("gfx") else 101376)
+    if target == "sm90":
+        assert all(kernel.instructions["HGMMA"] for kernel in products), "unpacked weights reach the tensor cores"
 
 
 @pytest.mark.parametrize("target", TARGETS)
