@@ -30,10 +30,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fa_serve import ops
+from fa_serve.hf.experts import expert_modules
 from fa_serve.hf.models import NAME
 from fa_serve.hf.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
-from fa_serve.hf.weight_formats import Rounded, Scheme
-from fa_serve.ops.quantized_choice import explain
+from fa_serve.hf.quantized_experts import QuantizedExperts, prove_experts, quantize_experts
+from fa_serve.hf.weight_formats import Rounded, Scheme, check_loaded
+from fa_serve.ops.quantized_choice import explain, explain_experts
 from fa_serve.ops.quantized_weight import quantize_float8
 from fa_serve.spec import ParameterError, dtype_name
 
@@ -66,15 +68,7 @@ class QuantizedLinear(nn.Module):
 
     def finish(self, layer: str) -> None:
         """Make `weight` of the tensors that have been loaded. Raises ParameterError, which names one with a wrong shape."""
-        tensors = {name: self._parameters.pop(name) for name in self.expected}
-        for name, tensor in tensors.items():
-            wanted = self.expected[name]
-            assert tensor is not None
-            if tensor.shape != wanted.shape and not tensor.numel() == wanted.numel() == 1:
-                raise ParameterError(f"{layer}.{name}", f"have the shape {list(wanted.shape)}", list(tensor.shape))
-            if tensor.is_floating_point() != wanted.is_floating_point():
-                raise ParameterError(f"{layer}.{name}", f"have the dtype {dtype_name(wanted.dtype)}", dtype_name(tensor.dtype))
-        data = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+        data = check_loaded(self, self.expected, layer)
         try:
             self.weight = self.scheme.read(data, self.out_features, self.in_features)
         except ParameterError as error:
@@ -152,9 +146,10 @@ class Quantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, dtype: Any = None, **kwargs: Any
     ) -> None:
         source = self.quantization_config.source
+        plan = _rounding(model) if source is None else read_config(source)
+        replace_layers(model, plan, dtype or torch.get_default_dtype())
         if source is not None:
-            _refuse_experts(checkpoint_files or (), type(model).__name__)
-        replace_linears(model, _rounding(model) if source is None else read_config(source), dtype or torch.get_default_dtype())
+            _refuse_experts(checkpoint_files or (), model)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         layer, _, name = param_name.rpartition(".")
@@ -189,36 +184,51 @@ def _rounding(model: PreTrainedModel) -> QuantizationPlan:
     return QuantizationPlan("fp8", [(lambda name, module: id(module) in layers, _ROUNDED)])
 
 
-def replace_linears(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype) -> None:
-    """Put a QuantizedLinear in the place of each linear layer that the plan names. Raises ParameterError if there is none.
+def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype) -> None:
+    """Put a module with quantised weights in the place of each linear layer and each module of experts that the plan names.
 
     model: on the device "meta"
+
+    Raises ParameterError if there is none, and UnsupportedModelError for experts that fa_serve does not compute.
     """
-    found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
-    replaced = 0
-    for name, linear in found:
-        scheme = plan.scheme_of(name, linear)
+    made: dict[str, nn.Module] = {}
+    proven: set[type[nn.Module]] = set()
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            scheme = plan.scheme_of(name, module)
+            if scheme is not None:
+                made[name] = QuantizedLinear(module, scheme, dtype)
+    experts = set(expert_modules(model))
+    for name, module in model.named_modules():
+        scheme = plan.scheme_of_experts(name) if module in experts else None
         if scheme is not None:
-            model.set_submodule(name, QuantizedLinear(linear, scheme, dtype))
-            replaced += 1
-    if not replaced:
-        raise ParameterError("model", f"have linear layers that its {FIELD} ({plan.format}) names", type(model).__name__)
+            made[name] = quantize_experts(module, scheme, dtype)
+            if type(module) not in proven:
+                prove_experts(module)
+                proven.add(type(module))
+    for name, module in made.items():
+        model.set_submodule(name, module)
+    if not made:
+        raise ParameterError("model", f"have layers that its {FIELD} ({plan.format}) names", type(model).__name__)
 
 
-def _refuse_experts(files: Sequence[str], model: str) -> None:
-    """Raise ParameterError for quantised weights of experts, from the headers of the files."""
-    tails = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+def _refuse_experts(files: Sequence[str], model: nn.Module) -> None:
+    """Raise ParameterError for quantised weights of experts that are not loaded, from the headers of the files."""
+    tails: tuple[str, ...] = ("qweight", "weight_g_idx")
+    if not any(isinstance(module, QuantizedExperts) for module in model.modules()):
+        tails += ("weight_packed", "weight_scale", "weight_scale_inv")
     for file in files:
         if not str(file).endswith(".safetensors"):
             continue
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - it is not a dictionary
                 if ".experts." in key and key.endswith(tails):
-                    raise ParameterError("model", f"have no quantised weights of experts, but its files have {key}", model)
+                    rule = f"have no experts with quantised weights in this layout, but its files have {key}"
+                    raise ParameterError("model", rule, type(model).__name__)
 
 
 def finish(model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Check that a checkpoint was complete, and convert the tensors of every QuantizedLinear, which are on their device.
+    """Check that a checkpoint was complete, and convert the tensors of every quantised layer, which are on their device.
 
     report: what transformers says about loading: names of missing parameters, and (name, shape, expected shape) of wrong ones
 
@@ -230,7 +240,7 @@ def finish(model: PreTrainedModel, report: Mapping[str, Any]) -> None:
     for name, shape, expected in sorted(report["mismatched_keys"])[:1]:
         raise ParameterError(name, f"have the shape {list(expected)}", list(shape))
     for layer, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear | QuantizedExperts):
             module.finish(layer)
 
 
@@ -251,13 +261,15 @@ def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[s
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(copy.deepcopy(config), dtype=dtype)
-        replace_linears(model, read_config(source), dtype)
+        replace_layers(model, read_config(source), dtype)
     layers: dict[str, Counter[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             scheme = module.scheme
             ways = explain(scheme.is_packed, scheme.by_row, dtype, device, arch)
             kept = f"{scheme.description}, computed by {ways}"
+        elif isinstance(module, QuantizedExperts):
+            kept = f"{module.description}, computed by {explain_experts(device)}"
         elif type(module) is nn.Linear:
             kept = dtype_name(dtype)
         else:
