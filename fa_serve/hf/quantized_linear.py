@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
@@ -30,6 +29,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fa_serve import ops
+from fa_serve.hf.expert_files import check_expert_files
 from fa_serve.hf.experts import expert_modules
 from fa_serve.hf.models import NAME
 from fa_serve.hf.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
@@ -149,7 +149,7 @@ class Quantizer(HfQuantizer):
         plan = _rounding(model) if source is None else read_config(source)
         replace_layers(model, plan, dtype or torch.get_default_dtype())
         if source is not None:
-            _refuse_experts(checkpoint_files or (), model)
+            check_expert_files(checkpoint_files or (), model)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         layer, _, name = param_name.rpartition(".")
@@ -210,21 +210,6 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
         model.set_submodule(name, module)
     if not made:
         raise ParameterError("model", f"have layers that its {FIELD} ({plan.format}) names", type(model).__name__)
-
-
-def _refuse_experts(files: Sequence[str], model: nn.Module) -> None:
-    """Raise ParameterError for quantised weights of experts that are not loaded, from the headers of the files."""
-    tails: tuple[str, ...] = ("qweight", "weight_g_idx")
-    if not any(isinstance(module, QuantizedExperts) for module in model.modules()):
-        tails += ("weight_packed", "weight_scale", "weight_scale_inv")
-    for file in files:
-        if not str(file).endswith(".safetensors"):
-            continue
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - it is not a dictionary
-                if ".experts." in key and key.endswith(tails):
-                    rule = f"have no experts with quantised weights in this layout, but its files have {key}"
-                    raise ParameterError("model", rule, type(model).__name__)
 
 
 def finish(model: PreTrainedModel, report: Mapping[str, Any]) -> None:
