@@ -54,7 +54,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     if torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_states, top_k_weights, *module.parameters())):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     weights = weights_of(module, gate)
-    y = call_operator(hidden_states.to(weights.gate_up.dtype), top_k_index, top_k_weights, weights)
+    y = call_operator(hidden_states.to(cast(Any, module).down_proj.dtype), top_k_index, top_k_weights, weights)
     return y.to(hidden_states.dtype)
 
 
