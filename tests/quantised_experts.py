@@ -61,7 +61,8 @@ def write_mxfp4(folder: Path) -> Path:
 def _float8(tensor: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """A matrix in float8, and its scales for each block of rows and columns."""
     n, k = tensor.shape
-    rows, columns = block[0], block[1] or k
+    rows = block[0]
+    columns = block[1] or k
     padded = nn.functional.pad(tensor.float(), (0, -k % columns, 0, -n % rows)).view(-(-n // rows), rows, -1, columns)
     scales = padded.abs().amax(dim=(1, 3)) / 448
     data = (padded / scales[:, None, :, None]).to(FLOAT8).view(-(-n // rows) * rows, -1)[:n, :k]

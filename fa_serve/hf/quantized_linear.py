@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights in a model of transformers, loaded as their checkpoint keeps them.
+"""Quantised weights in a model of transformers, loaded as their checkpoint keeps them: linear layers, and where experts are.
 
     config = AutoConfig.from_pretrained(path)
     with_quantized_linears(config, None)                   # transformers' loader will make these layers
@@ -9,12 +9,14 @@ transformers asks a quantizer to replace layers before weights are loaded, and l
 registered under the name "fa_serve" and takes the place of the checkpoint's own, so no other package is needed. A layer is
 converted when it is on its device, one after the other, so at no time is there more than one layer in two forms. For a
 checkpoint of floats, the quantizer rounds each weight to float8 when it is read. Left out: which layers are quantised
-(quantization_plan.py), what their tensors mean (weight_formats.py), and products (fa_serve.ops).
+(quantization_plan.py), modules of experts (quantized_experts.py), what tensors mean (weight_formats.py), and products
+(fa_serve.ops).
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,11 +35,13 @@ from fa_serve.hf.expert_files import check_expert_files
 from fa_serve.hf.experts import expert_modules
 from fa_serve.hf.models import NAME
 from fa_serve.hf.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
-from fa_serve.hf.quantized_experts import QuantizedExperts, prove_experts, quantize_experts
+from fa_serve.hf.quantized_experts import PROJECTIONS, QuantizedExperts, prove_experts, quantize_experts
 from fa_serve.hf.weight_formats import Rounded, Scheme, check_loaded
 from fa_serve.ops.quantized_choice import explain, explain_experts
 from fa_serve.ops.quantized_weight import quantize_float8
-from fa_serve.spec import ParameterError, dtype_name
+from fa_serve.spec import ParameterError, UnsupportedModelError, dtype_name
+
+log = logging.getLogger("fa_serve.hf")
 
 _ROUNDED = Rounded()
 
@@ -153,7 +157,10 @@ class Quantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         layer, _, name = param_name.rpartition(".")
-        return name == "weight" and isinstance(model.get_submodule(layer), QuantizedLinear)
+        module = model.get_submodule(layer)
+        if isinstance(module, QuantizedExperts):
+            return name in PROJECTIONS
+        return name == "weight" and isinstance(module, QuantizedLinear)
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Round()
@@ -167,21 +174,29 @@ class Quantizer(HfQuantizer):
 
 
 class _Round(ConversionOps):
-    """Rounds a weight that has been read."""
+    """Rounds a weight that has been read, or those of all experts one by one."""
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, list[Tensor]]:
         (value,) = input_dict.values()
-        weight = quantize_float8(value[0] if isinstance(value, list) else value)
+        tensor: Tensor = value[0] if isinstance(value, list) else value
         name: str = kwargs["full_layer_name"]
-        return {name: [weight.data], name.removesuffix("weight") + _ROUNDED.scale: [weight.scales]}
+        module = kwargs["model"].get_submodule(name.rpartition(".")[0])
+        if isinstance(module, QuantizedExperts):
+            rounded = [quantize_float8(matrix.t() if module.is_transposed else matrix) for matrix in tensor]
+            return {
+                name: [torch.stack([weight.data for weight in rounded])],
+                f"{name}_scale": [torch.stack([weight.scales for weight in rounded])],
+            }
+        weight = quantize_float8(tensor)
+        return {name: [weight.data], f"{name}_scale": [weight.scales]}
 
 
 def _rounding(model: PreTrainedModel) -> QuantizationPlan:
-    """Every linear layer inside of the layers of a model, because the head and others outside of them are more sensitive."""
+    """Linear layers and experts inside of the layers of a model, because the head and others outside are more sensitive."""
     layers = {id(linear) for m in model.modules() if isinstance(m, nn.ModuleList) for linear in m.modules()}
-    return QuantizationPlan("fp8", [(lambda name, module: id(module) in layers, _ROUNDED)])
+    return QuantizationPlan("fp8", [(lambda name, module: ".experts." in name or id(module) in layers, _ROUNDED)])
 
 
 def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype) -> None:
@@ -201,11 +216,18 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
     experts = set(expert_modules(model))
     for name, module in model.named_modules():
         scheme = plan.scheme_of_experts(name) if module in experts else None
-        if scheme is not None:
+        if scheme is None:
+            continue
+        try:
             made[name] = quantize_experts(module, scheme, dtype)
             if type(module) not in proven:
                 prove_experts(module)
                 proven.add(type(module))
+        except UnsupportedModelError as error:
+            if scheme is not _ROUNDED:
+                raise
+            made.pop(name, None)
+            log.warning("%s keeps its floats: %s", name, error)
     for name, module in made.items():
         model.set_submodule(name, module)
     if not made:

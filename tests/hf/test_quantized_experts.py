@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from quantised_copies import change_config, load
-from quantised_experts import WRITERS, dequantised, matrices
+from quantised_experts import GPT_OSS, QWEN, WRITERS, dequantised, matrices
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fa_serve.hf import plan_division
 from fa_serve.hf.info import describe
 from fa_serve.hf.quantized_experts import QuantizedExperts
+from fa_serve.ops.quantized_weight import quantize_float8
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 KINDS = {
@@ -169,3 +171,33 @@ def test_info_says_what_experts_are_and_who_computes_them(checkpoints: Path, dev
     described = describe(str(checkpoints / "mxfp4"), device, 90)
     assert described.engine is None
     assert described.weights[f"{KINDS['mxfp4']}, computed by {who}"] == "model.layers.*.mlp.experts (2)"
+
+
+@pytest.mark.parametrize("config", [QWEN, GPT_OSS], ids=["qwen3-moe", "gpt-oss"])
+@torch.no_grad()
+def test_experts_of_floats_are_rounded_while_they_are_read(config: PreTrainedConfig, tmp_path: Path) -> None:
+    """Each row of each expert gets a scale, also where a checkpoint has transposed weights. Routers stay as they are."""
+    original = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    original.save_pretrained(tmp_path)
+    model = load(tmp_path, quantization="fp8", dtype="bfloat16")
+    first = experts_of(model)[0]
+    own = original.model.layers[0].mlp.experts
+    for weight, matrices_ in ((first.weights.gate_up, own.gate_up_proj), (first.weights.down, own.down_proj)):
+        rows = (matrices_.transpose(1, 2) if own.is_transposed else matrices_).flatten(0, 1)
+        assert torch.equal(weight.dequantize(torch.bfloat16), quantize_float8(rows).dequantize(torch.bfloat16))
+    router = model.model.layers[0].mlp.router if own.is_transposed else model.model.layers[0].mlp.gate
+    assert router.weight.dtype == torch.bfloat16
+    wide = load(tmp_path, quantization="fp8", dtype="float32")
+    ids = torch.arange(3, 20)[None]
+    expected = dequantised(wide)(ids).logits
+    assert float((wide(ids).logits - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+def test_experts_that_cannot_be_rounded_keep_their_floats(tmp_path: Path, monkeypatch, caplog) -> None:
+    AutoModelForCausalLM.from_config(QWEN, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        Qwen3MoeExperts, "_apply_gate", lambda self, x: torch.relu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1]
+    )
+    model = load(tmp_path, quantization="fp8")
+    assert not experts_of(model)
+    assert "model.layers.0.mlp.experts keeps its floats: Qwen3MoeExperts gates its experts in a way" in caplog.text

@@ -193,14 +193,6 @@ def test_quantised_experts_are_refused_by_the_header(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_experts_stay_as_they_are_when_floats_are_rounded(tmp_path: Path) -> None:
-    sizes = SIZES | {"hidden_size": 64, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
-    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes)).save_pretrained(tmp_path)
-    model = load(tmp_path, quantization="fp8")
-    assert {name.split(".")[-1] for name in layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert model.model.layers[0].mlp.experts.gate_up_proj.dtype == torch.float32
-
-
 def test_layers_of_other_names_are_rounded_too(tmp_path: Path) -> None:
     """GPT-NeoX, whose layers have neither `self_attn` nor `q_proj`, and which is not fused."""
     model = BY_NAME["gpt-neox"].build()

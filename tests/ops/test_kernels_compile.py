@@ -144,7 +144,9 @@ def test_experts(sizes: tuple[int, int, int, int], gate: Gate, counts: tuple[int
 @pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
 def test_quantised_experts(target: str) -> None:
     """mxfp4 with gpt-oss' gates and biases, for one token and for many. Float8 in blocks on Hopper only, to save time."""
-    num_experts, hidden, width = 4, 1024, 512
+    num_experts = 4
+    hidden = 1024
+    width = 512
     rows = (num_experts * 2 * width, num_experts * hidden)
     biases = (bf16(num_experts, 2 * width), bf16(num_experts, hidden))
     formats = [float4_weight]
