@@ -251,6 +251,13 @@ def finish(model: PreTrainedModel, report: Mapping[str, Any]) -> None:
             module.finish(layer)
 
 
+def quantize_layers(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Replace the layers of a model on the device "meta" as loading a checkpoint with this config would."""
+    source = source_config(config)
+    if source is not None and is_ours(source):
+        replace_layers(model, read_config(source), model.dtype)
+
+
 def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[str, str]:
     """How the weights of linear layers are kept and who computes their products, and the layers for which this is so.
 
@@ -268,7 +275,7 @@ def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[s
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(copy.deepcopy(config), dtype=dtype)
-        replace_layers(model, read_config(source), dtype)
+        quantize_layers(model, config)
     layers: dict[str, Counter[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):

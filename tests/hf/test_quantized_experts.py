@@ -164,6 +164,8 @@ def test_experts_that_compute_something_else_are_refused(checkpoints: Path, monk
 def test_quantised_experts_are_not_divided(checkpoints: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"mlp.experts has quantised experts \(4-bit .*\), which are not divided"):
         plan_division(load(checkpoints / "mxfp4"), 2)
+    described = describe(str(checkpoints / "mxfp4"), "cuda", 90, tensor_parallel=2)
+    assert "has quantised experts" in str(described.share)
 
 
 @pytest.mark.parametrize(("device", "who"), [("cuda", "triton"), ("cpu", "PyTorch with dequantised weights")])
