@@ -26,12 +26,18 @@ QWEN = Qwen3MoeConfig(**_SMALL | {"num_experts": 4, "moe_intermediate_size": 48}
 Tensors = dict[str, Tensor]
 
 
+def original(config: PreTrainedConfig) -> PreTrainedModel:
+    """The random model that the checkpoints with this config were made of."""
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(config, dtype=torch.bfloat16)
+
+
 def _write(
     config: PreTrainedConfig, folder: Path, quantization: dict[str, Any], change: Callable[[str, Tensor], Tensors]
 ) -> Path:
     """Write a random model, each tensor of which is replaced by those that `change` gives."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    original(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     tensors: Tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():

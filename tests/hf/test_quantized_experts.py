@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from quantised_copies import change_config, load
-from quantised_experts import GPT_OSS, QWEN, WRITERS, dequantised, matrices
+from quantised_experts import GPT_OSS, QWEN, WRITERS, dequantised, matrices, original
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -58,6 +58,19 @@ def test_mxfp4_has_the_bits_of_transformers(checkpoints: Path) -> None:
         for weight, expected in zip((module.weights.gate_up, module.weights.down), matrices(path, layer), strict=True):
             found = weight.dequantize(torch.bfloat16).view(expected.shape)
             assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "bound"), [("fp8-block", 0.04), ("fp8-channel", 0.04), ("w4a16", 0.15)])
+def test_matrices_are_near_those_that_were_quantised(checkpoints: Path, name: str, bound: float) -> None:
+    """Gates and up values of each expert in their places, with their scales, in the last block of 16 rows too."""
+    plain = original(QWEN)
+    for layer, module in enumerate(experts_of(load(checkpoints / name))):
+        own = plain.model.layers[layer].mlp.experts
+        for weight, expected in ((module.weights.gate_up, own.gate_up_proj), (module.weights.down, own.down_proj)):
+            found = weight.dequantize(torch.float32).view(expected.shape)
+            error = (found - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+            assert float(error.max()) < 1.5 * bound
 
 
 def test_nothing_but_the_checkpoints_bytes_is_kept(checkpoints: Path) -> None:
@@ -179,11 +192,11 @@ def test_info_says_what_experts_are_and_who_computes_them(checkpoints: Path, dev
 @torch.no_grad()
 def test_experts_of_floats_are_rounded_while_they_are_read(config: PreTrainedConfig, tmp_path: Path) -> None:
     """Each row of each expert gets a scale, also where a checkpoint has transposed weights. Routers stay as they are."""
-    original = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    original.save_pretrained(tmp_path)
+    plain = original(config)
+    plain.save_pretrained(tmp_path)
     model = load(tmp_path, quantization="fp8", dtype="bfloat16")
     first = experts_of(model)[0]
-    own = original.model.layers[0].mlp.experts
+    own = plain.model.layers[0].mlp.experts
     for weight, matrices_ in ((first.weights.gate_up, own.gate_up_proj), (first.weights.down, own.down_proj)):
         rows = (matrices_.transpose(1, 2) if own.is_transposed else matrices_).flatten(0, 1)
         assert torch.equal(weight.dequantize(torch.bfloat16), quantize_float8(rows).dequantize(torch.bfloat16))
