@@ -23,9 +23,10 @@ as it is.
     eagle3.py          a head that guesses tokens from them, imported when there is one
     division.py        which part of each layer a rank of tensor parallelism keeps; divide.py takes it, and proves it
     continuous.py      transformers' own continuous batching (`generate_batch`)
-    quantization_plan.py  which linear layers of a checkpoint are quantised, and how
-    weight_formats.py  how the quantised weights of a layer are kept in a checkpoint
+    quantization_plan.py  which linear layers and experts of a checkpoint are quantised, and how
+    weight_formats.py  how the quantised weights of a layer or an expert are kept in a checkpoint
     quantized_linear.py  the layers that are loaded from such a checkpoint
+    quantized_experts.py  the experts among them; expert_files.py checks their tensors in the headers of the files
     info.py            what a model asks of attention, from its config alone
 
 Left out: dropout in attention, attention weights as an output, and caches that hold anything but keys and values.

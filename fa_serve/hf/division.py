@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fa_serve.hf.paged import attention_layers
+from fa_serve.hf.quantized_experts import QuantizedExperts
 from fa_serve.spec import AttentionSpec, UnsupportedModelError
 
 BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
@@ -156,6 +157,8 @@ class _Planner:
 
     def plan(self, name: str, path: str, module: nn.Module, rules: dict[str, str]) -> None:
         """Plan one module. name: its full name; path: its name in the layer"""
+        if isinstance(module, QuantizedExperts):
+            raise _NotDivisible(f"{name} has quantised experts ({module.description}), which are not divided")
         rule = rules.get(_general(name))
         if rule in SUMMED:
             self.layer.sums.append(path)

@@ -28,7 +28,7 @@ from fa_serve.hf.experts import expert_modules, gate_of
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.models import NAME, check_class, prepare_model
 from fa_serve.hf.paged import attention_layers, check_model
-from fa_serve.hf.quantized_linear import describe_weights
+from fa_serve.hf.quantized_linear import describe_weights, quantize_layers
 from fa_serve.hf.translate import spec_of, translate
 from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
 
@@ -149,6 +149,7 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
     auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         model: PreTrainedModel = auto.from_config(config, attn_implementation=NAME, dtype=config.dtype or torch.bfloat16)
+        quantize_layers(model, config)
     division = plan_division(model, size)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     divided = saved = 0

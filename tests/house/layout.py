@@ -39,6 +39,14 @@ TESTED_BY = {
         "tests/backends/triton/test_decode_interpreted.py",
         "device functions run inside of a kernel only, and splits are merged after decoding only",
     ),
+    "fa_serve.ops.experts_primitives": (
+        "tests/ops/test_experts_kernel_interpreted.py",
+        "device functions run inside of a kernel only, and its other functions describe weights to these kernels",
+    ),
+    "fa_serve.ops.quantized_primitives": (
+        "tests/ops/test_quantized_kernel_interpreted.py",
+        "device functions run inside of a kernel only, and its other functions describe weights to these kernels",
+    ),
     "fa_serve.engine.grammar_process": (
         "tests/engine/test_grammar_trials.py",
         "it is a script that only grammar_trials starts, and its limits end its process",
