@@ -58,5 +58,10 @@ VERIFY_HEADS = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (28, 4, 128), (64, 8,
 # queries, keys, sequences
 VERIFY_CELLS = ((2, 4096, 32), (4, 4096, 32), (4, 1024, 128), (8, 4096, 32), (8, 8192, 1), (16, 2048, 16))
 
+# query heads of DeepSeek V3, Kimi K2 and DeepSeek V2 Lite
+LATENT_HEADS = (128, 64, 16)
+# queries, keys, sequences: decoding, verified drafts, a chunk behind cached keys
+LATENT_CELLS = ((1, 8192, 64), (1, 131072, 1), (1, 1024, 128), (4, 4096, 32), (2048, 18432, 1))
+
 SPARSE_SEQLENS = (16384, 65536)
 SPARSE_PARTS = (0.1, 0.25)

@@ -9,6 +9,7 @@
     python benchmarks/bench_attention.py models                       # heads, head sizes and options of 20 models, four batches
     python benchmarks/bench_attention.py chunk                        # 64 to 2048 queries behind 1k to 64k keys, paged
     python benchmarks/bench_attention.py verify                       # 2 to 16 queries per sequence, as in speculative decoding
+    python benchmarks/bench_attention.py latent                       # one KV head of 512 + 64 (MLA), GB/s beside the ceiling
     python benchmarks/bench_attention.py sparse                       # block-sparse, beside FlexAttention and dense calls
     python benchmarks/bench_attention.py backward                     # gradients over the grid of prefill; SDPA-flash, cuDNN
     python benchmarks/bench_attention.py tune --head-dims 128         # tiles of the Triton kernel; decode has tune_decode.py
@@ -16,9 +17,8 @@
 The prefill grid is that of the FlashAttention papers: 16k tokens in all, hidden size 2048, bfloat16. TFLOPS count 4 * batch *
 heads * seqlen^2 * head_dim, and half of it when causal. Decode and mixed use page_size 16 and pages in random order. Their unit
 is microseconds of one call inside a CUDA graph, because a captured step runs that way. FA3 makes its scheduling metadata in its
-paged call. The peer of a float8 cell is our bfloat16 call, timed once before. Ours and the other peers are measured three
-times in turn, each after a pause, and the median counts. A cell with a wrong result reports no speed. A run replaces the
-results of the last run.
+paged call. The peer of a float8 cell is our bfloat16 call, timed once before. Ours and the other peers are measured three times
+in turn, after pauses, and the median counts. A wrong result reports no speed. A run replaces the results of the last run.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from attention_cells import (
     VERIFY_HEADS,
     WINDOWS,
 )
+from latent_problem import latent
 from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa
 from paged_problem import Problem, pools, uneven
 from sparse_problem import SparseProblem
@@ -482,7 +483,7 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = (prefill, varlen, window, decode, mixed, models, chunk, verify, sparse, backward, tune)
+    modes = (prefill, varlen, window, decode, mixed, models, chunk, verify, latent, sparse, backward, tune)
     benches = {mode.__name__: mode for mode in modes}
     parser.add_argument("bench", choices=list(benches))
     parser.add_argument("--backend", default="auto")

@@ -9,9 +9,10 @@
 A, B, C, D are in `WORKLOADS` of engine_workloads.py. They are greedy, ignore end tokens, take and return token ids, and use no
 prefix cache. `shared` is 128 requests whose first 2,048 tokens are the same; with it, prefix caches are on for all workloads,
 but the prompts of the other workloads have nothing in common. `sampled` is B with temperature 0.7 and top_p 0.9; its peer is
-our greedy B. `edit` speculates, with 5 drafts
-accepted in each step as in an answer that mostly copies its prompt; its peer is `edit_plain`, the same requests without
-speculation. The start-up is the time from the start of the process to the first token, with compilers' caches as they are.
+our greedy B. `edit` speculates, with 5 drafts accepted in each step as in an answer that mostly copies its prompt; its peer is
+`edit_plain`, the same requests without speculation. `eagle3` and `eagle3_plain` are one request, with and without the drafts of
+an EAGLE-3 head, which has random weights; 3 drafts of each step are accepted. Both have an engine for themselves. The start-up
+is the time from the start of the process to the first token, with compilers' caches as they are.
 
 Every engine loads the same folder, which has the shape's config and random weights. The engines run one after the other, each
 in a separate process with a share of --budget seconds for each shape; workloads that do not end in time are left out. Before a
@@ -38,14 +39,14 @@ from pathlib import Path
 from typing import Any
 
 from engine_runs import PARTS
-from engine_workloads import SHAPES, WORKLOADS, say
+from engine_workloads import HEADS, SHAPES, SPECULATING, WORKLOADS, say
 from profile_engine import profile
 
 SHARES = {"fa_serve": 4, "vllm": 5, "generate_batch": 4}  # of the time
 PEERS = ("vllm", "generate_batch")
 NOT_ASKED = {
-    "vllm": ["sampled", "edit", "edit_plain"],
-    "generate_batch": ["sampled", "B", "shared", "edit", "edit_plain"],
+    "vllm": ["sampled", *SPECULATING],
+    "generate_batch": ["sampled", "B", "shared", *SPECULATING],
 }  # it takes one length of answers, shares nothing
 
 
@@ -62,23 +63,31 @@ def run(args: argparse.Namespace) -> None:
                 sys.exit(
                     "nothing is measured: the engine's tokens are not those of model.generate, or the model cannot be made"
                 )
-            engines = ["fa_serve", *args.peers]
-            for index, engine in enumerate(engines):
-                share = SHARES[engine] / sum(SHARES[name] for name in engines[index:])
+            runs = engines_of(args)
+            for index, (engine, asked) in enumerate(runs):
+                share = SHARES[engine] / sum(SHARES[name] for name, _ in runs[index:])
                 end = time.time() + share * (deadline - time.time())
-                asked = [name for name in args.workloads if name not in NOT_ASKED.get(engine, ())]
                 for name, value in child(engine, shape, folder, asked, end, args):
                     if name == "done":
                         continue
                     values = rates.setdefault(f"{shape} {name}", {})
                     values[engine] = value
-                    if name == "edit_plain" and (speculative := rates.get(f"{shape} edit")):
+                    speculative = rates.get(f"{shape} {name.removesuffix('_plain')}")
+                    if name.endswith("_plain") and speculative:
                         speculative["own_plain"] = value
                     if name == "sampled" and (greedy := rates.get(f"{shape} B", {}).get("fa_serve")):
                         values["own_greedy"] = greedy
                     if args.device == "cuda":
                         record(rates, args)
     report(rates, args)
+
+
+def engines_of(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """The engines to run, and the workloads of each. An engine of ours has one drafter."""
+    heads = [name for name in args.workloads if name in HEADS]
+    runs = [("fa_serve", [name for name in args.workloads if name not in HEADS]), ("fa_serve", heads)]
+    runs += [(peer, [name for name in args.workloads if name not in NOT_ASKED[peer]]) for peer in args.peers]
+    return [(engine, asked) for engine, asked in runs if asked]
 
 
 def child(

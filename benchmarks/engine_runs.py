@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_workloads import LIMIT, SHAPES, TOP_P, WORKLOADS, Workload, make_folder, make_model
+from engine_workloads import HEADS, LIMIT, SHAPES, TOP_P, WORKLOADS, Workload, make_folder, make_head, make_model
 
 
 def tell(name: str, value: float | None = None, note: str = "") -> None:
@@ -87,7 +87,7 @@ def serve_ours(args: argparse.Namespace) -> None:
         "gpu_memory_utilization": 0.85,
         "seed": 0,
         "prefix_caching": "shared" in args.workloads,
-        "speculative": "ngram" if "edit" in args.workloads else None,
+        "speculative": drafter(args),
     }
     loading = time.time()
     engine = Engine(EngineConfig(**settings | args.set))
@@ -120,6 +120,16 @@ def serve_ours(args: argparse.Namespace) -> None:
         return seconds, note + (f", {cached} tokens cached" if cached else "")
 
     measure(args, rate, before=("first", "again"))  # a step with prompts is captured when its shape occurs again
+
+
+def drafter(args: argparse.Namespace) -> str | None:
+    """What the workloads speculate with. A head is written next to the model."""
+    if not set(args.workloads) & set(HEADS):
+        return "ngram" if "edit" in args.workloads else None
+    folder = Path(args.folder) / "head"
+    if not folder.exists():
+        make_head(args.shapes[0], folder)
+    return f"eagle3={folder}"
 
 
 def serve_vllm(args: argparse.Namespace) -> None:

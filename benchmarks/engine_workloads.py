@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import sys
 from dataclasses import dataclass, replace
@@ -133,8 +134,12 @@ WORKLOADS = {
     "D": Workload([(3072, 1)] * 64, all_tokens=True),
     "edit": Workload([(1024, 512)] * 16, accepted=5),
     "edit_plain": Workload([(1024, 512)] * 16),
+    "eagle3": Workload([(1024, 512)], accepted=3),
+    "eagle3_plain": Workload([(1024, 512)]),
     "shared": Workload([(SHARED + 64, 64)] * 128, prefix=SHARED),
 }
+HEADS = ("eagle3", "eagle3_plain")
+SPECULATING = ("edit", "edit_plain", *HEADS)
 
 
 def make_model(shape: str, device: str, *, dtype: Any, **changes: Any) -> Any:
@@ -164,6 +169,43 @@ def make_folder(shape: str, folder: Path, device: str) -> None:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
+def make_head(shape: str, folder: Path) -> None:
+    """Write an EAGLE-3 head with random weights, as such heads are published, with at most 32,000 tokens."""
+    import torch
+    from safetensors.torch import save_file
+
+    sizes = SHAPES[shape]
+    hidden = sizes["hidden_size"]
+    wide = sizes["intermediate_size"]
+    keys = sizes["num_key_value_heads"] * sizes["head_dim"]
+    queries = sizes["num_attention_heads"] * sizes["head_dim"]
+    vocab = min(sizes["vocab_size"], 32_000)
+    layers = sizes["num_hidden_layers"]
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, queries),
+        "midlayer.mlp.gate_proj": (wide, hidden),
+        "midlayer.mlp.up_proj": (wide, hidden),
+        "midlayer.mlp.down_proj": (hidden, wide),
+        "midlayer.hidden_norm": (hidden,),
+        "midlayer.input_layernorm": (hidden,),
+        "midlayer.post_attention_layernorm": (hidden,),
+        "norm": (hidden,),
+        "lm_head": (vocab, hidden),
+    }
+    tensors = {f"{name}.weight": torch.randn(shape).mul_(0.02).bfloat16() for name, shape in shapes.items()}
+    config = {name: sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")}
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    config |= {"hidden_size": hidden, "intermediate_size": wide, "draft_vocab_size": vocab}
+    config["eagle_aux_hidden_state_layer_ids"] = [min(2, layers), layers // 2, max(layers - 3, 0)]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors | {"d2t": torch.zeros(vocab, dtype=torch.int64)}, folder / "model.safetensors")
 
 
 def _example(name: str) -> Any:

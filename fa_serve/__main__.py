@@ -1,10 +1,9 @@
-"""The command line: `fa-serve serve | warm | chat | bench | info`, also as `python -m fa_serve`.
+"""The command line: `fa-serve serve | ray | warm | chat | bench | info`, also as `python -m fa_serve`.
 
-This file declares the commands and their flags. The flags of `serve` are generated from the table of settings, so a flag, its
-environment variable and its key in the settings file cannot differ. The work is done elsewhere: by `fa_serve.server` for serve,
-by `fa_serve.engine` for warm,
-by `fa_serve.client` for chat and bench, and by info_tables.py for info. torch and transformers are imported only by commands
-that need them.
+This file declares the commands and their flags. The flags of `serve`, `ray` and `warm` are generated from the table of
+settings, so a flag, its environment variable and its key in the settings file cannot differ. The work is done elsewhere: by
+`fa_serve.server` for serve and ray, by `fa_serve.engine` for warm, by `fa_serve.client` for chat and bench, and by
+info_tables.py for info. torch and transformers are imported only by commands that need them.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import platform
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
@@ -107,13 +107,62 @@ def serve(
     wins over the environment, and the environment over the file. API keys come from
     FA_SERVE_API_KEYS or --api-key-file.
     """
+    _run_server(_given({"model": model, **flags}), config)
+
+
+@app.command()
+@_with_settings
+def ray(
+    model: Annotated[str | None, typer.Argument(help="Hub name or local folder; without it, the embedded model.")] = None,
+    config: Annotated[Path | None, typer.Option(envvar="FA_SERVE_CONFIG", help="TOML or YAML file of settings.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of engines.", rich_help_panel="Replicas")] = 1,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="Add engines up to this number while the queue grows.", rich_help_panel="Replicas"),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster to join, or auto; by default a new one on this machine.", rich_help_panel="Replicas"),
+    ] = None,
+    replica_cpus: Annotated[
+        float, typer.Option(min=0, help="Processors that Ray reserves for an engine.", rich_help_panel="Replicas")
+    ] = 1.0,
+    **flags: Any,
+) -> None:
+    """Serve MODEL by several engines, which Ray runs. Needs the extra ray.
+
+    One endpoint, with the options of `serve`. With --address, the engines are on the machines of a
+    Ray cluster, each with the GPUs that --tensor-parallel asks for. A second `fa-serve ray` with
+    the same options in the same cluster uses the same engines.
+    """
+    try:
+        from fa_serve.server.ray.cluster import Cluster, ReplicaOptions
+        from fa_serve.server.ray.replicated_engine import ReplicatedEngine
+    except ImportError as error:
+        _fail(f"the command ray needs the ray extra, pip install '.[server,ray]' in a clone: {error}", code=2)
+
+    def prepare(settings: Settings) -> Callable[..., ReplicatedEngine]:
+        options = ReplicaOptions(
+            replicas, max_replicas, address, replica_cpus, settings.step_timeout, drain_timeout=settings.drain_timeout
+        )
+        cluster = Cluster(options)
+        cluster.connect()
+        return partial(ReplicatedEngine, cluster=cluster)
+
+    _run_server(_given({"model": model, **flags}), config, prepare)
+
+
+def _run_server(
+    given: dict[str, Any], config: Path | None, prepare: Callable[[Settings], Callable[..., Any]] | None = None
+) -> None:
+    """Serve until a signal comes. prepare: gives what makes the engine; without it, the engine is an `AsyncEngine`"""
     # the first process of a container has no default action for signals, so until the server handles them, this does
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # neither a closed terminal nor `kill -HUP` ends the service
     report = StartupReport()
     try:
-        settings = load(_given({"model": model, **flags}), config)
+        settings = load(given, config)
         _ = settings.all_keys  # the file of keys is read before anything is imported
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
@@ -123,7 +172,7 @@ def serve(
 
     limit_host_memory()
     try:
-        server = build_server(settings, report)
+        server = build_server(settings, report) if prepare is None else build_server(settings, report, prepare(settings))
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
     try:

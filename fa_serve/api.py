@@ -221,7 +221,8 @@ def attention_paged(
 
     q:            (total_q, num_heads, head_dim), packed by cu_seqlens_q (batch + 1,), int32
     k_cache:      (num_pages, page_size, num_kv_heads, head_dim); v_cache: the same with head_dim_v. Any strides, as long as
-                  the last dimension is contiguous; q's dtype, or float8_e4m3fn with k_descale and v_descale
+                  the last dimension is contiguous; q's dtype, or float8_e4m3fn with k_descale and v_descale. With the view
+                  v_cache = k_cache[..., :head_dim_v], as in latent attention (MLA), a kernel reads each key once
     block_table:  (batch, max_pages), int32: the pages of each sequence in order; entries past seqused_k are never read
     seqused_k:    (batch,), int32: keys in the cache, including the keys of this call's queries
     max_seqlen_k: upper bound of seqused_k, default max_pages * page_size
@@ -276,6 +277,8 @@ def store_kv(
     k_cache:      (num_pages, page_size, num_kv_heads, head_dim); v_cache has the same layout. A float8_e4m3fn
                   cache stores k / k_descale, saturated at +-448
     slot_mapping: (total,), int64: page * page_size + position in the page; -1 skips the token
+
+    The caches may be two parts of one tensor, such as cache[..., :512] and cache[..., 512:].
     """
     tensors = StoreTensors(k, v, k_cache, v_cache, slot_mapping.contiguous(), _contiguous(k_descale), _contiguous(v_descale))
     run = operators.store_kv if is_traced(k, v, k_cache) else run_store

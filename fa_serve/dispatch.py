@@ -88,9 +88,11 @@ def run_paged(
     tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, options: Options
 ) -> Result:
     """Compute a call of `fa_serve.attention_paged`."""
-    is_aligned = not (tensors[1].data_ptr() | tensors[2].data_ptr()) & 15
+    first_k = tensors[1].data_ptr()
+    first_v = tensors[2].data_ptr()
+    where = (not (first_k | first_v) & 15, first_k == first_v)
     seen = facts(*tensors)  # type: ignore[arg-type]  # `blocks` is None here
-    key = ("paged", seen, max_seqlen_q, max_seqlen_k, num_splits, is_aligned, options)
+    key = ("paged", seen, max_seqlen_q, max_seqlen_k, num_splits, where, options)
     run = PLANS.get(key)
     if run is None:
         run = PLANS.add(key, _plan_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, options))
@@ -283,6 +285,7 @@ def _spec(layout: Layout, op: Op, tensors: AttentionTensors, options: SoftmaxOpt
         needs_grad=needs_grad(tensors),
         op=op,
         whole_rows=not paged or (_has_whole_rows(k) and _has_whole_rows(v)),
+        values_in_keys=paged and _has_values_in_keys(k, v),
     )
 
 
@@ -296,3 +299,9 @@ def _has_whole_rows(cache: Tensor) -> bool:
     """Whether tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens."""
     page, token, head, _ = cache.stride()
     return token > 0 and page % token == 0 and not ((token | head) * cache.element_size() | cache.data_ptr()) & 15
+
+
+def _has_values_in_keys(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether v_cache is k_cache[..., :head_dim_v], a part of it."""
+    same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
+    return same and v_cache.shape[-1] < k_cache.shape[-1]

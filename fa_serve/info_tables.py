@@ -81,10 +81,16 @@ def show_model(described: Description, console: Console) -> None:
         for layer, where in part.kinds():
             reasons = prefills[layer.spec]
             decodes = layer.spec.window_size[1] == 0 and layer.spec.mask is None
-            decode = f", decoding: {chosen(explain(decoding(layer.spec)))}" if decodes else ""
+            decode = f", decoding: {chosen(explain(decoding(layer)))}" if decodes else ""
             console.print(f"  layers {where}: {layer.module}")
             console.print(f"    {layer.spec}")
             console.print(f"    prefill: {chosen(reasons)}{decode}")
+            if layer.latent is not None:
+                rank, rope, _, _ = layer.latent
+                heads = layer.spec.num_kv_heads * (layer.spec.head_dim + layer.spec.head_dim_v)
+                console.print(
+                    f"    latent: the engine caches {rank} + {rope} numbers a token, or {heads} if it cannot prove the layer"
+                )
             for line in _own_reasons(reasons, shared).splitlines():
                 console.print(f"    refused: {line}")
         for name, who in part.experts.items():
@@ -179,6 +185,7 @@ def common_cases(device: str, arch: int) -> list[tuple[str, AttentionSpec]]:
     bert = {**dense, "head_dim": 64, "head_dim_v": 64, "num_heads": 12, "num_kv_heads": 12, "window_size": (-1, -1)}
     gemma = {**paged, "head_dim": 256, "head_dim_v": 256, "num_heads": 16, "softcap": True}
     gpt_oss = {**paged, "head_dim": 64, "head_dim_v": 64, "num_heads": 64, "sinks": True, "window_size": (127, 0)}
+    latent = {**paged, "head_dim": 576, "head_dim_v": 512, "num_heads": 128, "num_kv_heads": 1, "values_in_keys": True}
     deepseek = {"head_dim": 192, "head_dim_v": 128, "num_heads": 128, "num_kv_heads": 128}
     return [
         ("prefill, Llama-3 8B", spec()),
@@ -190,6 +197,7 @@ def common_cases(device: str, arch: int) -> list[tuple[str, AttentionSpec]]:
         ("serving, Gemma 2 9B", spec(**gemma)),
         ("serving, gpt-oss", spec(**gpt_oss)),
         ("prefill, DeepSeek", spec(**deepseek)),
+        ("decoding, DeepSeek", spec(**latent, op="decode")),
         ("dense, BERT", spec(**bert)),
         ("dense, explicit mask", spec(**dense, window_size=(-1, -1), mask="bool")),
         ("dense, block-sparse", spec(**dense, block_mask=True)),

@@ -98,6 +98,7 @@ class AttentionSpec:
     alibi:       a bias that falls linearly with the distance of query and key
     attention_chunk: queries attend within chunks of a fixed length only
     block_mask:  queries attend to the key blocks of a list (see `block_lists`)
+    values_in_keys: (paged) the values are the first head_dim_v numbers of the keys, in the same memory (latent attention)
     """
 
     layout: Layout
@@ -120,6 +121,13 @@ class AttentionSpec:
     alibi: bool = False
     attention_chunk: bool = False
     block_mask: bool = False
+    values_in_keys: bool = False
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the keys and values of one token in a cache."""
+        width = self.head_dim if self.values_in_keys else self.head_dim + self.head_dim_v
+        return self.num_kv_heads * width * self.kv_dtype.itemsize
 
     def __str__(self) -> str:
         parts: list[str] = [] if self.op == "attention" else [self.op]
@@ -134,7 +142,7 @@ class AttentionSpec:
             parts.append("causal")
         elif self.window_size != (-1, -1):
             parts.append(f"window {self.window_size}")
-        named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask", "needs_grad")
+        named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask", "needs_grad", "values_in_keys")
         parts += [name for name in named if getattr(self, name)]
         if self.mask:
             parts.append(f"{self.mask} mask")

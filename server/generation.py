@@ -153,7 +153,8 @@ def _failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
     if error.code == "unread":
         return ClientGone("The client did not read its stream in time, and too many log-probabilities waited.")
     log.error("%s failed (%s): %s", job.name, error.code, error.message)
-    if reason := service.refusal_reason():
+    reason = service.refusal_reason() or ("its replica has ended" if error.code == "replica_lost" else None)
+    if reason is not None:
         return Unavailable(f"The request was cut off: {reason}.", retry_after=RETRY_SECONDS)
     fields = job.fields
     if error.code == "no_token_left" and fields.narrows and fields.constraint is not None:

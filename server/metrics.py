@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -37,9 +37,12 @@ TOKENS = tuple(float(2**power) for power in range(18))
 
 
 class Metrics(Collector):
-    """`snapshot` returns the engine's statistics and the model's name, or None while no engine is running."""
+    """`snapshot` returns the statistics of each engine, by the name of its replica, and the model's name.
 
-    def __init__(self, snapshot: Callable[[], tuple[EngineStats, str] | None]):
+    The name is None where there is one engine, which is no replica. `snapshot` returns None while no engine is running.
+    """
+
+    def __init__(self, snapshot: Callable[[], tuple[Mapping[str | None, EngineStats], str] | None]):
         self._snapshot = snapshot
         self.tracer: Tracer | None = None
         self._registry = CollectorRegistry()
@@ -92,47 +95,52 @@ class Metrics(Collector):
         found = self._snapshot()
         if found is None:
             return
-        stats = found[0]
-        drafts = stats.speculation
-        label = [found[1]]
-        gauges = {
-            "num_requests_running": ("Sequences in the running batch.", stats.num_running),
-            "num_requests_waiting": ("Sequences that wait to be admitted to the running batch.", stats.num_waiting),
-            "kv_cache_usage_perc": ("Fraction of the KV cache's pages in use, 0 to 1.", stats.num_pages_used / stats.num_pages),
-        }
-        counters = {
-            "num_preemptions": ("Sequences that were preempted because no page was free.", stats.num_preemptions),
-            "prompt_tokens": ("Prompt tokens that have been processed.", stats.num_prompt_tokens),
-            "generation_tokens": ("Tokens that have been generated.", stats.num_output_tokens),
-            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.num_prompt_tokens),
-            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
-            "engine_steps": ("Steps of the engine.", stats.num_steps),
-            "late_compilations": ("Kernels that requests have waited for.", stats.num_late_compilations),
-            "late_captures": ("CUDA graphs whose capture requests have waited for.", stats.num_late_captures),
-            "spec_decode_num_drafts": ("Drafts, one for each sequence and step.", drafts.num_drafts),
-            "spec_decode_num_draft_tokens": ("Tokens of drafts.", drafts.num_draft_tokens),
-            "spec_decode_num_accepted_tokens": ("Tokens of drafts that were right.", drafts.num_accepted_tokens),
-        }
-        for name, (help, value) in gauges.items():
-            gauge = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
-            gauge.add_metric(label, value)
-            yield gauge
-        for name, (help, value) in counters.items():
-            counter = CounterMetricFamily(PREFIX + name, help, labels=["model_name"])
-            counter.add_metric(label, value)
-            yield counter
-        name = f"{PREFIX}spec_decode_num_accepted_tokens_per_pos"
-        by_position = CounterMetricFamily(
-            name, "Tokens of drafts that were right, by position.", labels=["model_name", "position"]
-        )
-        for position, value in enumerate(drafts.accepted_at):
-            by_position.add_metric([*label, str(position)], value)
-        yield by_position
-        steps = HistogramMetricFamily(
-            f"{PREFIX}engine_step_seconds", "One step of the engine's loop, with its outputs.", labels=["model_name"]
-        )
-        steps.add_metric(label, _buckets(STEP_SECONDS, stats.steps.counts), stats.steps.total)
-        yield steps
+        snapshots, model = found
+        labels = ["model_name"] if None in snapshots else ["model_name", "replica"]
+        families: dict[str, Metric] = {}
+        for replica, stats in snapshots.items():
+            _add_engine(families, labels, [model] if replica is None else [model, replica], stats)
+        yield from families.values()
+
+
+def _add_engine(families: dict[str, Metric], names: list[str], label: list[str], stats: EngineStats) -> None:
+    """Add the statistics of one engine to the families of metrics. names, label: the labels, and their values"""
+
+    def add(kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, help: str, value: float, *more: str) -> None:
+        family = families.setdefault(name, kind(PREFIX + name, help, labels=names + ["position"] * len(more)))
+        family.add_metric([*label, *more], value)  # type: ignore[attr-defined]
+
+    drafts = stats.speculation
+    gauges = {
+        "num_requests_running": ("Sequences in the running batch.", stats.num_running),
+        "num_requests_waiting": ("Sequences that wait to be admitted to the running batch.", stats.num_waiting),
+        "kv_cache_usage_perc": ("Fraction of the KV cache's pages in use, 0 to 1.", stats.num_pages_used / stats.num_pages),
+    }
+    counters = {
+        "num_preemptions": ("Sequences that were preempted because no page was free.", stats.num_preemptions),
+        "prompt_tokens": ("Prompt tokens that have been processed.", stats.num_prompt_tokens),
+        "generation_tokens": ("Tokens that have been generated.", stats.num_output_tokens),
+        "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.num_prompt_tokens),
+        "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
+        "engine_steps": ("Steps of the engine.", stats.num_steps),
+        "late_compilations": ("Kernels that requests have waited for.", stats.num_late_compilations),
+        "late_captures": ("CUDA graphs whose capture requests have waited for.", stats.num_late_captures),
+        "spec_decode_num_drafts": ("Drafts, one for each sequence and step.", drafts.num_drafts),
+        "spec_decode_num_draft_tokens": ("Tokens of drafts.", drafts.num_draft_tokens),
+        "spec_decode_num_accepted_tokens": ("Tokens of drafts that were right.", drafts.num_accepted_tokens),
+    }
+    for name, (help, value) in gauges.items():
+        add(GaugeMetricFamily, name, help, value)
+    for name, (help, value) in counters.items():
+        add(CounterMetricFamily, name, help, value)
+    by_position = "spec_decode_num_accepted_tokens_per_pos"
+    for position, count in enumerate(drafts.accepted_at):
+        add(CounterMetricFamily, by_position, "Tokens of drafts that were right, by position.", count, str(position))
+    steps = HistogramMetricFamily(
+        f"{PREFIX}engine_step_seconds", "One step of the engine's loop, with its outputs.", labels=names
+    )
+    family = families.setdefault("engine_step_seconds", steps)
+    family.add_metric(label, _buckets(STEP_SECONDS, stats.steps.counts), stats.steps.total)  # type: ignore[attr-defined]
 
 
 class Histogram(Collector):

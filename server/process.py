@@ -41,14 +41,16 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 log = logging.getLogger("fa_serve.server")
+MakeEngine = Callable[..., AsyncEngine]
+"""What makes an engine of its EngineConfig and `on_phase`."""
 END_SECONDS = 4.5  # for the engine's last step, open connections and the event loop, after the drain
 
 
-def build_server(settings: Settings, report: StartupReport) -> Server:
+def build_server(settings: Settings, report: StartupReport, make_engine: MakeEngine = AsyncEngine) -> Server:
     """The server for these settings, with nothing loaded yet. Raises ValueError or OSError for settings that cannot work."""
     report.mark("import", f"torch {version('torch')}, transformers {version('transformers')}")
     engine_config = settings.engine_config()
-    engine = AsyncEngine(engine_config, on_phase=report.add)
+    engine = make_engine(engine_config, on_phase=report.add)
     app = create_app(engine, settings)
     report.mark("config", f"{engine_config.model_name}, dtype {engine_config.dtype}, device {engine_config.device}")
 

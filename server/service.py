@@ -24,6 +24,7 @@ from .tokenization import Tokenization
 
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
+    from fa_serve.engine.worker import Pulse
 
 T = TypeVar("T")
 LARGE_ANSWER = 1 << 20  # bytes
@@ -33,13 +34,22 @@ RETRY_SECONDS = 5  # when a client may try again while the server loads, drains 
 HEARTBEAT_SECONDS = 5.0  # the engine's process gives a sign of life each second
 
 
+def stall_reason(pulse: Pulse, step_timeout: float) -> str | None:
+    """Why an engine with this pulse does not answer at the moment, or None."""
+    if pulse.silent_seconds > HEARTBEAT_SECONDS:
+        return f"the engine's process has given no sign of life for {pulse.silent_seconds:.0f} s"
+    if pulse.busy_seconds > step_timeout:
+        return f"the engine's step has taken {pulse.busy_seconds:.0f} s, which is above --step-timeout {step_timeout:g}"
+    return None
+
+
 class Service:
     def __init__(self, engine: AsyncEngine, settings: Settings):
         self.engine = engine
         self.settings = settings
         self.tokenization = Tokenization(engine, settings)
         self.isolation = Isolation(settings)
-        self.metrics = Metrics(lambda: (self.engine.stats(), self.model_name) if self.running else None)
+        self.metrics = Metrics(lambda: (self.engine.snapshots(), self.model_name) if self.running else None)
         self.created = int(time.time())
         self.json_bounds = JsonBounds(settings.max_json_values, settings.max_json_fields)
         self.draining = False
@@ -122,13 +132,7 @@ class Service:
         """Why an engine that is loaded and has not died does not answer at the moment, or None."""
         if not self.running or self.engine.is_restarting:
             return None
-        pulse = self.engine.pulse()
-        if pulse.silent_seconds > HEARTBEAT_SECONDS:
-            return f"the engine's process has given no sign of life for {pulse.silent_seconds:.0f} s"
-        limit = self.settings.step_timeout
-        if pulse.busy_seconds > limit:
-            return f"the engine's step has taken {pulse.busy_seconds:.0f} s, which is above --step-timeout {limit:g}"
-        return None
+        return stall_reason(self.engine.pulse(), self.settings.step_timeout)
 
     def refusal_reason(self) -> str | None:
         """Why requests are refused at the moment, or None."""

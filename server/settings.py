@@ -90,7 +90,8 @@ class Settings(BaseSettings):
     speculative: str | None = _option(
         None,
         "Guess tokens ahead and verify several in one step: ngram copies what followed the last tokens earlier in the prompt "
-        "or the answer, draft=MODEL asks a small model with the same vocabulary. Answers do not change; by default off.",
+        "or the answer, draft=MODEL asks a small model with the same vocabulary, eagle3=HEAD an EAGLE-3 head of the model. "
+        "Answers do not change; by default off.",
         "Engine",
     )
     num_speculative_tokens: int = _option(

@@ -38,3 +38,14 @@ def float8_weight(n: int, k: int, *, group_size: int, input_scale: float | None 
         width=k,
         input_scale=None if input_scale is None else torch.tensor([input_scale]),
     )
+
+
+def float4_weight(n: int, k: int, *, seed: int = 0) -> QuantizedWeight:
+    """mxfp4: e2m1 numbers with a scale of e8m0 for 32 columns."""
+    draw = torch.Generator().manual_seed(seed)
+    return QuantizedWeight(
+        data=pack_int4(torch.randint(0, 16, (n, k), generator=draw, dtype=torch.uint8)),
+        scales=torch.randint(119, 123, (n, -(-k // 32)), generator=draw, dtype=torch.uint8),
+        group_size=32,
+        width=k,
+    )

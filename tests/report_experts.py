@@ -99,7 +99,7 @@ def page(results: dict[str, Any]) -> list[str]:
         f"Judged by its module of experts, fa_serve computes {counts.pop('')} of the {len(mixtures)} architectures of",
         "transformers that have experts:",
         ", ".join(name for name, reason in mixtures.items() if not reason) + ".",
-        "The other architectures keep the code of transformers, and so do experts with quantised weights:",
+        "The other architectures keep the code of transformers, and are refused if their experts are quantised:",
         "",
         "| reason | architectures |",
         "|---|---|",

@@ -2,11 +2,12 @@
 
     python tests/report_models.py             # runs the tests of the families, then writes the page (minutes)
     python tests/report_models.py --experts   # finds how models keep their experts again, then writes the page
+    python tests/report_models.py --latent    # finds which models have latent attention again, then writes the page
     python tests/report_models.py --page      # writes the page alone, from the files below
 
 tests/results/families.json holds the outcomes of tests/hf/test_families.py and tests/hf/test_multimodal.py, the backends that
 serve the layers of each architecture in its published sizes, whether fa_serve takes each model of transformers, and what
-`report_experts.py` finds.
+`report_experts.py` and `report_latent.py` find.
 tests/upstream/results.json holds the outcomes of transformers' own tests, which tests/upstream/run.py writes.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import report_experts
+import report_latent
 
 HERE = Path(__file__).parent
 FAMILIES = HERE / "results" / "families.json"
@@ -92,9 +94,11 @@ def layers() -> dict[str, list[dict[str, str]]]:
                 paged = described.engine is None
                 prefill, decode = (
                     next((backend for backend, reason in explain(s).items() if reason is None), "none")
-                    for s in (spec, decoding(spec))
+                    for s in (spec, decoding(layer))
                 )
                 asks = str(spec).partition("bfloat16, ")[2]
+                if layer.latent is not None:
+                    asks += f", latent keys of {layer.latent.rank} + {layer.latent.rope}"
                 row = {"layers": where, "asks": asks, "prefill": prefill, "decode": decode if paged else "-"}
                 found[name].append(row)
     return found
@@ -144,6 +148,36 @@ def kept_weights() -> list[dict[str, str]]:
     return found
 
 
+def kept_experts() -> list[dict[str, str]]:
+    """For each format of quantised experts: how they are kept, and who computes them, or why they are refused."""
+    from fa_serve.hf.quantization_plan import read_config
+    from fa_serve.ops.quantized_choice import explain_experts
+
+    float8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+    configs = {
+        "mxfp4": {"quant_method": "mxfp4"},
+        "fp8, blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "compressed-tensors, float8": _compressed("float-quantized", float8),
+        "compressed-tensors, 4 bits": _compressed("pack-quantized", int4),
+        "compressed-tensors, 4 bits, act-order": _compressed("pack-quantized", int4 | {"actorder": "group"}),
+        "awq": {"quant_method": "awq", "bits": 4},
+        "gptq": {"quant_method": "gptq", "bits": 4},
+    }
+    found = []
+    for name, config in configs.items():
+        scheme = read_config(config).scheme_of_experts("model.layers.0.mlp.experts")
+        gpu, cpu = ("refused", "refused") if scheme is None else (explain_experts("cuda"), explain_experts("cpu"))
+        kept = "" if scheme is None else scheme.description
+        found.append({"format": name, "kept": kept, "GPU": gpu, "CPU": cpu})
+    return found
+
+
+def _compressed(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+
+
 def formats_of_transformers() -> dict[str, str]:
     """For each format of quantised weights that transformers knows: who loads it."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -169,7 +203,16 @@ def collect() -> dict[str, Any]:
 
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     found = {"versions": versions, "families": outcomes(), "layers": layers(), "census": census()}
-    return found | {"experts": experts(), "kept_weights": kept_weights(), "formats": formats_of_transformers()}
+    found["latent"] = latent(found["census"])
+    return found | {"experts": experts()} | weights()
+
+
+def weights() -> dict[str, Any]:
+    return {"kept_weights": kept_weights(), "kept_experts": kept_experts(), "formats": formats_of_transformers()}
+
+
+def latent(census: dict[str, str]) -> dict[str, Any]:
+    return {"tested": report_latent.tested(), "types": report_latent.structured(census)}
 
 
 def experts() -> dict[str, Any]:
@@ -222,6 +265,7 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
     for name, kinds in results["layers"].items():
         for row in kinds:
             lines.append(f"| {name} | {row['layers']} | {row['asks']} | {row['prefill']} | {row['decode']} |")
+    lines += report_latent.page(results["latent"])
     lines += report_experts.page(results["experts"])
     counts = Counter(results["census"].values())
     lines += [
@@ -252,7 +296,7 @@ def _quantised(results: dict[str, Any]) -> list[str]:
         "",
         "## Quantised weights",
         "",
-        "The engine reads quantised linear layers from the files of a checkpoint, without another package and without a copy",
+        "The engine reads quantised layers from the files of a checkpoint, without another package and without a copy",
         "in full precision, and fuses decoder layers as it fuses others. `examples/quantise.py` writes small copies in each of",
         "these formats. For bfloat16 with groups of 128, products are computed by:",
         "",
@@ -267,13 +311,24 @@ def _quantised(results: dict[str, Any]) -> list[str]:
         "A CPU multiplies with dequantised weights, which it computes at each step. `torch._scaled_mm` rounds activations to",
         "float8 too, each row with a scale that is measured, or all with the checkpoint's scale. Everything else multiplies",
         "activations as they are. Dequantised weights have the bits of the tools that wrote them. Deterministic mode",
-        "dequantises every weight and keeps its promise. While a checkpoint is loaded, memory holds its bytes and the numbers",
-        "of one layer. `--quantization fp8` rounds the linear layers inside of the decoder layers of a checkpoint of floats",
-        "to float8 with a scale for each row. [Kernels](kernels.md#quantised-weights) has times.",
+        "dequantises the weights of linear layers and keeps its promise. While a checkpoint is loaded, memory holds its",
+        "bytes and the numbers of one layer. `--quantization fp8` rounds the linear layers and the experts inside of the",
+        "decoder layers of a checkpoint of floats to float8 with a scale for each row.",
+        "[Kernels](kernels.md#quantised-weights) has times.",
+        "",
+        "The experts of a layer are one such weight. They are loaded where transformers stacks their tensors by the names of",
+        "a linear layer, after the code of the model has been compared with fa_serve's on random floats; a tensor that is",
+        "missing then is named. Tested are gpt-oss with mxfp4 and Qwen 3 MoE with the other formats. Experts multiply",
+        "activations as they are, in deterministic mode too. On a GPU the experts' kernels unpack them; a CPU dequantises",
+        "those that are met.",
+        "",
+        "| format | weights of experts | GPU | CPU |",
+        "|---|---|---|---|",
+        *[f"| {x['format']} | {x['kept']} | {x['GPU']} | {x['CPU']} |" for x in results["kept_experts"]],
         "",
         f"Of transformers' formats, fa_serve loads {', '.join(by_loader['fa_serve'])}. It leaves",
         f"{', '.join(by_loader['transformers'])} to transformers, whose modules run in layers that are not fused. A",
-        "checkpoint in another format is refused with its name, as are options such as 3 bits, and quantised experts:",
+        "checkpoint in another format is refused with its name, as are options such as 3 bits:",
         f"{', '.join(by_loader['refused'])}.",
     ]
 
@@ -303,10 +358,15 @@ def _upstream(upstream: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--page", action="store_true", help="write the page from the existing results")
-    parser.add_argument("--experts", action="store_true", help="find only how models keep their experts")
+    parser.add_argument("--experts", action="store_true", help="find only how models keep their experts, and quantised weights")
+    parser.add_argument("--latent", action="store_true", help="find only which models have latent attention")
     args = parser.parse_args()
     if not args.page:
-        results = json.loads(FAMILIES.read_text()) | {"experts": experts()} if args.experts else collect()
+        results = json.loads(FAMILIES.read_text()) if args.experts or args.latent else collect()
+        if args.experts:
+            results |= {"experts": experts()} | weights()
+        if args.latent:
+            results |= {"latent": latent(results["census"]), "layers": layers()}
         FAMILIES.parent.mkdir(exist_ok=True)
         FAMILIES.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(json.loads(FAMILIES.read_text()), json.loads(UPSTREAM.read_text())))

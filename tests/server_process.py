@@ -38,9 +38,9 @@ class ServerProcess:
         return self.metric("request_success_total", 'finished_reason="abort"')
 
 
-def start(*arguments: str, log: Path | None = None, **environment: str) -> ServerProcess:
+def start(*arguments: str, verb: str = "serve", log: Path | None = None, **environment: str) -> ServerProcess:
     program = [os.environ["FA_SERVE_TEST_PROGRAM"]] if "FA_SERVE_TEST_PROGRAM" in os.environ else ["-m", "fa_serve"]
-    command = [sys.executable, *program, "serve", "--port", "0", "--device", "cpu", "--num-pages", "1024", *arguments]
+    command = [sys.executable, *program, verb, "--port", "0", "--device", "cpu", "--num-pages", "1024", *arguments]
     with ExitStack() as files:
         stderr = files.enter_context(log.open("w")) if log else None
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | environment)

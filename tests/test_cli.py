@@ -56,7 +56,7 @@ def test_every_setting_is_a_flag():
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("serve",), ("warm",), ("chat",), ("bench",), ("info",)], ids=lambda words: " ".join(words) or "-"
+    "command", [(), ("serve",), ("ray",), ("warm",), ("chat",), ("bench",), ("info",)], ids=lambda words: " ".join(words) or "-"
 )
 def test_help_fits_100_columns(command):
     text = run(*command, "--help", COLUMNS="100").stdout

@@ -8,7 +8,17 @@ import pytest
 import transformers
 from hf_families import FAMILIES
 from hf_multimodal import MODELS
-from report_models import COLUMNS, PAGE, UPSTREAM, experts, formats_of_transformers, kept_weights, page
+from report_models import (
+    COLUMNS,
+    PAGE,
+    UPSTREAM,
+    experts,
+    formats_of_transformers,
+    kept_experts,
+    kept_weights,
+    latent,
+    page,
+)
 from report_models import FAMILIES as RESULTS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -40,9 +50,12 @@ def test_the_results_are_of_every_family_and_every_check() -> None:
 def test_the_table_of_quantised_weights_is_what_the_code_does() -> None:
     results = json.loads(RESULTS.read_text())
     assert results["kept_weights"] == kept_weights(), AGAIN
+    assert results["kept_experts"] == kept_experts(), AGAIN
+    refused = {"compressed-tensors, 4 bits, act-order", "awq", "gptq"}
+    assert {row["format"] for row in kept_experts() if row["GPU"] == "refused"} == refused
     known = formats_of_transformers()
     assert {method: loader for method, loader in results["formats"].items() if method in known} == known, AGAIN
-    assert {"awq", "compressed-tensors", "fp8", "gptq"} == {m for m, loader in known.items() if loader == "fa_serve"}
+    assert {"awq", "compressed-tensors", "fp8", "gptq", "mxfp4"} == {m for m, loader in known.items() if loader == "fa_serve"}
 
 
 def test_every_refused_model_has_a_reason() -> None:
@@ -59,6 +72,16 @@ def test_no_failure_of_transformers_own_tests_is_without_a_reason() -> None:
     for row in families.values():
         assert row["passed"] > 20
         assert all("refuses with a sentence" in why or "with sdpa itself" in why for why in row["failed"].values())
+
+
+def test_the_table_of_latent_attention_is_what_the_engine_does() -> None:
+    results = json.loads(RESULTS.read_text())
+    if results["versions"]["transformers"] != transformers.__version__:
+        pytest.skip("the page is about another release of transformers")
+    assert results["latent"] == latent(results["census"]), AGAIN
+    served = {row["type"] for row in results["latent"]["tested"].values() if row["cache"] == "latent keys"}
+    assert served == {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"}
+    assert {row["rotary"] for row in results["latent"]["tested"].values()} == {"halves", "neighbours", "-"}
 
 
 def test_the_experts_are_those_of_the_installed_transformers() -> None:

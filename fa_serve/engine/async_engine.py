@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from fa_serve.engine.outputs import FinishReason, RequestOutput
 from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.stats import EngineStats
-from fa_serve.engine.worker import STOP_SECONDS, ProcessWorker, Pulse, Ready, ThreadWorker, Worker
+from fa_serve.engine.worker import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, Ready, ThreadWorker, Worker
 from fa_serve.spec import ParameterError
 
 if TYPE_CHECKING:
@@ -136,7 +136,6 @@ class AsyncEngine:
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        source = self._source
 
         def on_outputs(step: StepOutputs) -> None:
             _call(loop, self._deliver, step)
@@ -144,15 +143,18 @@ class AsyncEngine:
         def on_death(reason: str) -> None:
             _call(loop, self._handle_death, reason)
 
-        if isinstance(source, EngineConfig) and source.uses_process:
-            self._worker = ProcessWorker(source, on_outputs, on_death, self._on_phase)
-        else:
-            self._worker = ThreadWorker(source, on_outputs, on_death, self._on_phase)
+        self._worker = self._make_worker(on_outputs, on_death)
         ready = await asyncio.to_thread(self._worker.start)
         assert ready.config.max_model_len is not None
         self.reader = PromptReader(ready.tokenizer, ready.vocab_size, ready.config.max_model_len)
         self._ready = ready
         self._stats = None
+
+    def _make_worker(self, on_outputs: OnOutputs, on_death: OnDeath) -> Worker:
+        source = self._source
+        if isinstance(source, EngineConfig) and source.uses_process:
+            return ProcessWorker(source, on_outputs, on_death, self._on_phase)
+        return ThreadWorker(source, on_outputs, on_death, self._on_phase)
 
     def _handle_death(self, reason: str) -> None:
         """The worker has died: end its requests, and start another worker if the config allows it."""
@@ -207,12 +209,12 @@ class AsyncEngine:
 
     @property
     def tokenizer(self) -> Any:
-        return self._loaded.tokenizer
+        return self.ready.tokenizer
 
     @property
     def config(self) -> EngineConfig:
         """The engine's settings. Nothing in them is "auto" any more."""
-        return self._loaded.config
+        return self.ready.config
 
     @property
     def max_model_len(self) -> int:
@@ -225,7 +227,11 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """The engine's snapshot after its last step."""
-        return self._stats or self._loaded.stats
+        return self._stats or self.ready.stats
+
+    def snapshots(self) -> Mapping[str | None, EngineStats]:
+        """The snapshot of each engine by the name of its replica; None if there is one engine, which is no replica."""
+        return {None: self.stats()}
 
     async def generate(
         self,
@@ -284,14 +290,15 @@ class AsyncEngine:
                 self._end(name, "abort", None)
 
     @property
-    def _loaded(self) -> Ready:
+    def ready(self) -> Ready:
+        """What is known of the loaded engine."""
         if self._ready is None:
             raise RuntimeError("the engine has not been started")
         return self._ready
 
     def _deliver(self, step: StepOutputs) -> None:
         """Put the outputs of a step into the mailboxes of their requests."""
-        self._stats = step.stats
+        self._stats = step.stats or self._stats
         for name, error in step.rejected:
             if name in self._mailboxes:
                 self._mailboxes[name].refuse(error)

@@ -63,14 +63,16 @@ def batch_arrays(
     vocab_size: int,
     deterministic: bool,
     drafting: bool = False,
+    lead: int = 0,
 ) -> BatchArrays:
     """The arrays of one step. New pages are written into the block table.
 
     deterministic: unless all sequences compute one token, treat each token as a sequence that ends with it
     drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities
+    lead: how many places later than its position a token is taken from
     """
     chunks = batch.chunks
-    input_ids = _input_ids(batch, block_table)
+    input_ids = _input_ids(batch, block_table, lead)
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
@@ -99,12 +101,7 @@ def batch_arrays(
         inputs["seqused_k"] = seqused.astype(np.int32)
         cu_seqlens_q = np.concatenate([[0], ends])
     inputs["cu_seqlens_q"] = cu_seqlens_q.astype(np.int32)
-    if batch.num_drafts:
-        # the last num_samples tokens of each chunk
-        last_rows = np.cumsum(num_samples)
-        sampled = np.arange(num_samples.sum()) + np.repeat(ends - last_rows, num_samples)
-    else:
-        sampled = ends[num_samples > 0] - 1
+    sampled = _sampled_tokens(ends, num_samples) if batch.num_drafts else ends[num_samples > 0] - 1
     inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
 
     sequences = [chunk.sequence for chunk in chunks for _ in range(chunk.num_samples)]
@@ -117,7 +114,7 @@ def batch_arrays(
     if prompt_spans:
         targets = [sequence.request.prompt[first:last] for sequence, first, last in prompt_spans]
         rows["prompt_targets"] = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in targets])
-    sampling = sampling_arrays(requests, (positions[sampled] + 1).tolist(), vocab_size, penalties=not drafting)
+    sampling = sampling_arrays(requests, (positions[sampled] + lead + 1).tolist(), vocab_size, penalties=not drafting)
     if batch.num_drafts and "repetition" in sampling:
         sampling |= draft_arrays([chunk.drafts for chunk in chunks if chunk.samples], vocab_size)
     return BatchArrays(
@@ -136,20 +133,27 @@ def batch_arrays(
     )
 
 
-def _input_ids(batch: ScheduledBatch, block_table: BlockTable) -> list[int]:
+def _input_ids(batch: ScheduledBatch, block_table: BlockTable, lead: int) -> list[int]:
     """The step's tokens, pending ones as -(slot + 1). Each sequence's pages are written into the block table on the way."""
     input_ids: list[int] = []
     for chunk in batch.chunks:
         sequence = chunk.sequence
         tokens = sequence.tokens
         block_table.fill(chunk.slot, sequence.pages)
-        end = chunk.start + chunk.length
-        input_ids += tokens[chunk.start : end]
+        start = chunk.start + lead
+        end = start + chunk.length
+        input_ids += tokens[start:end]
         if chunk.drafts:
             input_ids += chunk.drafts
         elif end > len(tokens):
             input_ids.append(-1 - chunk.slot)
     return input_ids
+
+
+def _sampled_tokens(ends: NDArray[np.int64], num_samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The last num_samples tokens of each chunk. ends: the token after each chunk"""
+    last_rows = np.cumsum(num_samples)
+    return np.arange(num_samples.sum()) + np.repeat(ends - last_rows, num_samples)
 
 
 def _prompt_rows(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -34,7 +34,8 @@ class EngineConfig:
     tensor_parallel:        ranks that the layers are divided between, one process and one device for each
     page_size:              tokens in a page of the KV cache
     num_pages:              pages of the KV cache; None fits them into the memory
-    kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens
+    kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens.
+                            Latent keys, which are few, keep the model's dtype
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together
     max_num_seqs:           sequences that run at once
     max_waiting:            requests that may wait in addition to the running ones
@@ -46,7 +47,8 @@ class EngineConfig:
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
     fusion:                 compute layers of the Llama kind with fewer, fused kernels, which are verified at start-up
     speculative:            how tokens are guessed ahead: "ngram" (prompt lookup), "draft=MODEL" (a small model with the same
-                            vocabulary, as a hub name or folder) or None; it changes no token
+                            vocabulary), "eagle3=HEAD" (an EAGLE-3 head of the model), each as a hub name or folder, or None;
+                            it changes no token
     num_speculative_tokens: tokens that are guessed for a sequence in one step at most
     deterministic:          tokens and log-probabilities of a request are bitwise the same alone and in any batch; slower
     process:                run the async engine in a separate process; None does so on a GPU
@@ -119,9 +121,12 @@ class EngineConfig:
             raise ParameterError("quantization", "be None or fp8", self.quantization)
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise ParameterError("kv_cache_dtype", "be auto or fp8", self.kv_cache_dtype)
-        if self.speculative not in (None, "ngram") and not self.draft_model:
-            raise ParameterError("speculative", "be None, ngram or draft=MODEL", self.speculative)
-        if self.draft_model and self.tensor_parallel > 1:
+        if self.speculative == "mtp":
+            rule = "be None, ngram, draft=MODEL or eagle3=HEAD: transformers leaves the weights of MTP layers out"
+            raise ParameterError("speculative", rule, self.speculative)
+        if self.speculative not in (None, "ngram") and not self.draft_model and not self.draft_head:
+            raise ParameterError("speculative", "be None, ngram, draft=MODEL or eagle3=HEAD", self.speculative)
+        if (self.draft_model or self.draft_head) and self.tensor_parallel > 1:
             raise ParameterError("speculative", "be None or ngram with tensor_parallel above 1", self.speculative)
         num_drafts = self.num_speculative_tokens
         if not _is_integer(num_drafts) or not 1 <= num_drafts <= MAX_DRAFTS:
@@ -160,8 +165,17 @@ class EngineConfig:
     @property
     def draft_model(self) -> str | None:
         """Hub name or folder of the draft model; None without one."""
-        name = self.speculative
-        return name.removeprefix("draft=") if isinstance(name, str) and name.startswith("draft=") else None
+        return self._named("draft=")
+
+    @property
+    def draft_head(self) -> str | None:
+        """Hub name or folder of the EAGLE-3 head; None without one."""
+        return self._named("eagle3=")
+
+    def _named(self, kind: str) -> str | None:
+        """What `speculative` names behind this prefix."""
+        told = self.speculative
+        return told.removeprefix(kind) if isinstance(told, str) and told.startswith(kind) else None
 
     @property
     def max_drafts(self) -> int:

@@ -55,11 +55,13 @@ class Inputs:
     input_ids:      (total,) int64; -(slot + 1) stands for the last token sampled in that slot
     position_ids:   (total,) int64
     logits_indices: (n,) int64, the tokens whose logits are wanted
+    slots:          (batch,) int64, the slot of each sequence; a sequence without keys is padding
     """
 
     input_ids: Tensor
     position_ids: Tensor
     logits_indices: Tensor
+    slots: Tensor
     paged: PagedBatch
 
 

@@ -1,6 +1,6 @@
-"""A small model that guesses what the large one will draw: the drafter of `speculative="draft=MODEL"`.
+"""A small model or a head that guesses what the large model will draw: the drafter of "draft=MODEL" and "eagle3=HEAD".
 
-    drafter = DraftModel(runner, 8192, None)         # made by `loading.load_drafter`
+    drafter = DraftModel(runner, 8192, None)                     # made by `loading.load_drafter`
     drafter.prepare([(sequence, 7)])                             # 7 short steps of the small model, one read at the end
     drafts = drafter.propose(sequence, 7)
 
@@ -11,7 +11,8 @@ are left out of its draws. Whatever it draws changes no answer (speculation.py).
 It has a second `ModelRunner`, with a second cache of keys and values in pages with the same ids: a page of a sequence in
 the one cache is its page in the other. It takes in the tokens of a sequence when that sequence first drafts, CATCH_UP of all
 sequences in a step, and then those that it has not drawn itself. Pages that sequences share are written by each of them, with
-the same keys. Left out: which sequences draft, and how many tokens (speculation.py); pages (scheduler.py).
+the same keys. A head (draft_head.py) is run in the same way, one position behind: a position needs the token after it. Left
+out: which sequences draft, and how many tokens (speculation.py); pages (scheduler.py).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class DraftCache:
     """What the draft model's cache holds of one sequence.
 
     pages:  the sequence's own list; another list means that the sequence has lost these pages
-    length: leading tokens of the sequence that have been computed
-    drawn:  drafts that have been computed after them
+    length: leading positions of the sequence that have been computed
+    drawn:  drafts that have been computed after them; empty for a head, which computes right ones again
     """
 
     pages: list[int]
@@ -58,7 +59,7 @@ class DraftCache:
 class DraftModel:
     """Owner of what the draft model's cache holds, by unfinished sequence.
 
-    runner:     of the draft model, with a cache of as many pages as the large model's
+    runner:     of the draft model or head, with a cache of as many pages as the large model's
     max_tokens: tokens of a step
     max_len:    tokens of a sequence that the draft model can compute; None without a limit
     """
@@ -91,9 +92,10 @@ class DraftModel:
             self._drafts = {}
             self._failed = True
 
-    def propose(self, sequence: SequenceState, count: int) -> list[int]:
-        """What was drawn."""
-        return self._drafts.get(sequence, [])[:count]
+    def propose(self, sequence: SequenceState, count: int) -> list[int] | None:
+        """What was drawn; None if nothing was asked of the model for this sequence."""
+        drafts = self._drafts.get(sequence)
+        return None if drafts is None else drafts[:count]
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended."""
@@ -109,12 +111,14 @@ class DraftModel:
             drawing = [(sequence, count) for sequence, count in drawing if count > num_drawn]
             batch = ScheduledBatch()
             for sequence, _ in drawing:  # its newest draft is on the device
-                batch.append(Chunk(sequence, sequence.slot, len(sequence.tokens) + num_drawn - 1, 1, samples=True))
+                start = self._num_positions(sequence) + num_drawn - 1
+                batch.append(Chunk(sequence, sequence.slot, start, 1, samples=True))
         for sequences, pending in results:
             for (sequence, _), token in zip(sequences, pending.read().tokens, strict=True):
                 self._drafts.setdefault(sequence, []).append(token)
         for sequence, drafts in self._drafts.items():
-            self._caches[sequence].drawn = drafts[:-1]
+            if not self._runner.lead:
+                self._caches[sequence].drawn = drafts[:-1]
             if min(drafts) < 0:  # the sampler found no token
                 del drafts[next(place for place, token in enumerate(drafts) if token < 0) :]
 
@@ -126,20 +130,26 @@ class DraftModel:
         batch = ScheduledBatch(max_tokens=self._max_tokens)
         drawing = []
         known = {sequence: self._num_known(sequence) for sequence, _ in wanted}
-        for sequence, count in sorted(wanted, key=lambda entry: len(entry[0].tokens) - known[entry[0]]):
+        for sequence, count in sorted(wanted, key=lambda entry: self._num_positions(entry[0]) - known[entry[0]]):
             start = known[sequence]
-            length = min(len(sequence.tokens) - start, batch.room)
+            length = min(self._num_positions(sequence) - start, batch.room)
             if not length:
                 break
             if sequence not in self._caches or self._caches[sequence].pages is not sequence.pages:
                 batch.admitted.append(sequence)
             self._caches[sequence] = DraftCache(sequence.pages, start + length)
-            samples = start + length == len(sequence.tokens)
+            samples = start + length == self._num_positions(sequence)
             batch.append(Chunk(sequence, sequence.slot, start, length, samples))
             if samples:
                 drawing.append((sequence, count))
         return batch, drawing
 
+    def _num_positions(self, sequence: SequenceState) -> int:
+        """Positions that can be computed from the known tokens."""
+        return len(sequence.tokens) - self._runner.lead
+
     def _num_known(self, sequence: SequenceState) -> int:
+        """Leading positions whose keys are in the cache, without the last one."""
         cache = self._caches.get(sequence)
-        return 0 if cache is None or cache.pages is not sequence.pages else cache.num_known(sequence)
+        known = 0 if cache is None or cache.pages is not sequence.pages else cache.num_known(sequence)
+        return min(known, self._num_positions(sequence) - 1)

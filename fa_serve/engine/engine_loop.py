@@ -62,10 +62,11 @@ Commands = queue.SimpleQueue[Command]
 class StepOutputs:
     """What one step produced, and what became of the commands before it.
 
+    stats:    the engine's snapshot; None where it is asked for in another way
     rejected: (request id, error) of requests that were not added
     """
 
-    stats: EngineStats
+    stats: EngineStats | None
     outputs: list[RequestOutput] = field(default_factory=list)
     rejected: list[tuple[str, Exception]] = field(default_factory=list)
 

@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 
 from fa_serve import ops
 from fa_serve.hf import expert_modules
+from fa_serve.hf.quantized_experts import QuantizedExperts
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -100,7 +101,7 @@ def fuse_routers(model: nn.Module) -> int:
 
 def _routers(model: nn.Module) -> Iterator[Any]:
     """The modules beside modules of experts that have a row of weights for each expert."""
-    experts = set(expert_modules(model))
+    experts = {*expert_modules(model), *(m for m in model.modules() if isinstance(m, QuantizedExperts))}
     for parent in model.modules():
         beside = [child for child in parent.children() if child in experts]
         for child in parent.children() if beside else ():

@@ -6,9 +6,12 @@ No layer is recognised by the name of its class. Each kind of layer (its modules
 computed by its own code and by `FusedLayer` in float32 on the same input. It is fused only if queries, keys, values, the cache
 and the output agree. Merged weights take no additional memory: the separate weights become views of the merged ones.
 
+Layers with latent attention are proven twice, with plain heads and with absorbed products (fused_latent.py), and cache latent
+keys from then on: `cached_layers` says what each layer of a model asks of the cache.
+
 A layer that is divided between ranks is fused by each rank alone: both forms are compared before their parts are added up.
 
-Left out: how a fused layer computes (fused_layer.py).
+Left out: what a fused layer is made of (fused_parts.py), and how it computes (fused_layer.py, fused_latent.py).
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import copy
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -25,41 +27,25 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fa_serve import ops
-from fa_serve.engine.fused_layer import FusedLayer, Product
+from fa_serve.engine.fused_latent import LatentAttention
+from fa_serve.engine.fused_layer import FusedLayer, LayerStep, cos_and_sin
+from fa_serve.engine.fused_parts import ROTATIONS, Call, NotFusedError, build, rotations
 from fa_serve.hf import LayerCall, PartOfSum, paged_forward, vocab_size
-from fa_serve.hf.quantized_linear import QuantizedLinear
+from fa_serve.hf.latent_layers import latent_spec
+from fa_serve.spec import AttentionSpec
 
 log = logging.getLogger("fa_serve.engine")
 
 TOLERANCE = 1e-4
 """Largest allowed difference in float32, relative to the largest number: another order of summation, and nothing more."""
-
-
-class NotFusedError(Exception):
-    """Why a layer is not fused."""
-
-
-@dataclass(slots=True)
-class _Call:
-    """What a layer was given, and what it asked of attention.
-
-    index:   number of the layer, -1 if it has not called attention
-    heads:   queries, keys and values, (total, heads, head_dim) each
-    options: the other arguments of attention
-    """
-
-    hidden: Tensor
-    kwargs: dict[str, Any]
-    index: int = -1
-    heads: tuple[Tensor, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
+FAR = 1 << 20
+"""What is added to the positions that a layer is told in the proof."""
 
 
 class _Recorder:
     """Takes the place of a PagedBatch: notes each call of attention and returns the values, repeated for each query head."""
 
-    def __init__(self, call: _Call | None = None) -> None:
+    def __init__(self, call: Call | None = None) -> None:
         self.call = call
 
     def attend(self, call: LayerCall) -> Tensor:
@@ -96,9 +82,19 @@ def fuse(model: PreTrainedModel) -> int:
     return fused
 
 
-def _fuse_each(found: Sequence[nn.Module], calls: Sequence[_Call]) -> int:
+def cached_layers(model: PreTrainedModel, layers: Sequence[AttentionSpec]) -> list[AttentionSpec]:
+    """What each layer asks of the KV cache, after `fuse`. layers: what they ask of attention by their own code"""
+    cached = list(layers)
+    for module in model.modules():
+        fused = module.forward
+        if isinstance(fused, FusedLayer) and isinstance(fused.attention, LatentAttention):
+            cached[fused.index] = latent_spec(cached[fused.index], fused.attention.sizes)
+    return cached
+
+
+def _fuse_each(found: Sequence[nn.Module], calls: Sequence[Call]) -> int:
     """Fuse the layers that can be proven. Returns how many. calls: what each layer is given"""
-    proofs: dict[str, bool | NotFusedError] = {}  # by kind: whether it is rotary, or why it is not fused
+    proofs: dict[str, str | NotFusedError] = {}  # by kind: which of ROTATIONS it has, or why it is not fused
     fused = 0
     for layer, call in zip(found, calls, strict=True):
         kind = _kind(layer, call)
@@ -108,7 +104,7 @@ def _fuse_each(found: Sequence[nn.Module], calls: Sequence[_Call]) -> int:
             proof = proofs[kind]
             if isinstance(proof, NotFusedError):
                 continue
-            layer.forward = _build(layer, call, rotary=proof)
+            layer.forward = build(layer, call, proof)
             fused += 1
         except Exception as error:  # raised here, by the model's code or by a kernel's compiler
             reason = str(error)
@@ -118,12 +114,12 @@ def _fuse_each(found: Sequence[nn.Module], calls: Sequence[_Call]) -> int:
     return fused
 
 
-def _observe(model: PreTrainedModel, found: Sequence[nn.Module]) -> list[_Call]:
+def _observe(model: PreTrainedModel, found: Sequence[nn.Module]) -> list[Call]:
     """Run one forward of a few tokens and note what each layer is given."""
     recorder = _Recorder()
-    calls = [_Call(torch.empty(0), {}) for _ in found]
+    calls = [Call(torch.empty(0), {}) for _ in found]
 
-    def note(call: _Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call.hidden = (args[0] if args else kwargs["hidden_states"]).clone()
         call.kwargs = {name: value for name, value in kwargs.items() if name not in ("hidden_states", "fa_serve_batch")}
         recorder.call = call
@@ -139,7 +135,7 @@ def _observe(model: PreTrainedModel, found: Sequence[nn.Module]) -> list[_Call]:
     return calls
 
 
-def _kind(layer: nn.Module, call: _Call) -> str:
+def _kind(layer: nn.Module, call: Call) -> str:
     """A text that is equal for layers which differ only in the values of their weights."""
     settings = [
         (
@@ -162,8 +158,8 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks)
 
 
-def _prove(layer: nn.Module, call: _Call) -> bool:
-    """Compare a float32 copy of the layer with its fused form. Returns whether the layer rotates queries and keys."""
+def _prove(layer: nn.Module, call: Call) -> str:
+    """Compare a float32 copy of the layer with its fused form. Returns which of ROTATIONS the layer has."""
     if call.index < 0:
         raise NotFusedError("the layer computes no attention")
     if "position_embeddings" not in call.kwargs:
@@ -173,185 +169,122 @@ def _prove(layer: nn.Module, call: _Call) -> bool:
     original = copy.deepcopy(layer).float()
     expected = _expected(original, call)
     reasons = []
-    for rotary in (True, False):
-        wrong = _differences(_build(original, expected.call, rotary=rotary), expected)
+    for rotation in rotations(original, expected.call):
+        wrong = _differences(build(original, expected.call, rotation), expected)
         if not wrong:
-            return rotary
-        reasons.append(f"{'with' if rotary else 'without'} rotary embedding its {' and '.join(wrong)} would change")
+            return rotation
+        reasons.append(f"{ROTATIONS[rotation]} its {' and '.join(wrong)} would change")
     raise NotFusedError("; ".join(reasons))
 
 
 class _Expected(NamedTuple):
     """What a layer's own code computes in float32."""
 
-    call: _Call
+    call: Call
     output: Tensor
 
 
-def _expected(original: nn.Module, call: _Call) -> _Expected:
-    """Run a float32 layer by its own code on the input of `call`."""
-    kwargs = {
-        name: tuple(x.float() for x in value) if name == "position_embeddings" else value for name, value in call.kwargs.items()
-    }
-    own = _Call(call.hidden.float(), kwargs)
+def _expected(original: nn.Module, call: Call) -> _Expected:
+    """Run a float32 layer by its own code on the input of `call`.
+
+    The layer is told positions that are far beyond those of its rotary embedding. One that reads them, as to scale queries
+    (Ministral), then differs from its fused form.
+    """
+    kwargs = dict(call.kwargs)
+    kwargs["position_embeddings"] = _in_float32(kwargs["position_embeddings"])
+    if isinstance(kwargs.get("position_ids"), Tensor):
+        kwargs["position_ids"] = kwargs["position_ids"] + FAR
+    own = Call(call.hidden.float(), kwargs)
     output = original(own.hidden.clone(), **kwargs, fa_serve_batch=_Recorder(own))
     if not isinstance(output, Tensor):
         raise NotFusedError(f"the layer returns a {type(output).__name__}, not a tensor")
-    _, k, v = own.heads
-    if k.shape != v.shape:
-        raise NotFusedError(f"keys and values have different shapes, {tuple(k.shape)} and {tuple(v.shape)}")
     return _Expected(own, output)
+
+
+def _in_float32(position_embeddings: Any) -> Any:
+    if isinstance(position_embeddings, Tensor):
+        return position_embeddings.to(torch.complex64)
+    return tuple(x.float() for x in position_embeddings)
+
+
+class _Seen(NamedTuple):
+    """What attention is given by a fused layer, what is in the cache then, and the output of the layer."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    output: Tensor
+
+
+def _run(fused: FusedLayer, expected: _Expected, total: int, *, fresh: bool) -> _Seen:
+    """Compute the first `total` tokens. Attention returns the values of each token, as `_Recorder` does."""
+    cos, sin = (x[:total] for x in cos_and_sin(expected.call.kwargs["position_embeddings"]))
+    k_cache, v_cache = _cache_of(fused, expected)
+    slots = torch.arange(total, device=cos.device)
+    given: list[Tensor] = []
+
+    def attend(*qkv: Tensor) -> Tensor:
+        given.extend(x.clone() for x in qkv)
+        return _repeat_heads(qkv[2], qkv[0].shape[1])
+
+    step = LayerStep(cos, sin, k_cache, v_cache, slots, attend, fresh, {})
+    output = fused.compute(expected.call.hidden[0, :total].clone(), step)
+    q, k, v = given
+    return _Seen(q, k, v, k_cache[0, :total], v_cache[0, :total], output)
+
+
+def _cache_of(fused: FusedLayer, expected: _Expected) -> tuple[Tensor, Tensor]:
+    """An empty page for the tokens of the proof."""
+    _, k, v = expected.call.heads
+    if isinstance(fused.attention, LatentAttention):
+        rank, rope, _, _ = fused.attention.sizes
+        page = torch.zeros(1, len(k), 1, rank + rope, device=k.device)
+        return page, page[..., :rank]
+    return torch.zeros(1, *k.shape, device=k.device), torch.zeros(1, *v.shape, device=v.device)
 
 
 def _differences(fused: FusedLayer, expected: _Expected) -> list[str]:
     """What the fused layer computes differently. Raises NotFusedError if only a single token gives another result."""
-    q, k, v = expected.call.heads
-    hidden = expected.call.hidden[0]
-    cos, sin = (x[0] for x in expected.call.kwargs["position_embeddings"])
-    k_cache = torch.zeros(1, *k.shape, device=k.device)
-    v_cache = torch.zeros(1, *v.shape, device=v.device)
-    slots = torch.arange(len(k), device=k.device)
-    heads: list[Tensor] = []
-
-    def attend(*qkv: Tensor) -> Tensor:
-        heads.extend(x.clone() for x in qkv)
-        return _repeat_heads(qkv[2], qkv[0].shape[1])
-
-    output = fused.compute(hidden.clone(), cos, sin, k_cache, v_cache, slots, attend)
-    names = ("queries", "keys", "values", "cached keys", "cached values", "output")
-    actual = (*heads, k_cache[0], v_cache[0], output)
-    wanted = (q, k, v, k, v, expected.output[0])
-    wrong = [name for name, x, y in zip(names, actual, wanted, strict=True) if not _agree(x, y)]
-    if not wrong:
+    forms = (True, False) if isinstance(fused.attention, LatentAttention) else (False,)
+    for fresh in forms:
+        seen = _run(fused, expected, len(expected.output[0]), fresh=fresh)
+        wrong = [name for name, x, y in _compared(seen, expected) if not _agree(x, y)]
+        if wrong:
+            return wrong
+    for fresh in forms:
         # a single token takes other kernels
-        alone = fused.compute(hidden[:1].clone(), cos[:1], sin[:1], k_cache, v_cache, slots[:1], attend)
-        if not _agree(alone, expected.output[0, :1]):
+        if not _agree(_run(fused, expected, 1, fresh=fresh).output, expected.output[0, :1]):
             raise NotFusedError("the output for a single token would change")
-    return wrong
+    return []
+
+
+def _compared(seen: _Seen, expected: _Expected) -> list[tuple[str, Tensor, Tensor]]:
+    """(name, actual, wanted) of all that must agree.
+
+    Latent attention may have the numbers of queries and keys in another order, and another number of them: their products are
+    compared. Its values are part of the output.
+    """
+    q, k, v = expected.call.heads
+    output = ("output", seen.output, expected.output[0])
+    if seen.k_cache.shape[1:] == k.shape[1:] and seen.v_cache.shape[1:] == v.shape[1:]:
+        return [
+            ("queries", seen.q, q),
+            ("keys", seen.k, k),
+            ("values", seen.v, v),
+            ("cached keys", seen.k_cache, k),
+            ("cached values", seen.v_cache, v),
+            output,
+        ]
+    own = [("cached keys", seen.k_cache, seen.k)] if seen.k.shape == seen.k_cache.shape else [("values", seen.v, v)]
+    return [("scores", _scores(seen.q, seen.k), _scores(q, k)), *own, output]
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """(num_heads, total, total): the products of all queries and keys."""
+    return torch.einsum("qhd,khd->hqk", q, _repeat_heads(k, q.shape[1]))
 
 
 def _agree(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and bool((x - y).abs().max() <= TOLERANCE * y.abs().max())
-
-
-def _build(layer: nn.Module, call: _Call, *, rotary: bool) -> FusedLayer:
-    """The fused form of a layer, whose weights are merged on the way.
-
-    Raises NotFusedError or AttributeError for a layer that lacks a part.
-    """
-    attention = cast(Any, layer.self_attn)
-    mlp = cast(Any, layer).mlp
-    names: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
-    if hasattr(layer, "post_feedforward_layernorm"):
-        before = ("input_layernorm", "pre_feedforward_layernorm")
-        first, second = (name if hasattr(layer, name) else None for name in before)
-        names = (first, "post_attention_layernorm", second, "post_feedforward_layernorm")
-    norms = [None if name is None else _norm(getattr(layer, name)) for name in names]
-    query, key, _ = call.heads
-    multiplier = float(getattr(layer, "residual_multiplier", 1.0))
-    if multiplier != 1.0 and hasattr(layer, "post_feedforward_layernorm"):
-        raise NotFusedError(f"it multiplies its parts by {multiplier} after they are normalised")
-    if key.shape[2] % 2:
-        raise NotFusedError(f"head_dim must be even, got {key.shape[2]}")
-    gate_up = down = None
-    if isinstance(getattr(mlp, "down_proj", None), nn.Linear | QuantizedLinear):
-        down = _product(mlp.down_proj)
-        gate_up = _merge(mlp, "gate_up_proj") if hasattr(mlp, "gate_up_proj") else _merge(mlp, "gate_proj", "up_proj")
-    qkv = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-    return FusedLayer(
-        original=partial(type(layer).forward, layer),
-        index=call.index,
-        num_heads=query.shape[1],
-        head_dim=query.shape[2],
-        options=call.options,
-        before_attention=norms[0],
-        after_attention=norms[1],
-        before_mlp=norms[2],
-        after_mlp=norms[3],
-        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
-        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        qkv=_merge(attention, *qkv),
-        o=_product(attention.o_proj),
-        gate_up=gate_up,
-        down=down,
-        activation="" if gate_up is None else _activation(mlp),
-        mlp=mlp,
-        rotary=rotary,
-        multiplier=multiplier,
-    )
-
-
-def _norm(module: Any) -> ops.Norm:
-    """The RMS norm that a module computes. Its weights are meant as they are or with 1 added: what fits better is taken.
-
-    A wrong guess is found when the layer is proven.
-    """
-    if "forward" in vars(module):
-        raise NotFusedError(f"the forward of a norm is replaced by {type(module.forward).__name__}")
-    weight = module.weight
-    eps = float(getattr(module, "variance_epsilon", None) or module.eps)
-    x = torch.linspace(-1.0, 2.0, weight.shape[0], dtype=weight.dtype, device=weight.device)[None]
-    expected = module(x).float()
-    tried = [ops.Norm(weight, eps, offset) for offset in (0.0, 1.0)]
-    return min(tried, key=lambda norm: float((ops.rms_norm(x, norm).float() - expected).abs().max()))
-
-
-def _activation(mlp: Any) -> str:
-    function = getattr(mlp, "act_fn", None) or mlp.activation_fn
-    x = torch.linspace(-5.0, 5.0, 64, device=mlp.down_proj.weight.device)[None]
-    expected = function(x)
-    pairs = torch.cat([x, torch.ones_like(x)], dim=1)
-    for name in ops.ACTIVATIONS:
-        if float((ops.act_and_mul(pairs, name) - expected).abs().max()) < 1e-5:
-            return name
-    raise NotFusedError(f"its activation must be one of {ops.ACTIVATIONS}, got {type(function).__name__}")
-
-
-def _product(linear: Any) -> Product:
-    if isinstance(linear, QuantizedLinear):
-        return Product(linear.weight, linear.bias)
-    # a subclass of Parameter may keep its numbers in another way, as torchao does
-    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():
-        raise NotFusedError(f"a projection must be a plain nn.Linear of floats, got {type(linear).__name__}")
-    if not linear.weight.is_contiguous():
-        raise NotFusedError(f"the weights of a projection must be contiguous, got strides {linear.weight.stride()}")
-    replaced = vars(linear).get("forward")
-    if replaced is not None and not isinstance(replaced, PartOfSum):
-        raise NotFusedError(f"the forward of a projection is replaced by {type(replaced).__name__}")
-    return Product(linear.weight, linear.bias, None if replaced is None else replaced.all_reduce)
-
-
-def _merge(module: nn.Module, *names: str) -> Product:
-    """Merge the rows of several projections into one. The weights of each become a view of the merged ones."""
-    linears = [getattr(module, name) for name in names]
-    parts = [_product(linear) for linear in linears]
-    if len(parts) == 1:
-        return parts[0]
-    biases = [part.bias for part in parts if part.bias is not None]
-    if len(biases) not in (0, len(parts)):
-        raise NotFusedError(f"all or none of {names} must have a bias")
-    weight = _concatenate([part.weight for part in parts])
-    bias = torch.cat([x.detach() for x in biases]) if biases else None
-    start = 0
-    for linear, part in zip(linears, parts, strict=True):
-        stop = start + part.weight.shape[0]
-        if isinstance(weight, Tensor):
-            linear.weight = nn.Parameter(weight[start:stop], requires_grad=linear.weight.requires_grad)
-        else:
-            linear.weight = weight.rows(start, stop)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias[start:stop], requires_grad=linear.bias.requires_grad)
-        start = stop
-    return Product(weight, bias)
-
-
-def _concatenate(weights: Sequence[ops.Weight]) -> ops.Weight:
-    """The rows of several weights as one weight. Raises NotFusedError for weights that are not kept in the same way."""
-    plain = [weight.detach() for weight in weights if isinstance(weight, Tensor)]
-    quantized = [weight for weight in weights if isinstance(weight, ops.QuantizedWeight)]
-    if plain and quantized:
-        raise NotFusedError("all or none of the projections that are merged must be quantised")
-    try:
-        return torch.cat(plain) if plain else ops.merge_rows(quantized)
-    except ValueError as error:
-        raise NotFusedError(str(error)) from None

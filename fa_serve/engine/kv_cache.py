@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fa_serve.hf import LayerCall, OneSequence, paged_forward
-from fa_serve.spec import AttentionSpec
+from fa_serve.spec import AttentionSpec, ParameterError
 
 HEADROOM = 224.0
 """The float8 number that the largest value seen is stored as: half of what float8_e4m3fn can hold."""
@@ -28,13 +28,16 @@ CPU_SHARE = 0.25
 
 def bytes_per_page(layers: Sequence[AttentionSpec], page_size: int) -> int:
     """Bytes of the keys and values of one page in all layers."""
-    return sum(page_size * x.num_kv_heads * (x.head_dim + x.head_dim_v) * x.kv_dtype.itemsize for x in layers)
+    return sum(page_size * x.cached_bytes for x in layers)
 
 
 def allocate(
     layers: Sequence[AttentionSpec], num_pages: int, page_size: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """(k_cache, v_cache) by layer: views (num_pages, page_size, num_kv_heads, head_dim or head_dim_v)."""
+    """(k_cache, v_cache) by layer: views (num_pages, page_size, num_kv_heads, head_dim or head_dim_v).
+
+    Where values are the first numbers of the keys, v_cache is that part of k_cache.
+    """
 
     def pages(layer: AttentionSpec, dim: int) -> Tensor:
         # Never zeroed: what has not been written is never read, and a CPU allocates memory only where it is touched.
@@ -42,7 +45,32 @@ def allocate(
             return torch.empty(num_pages, page_size, layer.num_kv_heads, dim, dtype=layer.kv_dtype)
         return torch.empty(num_pages, layer.num_kv_heads, page_size, dim, dtype=layer.kv_dtype, device=device).transpose(1, 2)
 
-    return [(pages(layer, layer.head_dim), pages(layer, layer.head_dim_v)) for layer in layers]
+    caches = []
+    for layer in layers:
+        keys = pages(layer, layer.head_dim)
+        caches.append((keys, keys[..., : layer.head_dim_v] if layer.values_in_keys else pages(layer, layer.head_dim_v)))
+    return caches
+
+
+def check_num_pages(num_pages: int, size: int, page_size: int, num_layers: int, device: torch.device) -> None:
+    """Raise ParameterError, with the arithmetic, if the device has no memory for so many pages beside the weights.
+
+    size: bytes of a page of `page_size` tokens in all layers
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        room = torch.cuda.mem_get_info(device)[0]
+        where = "of the GPU's memory"
+    else:
+        room = reclaimable_memory()
+        where = "of memory"
+    if num_pages * size > room:
+        asked = num_pages * size / 2**30
+        rule = (
+            f"be at most {room // size}: {page_size} tokens in {num_layers} layers take {size / 2**10:.4g} KiB "
+            f"a page, {num_pages} pages take {asked:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
+        )
+        raise ParameterError("num_pages", rule, num_pages)
 
 
 class _Ranges(OneSequence):

@@ -21,8 +21,10 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.draft_head import load_head_runner
 from fa_serve.engine.draft_model import DraftModel
 from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.kv_cache import check_num_pages
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.ranks import Ranks
 from fa_serve.engine.speculation import Drafter, NgramDrafter
@@ -82,10 +84,14 @@ def load(
 
 
 def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, clock: PhaseClock) -> Drafter:
-    """The drafter that the settings ask for. A draft model is loaded, and its cache belongs to `runner` from now on.
+    """The drafter that the settings ask for. A draft model or a head is loaded, and its cache belongs to `runner` from now on.
 
     Raises ParameterError for a model that is not there or has another vocabulary, and what loading a model raises.
     """
+    if config.draft_head is not None:
+        runner.draft = load_head_runner(config, runner)
+        clock.end("draft", f"{config.speculative} on {runner.draft.device}")
+        return DraftModel(runner.draft, config.max_num_batched_tokens)
     if config.draft_model is None:
         return NgramDrafter()
     own = replace(config, model=config.draft_model, speculative=None, deterministic=False, quantization=None)
@@ -193,7 +199,7 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> tuple[int,
     if model_limit is not None and length > model_limit:
         raise ParameterError("max_model_len", f"be at most {model_limit}, the model's max_position_embeddings", length)
     if config.num_pages is not None:
-        runner.check_num_pages(config.num_pages)
+        check_num_pages(config.num_pages, runner.bytes_per_page, config.page_size, len(runner.layers), runner.device)
     num_pages = ranks.least(config.num_pages or runner.fit_num_pages(config, length))
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:

@@ -6,15 +6,15 @@
     pending = runner.sample(forward)         # the same; the masks of structured outputs may come as late as this
     result = pending.read()                  # waits for the device: one token for each chunk that samples
 
-The numbers of a step are packed into one block of host memory and sent in one copy. A token that the step before has sampled
-may not be known on the host yet, so the device keeps the last sampled token of each slot. Left out: which tokens are computed
-(scheduler.py) and how a token is chosen (sampler.py).
+The numbers of a step are one block of host memory, sent in one copy. The device keeps the last sampled token of each slot,
+which the host may not know yet. Left out: which tokens are computed (scheduler.py) and how one is chosen (sampler.py).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.cuda_graphs import Check, Inputs, Shape, StepGraphs, pad, padding
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.fused_router import fuse_routers
+from fa_serve.engine.kept_states import HiddenStates
 from fa_serve.engine.prepared_batch import Forward, PreparedBatch
 from fa_serve.engine.results import PendingResult
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
@@ -52,12 +53,17 @@ class ModelRunner:
     drafting: this is a draft model, whose draws ignore penalties and need no log-probabilities
     check:    called with the error of a graph before steps run without it. Raises if other ranks would go on with theirs
     draft:    the runner of the draft model (draft_model.py), whose cache has the same pages; None without one
+    hidden_states: keeps what each forward computes for an EAGLE-3 head (draft_head.py); None without one
+    lead:     how many places later in the sequence than its position a token is taken from: 1 for a head
     """
+
+    lead = 0
 
     def __init__(
         self, model: PreTrainedModel, config: EngineConfig, *, drafting: bool = False, check: Check = lambda error: None
     ) -> None:
         self.draft: ModelRunner | None = None
+        self.hidden_states: HiddenStates | None = None
         self.check = check
         self._drafting = drafting
         self.model: PreTrainedModel = model.train(False)
@@ -90,14 +96,15 @@ class ModelRunner:
 
     @property
     def window(self) -> int | None:
-        """Keys before a token that any layer attends to; None if a layer attends to all."""
-        lefts = [layer.window_size[0] for layer in self.layers]
+        """Keys before a token that any layer attends to, those of a draft model included; None if a layer attends to all."""
+        lefts = [layer.window_size[0] for layer in [*self.layers, *(self.draft.layers if self.draft else ())]]
         return None if min(lefts, default=-1) < 0 else max(lefts)
 
     def fuse(self) -> int:
         """Fuse the layers and routers of the model where that is possible. Returns how many layers are fused."""
         fused = fusion.fuse(self.model)
         fuse_routers(self.model)
+        self.layers = fusion.cached_layers(self.model, self.layers)
         return fused
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
@@ -241,24 +248,6 @@ class ModelRunner:
         if self.draft is not None:
             self.draft._release()
 
-    def check_num_pages(self, num_pages: int) -> None:
-        """Raise ParameterError, with the arithmetic, if the device has no memory for so many pages beside the weights."""
-        size = self.bytes_per_page
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            room = torch.cuda.mem_get_info(self.device)[0]
-            where = "of the GPU's memory"
-        else:
-            room = kv_cache.reclaimable_memory()
-            where = "of memory"
-        if num_pages * size > room:
-            asked = num_pages * size / 2**30
-            rule = (
-                f"be at most {room // size}: {self.page_size} tokens in {len(self.layers)} layers take {size / 2**10:.4g} KiB "
-                f"a page, {num_pages} pages take {asked:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
-            )
-            raise ParameterError("num_pages", rule, num_pages)
-
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Forward:
         """Queue the forward of one step."""
@@ -273,6 +262,7 @@ class ModelRunner:
             vocab_size=self.vocab_size,
             deterministic=self._deterministic,
             drafting=self._drafting,
+            lead=self.lead,
         )
         prepared = self._prepare(arrays)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
@@ -356,6 +346,7 @@ class ModelRunner:
             input_ids=fields["input_ids"],
             position_ids=fields["position_ids"],
             logits_indices=fields["logits_indices"],
+            slots=fields["slots"],
             paged=PagedBatch(
                 kv_caches=self.kv_caches,
                 slot_mapping=fields["slot_mapping"],
@@ -386,7 +377,8 @@ class ModelRunner:
     def _forward(self, inputs: Inputs) -> Tensor:
         last = self._last_tokens[(-1 - inputs.input_ids).clamp(min=0)]
         input_ids = torch.where(inputs.input_ids < 0, last, inputs.input_ids)
-        with deterministic_mode(self._deterministic):
+        keeping = nullcontext() if self.hidden_states is None else self.hidden_states.keeping(inputs.paged)
+        with keeping, deterministic_mode(self._deterministic):
             return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
 
     def _log_probabilities(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ number per step changes.
 
 The guesses come from a `Drafter`. `NgramDrafter` looks them up: it finds the longest recent n-gram that occurred earlier in the
 prompt or the answer, and proposes what came after it (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
-`DraftModel` (draft_model.py) is a small model that draws them.
+`DraftModel` (draft_model.py) draws them with a small model, or with a head on the model's hidden states (draft_head.py).
 
 Speculation turns itself off in two ways. The rows of a step, sequences times 1 + drafts, stay within MAX_ROWS, so that each
 sequence gets fewer drafts the more sequences run, and none beyond half of MAX_ROWS. A sequence whose drafts are all wrong
@@ -131,8 +131,8 @@ class Drafter(Protocol):
         Called before `propose`, once for each step, if it `prepares`.
         """
 
-    def propose(self, sequence: SequenceState, count: int) -> list[int]:
-        """At most `count` tokens that may follow the last one."""
+    def propose(self, sequence: SequenceState, count: int) -> list[int] | None:
+        """At most `count` tokens that may follow the last one; None while it takes a long prompt in."""
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended."""
@@ -153,10 +153,10 @@ class NgramDrafter:
     def prepare(self, wanted: Sequence[tuple[SequenceState, int]]) -> None:
         """Nothing: a look-up takes microseconds."""
 
-    def propose(self, sequence: SequenceState, count: int) -> list[int]:
+    def propose(self, sequence: SequenceState, count: int) -> list[int] | None:
         """What followed the last tokens earlier."""
         index = self._indices.setdefault(sequence, NgramIndex())
-        return index.continuation(sequence.tokens, count) if index.extend(sequence.tokens) else []
+        return index.continuation(sequence.tokens, count) if index.extend(sequence.tokens) else None
 
     def forget(self, sequence: SequenceState) -> None:
         """Drop the sequence's index."""
@@ -226,10 +226,10 @@ class Speculation:
             return []
         history = self._history(sequence)
         drafts = self.drafter.propose(sequence, count)
-        if history.waiting and not drafts and not self.drafter.prepares:
-            self._pause(history, sequence)  # it has waited in vain, and not for a drafter that takes a long prompt in
+        if history.waiting and drafts is not None and not drafts:
+            self._pause(history, sequence)  # it has waited in vain
         history.waiting = False
-        return drafts
+        return drafts or []
 
     def record(self, sequence: SequenceState, num_drafts: int, accepted: int) -> None:
         """The first `accepted` of `num_drafts` drafts were right."""

@@ -17,12 +17,16 @@ as it is.
     attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
     experts.py         the function that computes a mixture's experts, and whether the engine may use it
     paged.py           the engine's forward over packed tokens and a paged cache
+    latent_layers.py   which layers have latent attention, and what is cached for them
     layer_kinds.py     few layers that stand for all layers of a model
+    hidden_states.py   reads a model's hidden states between its layers
+    eagle3.py          a head that guesses tokens from them, imported when there is one
     division.py        which part of each layer a rank of tensor parallelism keeps; divide.py takes it, and proves it
     continuous.py      transformers' own continuous batching (`generate_batch`)
-    quantization_plan.py  which linear layers of a checkpoint are quantised, and how
-    weight_formats.py  how the quantised weights of a layer are kept in a checkpoint
+    quantization_plan.py  which linear layers and experts of a checkpoint are quantised, and how
+    weight_formats.py  how the quantised weights of a layer or an expert are kept in a checkpoint
     quantized_linear.py  the layers that are loaded from such a checkpoint
+    quantized_experts.py  the experts among them; expert_files.py checks their tensors in the headers of the files
     info.py            what a model asks of attention, from its config alone
 
 Left out: dropout in attention, attention weights as an output, and caches that hold anything but keys and values.
@@ -43,16 +47,18 @@ from fa_serve.hf.attention import attention_forward
 from fa_serve.hf.divide import PartOfSum, divide, vocab_size
 from fa_serve.hf.division import plan_division
 from fa_serve.hf.experts import expert_modules, experts_forward, take_experts
+from fa_serve.hf.hidden_states import HiddenStateReader
 from fa_serve.hf.layer_kinds import few_layers
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
-from fa_serve.hf.paged import OneSequence, PagedBatch, attention_layers, check_model, paged_forward
+from fa_serve.hf.paged import OneSequence, PagedBatch, attention_layers, check_model, paged_forward, paged_output
 from fa_serve.hf.register import patch, register
 from fa_serve.hf.translate import AttendsBatch, LayerCall
 
 __all__ = [
     "NAME",
     "AttendsBatch",
+    "HiddenStateReader",
     "LayerCall",
     "OneSequence",
     "PagedBatch",
@@ -66,6 +72,7 @@ __all__ = [
     "few_layers",
     "mask_forward",
     "paged_forward",
+    "paged_output",
     "patch",
     "plan_division",
     "register",

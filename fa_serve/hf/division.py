@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fa_serve.hf.paged import attention_layers
+from fa_serve.hf.quantized_experts import QuantizedExperts
 from fa_serve.spec import AttentionSpec, UnsupportedModelError
 
 BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
@@ -31,8 +32,8 @@ BY_COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 """Rules for weights whose columns, the input features, are divided, so that their products are parts of a sum."""
 SUMMED = ("moe_tp_experts",)
 """Rules for modules, such as all experts of a layer, whose outputs are parts of a sum."""
-WHOLE = ("replicated_with_grad_allreduce",)
-"""Rules for modules that every rank keeps whole."""
+WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""Rules for modules that every rank keeps whole. Latent keys are those of all heads."""
 
 
 class Section(NamedTuple):
@@ -156,6 +157,8 @@ class _Planner:
 
     def plan(self, name: str, path: str, module: nn.Module, rules: dict[str, str]) -> None:
         """Plan one module. name: its full name; path: its name in the layer"""
+        if isinstance(module, QuantizedExperts):
+            raise _NotDivisible(f"{name} has quantised experts ({module.description}), which are not divided")
         rule = rules.get(_general(name))
         if rule in SUMMED:
             self.layer.sums.append(path)
@@ -210,6 +213,8 @@ class _Planner:
             return (k._replace(size=rows),)
         if rows == q.size + k.size + v.size:
             return q, k, v
+        if path.endswith("kv_b_proj") and rows % spec.num_heads == 0:
+            return (q._replace(size=rows),)  # keys and values of each head, made of latent vectors
         raise _NotDivisible(f"the {rows} rows of {name} (rule {rule!r}) are neither queries, keys, values nor all of them")
 
     def _columns(self, path: str, columns: int) -> tuple[Section, ...]:

@@ -9,7 +9,7 @@ transformers keeps the weights of a layer's experts in one module, which says ho
 attribute of a model is known by name. Routers and shared experts stay the model's own. A call that records gradients is
 computed by transformers' `grouped_mm`, because the kernels have no backward pass.
 
-Left out: quantised experts, which use other interfaces of transformers, and experts without a gate.
+Left out: quantised experts (quantized_experts.py), and experts without a gate.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     gate = gate_of(module)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_states, top_k_weights, *module.parameters())):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    weights = _weights(module, gate)
-    y = call_operator(hidden_states.to(weights.gate_up.dtype), top_k_index, top_k_weights, weights)
+    weights = weights_of(module, gate)
+    y = call_operator(hidden_states.to(cast(Any, module).down_proj.dtype), top_k_index, top_k_weights, weights)
     return y.to(hidden_states.dtype)
 
 
@@ -73,7 +73,7 @@ def take_experts(model: PreTrainedModel) -> int:
         return 0  # PyTorch reads the router's choice back, which a CUDA graph cannot
     kinds = {_kind(module): module for module in reversed(found)}  # the first of each kind
     try:
-        wrong = [type(module).__name__ for module in kinds.values() if not _agrees(module)]
+        wrong = [type(module).__name__ for module in kinds.values() if not agrees(module)]
         reason = f"the output of {wrong[0]} would change" if wrong else None
     except Exception as error:  # raised here, by the model's code or by a kernel's compiler
         reason = str(error)
@@ -97,13 +97,13 @@ def _kind(module: nn.Module) -> str:
     return repr((type(module), sorted(settings.items()), [(name, p.shape, p.dtype) for name, p in module.named_parameters()]))
 
 
-def _agrees(module: nn.Module) -> bool:
+def agrees(module: nn.Module) -> bool:
     """Whether the module's own code computes what we compute. Raises UnsupportedModelError if we compute nothing."""
     gate = gate_of(module)
     few: Any = copy.copy(module)
     few.num_experts = min(2, int(cast(Any, module).num_experts))
     few._parameters = {name: p[: few.num_experts].float() for name, p in module.named_parameters(recurse=False)}
-    weights = _weights(few, gate)
+    weights = weights_of(few, gate)
     _, hidden, _ = weights.down.shape
     x = torch.sin(torch.arange(5 * hidden, device=weights.down.device).float()).view(5, hidden)
     index = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [1, 0]], device=x.device) % few.num_experts
@@ -175,7 +175,8 @@ def _fit(own: Any, *, interleaved: bool) -> ops.Gate | None:
     return None
 
 
-def _weights(module: Any, gate: ops.Gate) -> ops.ExpertWeights:
+def weights_of(module: Any, gate: ops.Gate) -> ops.ExpertWeights:
+    """The weights of a module of experts, which share its memory."""
     gate_up = module.gate_up_proj
     down = module.down_proj
     if module.is_transposed:

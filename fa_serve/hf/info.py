@@ -25,19 +25,24 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 from fa_serve import ops
 from fa_serve.hf.division import plan_division
 from fa_serve.hf.experts import expert_modules, gate_of
+from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.models import NAME, check_class, prepare_model
 from fa_serve.hf.paged import attention_layers, check_model
-from fa_serve.hf.quantized_linear import describe_weights
+from fa_serve.hf.quantized_linear import describe_weights, quantize_layers
 from fa_serve.hf.translate import spec_of, translate
 from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of attention: the class of the module that makes it, and what it asks for, as a dense prefill."""
+    """One call of attention: the class of the module that makes it, and what it asks for, as a dense prefill.
+
+    latent: the sizes of latent attention, which the engine caches if it can prove the layer; None for another kind
+    """
 
     module: str
     spec: AttentionSpec
+    latent: LatentSizes | None = None
 
 
 @dataclass
@@ -87,7 +92,7 @@ class RankShare:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of one token, in all layers."""
-        return sum(x.num_kv_heads * (x.head_dim + x.head_dim_v) * x.kv_dtype.itemsize for x in self.layers)
+        return sum(x.cached_bytes for x in self.layers)
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,7 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
     auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         model: PreTrainedModel = auto.from_config(config, attn_implementation=NAME, dtype=config.dtype or torch.bfloat16)
+        quantize_layers(model, config)
     division = plan_division(model, size)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     divided = saved = 0
@@ -161,15 +167,18 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
             divided += num_bytes // size
             saved += num_bytes - num_bytes // size
     specs = []
-    for spec, layer in zip(attention_layers(config), division.layers.values(), strict=True):
+    for spec, (path, layer) in zip(attention_layers(config), division.layers.items(), strict=True):
         heads = next(iter(layer.attention.values()), (spec.num_heads, spec.num_kv_heads))
         own = replace(spec, num_heads=heads[0], num_kv_heads=heads[1], dtype=model.dtype, kv_dtype=model.dtype)
-        specs.append(own)
+        attention = getattr(model.get_submodule(path), "self_attn", None)
+        sizes = None if attention is None else latent_sizes(attention, spec.num_heads, spec.head_dim)
+        specs.append(own if sizes is None else latent_spec(own, sizes))
     return RankShare(size, divided, total - saved - divided, total, specs)
 
 
-def decoding(spec: AttentionSpec) -> AttentionSpec:
+def decoding(layer: Layer) -> AttentionSpec:
     """The same layer in the engine's decoding: one token of each sequence, keys and values in pages of 16."""
+    spec = layer.spec if layer.latent is None else latent_spec(layer.spec, layer.latent)
     return replace(spec, layout="paged", page_size=16, op="decode")
 
 
@@ -252,7 +261,7 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         call = translate(module, query, key, value, attention_mask, **words)
         spec = replace(spec_of(call, "dense"), device=self.device, arch=self.arch, dtype=self.dtype, kv_dtype=self.dtype)
-        self.layers.append(Layer(type(module).__name__, spec))
+        self.layers.append(Layer(type(module).__name__, spec, latent_sizes(module, spec.num_heads, spec.head_dim)))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 

@@ -45,7 +45,7 @@ def _by_layer(text: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(text).items() if isinstance(value, list | tuple) and len(value) == total > 1}
 
 
-def _layers(model: PreTrainedModel, total: int) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel, total: int) -> list[nn.Module]:
     """The layers that the config counts; nothing if they are not in one list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]
     return list(lists[0]) if lists else []
@@ -63,7 +63,7 @@ def few_layers(model: PreTrainedModel) -> Iterator[None]:
     """Forwards within this context compute the first layers only. Models that do not look at their config compute them all."""
     text: Any = model.config.get_text_config()
     total = text.num_hidden_layers
-    text.num_hidden_layers = num_distinct_layers(model.config, _layers(model, total))
+    text.num_hidden_layers = num_distinct_layers(model.config, decoder_layers(model, total))
     try:
         yield
     finally:

@@ -38,7 +38,7 @@ class PagedBatch:
     kv_caches:  (k_cache, v_cache) by layer_idx
     fresh:      no sequence has keys in the cache but those of this step, so attention takes them as they come
     num_splits: as in `attention_paged`
-    descales:   (k_descale, v_descale) by layer_idx, for float8 caches; else None
+    descales:   (k_descale, v_descale) by layer_idx, for those caches that are float8; None if none is
     """
 
     kv_caches: Sequence[tuple[Tensor, Tensor]]
@@ -134,7 +134,7 @@ class PagedBatch:
 
     def descale(self, layer_idx: int) -> dict[str, Any]:
         """The arguments k_descale and v_descale of `store_kv` and `attention_paged` for a float8 cache; none for another."""
-        if self.descales is None:
+        if self.descales is None or self.kv_caches[layer_idx][0].dtype != torch.float8_e4m3fn:
             return {}
         k_descale, v_descale = self.descales[layer_idx]
         return {"k_descale": k_descale, "v_descale": v_descale}
@@ -172,21 +172,34 @@ def paged_forward(
     input_ids, position_ids: (total,) int64, packed as the batch says
     batch:                   a PagedBatch, or another object that answers for the attention of every layer
     logits_indices:          (n,) int64, the tokens whose logits are computed
-    Returns logits (n, vocab). No mask is built and nothing is read back from the device. The result is right for the models
-    that `check_model` accepts.
+    Returns logits (n, vocab). The result is right for the models that `check_model` accepts.
+    """
+    logits: Tensor = paged_output(model, input_ids, position_ids, batch, logits_indices).logits[0]
+    return logits
+
+
+def paged_output(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    batch: AttendsBatch,
+    logits_indices: Tensor,
+    **inputs: Tensor,
+) -> Any:
+    """The whole output of that forward. inputs: what the model takes beside tokens, in its own shapes. No mask is
+    built and nothing is read back from the device.
     """
     # transformers passes a mask of 4 dimensions on untouched: it builds none, and does not look for packed sequences
     no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
-    output = model(
+    return model(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
         attention_mask=no_mask,
         use_cache=False,
         logits_to_keep=logits_indices,
         fa_serve_batch=batch,
+        **inputs,
     )
-    logits: Tensor = output.logits[0]
-    return logits
 
 
 class Probe:

@@ -1,4 +1,4 @@
-"""What a checkpoint's quantization_config says: which linear layers are quantised, and how.
+"""What a checkpoint's quantization_config says: which linear layers and experts are quantised, and how.
 
     plan = read_config(config.quantization_config)                    # a dictionary
     scheme = plan.scheme_of("model.layers.0.mlp.up_proj", linear)     # None: this layer is not quantised
@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from fa_serve.hf.weight_formats import Awq, Float8, Gptq, PackQuantized, Scheme
+from fa_serve.hf.weight_formats import Awq, Float8, Gptq, Mxfp4, PackQuantized, Scheme
 from fa_serve.ops.quantized_weight import RUN
 from fa_serve.spec import ParameterError
 
 FIELD = "quantization_config"
-PASSED_ON = ("bitsandbytes", "mxfp4", "torchao")
+PASSED_ON = ("bitsandbytes", "torchao")
 """Formats that transformers loads into other modules, which run as they are."""
 
 Chooses = Callable[[str, nn.Module], bool]
@@ -40,6 +40,19 @@ class QuantizationPlan:
     def scheme_of(self, name: str, module: nn.Module) -> Scheme | None:
         """The scheme of a linear layer by its name in the model."""
         return next((scheme for chooses, scheme in self.schemes if chooses(name, module)), None)
+
+    def scheme_of_experts(self, name: str) -> Scheme | None:
+        """The scheme of a module of experts by its name in the model. A config names the linear layers of each expert.
+
+        Raises ParameterError if they have different schemes.
+        """
+        linear = nn.Linear(1, 1, device="meta")
+        found = {self.scheme_of(f"{name}.0.{projection}", linear) for projection in ("gate_proj", "up_proj", "down_proj")}
+        if len(found) > 1:
+            kinds = sorted("not quantised" if scheme is None else scheme.description for scheme in found)
+            raise ParameterError(FIELD, f"name one format for all products of {name}", kinds)
+        scheme = found.pop()
+        return scheme if scheme is not None and scheme.for_experts else None
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
@@ -124,6 +137,13 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationPlan:
     return QuantizationPlan("fp8", [(_without(config.get("modules_to_not_convert")), scheme)])
 
 
+def _mxfp4(config: Mapping[str, Any]) -> QuantizationPlan:
+    """gpt-oss: experts only."""
+    _require(config, "dequantize", (None, False))
+    chooses = _without(config.get("modules_to_not_convert"))
+    return QuantizationPlan("mxfp4", [(lambda name, module: ".experts." in name and chooses(name, module), Mxfp4())])
+
+
 def _block(value: Any, field: str) -> tuple[int, int]:
     if isinstance(value, list | tuple) and len(value) == 2 and value[0] > 0 and value[1] > 0 and value[1] % RUN == 0:
         return int(value[0]), int(value[1])
@@ -189,4 +209,5 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], QuantizationPlan]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }

@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights in a model of transformers, loaded as their checkpoint keeps them.
+"""Quantised weights in a model of transformers, loaded as their checkpoint keeps them: linear layers, and where experts are.
 
     config = AutoConfig.from_pretrained(path)
     with_quantized_linears(config, None)                   # transformers' loader will make these layers
@@ -9,19 +9,20 @@ transformers asks a quantizer to replace layers before weights are loaded, and l
 registered under the name "fa_serve" and takes the place of the checkpoint's own, so no other package is needed. A layer is
 converted when it is on its device, one after the other, so at no time is there more than one layer in two forms. For a
 checkpoint of floats, the quantizer rounds each weight to float8 when it is read. Left out: which layers are quantised
-(quantization_plan.py), what their tensors mean (weight_formats.py), and products (fa_serve.ops).
+(quantization_plan.py), modules of experts (quantized_experts.py), what tensors mean (weight_formats.py), and products
+(fa_serve.ops).
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
@@ -30,12 +31,17 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fa_serve import ops
+from fa_serve.hf.expert_files import check_expert_files
+from fa_serve.hf.experts import expert_modules
 from fa_serve.hf.models import NAME
 from fa_serve.hf.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
-from fa_serve.hf.weight_formats import Rounded, Scheme
-from fa_serve.ops.quantized_choice import explain
+from fa_serve.hf.quantized_experts import PROJECTIONS, QuantizedExperts, prove_experts, quantize_experts
+from fa_serve.hf.weight_formats import Rounded, Scheme, check_loaded
+from fa_serve.ops.quantized_choice import explain, explain_experts
 from fa_serve.ops.quantized_weight import quantize_float8
-from fa_serve.spec import ParameterError, dtype_name
+from fa_serve.spec import ParameterError, UnsupportedModelError, dtype_name
+
+log = logging.getLogger("fa_serve.hf")
 
 _ROUNDED = Rounded()
 
@@ -66,15 +72,7 @@ class QuantizedLinear(nn.Module):
 
     def finish(self, layer: str) -> None:
         """Make `weight` of the tensors that have been loaded. Raises ParameterError, which names one with a wrong shape."""
-        tensors = {name: self._parameters.pop(name) for name in self.expected}
-        for name, tensor in tensors.items():
-            wanted = self.expected[name]
-            assert tensor is not None
-            if tensor.shape != wanted.shape and not tensor.numel() == wanted.numel() == 1:
-                raise ParameterError(f"{layer}.{name}", f"have the shape {list(wanted.shape)}", list(tensor.shape))
-            if tensor.is_floating_point() != wanted.is_floating_point():
-                raise ParameterError(f"{layer}.{name}", f"have the dtype {dtype_name(wanted.dtype)}", dtype_name(tensor.dtype))
-        data = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+        data = check_loaded(self, self.expected, layer)
         try:
             self.weight = self.scheme.read(data, self.out_features, self.in_features)
         except ParameterError as error:
@@ -152,13 +150,17 @@ class Quantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, dtype: Any = None, **kwargs: Any
     ) -> None:
         source = self.quantization_config.source
+        plan = _rounding(model) if source is None else read_config(source)
+        replace_layers(model, plan, dtype or torch.get_default_dtype())
         if source is not None:
-            _refuse_experts(checkpoint_files or (), type(model).__name__)
-        replace_linears(model, _rounding(model) if source is None else read_config(source), dtype or torch.get_default_dtype())
+            check_expert_files(checkpoint_files or (), model)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         layer, _, name = param_name.rpartition(".")
-        return name == "weight" and isinstance(model.get_submodule(layer), QuantizedLinear)
+        module = model.get_submodule(layer)
+        if isinstance(module, QuantizedExperts):
+            return name in PROJECTIONS
+        return name == "weight" and isinstance(module, QuantizedLinear)
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Round()
@@ -172,53 +174,68 @@ class Quantizer(HfQuantizer):
 
 
 class _Round(ConversionOps):
-    """Rounds a weight that has been read."""
+    """Rounds a weight that has been read, or those of all experts one by one."""
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, list[Tensor]]:
         (value,) = input_dict.values()
-        weight = quantize_float8(value[0] if isinstance(value, list) else value)
+        tensor: Tensor = value[0] if isinstance(value, list) else value
         name: str = kwargs["full_layer_name"]
-        return {name: [weight.data], name.removesuffix("weight") + _ROUNDED.scale: [weight.scales]}
+        module = kwargs["model"].get_submodule(name.rpartition(".")[0])
+        if isinstance(module, QuantizedExperts):
+            rounded = [quantize_float8(matrix.t() if module.is_transposed else matrix) for matrix in tensor]
+            return {
+                name: [torch.stack([weight.data for weight in rounded])],
+                f"{name}_scale": [torch.stack([weight.scales for weight in rounded])],
+            }
+        weight = quantize_float8(tensor)
+        return {name: [weight.data], f"{name}_scale": [weight.scales]}
 
 
 def _rounding(model: PreTrainedModel) -> QuantizationPlan:
-    """Every linear layer inside of the layers of a model, because the head and others outside of them are more sensitive."""
+    """Linear layers and experts inside of the layers of a model, because the head and others outside are more sensitive."""
     layers = {id(linear) for m in model.modules() if isinstance(m, nn.ModuleList) for linear in m.modules()}
-    return QuantizationPlan("fp8", [(lambda name, module: id(module) in layers, _ROUNDED)])
+    return QuantizationPlan("fp8", [(lambda name, module: ".experts." in name or id(module) in layers, _ROUNDED)])
 
 
-def replace_linears(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype) -> None:
-    """Put a QuantizedLinear in the place of each linear layer that the plan names. Raises ParameterError if there is none.
+def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype) -> None:
+    """Put a module with quantised weights in the place of each linear layer and each module of experts that the plan names.
 
     model: on the device "meta"
+
+    Raises ParameterError if there is none, and UnsupportedModelError for experts that fa_serve does not compute.
     """
-    found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
-    replaced = 0
-    for name, linear in found:
-        scheme = plan.scheme_of(name, linear)
-        if scheme is not None:
-            model.set_submodule(name, QuantizedLinear(linear, scheme, dtype))
-            replaced += 1
-    if not replaced:
-        raise ParameterError("model", f"have linear layers that its {FIELD} ({plan.format}) names", type(model).__name__)
-
-
-def _refuse_experts(files: Sequence[str], model: str) -> None:
-    """Raise ParameterError for quantised weights of experts, from the headers of the files."""
-    tails = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
-    for file in files:
-        if not str(file).endswith(".safetensors"):
+    made: dict[str, nn.Module] = {}
+    proven: set[type[nn.Module]] = set()
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            scheme = plan.scheme_of(name, module)
+            if scheme is not None:
+                made[name] = QuantizedLinear(module, scheme, dtype)
+    experts = set(expert_modules(model))
+    for name, module in model.named_modules():
+        scheme = plan.scheme_of_experts(name) if module in experts else None
+        if scheme is None:
             continue
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - it is not a dictionary
-                if ".experts." in key and key.endswith(tails):
-                    raise ParameterError("model", f"have no quantised weights of experts, but its files have {key}", model)
+        try:
+            made[name] = quantize_experts(module, scheme, dtype)
+            if type(module) not in proven:
+                prove_experts(module)
+                proven.add(type(module))
+        except UnsupportedModelError as error:
+            if scheme is not _ROUNDED:
+                raise
+            made.pop(name, None)
+            log.warning("%s keeps its floats: %s", name, error)
+    for name, module in made.items():
+        model.set_submodule(name, module)
+    if not made:
+        raise ParameterError("model", f"have layers that its {FIELD} ({plan.format}) names", type(model).__name__)
 
 
 def finish(model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Check that a checkpoint was complete, and convert the tensors of every QuantizedLinear, which are on their device.
+    """Check that a checkpoint was complete, and convert the tensors of every quantised layer, which are on their device.
 
     report: what transformers says about loading: names of missing parameters, and (name, shape, expected shape) of wrong ones
 
@@ -230,8 +247,15 @@ def finish(model: PreTrainedModel, report: Mapping[str, Any]) -> None:
     for name, shape, expected in sorted(report["mismatched_keys"])[:1]:
         raise ParameterError(name, f"have the shape {list(expected)}", list(shape))
     for layer, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear | QuantizedExperts):
             module.finish(layer)
+
+
+def quantize_layers(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Replace the layers of a model on the device "meta" as loading a checkpoint with this config would."""
+    source = source_config(config)
+    if source is not None and is_ours(source):
+        replace_layers(model, read_config(source), model.dtype)
 
 
 def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[str, str]:
@@ -251,13 +275,15 @@ def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[s
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(copy.deepcopy(config), dtype=dtype)
-        replace_linears(model, read_config(source), dtype)
+        quantize_layers(model, config)
     layers: dict[str, Counter[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             scheme = module.scheme
             ways = explain(scheme.is_packed, scheme.by_row, dtype, device, arch)
             kept = f"{scheme.description}, computed by {ways}"
+        elif isinstance(module, QuantizedExperts):
+            kept = f"{module.description}, computed by {explain_experts(device)}"
         elif type(module) is nn.Linear:
             kept = dtype_name(dtype)
         else:

@@ -1,4 +1,4 @@
-"""How checkpoints keep the quantised weights of a linear layer: in which tensors, and what their bits mean.
+"""How checkpoints keep the quantised weights of a linear layer or of one expert: in which tensors, and what their bits mean.
 
     scheme = Awq(group_size=128)
     scheme.tensors(n, k, torch.float16)                    # what to load: names, shapes and dtypes
@@ -6,8 +6,9 @@
 
 A scheme names the tensors of one layer with their shapes, and turns them into the one layout that `fa_serve.ops` multiplies
 with. Sources of the layouts: AutoAWQ (`awq/modules/linear/gemm.py`), AutoGPTQ (`nn_modules/qlinear`), compressed-tensors
-(`compressors/pack_quantized`, `naive_quantized`), DeepSeek-V3 (`inference/kernel.py`). Left out: which
-layers have which scheme (quantization_plan.py), weights of experts, and integers of more or fewer than 4 bits.
+(`compressors/pack_quantized`, `naive_quantized`), DeepSeek-V3 (`inference/kernel.py`), gpt-oss (`gpt_oss/torch/weights.py`).
+Left out: which layers have which scheme (quantization_plan.py), how tensors of experts are stacked (quantized_experts.py), and
+integers of more or fewer than 4 bits.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fa_serve.ops.quantized_weight import FLOAT8, SYMMETRIC_ZERO, QuantizedWeight, pack_int4
-from fa_serve.spec import ParameterError
+from fa_serve.ops.quantized_weight import FLOAT8, RUN, SYMMETRIC_ZERO, QuantizedWeight, pack_int4
+from fa_serve.spec import ParameterError, dtype_name
 
 
 class Scheme(Protocol):
@@ -41,6 +42,11 @@ class Scheme(Protocol):
         """Whether a row has one scale."""
         ...
 
+    @property
+    def for_experts(self) -> bool:
+        """Whether transformers' loader can stack the tensors of several experts: their rows are those of the weights."""
+        ...
+
     def tensors(self, n: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors of a layer by their names in the checkpoint, without content, on the device "meta".
 
@@ -55,6 +61,20 @@ class Scheme(Protocol):
 
 def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def check_loaded(module: nn.Module, expected: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
+    """Take the parameters `expected` out of a module. Raises ParameterError, which names one with another shape or dtype."""
+    found = {}
+    for name, wanted in expected.items():
+        tensor = module._parameters.pop(name)
+        assert tensor is not None
+        if tensor.shape != wanted.shape and not tensor.numel() == wanted.numel() == 1:
+            raise ParameterError(f"{layer}.{name}", f"have the shape {list(wanted.shape)}", list(tensor.shape))
+        if tensor.is_floating_point() != wanted.is_floating_point():
+            raise ParameterError(f"{layer}.{name}", f"have the dtype {dtype_name(wanted.dtype)}", dtype_name(tensor.dtype))
+        found[name] = tensor.detach()
+    return found
 
 
 def _nibbles(words: Tensor) -> Tensor:
@@ -75,6 +95,10 @@ class _Int4:
     @property
     def by_row(self) -> bool:
         return self.group_size == -1
+
+    @property
+    def for_experts(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -153,6 +177,10 @@ class PackQuantized(_Int4):
     ordered: bool
 
     @property
+    def for_experts(self) -> bool:
+        return not self.ordered
+
+    @property
     def description(self) -> str:
         zeros = "" if self.symmetric else " with zero points"
         return f"4 bits {_in_groups(self.group_size)}{zeros} (compressed-tensors)"
@@ -211,6 +239,10 @@ class Float8:
         return not self.block[1]
 
     @property
+    def for_experts(self) -> bool:
+        return True
+
+    @property
     def description(self) -> str:
         rows, columns = self.block
         shared = "the matrix" if not rows else "each row" if not columns else f"each {rows} x {columns}"
@@ -245,6 +277,31 @@ class Rounded(Float8):
     def tensors(self, n: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
         # the dtype in which transformers reads a weight, before it is rounded
         return super().tensors(n, k, dtype) | {"weight": _meta(dtype, n, k)}
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """gpt-oss' layout: blocks of 32 numbers of e2m1 in 16 bytes, the first in the lower bits, and scales of e8m0."""
+
+    is_packed: bool = True
+    by_row: bool = False
+    for_experts: bool = True
+
+    @property
+    def description(self) -> str:
+        return "4-bit floats in groups of 32 (mxfp4)"
+
+    def tensors(self, n: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        blocks = k // RUN
+        return {"weight_blocks": _meta(torch.uint8, n, blocks, RUN // 2), "weight_scales": _meta(torch.uint8, n, blocks)}
+
+    def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedWeight:
+        scales = tensors["weight_scales"]
+        if bool((scales == 255).any()):
+            raise ParameterError("weight_scales", "be at most 254, because 255 stands for no number", 255)
+        blocks = tensors["weight_blocks"].flatten(1)
+        values = torch.stack([blocks & 15, blocks >> 4], dim=2).flatten(1)
+        return QuantizedWeight(pack_int4(values), scales.contiguous(), group_size=RUN, width=k)
 
 
 def _in_groups(group_size: int) -> str:

@@ -149,9 +149,10 @@ def experts(
         h = gate(x @ gate_up[e].T + gate_up_bias[e])            for each expert e that the token takes
         y = sum over them of weight * (h @ down[e].T + down_bias[e])
 
-    On a GPU it takes two or four launches and reads nothing back; PyTorch reads back which experts are taken.
+    On a GPU it takes two or four launches and reads nothing back; PyTorch reads back which experts are taken. Quantised experts
+    are those with their matrices in x's dtype.
 
-    x:             (tokens, hidden), of the dtype of the weights
+    x:             (tokens, hidden), of the dtype of the weights if these are matrices
     top_k_index:   (tokens, top_k), int64 or int32; an expert below 0 or at least num_experts adds nothing
     top_k_weights: (tokens, top_k), any floating dtype
     invariant:     the bits of a row do not depend on the other rows

@@ -52,20 +52,38 @@ class Gate(NamedTuple):
     offset: float = 0.0
 
 
-class ExpertWeights(NamedTuple):
-    """The weights of a mixture's experts.
+class ExpertSizes(NamedTuple):
+    """The sizes of a mixture's experts."""
 
-    gate_up:      (num_experts, 2 * width, hidden), any strides: transposed weights are a view
+    num_experts: int
+    hidden: int
+    width: int
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of a mixture's experts. Both products have matrices, or both have quantised weights without `columns`.
+
+    gate_up:      (num_experts, 2 * width, hidden), any strides: transposed weights are a view; or a QuantizedWeight of
+                  (num_experts * 2 * width, hidden)
     gate_up_bias: (num_experts, 2 * width), last dimension contiguous
-    down:         (num_experts, hidden, width), any strides
+    down:         (num_experts, hidden, width), any strides; or a QuantizedWeight of (num_experts * hidden, width)
     down_bias:    (num_experts, hidden), last dimension contiguous
     """
 
-    gate_up: Tensor
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
     gate: Gate
+
+    @property
+    def sizes(self) -> ExpertSizes:
+        """Quantised weights have no dimension of experts: it follows from the columns, which are hidden and width."""
+        if isinstance(self.down, QuantizedWeight):
+            rows, width = self.down.shape
+            hidden = self.gate_up.shape[-1]
+            return ExpertSizes(rows // hidden, hidden, width)
+        return ExpertSizes(*self.down.shape)
 
 
 class Router(NamedTuple):

@@ -59,3 +59,8 @@ def explain(is_packed: bool, by_row: bool, dtype: torch.dtype, device: str, arch
     if choose(is_packed, by_row, 2, dtype, arch) == "scaled_mm":
         return "triton for one token, torch._scaled_mm for more"
     return f"triton for few tokens, {dequantized} for more"
+
+
+def explain_experts(device: str) -> str:
+    """Who computes experts with quantised weights on a device."""
+    return "triton" if device == "cuda" else "PyTorch with dequantised weights"

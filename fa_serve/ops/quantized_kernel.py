@@ -1,16 +1,14 @@
 """Products with quantised weights: of one token, of several tokens, and the matrix itself for many tokens.
 
-Weights are read once and become numbers of the input's dtype in registers. A block of 256 columns of 4-bit weights has 8 runs
-of 32, see quantized_weight.py. The product of one token loads long stretches of rows, two tiles ahead of the one that it
-uses. The product of several tokens is computed as weights times inputs, so that rows of weights, and not a few padded tokens,
-fill the rows of the tensor cores, and unpacked weights go to them from registers. Where it has few tiles, ranges of columns are
-summed by different programs, and a second kernel adds the sums in their order, so a result does not change from one call to
-the next. Left out: activations in float8 (rounding_kernel.py).
+Weights become numbers in registers, see quantized_primitives.py. The product of one token loads long stretches of rows, two
+tiles ahead of the one that it uses. The product of several tokens is computed as weights times inputs, so that rows of
+weights, and not a few padded tokens, fill the rows of the tensor cores, and unpacked weights go to them from registers. Where
+it has few tiles, ranges of columns are summed by different programs, and a second kernel adds the sums in their order, so a
+result does not change from one call to the next. Left out: activations in float8 (rounding_kernel.py).
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,7 +23,22 @@ from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.activation_kernel import ACTIVATION_KINDS, activate
 from fa_serve.ops.ops_backend import Norm
-from fa_serve.ops.quantized_weight import BLOCK, RUN, QuantizedWeight
+from fa_serve.ops.quantized_primitives import (
+    add_products,
+    add_row_sums,
+    count_parts,
+    kernel_tensors,
+    kernel_values,
+    load_scale,
+    load_units,
+    load_words,
+    row_result,
+    run_width,
+    source_columns,
+    unit_columns,
+    unpacked_run,
+)
+from fa_serve.ops.quantized_weight import BLOCK, QuantizedWeight
 
 
 class Tile(NamedTuple):
@@ -50,153 +63,6 @@ class RowTile(NamedTuple):
 
 
 @triton.jit
-def _words(data_ptr, rows, block, N: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr):
-    """[BLOCK_N, 32]: the words of a block of 256 columns; nothing is loaded for float8 weights."""
-    words = tl.zeros([rows.shape[0], 32], tl.int32)
-    if PACKED:
-        ROW: tl.constexpr = (K + 255) // 256 * 32
-        offsets = rows.to(tl.int64)[:, None] * ROW + block // 8 + tl.arange(0, 32)[None, :]
-        words = tl.load(data_ptr + offsets, mask=(rows < N)[:, None] & (block < K), other=0)
-    return words
-
-
-@triton.jit
-def _scaled_integers(words, zero, RUN: tl.constexpr):
-    """(value - zero) * 16^(RUN % 4), float32 and exact, of the values in the bits 4 * RUN to 4 * RUN + 3 of words.
-
-    An integer in the lowest bits of 2^23 as a float32 is added to it. So nothing is converted, which would be slow, and the 8
-    values of a word take one shift.
-    """
-    PLACE: tl.constexpr = RUN % 4
-    word = words if RUN < 4 else words >> 16
-    number = ((word & (15 << 4 * PLACE)) | 0x4B000000).to(tl.float32, bitcast=True)
-    return number - (8388608.0 + zero * (1 << 4 * PLACE))
-
-
-@triton.jit
-def _part_scale(scales_ptr, zeros_ptr, rows, start, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr):
-    """[BLOCK_N, 1] float32: the scale and the zero point of the group of the column start. 8.0 stands for no zero points."""
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    group = rows.to(tl.int64) * GROUPS + tl.minimum(start // GROUP, GROUPS - 1)
-    scale = tl.load(scales_ptr + group, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-    zero = 8.0
-    if zeros_ptr is not None:
-        zero = tl.load(zeros_ptr + group, mask=rows < N, other=0).to(tl.float32)[:, None]
-    return scale, zero
-
-
-@triton.jit
-def _run(
-    words,
-    data_ptr,
-    scale,
-    zero,
-    rows,
-    start,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PACKED: tl.constexpr,
-    RUN: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """[BLOCK_N, WIDTH] float32: run RUN of a block, which are the weights in the columns start, start + 1, ... of one group."""
-    if PACKED:
-        w = _scaled_integers(words, zero, RUN) * (scale * (1.0 / (1 << 4 * (RUN % 4))))
-    else:
-        cols = start + tl.arange(0, WIDTH)
-        offsets = rows.to(tl.int64)[:, None] * K + cols[None, :]
-        w = tl.load(data_ptr + offsets, mask=(rows < N)[:, None] & (cols < K)[None, :], other=0.0).to(tl.float32) * scale
-    return w
-
-
-@triton.jit
-def _source(columns_ptr, start, K: tl.constexpr, WIDTH: tl.constexpr):
-    """[WIDTH]: which elements of the input the columns start, start + 1, ... multiply."""
-    cols = start + tl.arange(0, WIDTH)
-    if columns_ptr is not None:
-        cols = tl.load(columns_ptr + cols, mask=cols < K, other=0)
-    return cols
-
-
-@triton.jit
-def _of_groups(
-    ptr, rows, units, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr
-):
-    """PARTS tensors of [BLOCK_N, UNITS, 1]: the scales or the zero points, (N, groups), of the parts of each unit."""
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    found = ()
-    for part in tl.static_range(PARTS):
-        group = tl.minimum((units * UNIT + part * (UNIT // PARTS)) // GROUP, GROUPS - 1)
-        offsets = rows.to(tl.int64)[:, None, None] * GROUPS + group[None, :, None]
-        found += (tl.load(ptr + offsets, mask=(rows < N)[:, None, None], other=0),)
-    return found
-
-
-@triton.jit
-def _units(
-    data_ptr,
-    scales_ptr,
-    zeros_ptr,
-    rows,
-    first,
-    units,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PACKED: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Everything that is loaded for the units first + units of rows: data, scales and zero points.
-
-    data:   [BLOCK_N, UNITS, 32]: the words of units of 256 columns, or float8 numbers of units of 32 columns
-    scales: as `_of_groups` loads them; none if a row has one scale. So are zero points, if there are any
-    """
-    UNIT: tl.constexpr = 256 if PACKED else 32
-    ROW: tl.constexpr = (K + 255) // 256 * 32 if PACKED else K
-    UNITS: tl.constexpr = units.shape[0]
-    # loaded as a matrix, so that neighbouring threads load neighbouring columns
-    cols = first * 32 + tl.arange(0, UNITS * 32)
-    keep = (rows < N)[:, None] & (cols < ROW)[None, :]
-    data = tl.load(data_ptr + rows.to(tl.int64)[:, None] * ROW + cols[None, :], mask=keep, other=0 if PACKED else 0.0)
-    data = tl.reshape(data, [rows.shape[0], UNITS, 32])
-    units += first
-    scales = ()
-    zeros = ()
-    # a row's only scale multiplies its sum
-    if GROUP < K:
-        scales = _of_groups(scales_ptr, rows, units, N, K, GROUP, UNIT, PARTS)
-    if zeros_ptr is not None:
-        zeros = _of_groups(zeros_ptr, rows, units, N, K, GROUP, UNIT, PARTS)
-    return data, scales, zeros
-
-
-@triton.jit
-def _row_sums(acc, loaded, xs, PACKED: tl.constexpr, PARTS: tl.constexpr):
-    """acc and the products of loaded weights with xs, a tuple of [UNITS, 32] for each run of 32 columns of a unit.
-
-    acc: [BLOCK_N, UNITS, 32] for 4-bit weights. Sums of float8 weights are [BLOCK_N, UNITS], which takes fewer registers.
-    """
-    data, scales, zeros = loaded
-    if PACKED:
-        for part in tl.static_range(PARTS):
-            zero = 8.0
-            if len(zeros) > 0:
-                zero = zeros[part].to(tl.float32)
-            total = tl.zeros(acc.shape, tl.float32)
-            for run in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
-                total += _scaled_integers(data, zero, run) * (xs[run] * (1.0 / (1 << 4 * (run % 4))))[None, :, :]
-            if len(scales) > 0:
-                total *= scales[part].to(tl.float32)
-            acc += total
-    else:
-        total = tl.sum(data.to(tl.float32) * xs[0][None, :, :], 2)
-        if len(scales) > 0:
-            total *= tl.reshape(scales[0], acc.shape).to(tl.float32)
-        acc += total
-    return acc
-
-
-@triton.jit
 def _quantized_row(
     x_ptr,
     data_ptr,
@@ -213,7 +79,7 @@ def _quantized_row(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
-    PACKED: tl.constexpr,
+    VALUES: tl.constexpr,
     PARTS: tl.constexpr,
     GATED: tl.constexpr,
     KIND: tl.constexpr,
@@ -226,31 +92,31 @@ def _quantized_row(
     GATED: the weights have 2 * N rows; the first N give the gates, the others what the gates are multiplied with.
     """
     ROWS: tl.constexpr = 2 * N if GATED else N
-    UNIT: tl.constexpr = 256 if PACKED else 32
+    UNIT: tl.constexpr = 256 if VALUES != 0 else 32
     RUNS: tl.constexpr = UNIT // 32
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows of gates that do not exist are rows of the other half, whose results are not stored
     up_rows = rows + N
     units = tl.arange(0, UNITS)
     # no kernel writes weights, so they may be loaded before the previous kernel ends
-    loaded = _units(data_ptr, scales_ptr, zeros_ptr, rows, 0, units, ROWS, K, GROUP, PACKED, PARTS)
-    ahead = _units(data_ptr, scales_ptr, zeros_ptr, rows, UNITS, units, ROWS, K, GROUP, PACKED, PARTS)
+    loaded = load_units(data_ptr, scales_ptr, zeros_ptr, rows, 0, units, ROWS, K, GROUP, VALUES, PARTS)
+    ahead = load_units(data_ptr, scales_ptr, zeros_ptr, rows, UNITS, units, ROWS, K, GROUP, VALUES, PARTS)
     loaded_up = loaded
     ahead_up = ahead
     if GATED:
-        loaded_up = _units(data_ptr, scales_ptr, zeros_ptr, up_rows, 0, units, ROWS, K, GROUP, PACKED, PARTS)
-        ahead_up = _units(data_ptr, scales_ptr, zeros_ptr, up_rows, UNITS, units, ROWS, K, GROUP, PACKED, PARTS)
+        loaded_up = load_units(data_ptr, scales_ptr, zeros_ptr, up_rows, 0, units, ROWS, K, GROUP, VALUES, PARTS)
+        ahead_up = load_units(data_ptr, scales_ptr, zeros_ptr, up_rows, UNITS, units, ROWS, K, GROUP, VALUES, PARTS)
     wait_for_previous_kernel(PDL)
-    acc = tl.zeros([BLOCK_N, UNITS, 32] if PACKED else [BLOCK_N, UNITS], tl.float32)
+    acc = tl.zeros([BLOCK_N, UNITS, 32] if VALUES != 0 else [BLOCK_N, UNITS], tl.float32)
     acc_up = acc
     squares = tl.zeros([UNITS, 32], tl.float32)
     for start in tl.range(0, K, UNITS * UNIT):
         # two tiles are in flight while another is used
         first = start // UNIT + 2 * UNITS
-        further = _units(data_ptr, scales_ptr, zeros_ptr, rows, first, units, ROWS, K, GROUP, PACKED, PARTS)
+        further = load_units(data_ptr, scales_ptr, zeros_ptr, rows, first, units, ROWS, K, GROUP, VALUES, PARTS)
         further_up = further
         if GATED:
-            further_up = _units(data_ptr, scales_ptr, zeros_ptr, up_rows, first, units, ROWS, K, GROUP, PACKED, PARTS)
+            further_up = load_units(data_ptr, scales_ptr, zeros_ptr, up_rows, first, units, ROWS, K, GROUP, VALUES, PARTS)
         xs = ()
         for run in tl.static_range(RUNS):
             cols = start + 32 * run + units[:, None] * UNIT + tl.arange(0, 32)[None, :]
@@ -263,9 +129,9 @@ def _quantized_row(
                 squares += x * x
                 x *= tl.load(norm_ptr + source, mask=keep, other=0.0).to(tl.float32) + offset
             xs += (x,)
-        acc = _row_sums(acc, loaded, xs, PACKED, PARTS)
+        acc = add_row_sums(acc, loaded, xs, VALUES, PARTS)
         if GATED:
-            acc_up = _row_sums(acc_up, loaded_up, xs, PACKED, PARTS)
+            acc_up = add_row_sums(acc_up, loaded_up, xs, VALUES, PARTS)
         loaded = ahead
         loaded_up = ahead_up
         ahead = further
@@ -274,26 +140,12 @@ def _quantized_row(
     if norm_ptr is not None:
         factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps)
     keep_row = rows < N
-    y = _row_result(acc, scales_ptr, bias_ptr, rows, factor, ROWS, K, GROUP, PACKED)
+    y = row_result(acc, scales_ptr, bias_ptr, rows, factor, ROWS, K, GROUP, VALUES)
     if GATED:
-        y = activate(y, KIND) * _row_result(acc_up, scales_ptr, bias_ptr, up_rows, factor, ROWS, K, GROUP, PACKED)
+        y = activate(y, KIND) * row_result(acc_up, scales_ptr, bias_ptr, up_rows, factor, ROWS, K, GROUP, VALUES)
     if residual_ptr is not None:
         y = tl.load(residual_ptr + rows, mask=keep_row, other=0.0).to(tl.float32) + alpha * y
     tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=keep_row)
-
-
-@triton.jit
-def _row_result(
-    acc, scales_ptr, bias_ptr, rows, factor, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr
-):
-    """[BLOCK_N]: the sums of rows, with the factor of the norm, a row's only scale, and the bias."""
-    y = tl.sum(tl.sum(acc, 2), 1) if PACKED else tl.sum(acc, 1)
-    y *= factor
-    if GROUP >= K:
-        y *= tl.load(scales_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
-    return y
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -311,7 +163,7 @@ def _quantized_linear(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
-    PACKED: tl.constexpr,
+    VALUES: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -324,23 +176,31 @@ def _quantized_linear(
     neither bias nor residual; `_sum_splits` does the rest.
     """
     SPAN: tl.constexpr = ((K + 255) // 256 + SPLITS - 1) // SPLITS * 256
-    RUNS: tl.constexpr = 256 // WIDTH // PARTS
     tiles_m = tl.cdiv(M, BLOCK_M)
     tokens = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(0) // tiles_m % SPLITS
     rows = tl.program_id(0) // tiles_m // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for block in tl.range(split * SPAN, tl.minimum(split * SPAN + SPAN, K), 256):
-        words = _words(data_ptr, rows, block, N, K, PACKED)
-        for part in tl.static_range(PARTS):
-            scale, zero = _part_scale(scales_ptr, zeros_ptr, rows, block + part * (256 // PARTS), N, K, GROUP)
-            for run in tl.static_range(part * RUNS, part * RUNS + RUNS):
-                start = block + WIDTH * run
-                keep = (start + tl.arange(0, WIDTH) < K)[:, None] & (tokens < M)[None, :]
-                source = _source(columns_ptr, start, K, WIDTH)
-                x = tl.load(x_ptr + tokens[None, :] * K + source[:, None], mask=keep, other=0.0)
-                w = _run(words, data_ptr, scale, zero, rows, start, N, K, PACKED, run, WIDTH)
-                acc = tl.dot(w.to(x.dtype), x, acc, input_precision="ieee")
+    last = tl.minimum(split * SPAN + SPAN, K)
+    acc = add_products(
+        acc,
+        x_ptr,
+        tokens,
+        tokens < M,
+        data_ptr,
+        scales_ptr,
+        zeros_ptr,
+        columns_ptr,
+        rows,
+        split * SPAN,
+        last,
+        N,
+        K,
+        GROUP,
+        VALUES,
+        PARTS,
+        WIDTH,
+    )
     inside = rows < N
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -379,7 +239,7 @@ def _dequantize(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
-    PACKED: tl.constexpr,
+    VALUES: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -389,14 +249,14 @@ def _dequantize(
     RUNS: tl.constexpr = 256 // WIDTH // PARTS
     rows = tl.program_id(0) // BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(0) % BLOCKS * 256
-    words = _words(data_ptr, rows, block, N, K, PACKED)
+    words = load_words(data_ptr, rows, block, N, K, VALUES)
     for part in tl.static_range(PARTS):
-        scale, zero = _part_scale(scales_ptr, zeros_ptr, rows, block + part * (256 // PARTS), N, K, GROUP)
+        scale, zero = load_scale(scales_ptr, zeros_ptr, rows, block + part * (256 // PARTS), N, K, GROUP)
         for run in tl.static_range(part * RUNS, part * RUNS + RUNS):
             start = block + WIDTH * run
-            w = _run(words, data_ptr, scale, zero, rows, start, N, K, PACKED, run, WIDTH)
+            w = unpacked_run(words, data_ptr, scale, zero, rows, start, N, K, VALUES, run, WIDTH)
             keep = (rows < N)[:, None] & (start + tl.arange(0, WIDTH) < K)[None, :]
-            offsets = rows.to(tl.int64)[:, None] * K + _source(columns_ptr, start, K, WIDTH)[None, :]
+            offsets = rows.to(tl.int64)[:, None] * K + source_columns(columns_ptr, start, K, WIDTH)[None, :]
             tl.store(out_ptr + offsets, w.to(out_ptr.dtype.element_ty), mask=keep)
 
 
@@ -414,16 +274,6 @@ def _facts(x: Tensor, weight: QuantizedWeight) -> tuple[Any, ...]:
         zeros is None,
         weight.columns is None,
     )
-
-
-def _parts(weight: QuantizedWeight, unit: int) -> int:
-    """The equal parts of `unit` columns of which each lies in one group, whichever columns they are."""
-    return 1 if weight.group_size >= weight.width else unit // math.gcd(unit, weight.group_size)
-
-
-def _run_width(weight: QuantizedWeight) -> int:
-    """Columns that are multiplied at once: a run of 4-bit weights, or up to 128 columns of a part of float8 weights."""
-    return RUN if weight.is_packed else min(128, BLOCK // _parts(weight, BLOCK))
 
 
 def launch_quantized_row(
@@ -457,7 +307,7 @@ def launch_quantized_row(
         pdl = spec.arch_of(x.device) >= 90
         tile = row_tile(multiprocessors(x.device, 1), n, k, weight.is_packed, gated)
         kind = ACTIVATION_KINDS[activation or "silu"]
-        unit = BLOCK if weight.is_packed else RUN
+        unit = unit_columns(weight)
         launch = Launch(
             _quantized_row,
             triton.cdiv(n, tile.block_n),
@@ -466,8 +316,8 @@ def launch_quantized_row(
                 n,
                 k,
                 weight.group_size,
-                weight.is_packed,
-                _parts(weight, unit),
+                kernel_values(weight),
+                count_parts(weight, unit),
                 gated,
                 kind,
                 tile.block_n,
@@ -477,7 +327,7 @@ def launch_quantized_row(
             options=launch_options(pdl, tile.num_warps),
         )
         run = PLANS.add(key, launch)
-    run((x, weight.data, weight.scales, weight.zeros, weight.columns, norm_weight, bias, residual, out))
+    run((x, *kernel_tensors(weight), norm_weight, bias, residual, out))
     return out
 
 
@@ -499,7 +349,7 @@ def launch_quantized_linear(
     split = tile.splits > 1
     run = PLANS.get(key)
     if run is None:
-        parts = _parts(weight, BLOCK)
+        parts = count_parts(weight, BLOCK)
         launch = Launch(
             _quantized_linear,
             triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n) * tile.splits,
@@ -508,9 +358,9 @@ def launch_quantized_linear(
                 n,
                 k,
                 weight.group_size,
-                weight.is_packed,
+                kernel_values(weight),
                 parts,
-                _run_width(weight),
+                run_width(weight),
                 tile.block_m,
                 tile.block_n,
                 tile.splits,
@@ -519,10 +369,10 @@ def launch_quantized_linear(
         )
         run = PLANS.add(key, launch)
     if not split:
-        run((x, weight.data, weight.scales, weight.zeros, weight.columns, bias, residual, out))
+        run((x, *kernel_tensors(weight), bias, residual, out))
         return out
     sums = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
-    run((x, weight.data, weight.scales, weight.zeros, weight.columns, None, None, sums))
+    run((x, *kernel_tensors(weight), None, None, sums))
     key = ("sum_splits", *key)
     run = PLANS.get(key)
     if run is None:
@@ -540,12 +390,12 @@ def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     key = ("dequantize", *_facts(out, weight))
     run = PLANS.get(key)
     if run is None:
-        fixed = (n, k, weight.group_size, weight.is_packed, _parts(weight, BLOCK), _run_width(weight), 32)
+        fixed = (n, k, weight.group_size, kernel_values(weight), count_parts(weight, BLOCK), run_width(weight), 32)
         launch = Launch(
             _dequantize, triton.cdiv(n, 32) * triton.cdiv(k, 256), varying=(), fixed=fixed, options={"num_warps": 4}
         )
         run = PLANS.add(key, launch)
-    run((out, weight.data, weight.scales, weight.zeros, weight.columns))
+    run((out, *kernel_tensors(weight)))
     return out
 
 

@@ -1,4 +1,4 @@
-"""A weight matrix of 4-bit integers or of float8 numbers with scales: one layout for every format of a checkpoint.
+"""A weight matrix of 4-bit or float8 numbers with scales: one layout for every format of a checkpoint.
 
     weight = QuantizedWeight(pack_int4(values), scales, group_size=128, zeros=zeros, width=4096)
     weight = quantize_float8(matrix)              # a scale for each row
@@ -7,14 +7,16 @@
 `ops.linear` takes such a weight in the place of a matrix. A kernel unpacks 4-bit numbers in runs of 32 columns, because a
 product needs no other order: in each block of 256 columns, word j of 32 holds in its bits 4i to 4i + 3 the column 32i + j. So a
 shift of 32 neighbouring words gives 32 neighbouring columns. Scales of float8 weights in blocks of 128 x 128 are repeated for
-each row, so that rows of several matrices can be merged in any number. Left out: the formats of checkpoints
-(fa_serve.hf.weight_formats) and products (quantized_kernel.py).
+each row, so that rows of several matrices can be merged in any number. The matrices of a mixture's experts are one weight, in
+which the rows of each expert follow those of the expert before it. Left out: the formats of checkpoints
+(fa_serve.hf.weight_formats) and products (quantized_kernel.py, experts_kernel.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +29,11 @@ RUN = 32
 """Neighbouring columns that lie in the same bits of neighbouring words. A group is a whole number of runs."""
 SYMMETRIC_ZERO = 8
 """What stands for 0 in 4 bits where there are no zero points."""
+FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The number that each pattern of 4 bits is in e2m1: a sign, two bits of exponent, one of mantissa."""
+
+Values = Literal["int4", "float4", "float8"]
+"""Kinds of values: integers of 4 bits, e2m1 numbers, and float8_e4m3fn numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +41,11 @@ class QuantizedWeight:
     """A matrix of (n, k): weight[i, columns[j]] = (value[i, j] - zeros[i, j // group_size]) * scales[i, j // group_size].
 
     data:        the values: (n, words) int32 as `pack_int4` makes them, or (n, k) float8_e4m3fn
-    scales:      (n, groups), floating, contiguous
+    scales:      (n, groups), contiguous: floating, or uint8 for scales of e8m0, where e stands for 2^(e - 127), with
+                 which 4-bit values are e2m1 numbers (mxfp4: OCP Microscaling Formats 1.0)
     group_size:  columns that share a scale: a multiple of 32, or k
     width:       k
-    zeros:       (n, groups) uint8; None is 8 for 4-bit values, and 0 for float8
+    zeros:       (n, groups) uint8; None is 8 for 4-bit integers, and 0 for other values
     columns:     (k,) int32, a permutation; None is 0, 1, 2, ... A checkpoint that was quantised in the order of the activations
                  has it (GPTQ's act-order)
     input_scale: (1,) float32, what activations are divided by where they are quantised too; None measures each row
@@ -53,8 +61,15 @@ class QuantizedWeight:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the values are 4-bit integers."""
+        """Whether the values have 4 bits."""
         return self.data.dtype == torch.int32
+
+    @property
+    def values(self) -> Values:
+        """The kind of the values."""
+        if not self.is_packed:
+            return "float8"
+        return "float4" if self.scales.dtype == torch.uint8 else "int4"
 
     @property
     def shape(self) -> torch.Size:
@@ -67,15 +82,28 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix, (n, k), computed in float32 (float64 for float64) and rounded once to `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
-        values = (unpack_int4(self.data, self.width) if self.is_packed else self.data).to(wide)
-        if self.is_packed:
-            values -= SYMMETRIC_ZERO if self.zeros is None else self._of_columns(self.zeros)
-        matrix = (values * self._of_columns(self.scales)).to(dtype)
+        matrix = (self._unscaled(wide) * self._of_columns(self._wide_scales())).to(dtype)
         if self.columns is not None:
             ordered = torch.empty_like(matrix)
             ordered[:, self.columns.long()] = matrix
             return ordered
         return matrix
+
+    def _unscaled(self, dtype: torch.dtype) -> Tensor:
+        """The values less their zero points, (n, k)."""
+        if self.values == "float8":
+            return self.data.to(dtype)
+        bits = unpack_int4(self.data, self.width)
+        if self.values == "float4":
+            return torch.tensor(FLOAT4_VALUES, dtype=dtype, device=self.device)[bits.long()]
+        return bits.to(dtype) - (SYMMETRIC_ZERO if self.zeros is None else self._of_columns(self.zeros))
+
+    def _wide_scales(self) -> Tensor:
+        """The scales as floats. e8m0 is the exponent of a float32, except that 2^-127 is subnormal. 255 becomes infinite."""
+        if self.scales.is_floating_point():
+            return self.scales
+        exponents = self.scales.int()
+        return torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
 
     def _of_columns(self, groups: Tensor) -> Tensor:
         """(n, groups) -> (n, k), or (n, 1) if each row has one group."""

@@ -1,6 +1,7 @@
 """The experts of a mixture and their choice in plain PyTorch, for devices without kernels.
 
-Each expert that is taken computes its tokens in one product, so which experts these are is read back from the device.
+Each expert that is taken computes its tokens in one product, so which experts these are is read back from the device. A
+quantised expert is dequantised for that.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_serve.ops.ops_backend import ExpertWeights, Gate, Router
+from fa_serve.ops.ops_backend import ExpertWeights, Gate, Router, Weight
+from fa_serve.ops.quantized_weight import QuantizedWeight
 
 
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool) -> Tensor:
@@ -21,7 +23,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Expe
 
 
 def _mixed(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> Tensor:
-    num_experts, hidden, _ = experts.down.shape
+    num_experts, hidden, width = experts.sizes
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = torch.zeros(*top_k_index.shape, hidden, dtype=wide, device=x.device)
     for expert in torch.unique(top_k_index).tolist():
@@ -29,11 +31,18 @@ def _mixed(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Exper
             continue
         gate_up_bias, down_bias = (None if b is None else b[expert] for b in (experts.gate_up_bias, experts.down_bias))
         tokens, places = torch.where(top_k_index == expert)
-        gate_up = torch.nn.functional.linear(x[tokens], experts.gate_up[expert], gate_up_bias)
+        gate_up = torch.nn.functional.linear(x[tokens], _matrix(experts.gate_up, expert, 2 * width, x.dtype), gate_up_bias)
         h = gated(gate_up.to(wide), experts.gate).to(x.dtype)
-        y = torch.nn.functional.linear(h, experts.down[expert], down_bias)
+        y = torch.nn.functional.linear(h, _matrix(experts.down, expert, hidden, x.dtype), down_bias)
         parts[tokens, places] = y.to(wide) * top_k_weights[tokens, places, None].to(wide)
     return parts.sum(1).to(x.dtype)
+
+
+def _matrix(weight: Weight, expert: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """The matrix of one expert, which has so many rows."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.rows(expert * rows, (expert + 1) * rows).dequantize(dtype)
+    return weight[expert]
 
 
 def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

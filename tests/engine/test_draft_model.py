@@ -72,11 +72,10 @@ def test_no_parameter_changes_what_is_generated(check, case) -> None:
         assert 0 < speculation.num_accepted_tokens < speculation.num_draft_tokens, "some drafts are right, some are wrong"
 
 
-@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(
-    "given",
-    [TIGHT, {"prefix_caching": False}, {"family": "mistral", **TIGHT}, {"max_num_seqs": 2}, {"family": "qwen3"}],
-    ids=["preempted", "no-cache", "window", "queue", "other-family"],
+    ("depth", "given"),
+    [(0, TIGHT), (1, TIGHT), (1, {"prefix_caching": False}), (1, {"family": "mistral", **TIGHT}), (0, {"max_num_seqs": 2})],
+    ids=["preempted-at-once", "preempted", "no-cache", "window", "queue"],
 )
 def test_no_setting_changes_what_is_generated(check, depth, given) -> None:
     params = replace(CASES["penalties"], max_tokens=30, logprobs=0)
@@ -272,9 +271,9 @@ def test_another_vocabulary_is_refused(tmp_path, make_engine) -> None:
         make_engine(speculative=f"draft={tmp_path / 'nowhere'}")
 
 
-@pytest.mark.parametrize("name", ["draft=", "draft", "eagle", ""])
+@pytest.mark.parametrize("name", ["draft=", "draft", "eagle", "eagle3=", ""])
 def test_a_draft_model_needs_a_name(make_engine, name) -> None:
-    with pytest.raises(ParameterError, match="speculative must be None, ngram or draft=MODEL"):
+    with pytest.raises(ParameterError, match="speculative must be None, ngram, draft=MODEL or eagle3=HEAD, got"):
         make_engine(speculative=name)
 
 

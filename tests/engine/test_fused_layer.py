@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve import ops
-from fa_serve.engine.fused_layer import FusedLayer, Product
+from fa_serve.engine.fused_layer import FusedLayer, HeadsAttention, LayerStep, Product, cos_and_sin
 
 HIDDEN = 24
 NUM_HEADS = 4
@@ -42,22 +42,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def make_layer(**fields: object) -> FusedLayer:
-    parts: dict[str, object] = dict.fromkeys(
-        ("before_attention", "after_attention", "before_mlp", "after_mlp", "q_norm", "k_norm")
-    )
+    parts: dict[str, object] = dict.fromkeys(("before_attention", "after_attention", "before_mlp", "after_mlp"))
+    heads: dict[str, object] = {
+        "num_heads": NUM_HEADS,
+        "head_dim": HEAD_DIM,
+        "qkv": Product(draw(WIDTH, HIDDEN), draw(WIDTH)),
+        "q_norm": None,
+        "k_norm": None,
+        "rotary": True,
+    }
+    heads |= {name: fields.pop(name) for name in heads.keys() & fields.keys()}
     parts |= {
         "original": lambda hidden: hidden + 1,
         "index": 0,
-        "num_heads": NUM_HEADS,
-        "head_dim": HEAD_DIM,
         "options": {},
-        "qkv": Product(draw(WIDTH, HIDDEN), draw(WIDTH)),
+        "attention": HeadsAttention(**heads),
         "o": Product(draw(HIDDEN, NUM_HEADS * HEAD_DIM), None),
         "gate_up": Product(draw(2 * 16, HIDDEN), None),
         "down": Product(draw(HIDDEN, 16), None),
         "activation": "silu",
         "mlp": nn.Identity(),
-        "rotary": True,
         "multiplier": 1.0,
     }
     return FusedLayer(**parts | fields)
@@ -72,12 +76,14 @@ def equation(layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
             norm = None
         return rms(y.view(TOTAL, -1, HEAD_DIM), norm)
 
+    attention = layer.attention
+    assert isinstance(attention, HeadsAttention)
     widths = [NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM]
-    q, k, v = nn.functional.linear(rms(x, layer.before_attention), *layer.qkv[:2]).split(widths, dim=1)
-    q = norm_heads(q, layer.q_norm)
-    k = norm_heads(k, layer.k_norm)
+    q, k, v = nn.functional.linear(rms(x, layer.before_attention), *attention.qkv[:2]).split(widths, dim=1)
+    q = norm_heads(q, attention.q_norm)
+    k = norm_heads(k, attention.k_norm)
     v = v.view(TOTAL, -1, HEAD_DIM)
-    if layer.rotary:
+    if attention.rotary:
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
     h = nn.functional.linear(attend(q, k, v).flatten(1), *layer.o[:2])
@@ -121,7 +127,7 @@ def test_a_fused_layer_computes_the_equation(case) -> None:
     v_cache = torch.zeros_like(k_cache)
     slots = torch.tensor([7, 0, 3, -1, 4])  # the fourth token is not stored
     expected, k, v = equation(layer, x, cos, sin)
-    actual = layer.compute(x.clone(), cos, sin, k_cache, v_cache, slots, attend)
+    actual = layer.compute(x.clone(), LayerStep(cos, sin, k_cache, v_cache, slots, attend, False, {}))
     torch.testing.assert_close(actual, expected)
     stored = slots[slots >= 0]
     torch.testing.assert_close(k_cache.flatten(0, 1)[stored], k[slots >= 0])
@@ -131,3 +137,12 @@ def test_a_fused_layer_computes_the_equation(case) -> None:
 
 def test_a_call_without_a_paged_batch_runs_the_layers_own_code() -> None:
     assert torch.equal(make_layer()(torch.zeros(1, 2, HIDDEN)), torch.ones(1, 2, HIDDEN))
+
+
+def test_complex_embeddings_are_cosines_and_sines() -> None:
+    angles = draw(1, TOTAL, HEAD_DIM // 2)
+    cos, sin = cos_and_sin(torch.polar(torch.ones_like(angles), angles))
+    torch.testing.assert_close(cos, angles[0].cos())
+    torch.testing.assert_close(sin, angles[0].sin())
+    wide = angles.cos(), angles.sin()
+    assert all(torch.equal(x, y[0]) for x, y in zip(cos_and_sin(wide), wide, strict=True))

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fa_serve.engine import SamplingParams, kv_cache
 from fa_serve.engine.fused_layer import FusedLayer
-from fa_serve.engine.fusion import fuse
+from fa_serve.engine.fusion import cached_layers, fuse
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, patch
 
 FUSED = (
@@ -32,8 +32,9 @@ FUSED = (
     "smollm3",
     "gemma2",
     "gemma3",
+    "deepseek-v3",
 )
-OWN = ("starcoder2", "cohere2", "gpt-oss", "deepseek-v3", "gpt2", "opt")
+OWN = ("starcoder2", "cohere2", "gpt-oss", "gpt2", "opt")
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
@@ -44,7 +45,7 @@ def family(name: str) -> Family:
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> Tensor:
     """The logits of 24 tokens in two chunks; the second chunk attends to the pages of both."""
-    layers = attention_layers(model)
+    layers = cached_layers(model, attention_layers(model))
     rows = torch.arange(24)
     caches = kv_cache.allocate(layers, 8, 8, model.device)
     out = []
@@ -106,6 +107,15 @@ def test_each_kind_is_proven_by_itself() -> None:
     assert fuse(model) == 2
     assert [layer.forward.options["softmax_scale"] for layer in model.model.layers] == [0.25, 0.05]
     assert float((logits(model) - expected).abs().max()) <= 2e-5 * float(expected.abs().max())
+
+
+def test_queries_that_grow_with_their_position_are_found(caplog) -> None:
+    """Ministral scales queries beyond `original_max_position_embeddings`, where the positions of the proof do not reach."""
+    scaled = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
+    model = Family("ministral3", "Ministral3ForCausalLM", config={"head_dim": 16, "rope_parameters": scaled}).build()
+    patch(model)
+    assert fuse(model) == 0
+    assert "with rotary embedding its queries would change" in caplog.text
 
 
 def test_hooks_are_not_passed_over(caplog) -> None:

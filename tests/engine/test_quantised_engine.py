@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised_experts
 import torch
 from quantised_copies import FORMATS, copy_of, dequantised, load
 from tiny_models import greedy
@@ -56,7 +57,7 @@ def test_every_layer_is_fused(copies: Path, name: str) -> None:
     layer = model.model.layers[2]
     assert isinstance(layer.forward, FusedLayer)
     for fused, parts in (
-        (layer.forward.qkv, [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]),
+        (layer.forward.attention.qkv, [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]),
         (layer.forward.gate_up, [layer.mlp.gate_proj, layer.mlp.up_proj]),
     ):
         stored = fused.weight.data.untyped_storage().data_ptr()
@@ -108,3 +109,39 @@ def test_rounding_floats_is_a_setting() -> None:
     assert len(ran.generate(PROMPTS, GREEDY)[0].token_ids) == 10
     with pytest.raises(ParameterError, match="quantization must be None or fp8, got 'int3'"):
         EngineConfig(quantization="int3")
+
+
+@pytest.fixture(scope="session")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixtures")
+    for name in ("mxfp4", "fp8-block"):
+        quantised_experts.WRITERS[name](folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8-block"])
+def test_tokens_of_quantised_experts_are_those_of_the_dequantised_model(mixtures: Path, name: str, caplog) -> None:
+    """Beside fused layers and routers, in chunks, with shared prefixes and with preemption."""
+    path = mixtures / name
+    reference = quantised_experts.dequantised(load(path, dtype="float32"))
+    reference.generation_config.eos_token_id = None
+    prompts = [[token % 320 for token in prompt] for prompt in PROMPTS]
+    expected = [greedy(reference, prompt, 10) for prompt in prompts]
+    with caplog.at_level("INFO", logger="fa_serve"):
+        ran = engine(path, max_num_batched_tokens=16, num_pages=24)
+    assert "2 of 2 routers are fused" in caplog.text
+    for _ in range(2):
+        assert [c.token_ids for c in ran.generate(prompts, GREEDY)] == expected
+    assert ran.stats().num_preemptions > 0
+    ran.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8-block"])
+def test_deterministic_mode_keeps_every_bit_of_quantised_experts(mixtures: Path, name: str) -> None:
+    ran = engine(mixtures / name, dtype="bfloat16", deterministic=True, max_num_batched_tokens=16)
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=2, ignore_eos=True)
+    prompts = [[token % 320 for token in prompt] for prompt in PROMPTS[1:3]]
+    alone = [ran.generate([prompt], params)[0] for prompt in prompts]
+    together = ran.generate(prompts, params)
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert [c.logprobs for c in together] == [c.logprobs for c in alone]

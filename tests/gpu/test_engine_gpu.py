@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from eagle3_heads import copying_head, quiet_model, save_head
 from long_run import long_run
 from tiny_models import CONFIGS, SIZES, greedy, make_model, make_tokenizer, random_prompts
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -275,6 +276,32 @@ def test_a_draft_model_changes_no_answer(settings: dict[str, Any], tmp_path: Pat
             counted = engine.stats().speculation
             assert counted.num_accepted_tokens > (0 if noise else 0.9 * counted.num_draft_tokens)
             engine.check_integrity()
+
+
+@pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"eager": True}], ids=["graphs", "deterministic", "eager"])
+def test_a_head_changes_no_answer(settings: dict[str, Any], tmp_path: Path) -> None:
+    """An EAGLE-3 head that is right sometimes, by the model's hidden states, and then one that is right always."""
+    asked = random_prompts(8, 60)
+    for loudness in (0.005, 0.0):
+        tensors = copying_head(quiet_model(), 20 * loudness)
+        head = save_head(tmp_path, tensors)
+        for params in (GREEDY, SamplingParams(max_tokens=24, temperature=0.8, seed=3, top_p=0.9)):
+            engines = []
+            for speculative in (None, head):
+                config = EngineConfig(
+                    device="cuda", num_pages=512, max_num_seqs=16, seed=0, speculative=speculative, **settings
+                )
+                engines.append(Engine(config, model=quiet_model(loudness=loudness).to("cuda"), tokenizer=make_tokenizer()))
+            expected, found = (engine.generate(asked, params) for engine in engines)
+            assert [x.token_ids for x in found] == [x.token_ids for x in expected]
+            if "deterministic" in settings:
+                assert found == expected
+            counted = engines[1].stats().speculation
+            assert counted.num_accepted_tokens > (0 if loudness else 0.9 * counted.num_draft_tokens)
+            runner = engines[1]._runner.draft
+            assert runner is not None
+            assert (runner._graphs is not None) == ("eager" not in settings)
+            engines[1].check_integrity()
 
 
 def test_the_caches_of_both_models_fit(tmp_path: Path) -> None:

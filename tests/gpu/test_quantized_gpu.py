@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import quantised_experts
 import torch
 from quantised_copies import copy_of, dequantised, load
-from quantized import float8_weight, int4_weight
+from quantized import float4_weight, float8_weight, int4_weight
 from rounded_once import assert_rounded_once, dtype_id, randn
 from tiny_models import greedy
 from torch import Tensor
@@ -19,12 +20,14 @@ from fa_serve.ops.quantized_kernel import launch_dequantize
 from fa_serve.ops.quantized_weight import QuantizedWeight, quantize_float8
 from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.torch_ops import TorchOps
+from fa_serve.testing import assert_matches_reference
 
 EXACT = TorchOps()
 CALLS = 3  # later calls launch in another way
 WEIGHTS = {
     "int4-G128": lambda n, k: int4_weight(n, k, group_size=128, dtype=torch.bfloat16),
     "int4-G32-zeros-act-order": lambda n, k: int4_weight(n, k, group_size=32, zeros=True, act_order=True, dtype=torch.float16),
+    "mxfp4": lambda n, k: float4_weight(n, k),
     "float8-row": lambda n, k: float8_weight(n, k, group_size=k),
     "float8-static": lambda n, k: float8_weight(n, k, group_size=k, input_scale=0.01),
     "float8-G128": lambda n, k: float8_weight(n, k, group_size=128),
@@ -131,3 +134,45 @@ def test_deterministic_mode_keeps_every_bit(copies: Path, name: str) -> None:
     prompts = [list(range(40, 75)), [5, 6, 7], list(range(300, 321))]
     alone = [engine.generate([prompt], params)[0].logprobs for prompt in prompts]
     assert [c.logprobs for c in engine.generate(prompts, params)] == alone
+
+
+CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=7.0, offset=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("name", ["mxfp4", "float8-row", "float8-G128", "int4-G128"])
+def test_experts(name: str, dtype: torch.dtype) -> None:
+    """gpt-oss' gate and biases, tokens that take every tile, and rows that do not know each other where that is asked."""
+    num_experts = 16
+    hidden = 576
+    width = 256
+    gate_up, down = (on_gpu(WEIGHTS[name](num_experts * n, k)) for n, k in ((2 * width, hidden), (hidden, width)))
+    biases = [gpu_randn(num_experts, n, dtype=dtype, seed=n) for n in (2 * width, hidden)]
+    weights = ops.ExpertWeights(gate_up, biases[0], down, biases[1], CLAMPED)
+    wide = weights._replace(gate_up_bias=biases[0].double(), down_bias=biases[1].double())
+    for tokens in (1, 2, 63, 300, 1000):
+        x = gpu_randn(tokens, hidden, dtype=dtype, seed=tokens)
+        scores, index = gpu_randn(tokens, num_experts, dtype=torch.float32, seed=1).softmax(-1).topk(4)
+        scores = scores.to(dtype)
+        exact = EXACT.experts(x.double(), index, scores.double(), wide, False)
+        eager = EXACT.experts(x, index, scores, weights, False)
+        for invariant in (False, True):
+            found = [ops.experts(x, index, scores, weights, invariant=invariant) for _ in range(CALLS)]
+            assert_matches_reference(found[0], exact, eager)
+            assert all(torch.equal(each, found[0]) for each in found)
+        alone = ops.experts(x[-1:], index[-1:], scores[-1:], weights, invariant=True)
+        assert torch.equal(alone, found[0][-1:])
+
+
+@pytest.mark.parametrize("name", quantised_experts.WRITERS)
+def test_quantised_experts_in_the_engine(name: str, tmp_path: Path) -> None:
+    """In float32, where other sums of the same numbers choose the same tokens; graphs are captured and replayed."""
+    path = quantised_experts.WRITERS[name](tmp_path / name)
+    reference = quantised_experts.dequantised(load(path, dtype="float32")).cuda()
+    reference.generation_config.eos_token_id = None
+    prompts = [list(range(40, 75)), [5, 6, 7], list(range(200, 221))]
+    expected = [greedy(reference, prompt, 10) for prompt in prompts]
+    settings = {"dtype": "float32", "num_pages": 64, "page_size": 16, "max_num_seqs": 4, "seed": 0}
+    ran = Engine(EngineConfig(model=path, device="cuda", **settings))
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    assert [c.token_ids for c in ran.generate(prompts, params)] == expected

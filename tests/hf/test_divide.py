@@ -8,23 +8,39 @@ from typing import Any
 import pytest
 import torch
 from hf_families import BY_NAME
+from latent_families import LATENT
 from rank_threads import run_ranks
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fa_serve.engine import kv_cache
 from fa_serve.engine.fused_layer import FusedLayer
-from fa_serve.engine.fusion import fuse
+from fa_serve.engine.fusion import cached_layers, fuse
 from fa_serve.hf import attention_layers, divide, patch, plan_division, vocab_size
 from fa_serve.hf.paged import OneSequence, PagedBatch, paged_forward
 from fa_serve.spec import UnsupportedModelError
 
 CPU = torch.device("cpu")
-FUSED = ("llama", "qwen2", "qwen3", "phi3", "granite", "smollm3", "gemma2", "gemma3", "mixtral", "qwen3-moe", "mistral")
-UNFUSED = ("olmo2", "olmo3", "starcoder2", "cohere2", "gemma4", "deepseek-v3")
+FUSED = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "granite",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+    "qwen3-moe",
+    "mistral",
+    "minicpm3",
+)
+# layers that are not fused, or whose attention transformers' plan leaves whole
+OTHERS = ("olmo2", "olmo3", "starcoder2", "cohere2", "gemma4", "deepseek-v3", "deepseek-v2-lite")
 
 
 def patched(name: str) -> PreTrainedModel:
-    model = BY_NAME[name].build()
+    model = (BY_NAME | {family.name: family for family in LATENT})[name].build()
     patch(model)
     return model
 
@@ -46,7 +62,7 @@ def divided(model: PreTrainedModel, size: int, work: Any) -> list[Any]:
     return run_ranks(size, run)
 
 
-@pytest.mark.parametrize("name", FUSED + UNFUSED)
+@pytest.mark.parametrize("name", FUSED + OTHERS)
 def test_a_family_on_two_and_four_ranks(name: str) -> None:
     """There are two key and value heads, which four ranks share."""
     model = patched(name)
@@ -78,10 +94,9 @@ def test_divided_layers_are_fused(name: str) -> None:
 
 def one_sequence_in_pages(model: PreTrainedModel) -> PagedBatch:
     """15 tokens in two pages of eight."""
-    layers = attention_layers(model)
-    caches = [(torch.zeros(2, 8, x.num_kv_heads, x.head_dim), torch.zeros(2, 8, x.num_kv_heads, x.head_dim_v)) for x in layers]
+    layers = cached_layers(model, attention_layers(model))
     return PagedBatch(
-        kv_caches=caches,
+        kv_caches=kv_cache.allocate(layers, 2, 8, CPU),
         slot_mapping=torch.arange(15),
         block_table=torch.tensor([[0, 1]], dtype=torch.int32),
         seqused_k=torch.tensor([15], dtype=torch.int32),

@@ -94,8 +94,8 @@ def test_a_single_token_is_proven_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_kind_of_module_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers differ in one of their settings."""
     proven: list[Any] = []
-    agrees = experts._agrees
-    monkeypatch.setattr(experts, "_agrees", lambda module: proven.append(module) or agrees(module))
+    agrees = experts.agrees
+    monkeypatch.setattr(experts, "agrees", lambda module: proven.append(module) or agrees(module))
     model = BY_NAME["gpt-oss"].build()
     first, second = expert_modules(model)
     take_experts(model)
@@ -249,9 +249,10 @@ def test_experts_are_one_node_of_a_graph(backend: str) -> None:
 @torch.no_grad()
 def test_the_operator_obeys_the_rules_of_pytorch() -> None:
     module = expert_modules(BY_NAME["gpt-oss"].build())[0]
-    weights = experts._weights(module, experts.gate_of(module))
-    *tensors, gate = weights
-    arguments = (torch.randn(3, 64), torch.tensor([[0, 1], [2, 3], [1, 3]]), torch.rand(3, 2), *tensors, *gate)
+    weights = experts.weights_of(module, experts.gate_of(module))
+    arrays = (torch.randn(3, 64), torch.tensor([[0, 1], [2, 3], [1, 3]]), torch.rand(3, 2))
+    flat = [(w, None, None, 0, 0, bias) for w, bias in ((weights[0], weights[1]), (weights[2], weights[3]))]
+    arguments = (*arrays, *flat[0], *flat[1], *weights.gate)
     torch.library.opcheck(
         torch.ops.fa_serve.experts.default, tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
     )

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from fa_serve.__main__ import app
 from fa_serve.backends import explain
 from fa_serve.hf.info import decoding, describe
+from fa_serve.info_tables import chosen
 
 WIDE = {"COLUMNS": "220", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -88,16 +89,43 @@ def test_heads_too_large_for_a_kernel() -> None:
     """Gemma 4 has heads of 512 in its full layers: Hopper's kernel says why it does not take them, the portable one does."""
     text = describe(AutoConfig.for_model("gemma4"), "cuda", 90).parts[-1]
     window, full = (layer.spec for layer, _ in text.kinds())
+    last = text.layers[-1]
+    assert last.latent is None
     assert (window.head_dim, full.head_dim) == (256, 512)
     assert explain(window)["hopper"] is None
     assert explain(full)["hopper"] == "has head sizes of a multiple of 8 up to 256, got 512"
     assert explain(full)["triton"] is None
-    assert explain(decoding(full))["triton"] is None
+    assert explain(decoding(last))["triton"] is None
     wider = replace(full, head_dim=520)
     assert explain(wider)["triton"] == "has kernels for a head_dim up to 512, got 520"
     trained = replace(full, layout="dense", needs_grad=True)
     assert explain(trained)["triton"] == "computes gradients for a head_dim up to 256, got 512"
     assert explain(wider)["sdpa"] is None
+
+
+def test_latent_attention_is_told(tmp_path: Path) -> None:
+    """DeepSeek V2 in its sizes, one layer of it: the cache, the kernel that reads it, and what does not read it."""
+    config = AutoConfig.for_model("deepseek_v2", num_hidden_layers=1, first_k_dense_replace=1, dtype="bfloat16")
+    described = describe(config, "cuda", 90, tensor_parallel=2)
+    [layer] = described.parts[0].layers
+    assert layer.latent == (512, 64, 128, 128)
+    decode = decoding(layer)
+    assert (decode.head_dim, decode.head_dim_v, decode.num_kv_heads, decode.cached_bytes) == (576, 512, 1, 1152)
+    assert described.share.cache_bytes == 1152, "every rank holds all latent keys"
+    assert (described.share.layers[0].num_heads, layer.spec.num_heads) == (16, 32)
+    assert chosen(explain(decode)) == "triton"
+    assert explain(replace(decode, values_in_keys=False))["triton"] == "has kernels for a head_dim up to 512, got 576"
+    for change, reason in (
+        ({"window_size": (99, 0)}, "got a window"),
+        ({"softcap": True, "sinks": True}, "got softcap, sinks"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "reads values in keys of q's dtype only, got float8_e4m3fn"),
+        ({"head_dim_v": 400}, "has values of up to 512 numbers in keys with up to 128 more, got 400 and 176"),
+    ):
+        assert reason in str(explain(replace(decode, **change))["triton"])
+    config.save_pretrained(tmp_path)
+    done = run(str(tmp_path), "--arch", "90")
+    assert "latent: the engine caches 512 + 64 numbers a token, or 10240 if it cannot prove the layer" in done.output
+    assert "prefill: hopper, decoding: triton" in done.output
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from fa_serve.hf.quantization_plan import is_ours, read_config
-from fa_serve.hf.weight_formats import Awq, Float8, Gptq, PackQuantized
+from fa_serve.hf.weight_formats import Awq, Float8, Gptq, Mxfp4, PackQuantized
 from fa_serve.spec import ParameterError
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -144,6 +144,25 @@ def test_an_unknown_format_is_refused_with_its_name(config: dict[str, Any]) -> N
         is_ours(config)
 
 
-@pytest.mark.parametrize("config", [{"load_in_4bit": True}, {"quant_method": "torchao"}, {"quant_method": "mxfp4"}])
+@pytest.mark.parametrize("config", [{"load_in_4bit": True}, {"quant_method": "torchao"}])
 def test_other_formats_are_left_to_transformers(config: dict[str, Any]) -> None:
     assert not is_ours(config)
+
+
+def test_mxfp4_is_the_format_of_experts_only() -> None:
+    skipped = ["model.layers.1.mlp", "lm_head"]
+    plan = read_config({"quant_method": "mxfp4", "modules_to_not_convert": skipped})
+    linear = nn.Linear(1, 1, device="meta")
+    assert plan.scheme_of("model.layers.0.self_attn.q_proj", linear) is None
+    assert plan.scheme_of("model.layers.0.mlp.shared_experts.up_proj", linear) is None
+    assert isinstance(plan.scheme_of_experts("model.layers.0.mlp.experts"), Mxfp4)
+    assert plan.scheme_of_experts("model.layers.1.mlp.experts") is None
+
+
+def test_experts_have_the_scheme_of_their_linear_layers() -> None:
+    plan = read_config({"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["model.layers.0"]})
+    assert plan.scheme_of_experts("model.layers.0.mlp.experts") is None
+    scheme = plan.scheme_of_experts("model.layers.3.mlp.experts")
+    assert scheme is plan.scheme_of("model.layers.3.self_attn.q_proj", nn.Linear(1, 1, device="meta"))
+    # the rows of AWQ's tensors are columns of the weights, which transformers cannot stack
+    assert read_config({"quant_method": "awq", "bits": 4}).scheme_of_experts("model.layers.0.mlp.experts") is None

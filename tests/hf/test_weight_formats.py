@@ -10,8 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from fa_serve.hf.weight_formats import Awq, Float8, Gptq, PackQuantized, Rounded, Scheme
+from fa_serve.hf.weight_formats import Awq, Float8, Gptq, Mxfp4, PackQuantized, Rounded, Scheme
 from fa_serve.ops.quantized_weight import FLOAT8
 from fa_serve.spec import ParameterError
 
@@ -182,6 +183,21 @@ def test_the_scale_of_activations_is_kept() -> None:
     assert Float8("weight_scale", (0, 0)).read(random_tensors(scheme), N, K).input_scale is None
 
 
+def test_mxfp4_has_the_bits_of_transformers() -> None:
+    draw = torch.Generator().manual_seed(0)
+    scheme = Mxfp4()
+    tensors = {
+        name: torch.randint(0, 255, tensor.shape, generator=draw, dtype=torch.uint8)
+        for name, tensor in scheme.tensors(N, K, torch.bfloat16).items()
+    }
+    matrix = convert_moe_packed_tensors(tensors["weight_blocks"][None], tensors["weight_scales"][None])[0].t().contiguous()
+    found = scheme.read(tensors, N, K).dequantize(torch.bfloat16)
+    assert torch.equal(found.view(torch.int16), matrix.view(torch.int16))
+    tensors["weight_scales"][0, 0] = 255
+    with pytest.raises(ParameterError, match="weight_scales must be at most 254"):
+        scheme.read(tensors, N, K)
+
+
 @pytest.mark.parametrize(
     ("scheme", "text", "packed", "by_row"),
     [
@@ -192,6 +208,7 @@ def test_the_scale_of_activations_is_kept() -> None:
         (Float8("s", (0, 0)), "float8 with a scale for the matrix", False, True),
         (Float8("s", (128, 128)), "float8 with a scale for each 128 x 128", False, False),
         (Rounded(), "float8 with a scale for each row", False, True),
+        (Mxfp4(), "4-bit floats in groups of 32 (mxfp4)", True, False),
     ],
 )
 def test_schemes_say_what_they_are(scheme: Scheme, text: str, packed: bool, by_row: bool) -> None:

@@ -52,6 +52,7 @@ GUESTS: dict[str, tuple[str, ...]] = {
     "pydantic_settings": ("fa_serve.server",),
     "prometheus_client": ("fa_serve.server",),
     "asyncio": ("fa_serve.engine.async_engine", "fa_serve.server", "fa_serve.client", "fa_serve.__main__"),
+    "ray": ("fa_serve.server.ray",),
     "httpx": ("fa_serve.server", "fa_serve.client"),
     "server": (),  # the folder is installed as fa_serve.server and has no other name
 }

@@ -39,10 +39,20 @@ TESTED_BY = {
         "tests/backends/triton/test_decode_interpreted.py",
         "device functions run inside of a kernel only, and splits are merged after decoding only",
     ),
+    "fa_serve.ops.experts_primitives": (
+        "tests/ops/test_experts_kernel_interpreted.py",
+        "device functions run inside of a kernel only, and its other functions describe weights to these kernels",
+    ),
+    "fa_serve.ops.quantized_primitives": (
+        "tests/ops/test_quantized_kernel_interpreted.py",
+        "device functions run inside of a kernel only, and its other functions describe weights to these kernels",
+    ),
     "fa_serve.engine.grammar_process": (
         "tests/engine/test_grammar_trials.py",
         "it is a script that only grammar_trials starts, and its limits end its process",
     ),
+    "fa_serve.server.ray.cluster": ("tests/server/test_ray.py", "a cluster takes seconds to start, so all tests share one"),
+    "fa_serve.server.ray.replicated_engine": ("tests/server/test_ray.py", "it does nothing without a cluster"),
     "fa_serve.backends.hopper.kernel_types": (
         "tests/backends/hopper/test_forward.py",
         "the types of arguments exist inside of a kernel only",
@@ -50,8 +60,8 @@ TESTED_BY = {
 }
 """Modules whose test has another name: (its path, the reason)."""
 
-ADAPTERS = {"diffusers", "vllm"}
-"""Packages whose adapter, the room of that name, has an extra of that name."""
+ADAPTERS = {"diffusers": "fa_serve.diffusers", "ray": "fa_serve.server.ray", "vllm": "fa_serve.vllm"}
+"""Packages with an extra of their name, and the room that may import them."""
 
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "opentelemetry": "opentelemetry_sdk"}
 """Import names, and the declared dependency that installs them."""
@@ -177,7 +187,7 @@ def imports_are_declared(house: House) -> Iterator[str]:
         declared = plain
         if inside(module.name, "fa_serve.server", "fa_serve.client", "fa_serve.info_tables", "fa_serve.__main__"):
             declared = plain | extra
-        declared |= {host for host in ADAPTERS & extras.keys() if inside(module.name, f"fa_serve.{host}")}
+        declared |= {host for host, room in ADAPTERS.items() if host in extras and inside(module.name, room)}
         for target, relative in module.imports:
             name = target.partition(".")[0]
             ours = relative or name == "fa_serve" or name in sys.stdlib_module_names

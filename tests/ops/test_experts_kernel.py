@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quantized import float4_weight
 
 from fa_serve import ops
-from fa_serve.ops.experts_kernel import grouped_tile, reads_by_rows, row_tile
+from fa_serve.ops.experts_kernel import grouped_tile, quantized_tile, reads_by_rows
 
 
 @pytest.mark.parametrize("pairs_per_expert", [0.1, 4, 16, 17, 96, 97, 5000])
@@ -50,6 +51,19 @@ def test_few_tokens_meet_different_experts() -> None:
     assert not reads_by_rows(8, 1, make_experts(8, 16, transposed=True)), "its rows are not contiguous"
 
 
-@pytest.mark.parametrize(("k", "block_k"), [(64, 64), (768, 512), (2880, 512)])
-def test_a_row_is_read_in_long_pieces(k: int, block_k: int) -> None:
-    assert row_tile(torch.empty(2, 96, k)) == (8, block_k)
+def test_quantised_experts_have_sizes_and_rows() -> None:
+    """Two experts of 64 outputs of 32 values, from 64 inputs."""
+    weights = ops.ExpertWeights(float4_weight(2 * 2 * 32, 64), None, float4_weight(2 * 64, 32), None, ops.Gate("silu"))
+    assert weights.sizes == (2, 64, 32)
+    assert reads_by_rows(2, 1, weights), "rows of quantised weights are contiguous"
+    assert not reads_by_rows(4, 2, weights)
+
+
+@pytest.mark.parametrize("pairs_per_expert", [0, 0.1, 4, 16, 17, 96, 5000])
+def test_quantised_tiles_follow_the_pairs_of_an_expert(pairs_per_expert: float) -> None:
+    tile = quantized_tile(pairs_per_expert, 2)
+    assert tile.block_m == (
+        32 if pairs_per_expert == 0 else 16 if pairs_per_expert <= 16 else 32 if pairs_per_expert <= 32 else 64
+    )
+    assert tile.block_n == 64
+    assert quantized_tile(pairs_per_expert, 4) == quantized_tile(0, 4), "float32 has one tile"

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from quantized import float4_weight, float8_weight, int4_weight
 from rounded_once import dtype_id, randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops import experts_kernel
-from fa_serve.ops.experts_kernel import GroupedTile, RowTile, launch_experts
+from fa_serve.ops import experts_kernel, experts_primitives, experts_rows_kernel
+from fa_serve.ops.experts_kernel import GroupedTile, launch_experts
+from fa_serve.ops.experts_rows_kernel import RowTile
+from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
@@ -77,14 +80,18 @@ CASES = [
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of the smallest size that a product takes, so that small inputs have several."""
     monkeypatch.setattr(experts_kernel, "grouped_tile", lambda *_: GroupedTile(16, 32, 16, 4, 2))
-    monkeypatch.setattr(experts_kernel, "row_tile", lambda *_: RowTile(4, 16))
+    monkeypatch.setattr(experts_kernel, "quantized_tile", lambda *_: GroupedTile(16, 64, 32, 4, 2))
+    by_unit = {"float8": RowTile(16, 64), "int4": RowTile(16, 256), "float4": RowTile(16, 256)}
+    monkeypatch.setattr(
+        experts_rows_kernel, "row_tile", lambda w: by_unit[w.values] if isinstance(w, QuantizedWeight) else RowTile(4, 16)
+    )
     monkeypatch.setattr(experts_kernel, "_SORT_BLOCK", 32)
     monkeypatch.setattr(experts_kernel, "_SUM_BLOCK", 32)
     experts_kernel.PLANS.clear()
 
 
 def wide(experts: ops.ExpertWeights) -> ops.ExpertWeights:
-    tensors = [None if x is None else x.double() for x in experts[:-1]]
+    tensors = [x if x is None or isinstance(x, QuantizedWeight) else x.double() for x in experts[:-1]]
     return ops.ExpertWeights(*tensors, experts.gate)
 
 
@@ -98,6 +105,50 @@ def test_experts(case: Case, dtype: torch.dtype) -> None:
     assert out.dtype == dtype
     assert_matches_reference(out, exact, eager)
     assert torch.equal(launch_experts(x, index, weights, experts, False), out), "equal calls have equal bits"
+
+
+QUANTISED = {
+    "mxfp4": lambda n, k, dtype: float4_weight(n, k, seed=n),
+    "float8-G32": lambda n, k, dtype: float8_weight(n, k, group_size=32, seed=n),
+    "float8-row": lambda n, k, dtype: float8_weight(n, k, group_size=k, seed=n),
+    "int4-zeros": lambda n, k, dtype: int4_weight(n, k, group_size=32, zeros=True, dtype=dtype, seed=n),
+}
+
+
+def quantised(name: str, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, ops.ExpertWeights]:
+    """The call of a case with other weights."""
+    x, index, weights, experts = case.make(dtype)
+    rows = (2 * case.num_experts * case.width, case.num_experts * case.hidden)
+    gate_up, down = (QUANTISED[name](n, k, dtype) for n, k in zip(rows, (case.hidden, case.width), strict=True))
+    return x, index, weights, experts._replace(gate_up=gate_up, down=down)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "as_bytes"),
+    [
+        *[pytest.param(name, torch.float32, False, id=name) for name in QUANTISED],
+        pytest.param("mxfp4", torch.float16, False, id="mxfp4-float16"),
+        pytest.param("float8-G32", torch.float32, True, id="float8-bytes"),
+    ],
+)
+def test_quantised_experts(name: str, dtype: torch.dtype, as_bytes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tokens, and one. Columns are more than a block of 256. GPUs without float8 numbers read them as bytes."""
+    monkeypatch.setattr(experts_primitives, "converts_float8", lambda arch: not as_bytes)
+    for case in (
+        Case(7, 2, num_experts=3, hidden=288, width=32, gate=CLAMPED, bias=True, routing="elsewhere"),
+        Case(1, 2, num_experts=3, hidden=288, width=32, gate=CLAMPED, bias=True),
+    ):
+        x, index, weights, experts = quantised(name, case, dtype)
+        exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
+        eager = TorchOps().experts(x, index, weights, experts, False)
+        assert_matches_reference(launch_experts(x, index, weights, experts, False), exact, eager)
+
+
+def test_rows_of_quantised_experts_do_not_know_each_other_where_that_is_asked() -> None:
+    x, index, weights, experts = quantised("mxfp4", Case(5, 2, num_experts=3, hidden=64, width=32), torch.float32)
+    whole = launch_experts(x, index, weights, experts, True)
+    alone = slice(4, 5)
+    torch.testing.assert_close(launch_experts(x[alone], index[alone], weights[alone], experts, True), whole[alone])
 
 
 def test_no_tokens() -> None:
@@ -129,7 +180,7 @@ def test_rows_do_not_know_each_other_where_that_is_asked(monkeypatch: pytest.Mon
     for row in (0, 7, 32):
         alone = slice(row, row + 1)
         torch.testing.assert_close(launch_experts(x[alone], index[alone], weights[alone], experts, True), whole[alone])
-    assert chosen == [0, 0], "every number of rows has the same tile"
+    assert chosen == [0] * 4, "every number of rows has the same tile"
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (40, 3), (64, 8)])

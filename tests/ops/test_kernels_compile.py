@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from cross_compile import TARGETS, compiling_for
-from quantized import float8_weight, int4_weight
+from quantized import float4_weight, float8_weight, int4_weight
 from torch import Tensor
 
 from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Router
@@ -116,7 +118,7 @@ MIXTURES_OF = [
 ]
 
 
-@pytest.mark.parametrize(("mixture", "target", "counts"), MIXTURES_OF, ids=lambda part: part if isinstance(part, str) else str(len(part)))
+@pytest.mark.parametrize(("mixture", "target", "counts"), MIXTURES_OF, ids=str)
 def test_experts(mixture: str, target: str, counts: tuple[int, ...]) -> None:
     sizes, gate, _ = MIXTURES[mixture]
     num_experts, top_k, hidden, width = sizes
@@ -143,6 +145,33 @@ def test_experts(mixture: str, target: str, counts: tuple[int, ...]) -> None:
         large = products[-2:]
         assert all(kernel.instructions["HGMMA"] and not kernel.instructions["HMMA"] for kernel in large)
         assert all(kernel.instructions["LDGSTS"] >= 9 for kernel in products), "tiles are loaded while others are multiplied"
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
+def test_quantised_experts(target: str) -> None:
+    """mxfp4 and float8 in blocks, with gpt-oss' gates and biases, for one token and for many. sm80 reads float8 as bytes."""
+    num_experts = 4
+    hidden = 1024
+    width = 512
+    rows = (num_experts * 2 * width, num_experts * hidden)
+    biases = (bf16(num_experts, 2 * width), bf16(num_experts, hidden))
+    float8 = partial(float8_weight, group_size=128)
+    formats = {"sm80": [float8], "sm90": [float4_weight, float8], "gfx942": [float4_weight]}[target]
+    with compiling_for(target) as kernels:
+        for make in formats:
+            gate_up, down = (make(n, k) for n, k in zip(rows, (hidden, width), strict=True))
+            experts = ExpertWeights(gate_up, biases[0], down, biases[1], GPT_OSS)
+            for tokens in (1, 200):
+                index = torch.zeros(tokens, 2, dtype=torch.int64)
+                launch_experts(bf16(tokens, hidden), index, bf16(tokens, 2), experts, False)
+    few = ["_gated_rows", "_mixed_rows"]
+    many = ["_sort_pairs", "_grouped_linear", "_grouped_linear", "_sum_experts"]
+    assert [kernel.name for kernel in kernels] == (few + many) * len(formats)
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+    products = [kernel for kernel in kernels if kernel.name == "_grouped_linear"]
+    assert max(kernel.shared_bytes for kernel in products) <= (65536 if target.startswith("gfx") else 101376)
+    if target == "sm90":
+        assert all(kernel.instructions["HGMMA"] for kernel in products), "unpacked weights reach the tensor cores"
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantized import float8_weight, int4_weight
+import triton
+import triton.language as tl
+from quantized import float4_weight, float8_weight, int4_weight
 from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
 
 from fa_serve import ops
@@ -22,13 +24,15 @@ from fa_serve.ops.quantized_kernel import (
     launch_quantized_row,
     linear_tile,
 )
-from fa_serve.ops.quantized_weight import QuantizedWeight
+from fa_serve.ops.quantized_primitives import wide_float8
+from fa_serve.ops.quantized_weight import FLOAT4_VALUES, QuantizedWeight, pack_int4
 
 WEIGHTS = {
     "int4-G128": lambda n, k: int4_weight(n, k, group_size=128),
     "int4-G32-zeros-half": lambda n, k: int4_weight(n, k, group_size=32, zeros=True, dtype=torch.float16),
     "int4-row": lambda n, k: int4_weight(n, k, group_size=k),
     "int4-G128-act-order": lambda n, k: int4_weight(n, k, group_size=128, zeros=True, act_order=True),
+    "mxfp4": lambda n, k: float4_weight(n, k),
     "float8-row": lambda n, k: float8_weight(n, k, group_size=k),
     "float8-G128": lambda n, k: float8_weight(n, k, group_size=128),
 }
@@ -137,3 +141,29 @@ def test_dequantising_has_the_bits_of_pytorch(make, dtype: torch.dtype) -> None:
     for n, k in ((40, 256), (33, 352), (3, 300)):
         weight = make(n, k)
         assert torch.equal(launch_dequantize(weight, dtype), weight.dequantize(dtype))
+
+
+def test_every_number_and_every_exponent_of_mxfp4() -> None:
+    """Powers of two down to 2^-127, with which numbers are subnormal, and up to the largest that float32 holds."""
+    bits = torch.arange(16, dtype=torch.uint8).repeat(253, 2)
+    weight = QuantizedWeight(pack_int4(bits), torch.arange(253, dtype=torch.uint8)[:, None], group_size=32, width=32)
+    expected = torch.tensor(FLOAT4_VALUES).repeat(2) * torch.tensor(2.0, dtype=torch.float64) ** (
+        torch.arange(253)[:, None] - 127
+    )
+    for dtype in (torch.float32, torch.float64):
+        assert torch.equal(weight.dequantize(dtype), expected.to(dtype))
+    found = launch_dequantize(weight, torch.float32)
+    assert torch.equal(found.view(torch.int32), weight.dequantize(torch.float32).view(torch.int32)), "zeros keep their sign"
+
+
+@triton.jit
+def _widen_bytes(bytes_ptr, out_ptr):
+    lanes = tl.arange(0, 256)
+    tl.store(out_ptr + lanes, wide_float8(tl.load(bytes_ptr + lanes)))
+
+
+def test_every_byte_is_a_float8_number() -> None:
+    numbers = torch.arange(256, dtype=torch.uint8)
+    out = torch.empty(256)
+    _widen_bytes[(1,)](numbers, out)
+    torch.testing.assert_close(out, numbers.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)

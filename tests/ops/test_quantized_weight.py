@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantized import float8_weight, int4_weight
+from quantized import float4_weight, float8_weight, int4_weight
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fa_serve import ops
 from fa_serve.ops.quantized_weight import QuantizedWeight, merge_rows, pack_int4, quantize_float8, unpack_int4
@@ -39,6 +40,17 @@ def test_a_float8_weight_has_one_scale_a_row_or_scales_in_groups() -> None:
     assert torch.equal(many.dequantize(torch.float32)[:, 128:], many.data[:, 128:].float() * many.scales[:, 1:])
 
 
+def test_mxfp4_is_what_transformers_makes_of_its_blocks() -> None:
+    """Bit for bit, for every pattern of 4 bits and every exponent, of which 255 stands for no number."""
+    blocks = torch.arange(256, dtype=torch.uint8).repeat(255, 1).view(1, 255, 16, 16)
+    scales = torch.arange(255, dtype=torch.uint8)[None, :, None].expand(1, 255, 16).contiguous()
+    expected = convert_moe_packed_tensors(blocks, scales)[0].t()
+    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(255, 512)
+    weight = QuantizedWeight(pack_int4(nibbles), scales[0], group_size=32, width=512)
+    assert weight.values == "float4"
+    assert torch.equal(weight.dequantize(torch.bfloat16).view(torch.int16), expected.contiguous().view(torch.int16))
+
+
 def test_quantising_keeps_the_largest_number_and_rows_of_zeros() -> None:
     matrix = torch.randn(4, 96, generator=torch.Generator().manual_seed(0))
     matrix[2] = 0
@@ -51,7 +63,7 @@ def test_quantising_keeps_the_largest_number_and_rows_of_zeros() -> None:
     assert bool(((restored - matrix).abs() <= (matrix.abs() / 16).maximum(largest[:, None] / 448 * 2.0**-10) * 1.0001).all())
 
 
-@pytest.mark.parametrize("make", [int4_weight, float8_weight])
+@pytest.mark.parametrize("make", [int4_weight, float8_weight, lambda n, k, group_size, seed: float4_weight(n, k, seed=seed)])
 def test_merged_rows_are_the_rows(make) -> None:
     parts = [make(n, 256, group_size=128, seed=n) for n in (5, 3, 9)]
     merged = merge_rows(parts)

@@ -73,7 +73,10 @@ class FakeEngine:
         self.error = RequestError("engine_dead", "the engine was shut down")
         self.gate.set()
 
-    def stats(self) -> SimpleNamespace:
+    def snapshots(self) -> dict[None, SimpleNamespace]:
+        return {None: self._stats()}
+
+    def _stats(self) -> SimpleNamespace:
         return SimpleNamespace(
             num_running=1,
             num_waiting=2,

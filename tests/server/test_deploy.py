@@ -17,7 +17,10 @@ import httpx
 import kubernetes_validate
 import pytest
 import yaml
+from fa_serve.server.metrics import Metrics
 from fa_serve.server.settings import Settings, load
+
+from fa_serve.engine import EngineStats
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -88,8 +91,8 @@ def test_kubernetes():
         kubernetes_validate.validate(document, "1.34", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(documents[0] | {"spec": {"acessModes": []}}, "1.34", strict=True)
-    claim, deployment, service, budget, policy = documents
-    pod = deployment["spec"]["template"]["spec"]
+    workload, service, names, budget, policy = documents
+    pod = workload["spec"]["template"]["spec"]
     [container] = pod["containers"]
     flags = [argument for argument in container["args"] if argument.startswith("--")]
     known_settings(flag[2:].replace("-", "_") for flag in flags)
@@ -98,12 +101,28 @@ def test_kubernetes():
     assert probes == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
     before = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] > before + DRAIN
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"] == labels
-    assert all(document["spec"]["selector"]["matchLabels"] == labels for document in (deployment, budget))
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == names["spec"]["selector"] == labels
+    assert all(document["spec"]["selector"]["matchLabels"] == labels for document in (workload, budget))
     assert policy["spec"]["podSelector"]["matchLabels"] == labels
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert claim["metadata"]["name"] in json.dumps(pod["volumes"])
+    claims = {claim["metadata"]["name"] for claim in workload["spec"]["volumeClaimTemplates"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == claims | {volume["name"] for volume in pod["volumes"]}
+    assert (workload["spec"]["serviceName"], names["spec"]["clusterIP"]) == (names["metadata"]["name"], "None")
+
+
+def test_the_autoscaler_reads_a_metric_that_the_server_has():
+    text = (DEPLOY / "kubernetes" / "autoscaler.yaml").read_text()
+    autoscaler = yaml.safe_load(text)
+    kubernetes_validate.validate(autoscaler, "1.34", strict=True)
+    workload = next(yaml.safe_load_all((DEPLOY / "kubernetes" / "fa-serve.yaml").read_text()))
+    target = autoscaler["spec"]["scaleTargetRef"]
+    assert target == {key: workload[key] for key in ("apiVersion", "kind")} | {"name": workload["metadata"]["name"]}
+    [rule] = yaml.safe_load("\n".join(re.findall(r"^#   (.*)$", text, re.MULTILINE)))["rules"]
+    [series] = re.findall(r"^fa_serve:\w+", rule["seriesQuery"])
+    metrics = Metrics(lambda: ({None: EngineStats(0, 3, 8, 0, 0, 0, 0, 0, 0)}, "model"))
+    assert f'{series}{{model_name="model"}} 3.0' in metrics.text().decode()
+    [metric] = autoscaler["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
 
 
 def test_systemd(tmp_path):

@@ -45,6 +45,15 @@ async def test_a_request_that_fails_shows_no_internals(serving, engine, conforms
     assert code in caplog.text
 
 
+async def test_a_lost_replica_is_no_failure_of_the_server(serving, engine, conforms):
+    engine.error = RequestError("replica_lost", "the replica has ended")
+    async with serving() as client:
+        response = await client.post("/v1/completions", json=TEXT)
+    conforms("ErrorResponse", response.json())
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert response.json()["error"]["message"] == "The request was cut off: its replica has ended."
+
+
 async def test_a_stream_that_fails_later_ends_with_an_error_event(serving, engine, conforms):
     engine.error = RequestError("step_failed", "out of pages")
     engine.words = ("Hello", " world")

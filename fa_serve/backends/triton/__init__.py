@@ -3,7 +3,8 @@
 `forward` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward`, with its `backward_kernels`,
 the gradients of dense and packed calls. `decode` divides one sequence's keys, paged or dense, among programs when the queries
 are few; `splits` cuts the keys and merges the results, `key_pages` finds them, and `float8_conversions` reads a quantised
-cache. `block_sparse` walks over lists of key blocks, for prompts and for decoding. `store_kv` writes the paged cache.
+cache. `latent` reads pages whose values are a part of their keys. `block_sparse` walks over lists of key blocks, for prompts
+and for decoding. `store_kv` writes the paged cache.
 `primitives` are the steps of the algorithm that kernels share, and `triton_tiles` chooses tiles.
 
 This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes beside attention
@@ -18,6 +19,7 @@ import torch
 import triton
 
 from fa_serve.backends.plan import AttentionOptions, Run
+from fa_serve.backends.triton import latent
 from fa_serve.backends.triton.backward import plan_backward
 from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.decode import plan_decode
@@ -51,8 +53,11 @@ class TritonBackend:
         if spec.kv_dtype == torch.float8_e4m3fn and 0 < spec.arch < 89:
             return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
         widest = max(spec.head_dim, spec.head_dim_v)
+        if spec.values_in_keys and latent.unsupported(spec) is None:
+            widest = spec.head_dim_v
         if widest > _MAX_HEAD_DIM:
-            return f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {widest}"
+            reason = latent.unsupported(spec) if spec.values_in_keys else None
+            return reason or f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {widest}"
         if (spec.needs_grad or spec.op == "backward") and widest > _MAX_HEAD_DIM_OF_GRADIENTS:
             return f"computes gradients for a head_dim up to {_MAX_HEAD_DIM_OF_GRADIENTS}, got {widest}"
         if spec.layout == "paged" and spec.needs_grad:
@@ -71,4 +76,6 @@ class TritonBackend:
             return plan_backward(tensors, options)
         if spec.block_mask:
             return plan_block_sparse(tensors, options)
+        if spec.values_in_keys and latent.unsupported(spec) is None:
+            return latent.plan_latent(tensors, options, decodes=spec.op == "decode")
         return plan_decode(tensors, options) if spec.op == "decode" else plan_forward(tensors, options)

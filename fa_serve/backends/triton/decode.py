@@ -51,6 +51,7 @@ from fa_serve.backends.triton.splits import (
     lse_of_splits,
     sequence_lengths,
     share_of_line,
+    split_of_sequence,
     store_rows,
     visible_blocks,
 )
@@ -289,9 +290,12 @@ def _decode(
         line_begin, line_end, first_seq, behind, seq_start, share_size = share_of_line(
             share, sequences, splits, min_blocks, SPLIT
         )
+        line = (line_begin, line_end, share_size)
     else:
         first_seq = share // splits
         behind = first_seq + 1
+        seq_start = 0
+        line = (0, 0, 0)
 
     kv64 = head_kv.to(tl.int64)
     k_ptr += kv64 * stride_kh
@@ -309,23 +313,9 @@ def _decode(
         row0, q_len, kv_len = sequence_lengths(seq, sequences)
         first_key, first_block, blocks = visible_blocks(q_len, kv_len, window_left, SPLIT)
         ours = (q_len > 0) & (q_len <= max_q)
-        if var.split.balanced:
-            blocks = tl.where(ours, tl.maximum(blocks, 1), 0)
-            first_share = seq_start // share_size
-            split = share - first_share
-            num_splits = (seq_start + blocks - 1) // share_size - first_share + 1
-            begin = tl.maximum(line_begin - seq_start, 0)
-            end = tl.minimum(line_end - seq_start, blocks)
-            # A share has two places for results: one for a sequence that began in an earlier share, one for a sequence that
-            # begins in this share and goes on in the next one.
-            place = 2 * share + (split == 0).to(tl.int32)
-            seq_start += blocks
-        else:
-            split = share % splits
-            num_splits = tl.minimum(tl.maximum(blocks // min_blocks, 1), splits)
-            begin = blocks * split // num_splits
-            end = blocks * (split + 1) // num_splits
-            place = share
+        split, num_splits, begin, end, place, seq_start = split_of_sequence(
+            share, seq_start, line, blocks, splits, min_blocks, ours, SPLIT
+        )
         if ours & (split < num_splits) & (row_first < q_len * GROUPS):
             live = rows < q_len * GROUPS
             # int64 before any product with a stride

@@ -159,6 +159,34 @@ def _start_on_line(seq, sequences, shares, min_blocks, var: tl.constexpr):
 
 
 @triton.jit
+def split_of_sequence(share, seq_start, line, blocks, splits, min_blocks, ours, var: tl.constexpr):
+    """What a program computes of a sequence with so many visible blocks. line: (begin, end, size) of its share of the line
+
+    -> its split and the number of splits, the first block and the one behind the last, the place of its result, and where the
+    next sequence starts on the line.
+    """
+    if var.balanced:
+        line_begin, line_end, share_size = line
+        blocks = tl.where(ours, tl.maximum(blocks, 1), 0)
+        first_share = seq_start // share_size
+        split = share - first_share
+        num_splits = (seq_start + blocks - 1) // share_size - first_share + 1
+        begin = tl.maximum(line_begin - seq_start, 0)
+        end = tl.minimum(line_end - seq_start, blocks)
+        # A share has two places for results: one for a sequence that began in an earlier share, one for a sequence that
+        # begins in this share and goes on in the next one.
+        place = 2 * share + (split == 0).to(tl.int32)
+        seq_start += blocks
+    else:
+        split = share % splits
+        num_splits = tl.minimum(tl.maximum(blocks // min_blocks, 1), splits)
+        begin = blocks * split // num_splits
+        end = blocks * (split + 1) // num_splits
+        place = share
+    return split, num_splits, begin, end, place, seq_start
+
+
+@triton.jit
 def lse_of_splits(splits_ptr, sequences, splits, units, unit_rows, var: tl.constexpr):
     """Where the buffer of the splits holds their log-sum-exps: behind the results, (places, dim_v) and then (places,).
 

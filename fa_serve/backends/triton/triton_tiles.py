@@ -1,8 +1,8 @@
 """Which tiles the portable kernels use: pure functions of what the host knows. Nothing is tuned on the serving path.
 
-`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for merging splits, and
-`sparse_tiles` for block-sparse calls. Each branch carries the measurement behind it. `bench_attention.py tune` and
-`tune_decode.py` in benchmarks/ repeat them.
+`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `latent_tiles` for latent attention,
+`combine_tiles` for merging splits, and `sparse_tiles` for block-sparse calls. Each branch carries the measurement behind it.
+`bench_attention.py tune` and `tune_decode.py` in benchmarks/ repeat them.
 """
 
 from __future__ import annotations
@@ -70,6 +70,10 @@ class DecodeTiles:
     def by_rows(self) -> bool:
         """Scores have queries as rows; with fewer rows they have keys as rows."""
         return self.block_m >= 64
+
+    def without_splits(self) -> DecodeTiles:
+        """The same tiles for programs that walk over all keys of their rows."""
+        return replace(self, splits=1, balanced=False, min_blocks=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +285,45 @@ def _decode_resources(
     if block_m > 16 or arch not in (90, 100):
         found = _Resources(min(found.block_n, 64), max(found.num_warps, 4), 2 if block_m > 16 else 4, 0, 2)
     return found
+
+
+@lru_cache(maxsize=4096)
+def latent_tiles(
+    arch: int,
+    num_sms: int,
+    itemsize: int,
+    head_dim_v: int,
+    groups: int,
+    num_kv_heads: int,
+    batch: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_splits: int,
+) -> DecodeTiles:
+    """The tile of one call of latent attention, with arguments as in `decode_tiles`. Queries are the rows of every tile.
+
+    They are compiled but not measured: the most rows, then the most keys, without spills in the inner loop and within the
+    shared memory of each GPU. With 64 rows, 128 query heads read each key twice, the second time from the L2 cache. With 64
+    rows on sm100, and with 128 on sm90, the accumulator spills.
+    """
+    rows = groups if num_splits else groups * max_seqlen_q
+    most = 16 if itemsize == 4 or arch == 0 else 64 if arch == 90 else 32
+    block_m = min(most, max(16, 1 << (rows - 1).bit_length()))
+    small = arch not in (80, 90, 100, 103) and padded_dim(head_dim_v) > 256  # at most 99 KiB of shared memory
+    block_n = 16 if itemsize == 4 or small else 32
+    in_registers = itemsize == 4 and arch == 0
+    num_stages = 1 if itemsize == 4 or arch == 0 else 2
+    tiles = DecodeTiles(block_m, block_n, 4 if in_registers else 8, num_stages, num_splits, balanced=False)
+    if num_splits:
+        return tiles
+    units = num_kv_heads * triton.cdiv(groups * max_seqlen_q, block_m)
+    max_blocks = triton.cdiv(max_seqlen_k, block_n)
+    if max_blocks <= 1:
+        return tiles.without_splits()
+    wave = max(1, num_sms // units)  # one program of this size lives on an SM
+    if batch == 1:
+        return replace(tiles, splits=min(wave, max_blocks))
+    return replace(tiles, splits=wave, balanced=True, min_blocks=2)
 
 
 def _pipeline_bytes(arch: int) -> int:

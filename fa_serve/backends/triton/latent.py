@@ -1,0 +1,413 @@
+"""Attention over pages whose values are the first numbers of their keys: latent attention (MLA) with absorbed products.
+
+A key has 512 + 64 numbers in DeepSeek's models, of which the first 512 are its value, and all query heads share one KV head. So
+16 to 128 query heads are rows of one problem, and a key that a program has loaded serves both products. The head size is no
+power of two, so each part of keys and queries is one tile: S = Q_c C^T + Q_r R^T and O = P C. Queries are the rows
+of all tiles, because 64 rows fill a wgmma and C is then read from shared memory by both products.
+
+One kernel serves all calls, with the programs of either of two kinds:
+
+- decoding, also of up to 16 queries per sequence, cuts the keys into splits as in `decode`, which `splits._combine` merges;
+- prompts with a cached beginning have a program for each tile of rows, which a prefix sum on the device finds.
+
+Left out: windows, softcap, sinks and float8 caches (`unsupported`), and keys whose values lie elsewhere (`decode`, `forward`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_serve import spec as facts
+from fa_serve.backends import MAX_KEYS_PER_TILE
+from fa_serve.backends.launch import Launch, launch_options, multiprocessors
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
+from fa_serve.backends.triton.key_pages import key_offsets, read_pages
+from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, online_softmax_update, wait_for_previous_kernel
+from fa_serve.backends.triton.splits import (
+    SplitCounts,
+    SplitVariant,
+    combine_launch,
+    lse_of_splits,
+    sequence_lengths,
+    share_of_line,
+    split_of_sequence,
+    store_rows,
+    visible_blocks,
+)
+from fa_serve.backends.triton.triton_tiles import DecodeTiles, batch_block, latent_tiles, padded_dim
+from fa_serve.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LatentVariant:
+    """What the kernel is compiled for.
+
+    split:      what it shares with the kernel that merges splits; its dim_v is the size of values
+    rest:       numbers of a key behind its value; block_rest: the same, padded to a tile
+    page_size:  tokens per page
+    has_right:  some queries of a sequence do not see all of its keys
+    aligned:    the strides of pages and tokens are multiples of 16
+    precision:  input precision of the products
+    ptx:        inline PTX is available
+    tile_block: the width of the prefix sum that finds a prompt's tile, 0 for decoding
+    """
+
+    split: SplitVariant
+    rest: int
+    block_rest: int
+    page_size: int
+    has_right: bool
+    aligned: bool
+    precision: str
+    ptx: bool
+    tile_block: int
+
+
+@triton.jit
+def _find_rows(tile, cu_q_ptr, batch, skip_q, var: tl.constexpr):
+    """-> the sequence and the first packed row of a tile, among the sequences with more than skip_q queries.
+
+    The last rows of a sequence, which see the most keys, come first. The sequence is `batch` when there are no more tiles.
+    """
+    index = tl.arange(0, var.tile_block)
+    live = index < batch
+    q_len = tl.load(cu_q_ptr + index + 1, mask=live, other=0) - tl.load(cu_q_ptr + index, mask=live, other=0)
+    tiles = tl.where(q_len > skip_q, (q_len * var.split.groups + var.split.block_m - 1) // var.split.block_m, 0)
+    ends = tl.cumsum(tiles, 0)
+    seq = tl.minimum(tl.sum((ends <= tile).to(tl.int32), 0), batch)
+    return seq, (tl.sum(tl.where(index == seq, ends, 0), 0) - 1 - tile) * var.split.block_m
+
+
+@triton.jit
+def _walk(q, span, k_ptr, table_ptr, positions, kv_len, factor, window_right, strides, var: tl.constexpr):
+    """The inner loop over key blocks. q: (Q_c [BLOCK_M, BLOCK_C], Q_r [BLOCK_M, BLOCK_R])
+
+    -> out [BLOCK_M, BLOCK_C], which is not divided yet, the largest score and the sum of exponentials [BLOCK_M].
+    """
+    q_c, q_r = q
+    begin, end = span
+    stride_page, stride_token = strides
+    BLOCK_M: tl.constexpr = var.split.block_m
+    BLOCK_N: tl.constexpr = var.split.block_n
+    DIM_C: tl.constexpr = var.split.dim_v
+    BLOCK_C: tl.constexpr = var.split.block_dv
+    offs_c = tl.arange(0, BLOCK_C)
+    offs_r = tl.arange(0, var.block_rest)
+    offs_n = tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    inner_end = kv_len // BLOCK_N
+    if var.has_right:
+        inner_end = tl.minimum(inner_end, tl.maximum(tl.min(positions, 0) + window_right + 1, 0) // BLOCK_N)
+    next_page = read_pages(table_ptr, begin, offs_n, 0, kv_len, var)
+    for block in tl.range(begin, end):
+        cols = block * BLOCK_N + offs_n
+        # A page behind the sequence may belong to another one, and 0 * NaN is NaN, so other keys are not read.
+        owned = cols < kv_len
+        page = next_page
+        next_page = read_pages(table_ptr, block + 1, offs_n, 0, kv_len, var)
+        row_ptrs = k_ptr + key_offsets(page, block, offs_n, stride_page, stride_token, var)[:, None]
+        c = tl.load(row_ptrs + offs_c[None, :], mask=owned[:, None] & (offs_c < DIM_C)[None, :], other=0.0)
+        r = tl.load(row_ptrs + (DIM_C + offs_r)[None, :], mask=owned[:, None] & (offs_r < var.rest)[None, :], other=0.0)
+        s = tl.dot(q_r, tl.trans(r), input_precision=var.precision)
+        s = tl.dot(q_c, tl.trans(c), s, input_precision=var.precision)
+        if block >= inner_end:
+            keep = owned[None, :]
+            if var.has_right:
+                keep = keep & (cols[None, :] <= positions[:, None] + window_right)
+            s = tl.where(keep, s, float("-inf"))
+        p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
+        acc = tl.dot(p.to(c.dtype), c, acc * alpha[:, None], input_precision=var.precision)
+    return acc, row_max, row_sum
+
+
+@triton.jit(
+    do_not_specialize=[
+        "max_k",
+        "batch",
+        "units",
+        "tiles_per_head",
+        "unit_rows",
+        "splits",
+        "min_blocks",
+        "max_q",
+        "window_left",
+        "window_right",
+        "skip_q",
+        "stride_lh",
+        "stride_table",
+    ]
+)
+def _latent(
+    q_ptr,
+    k_ptr,
+    out_ptr,
+    lse_ptr,
+    splits_ptr,
+    table_ptr,
+    used_k_ptr,
+    cu_q_ptr,
+    max_k,
+    batch,
+    units,
+    tiles_per_head,
+    unit_rows,
+    splits,
+    min_blocks,
+    max_q,
+    window_left,
+    window_right,
+    skip_q,
+    stride_lh,
+    stride_table,
+    scale,
+    stride_kp,
+    stride_kt,
+    stride_kh,
+    stride_ot,
+    stride_oh,
+    stride_qt,
+    stride_qh,
+    var: tl.constexpr,
+):
+    """One program: one tile of packed rows, and one split, one share of the batch's key blocks or all keys of a sequence."""
+    wait_for_previous_kernel(var.split.pdl)
+    SPLIT: tl.constexpr = var.split
+    BLOCK_M: tl.constexpr = var.split.block_m
+    BLOCK_N: tl.constexpr = var.split.block_n
+    GROUPS: tl.constexpr = var.split.groups
+    sequences = (cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left)
+    unit = tl.program_id(0) % units
+    share = tl.program_id(0) // units
+    head_kv = unit // tiles_per_head
+    row_first = unit % tiles_per_head * BLOCK_M
+    seq_start = 0
+    line = (0, 0, 0)
+    if var.tile_block > 0:
+        first_seq, row_first = _find_rows(share, cu_q_ptr, batch, skip_q, var)
+        share = first_seq
+        behind = tl.minimum(first_seq + 1, batch)
+    elif var.split.balanced:
+        line_begin, line_end, first_seq, behind, seq_start, share_size = share_of_line(
+            share, sequences, splits, min_blocks, SPLIT
+        )
+        line = (line_begin, line_end, share_size)
+    else:
+        first_seq = share // splits
+        behind = first_seq + 1
+
+    kv64 = head_kv.to(tl.int64)
+    k_ptr += kv64 * stride_kh
+    offs_c = tl.arange(0, var.split.block_dv)
+    offs_r = tl.arange(0, var.block_rest)
+    offs_m = tl.arange(0, BLOCK_M)
+    rows = row_first + offs_m
+    for index in tl.range(first_seq, behind, num_stages=1):
+        seq = share * 0 + index  # a tensor also in the interpreter, whose ranges count in plain integers
+        row0, q_len, kv_len = sequence_lengths(seq, sequences)
+        _, _, blocks = visible_blocks(q_len, kv_len, window_left, SPLIT)
+        ours = (q_len > 0) & (q_len <= max_q)
+        split, num_splits, begin, end, place, seq_start = split_of_sequence(
+            share, seq_start, line, blocks, splits, min_blocks, ours, SPLIT
+        )
+        if ours & (split < num_splits) & (row_first < q_len * GROUPS):
+            live = rows < q_len * GROUPS
+            # int64 before any product with a stride
+            token = row0.to(tl.int64) + rows // GROUPS
+            q_ptrs = q_ptr + (token * stride_qt + (kv64 * GROUPS + rows % GROUPS) * stride_qh)[:, None]
+            q_c = tl.load(q_ptrs + offs_c[None, :], mask=live[:, None] & (offs_c < var.split.dim_v)[None, :], other=0.0)
+            q_r = tl.load(
+                q_ptrs + (var.split.dim_v + offs_r)[None, :], mask=live[:, None] & (offs_r < var.rest)[None, :], other=0.0
+            )
+            offset = kv_len - q_len
+            end = tl.minimum(end, (kv_len + BLOCK_N - 1) // BLOCK_N)
+            if var.has_right:
+                last_token = tl.minimum(row_first + BLOCK_M - 1, q_len * GROUPS - 1) // GROUPS
+                end = tl.minimum(end, (tl.maximum(last_token + offset + window_right + 1, 0) + BLOCK_N - 1) // BLOCK_N)
+            acc, row_max, row_sum = _walk(
+                (q_c, q_r),
+                (begin, end),
+                k_ptr,
+                table_ptr + seq.to(tl.int64) * stride_table,
+                rows // GROUPS + offset,
+                kv_len,
+                scale * LOG2E,
+                window_right,
+                (stride_kp, stride_kt),
+                var,
+            )
+            inverse, lse = finish_softmax(row_max, row_sum)
+            out = acc * inverse[:, None]
+            whole = True
+            if splits_ptr is not None:
+                whole = num_splits == 1
+                if not whole:
+                    at = (place.to(tl.int64) * units + unit) * unit_rows + offs_m
+                    keep = live[:, None] & (offs_c < var.split.dim_v)[None, :]
+                    tl.store(splits_ptr + at[:, None] * var.split.dim_v + offs_c[None, :], out, mask=keep)
+                    split_lse_ptr = lse_of_splits(splits_ptr, sequences, splits, units, unit_rows, SPLIT)
+                    tl.store(split_lse_ptr + at, lse, mask=live)
+            if whole:
+                store_rows(out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, (stride_ot, stride_oh, stride_lh), SPLIT)
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    """Why this kernel does not serve a call whose values are the first numbers of its keys, or None."""
+    if spec.kv_dtype != spec.dtype:
+        return f"reads values in keys of q's dtype only, got {facts.dtype_name(spec.kv_dtype)}"
+    named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
+    found = [name for name in named if getattr(spec, name)]
+    if spec.window_size[0] >= 0:
+        found.append("a window")
+    if found:
+        return f"reads values in keys without {', '.join(named)} and windows, got {', '.join(found)}"
+    rest = spec.head_dim - spec.head_dim_v
+    if spec.head_dim_v > 512 or rest > 128:
+        return f"has values of up to 512 numbers in keys with up to 128 more, got {spec.head_dim_v} and {rest}"
+    return None
+
+
+def plan_latent(
+    tensors: AttentionTensors, options: AttentionOptions, *, decodes: bool, tiles: DecodeTiles | None = None
+) -> Run:
+    """Plan paged calls that look like this one, whose v_cache is a part of their k_cache.
+
+    decodes: keys are cut into splits. Sequences with more than `options.max_seqlen_q` queries are then left alone, and without
+             it those with up to `options.skip_q`: their rows of out and lse stay as they are
+    tiles:   overrides the choice, for tuning
+    """
+    return _LatentPlan(tensors, options, decodes, tiles)
+
+
+class _LatentPlan:
+    """The launches of one kind of call, and the shapes of what a run allocates."""
+
+    __slots__ = ("_combine", "_latent", "_lse_shape", "_max_k", "_needs_lse", "_out_shape", "_split_size")
+
+    def __init__(self, tensors: AttentionTensors, options: AttentionOptions, decodes: bool, tiles: DecodeTiles | None) -> None:
+        q = _with_unit_stride(tensors.q)
+        k = tensors.k
+        assert tensors.block_table is not None
+        total_q, num_heads, _ = q.shape
+        dim_v = tensors.v.shape[3]
+        batch = tensors.block_table.shape[0]
+        groups = num_heads // k.shape[2]
+        self._out_shape = (total_q, num_heads, dim_v)
+        self._needs_lse = options.return_lse
+        self._lse_shape = (num_heads, total_q)
+        self._max_k = options.max_seqlen_k
+        self._latent: Launch | None = None
+        self._combine: Launch | None = None
+        self._split_size = 0
+        if batch == 0 or total_q == 0:
+            return
+        arch = facts.arch_of(q.device)
+        max_q = max(options.max_seqlen_q, 1)
+        rows = groups * max_q
+        if tiles is None:
+            sms = multiprocessors(q.device, 8)
+            tiles = latent_tiles(
+                arch, sms, q.element_size(), dim_v, groups, k.shape[2], batch, max_q, options.max_seqlen_k, options.num_splits
+            )
+        if not decodes:
+            tiles = tiles.without_splits()
+        assert tiles.block_n <= MAX_KEYS_PER_TILE
+        tiles_per_head = -(-rows // tiles.block_m) if decodes else 1
+        counts = SplitCounts(
+            batch=batch,
+            units=k.shape[2] * tiles_per_head,
+            tiles_per_head=tiles_per_head,
+            unit_rows=min(tiles.block_m, rows),
+            splits=tiles.splits,
+            min_blocks=tiles.min_blocks,
+            max_q=max_q,
+            left=-1,
+        )
+        variant = _variant(tensors, options, tiles, arch, 0 if decodes else batch_block(batch))
+        out = tensors.out if _takes(tensors.out) else None
+        out_strides = (num_heads * dim_v, dim_v) if out is None else out.stride()[:2]
+        lse_stride = tensors.lse.stride(0) if tensors.lse is not None else total_q if self._needs_lse else 0
+        programs = tiles.splits if tiles.balanced else batch * tiles.splits
+        if not decodes:
+            programs = total_q * groups // tiles.block_m + batch  # each sequence may have one tile that is not full
+        self._latent = Launch(
+            _latent,
+            programs * counts.units,
+            varying=(
+                *counts.numbers,
+                options.window_size[1],
+                options.skip_q,
+                lse_stride,
+                tensors.block_table.stride(0),
+                float(options.softmax_scale),
+            ),
+            strides=(*k.stride()[:3], *out_strides, *q.stride()[:2]),
+            fixed=(variant,),
+            options={**launch_options(variant.split.pdl, tiles.num_warps), "num_stages": tiles.num_stages},
+        )
+        if tiles.balanced or tiles.splits > 1:
+            places = (2 * programs if tiles.balanced else programs) * counts.units * counts.unit_rows
+            self._split_size = places * (dim_v + 1)
+            self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
+
+    def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+        q = _with_unit_stride(tensors.q)
+        result = tensors.out if tensors.out is not None and _takes(tensors.out) else q.new_empty(self._out_shape)
+        lse = tensors.lse
+        if self._needs_lse and lse is None:
+            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        if self._latent is not None:
+            splits = None if self._combine is None else q.new_empty(self._split_size, dtype=torch.float32)
+            lengths = (tensors.block_table, tensors.keys, tensors.cu_seqlens_q)
+            self._latent((q, tensors.k, result, lse, splits, *lengths), self._max_k)
+            if self._combine is not None:
+                self._combine((result, lse, splits, *lengths[1:]), self._max_k)
+        if tensors.out is not None and result is not tensors.out:
+            result = tensors.out.copy_(result)
+        return result, lse
+
+
+def _takes(out: Tensor | None) -> bool:
+    """Whether the kernel can write to this tensor."""
+    return out is not None and out.stride(2) == 1
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _variant(
+    tensors: AttentionTensors, options: AttentionOptions, tiles: DecodeTiles, arch: int, tile_block: int
+) -> LatentVariant:
+    """What the kernel is compiled for."""
+    k = tensors.k
+    assert tensors.block_table is not None
+    dim_v = tensors.v.shape[3]
+    rest = k.shape[3] - dim_v
+    return LatentVariant(
+        split=SplitVariant(
+            groups=tensors.q.shape[1] // k.shape[2],
+            dim_v=dim_v,
+            block_dv=padded_dim(dim_v),
+            block_m=tiles.block_m,
+            block_n=tiles.block_n,
+            batch_block=batch_block(tensors.block_table.shape[0]) if tiles.balanced else 1,
+            balanced=tiles.balanced,
+            has_left=False,
+            pdl=arch >= 90,
+        ),
+        rest=rest,
+        block_rest=padded_dim(rest),
+        page_size=k.shape[1],
+        has_right=options.window_size[1] >= 0 and max(options.max_seqlen_q, 1) > 1,
+        aligned=all(stride % 16 == 0 for stride in k.stride()[:2]),
+        precision="ieee" if k.dtype == torch.float32 else "tf32",
+        ptx=arch >= 89,
+        tile_block=tile_block,
+    )

@@ -1,0 +1,62 @@
+"""What the headers of a checkpoint's files say about the quantised experts of a model, before any weight is read.
+
+    check_expert_files(files, model)       # raises ParameterError that names a tensor
+
+transformers' loader stacks the tensors of all experts, and says only that it could not, if one is missing or differs from the
+others. Left out: files of other kinds than safetensors, and what stacked tensors must be (quantized_experts.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from safetensors import safe_open
+from torch import nn
+
+from fa_serve.hf.quantized_experts import QuantizedExperts
+from fa_serve.spec import ParameterError
+
+_OTHER_LAYOUTS = ("qweight", "weight_g_idx")
+"""Ends of names of tensors that are not loaded for experts: weights stored column by column, and orders of columns."""
+_QUANTISED = (*_OTHER_LAYOUTS, "weight_packed", "weight_scale", "weight_scale_inv")
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+
+
+def check_expert_files(files: Sequence[str], model: nn.Module) -> None:
+    """Check that experts' tensors are in a layout that is loaded, and that each expert has the same.
+
+    files: of the checkpoint
+    model: in which quantised experts are QuantizedExperts already
+
+    Raises ParameterError that names the first tensor which is wrong or missing.
+    """
+    counts = {module.num_experts for module in model.modules() if isinstance(module, QuantizedExperts)}
+    refused = _OTHER_LAYOUTS if counts else _QUANTISED
+    groups: dict[tuple[str, str], dict[int, tuple[str, list[int]]]] = {}
+    for key, kind in _headers(files):
+        if ".experts." in key and key.endswith(refused):
+            rule = f"have no experts with quantised weights in this layout, but its files have {key}"
+            raise ParameterError("model", rule, type(model).__name__)
+        if counts and (found := _OF_EXPERT.fullmatch(key)):
+            groups.setdefault((found[1], found[3]), {})[int(found[2])] = kind
+    for (experts, name), kinds in groups.items():
+        first = kinds[min(kinds)]
+        for expert in range(max(counts)):
+            key = f"{experts}.{expert}.{name}"
+            if expert not in kinds:
+                raise ParameterError("model", f"have the tensor {key} in its files", "a missing tensor")
+            if kinds[expert] != first:
+                raise ParameterError(key, f"have the dtype {first[0]} and the shape {first[1]} of other experts", kinds[expert])
+
+
+def _headers(files: Sequence[str]) -> Iterator[tuple[str, tuple[str, list[int]]]]:
+    """The names of all tensors of experts, with dtypes and shapes, file by file."""
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            continue
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - it is not a dictionary
+                if ".experts." in key:
+                    part = tensors.get_slice(key)
+                    yield key, (part.get_dtype(), part.get_shape())

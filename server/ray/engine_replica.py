@@ -1,0 +1,114 @@
+"""What runs in a replica: one `AsyncEngine`, and the methods that fronts and Ray Serve call.
+
+A front is a process that speaks HTTP. It calls `listen` once, and `add` for each request. `add` returns when the request has
+ended, so Ray knows how many requests a replica has, waits for them before it takes a replica down, and can cancel them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from ray import serve
+
+from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, QueueFullError
+from fa_serve.engine.engine_loop import Add
+from fa_serve.engine.worker import Ready
+
+from ..service import stall_reason
+from .output_channel import Gains, OutputChannel
+from .replica_load import LOAD, load_of
+
+FRONT_SECONDS = 30.0
+"""The time after which a front that has not been heard of counts as gone. It asks for a snapshot each second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """front: who listens; replica: the name of the replica that is meant"""
+
+    front: str
+    replica: str
+
+
+class EngineReplica:
+    """config: the engine's settings; step_timeout: seconds that a step may take before Ray replaces this replica"""
+
+    async def __init__(self, config: EngineConfig, step_timeout: float) -> None:  # type: ignore[misc]
+        """Loads the model. Ray awaits it."""
+        self._config = config
+        self._step_timeout = step_timeout
+        self._name = str(serve.get_replica_context().replica_id.unique_id)
+        self._channels: dict[str, OutputChannel] = {}  # by front
+        self._engine = AsyncEngine(config)
+        await self._engine.start()
+
+    async def add(self, front: str, add: Add) -> Exception | None:
+        """Compute a request. Returns the engine's refusal, or None at the end. Cancelling the call aborts the request."""
+        channel = self._channels.setdefault(front, OutputChannel())
+        task = asyncio.current_task()
+        assert task is not None
+        channel.tasks.add(task)
+        channel.accept(add.request_id)
+        generated = self._engine.generate(
+            add.prompt,
+            add.params,
+            add.request_id,
+            priority=add.priority,
+            timeout=add.timeout,
+            client=add.client,
+            cache_salt=add.cache_salt,
+        )
+        try:
+            async with aclosing(generated) as outputs:
+                async for output in outputs:
+                    channel.put(replace(output, prompt_token_ids=[]))  # the front knows the prompt
+        except (ValueError, QueueFullError, EngineDeadError) as error:
+            return error
+        finally:
+            channel.tasks.discard(task)
+        return None
+
+    async def listen(self, who: Listen) -> AsyncGenerator[Gains, None]:
+        """What the requests of a front gain, step by step, without end."""
+        channel = self._channels.setdefault(who.front, OutputChannel())
+        task = asyncio.current_task()
+        assert task is not None
+        channel.tasks.add(task)
+        try:
+            while True:
+                yield await channel.take()
+        finally:
+            channel.tasks.discard(task)
+
+    async def snapshot(self, front: str) -> tuple[str, EngineStats]:
+        """The replica's name and its engine's statistics. Also a sign of life of the front."""
+        now = time.monotonic()
+        if front in self._channels:
+            self._channels[front].heard = now
+        for gone in [name for name, channel in self._channels.items() if now - channel.heard > FRONT_SECONDS]:
+            for task in self._channels.pop(gone).tasks:
+                task.cancel()  # or a replica that is removed would wait for them
+        return self._name, self._engine.stats()
+
+    async def describe(self) -> tuple[EngineConfig, Ready]:
+        """The settings that this replica was started with, and what it made of them."""
+        return self._config, replace(self._engine.ready, tokenizer=None)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Read by Ray for replica_load.py."""
+        return {LOAD: load_of(self._engine.stats(), self._config.max_num_seqs)}
+
+    async def check_health(self) -> None:
+        """Read by Ray, which replaces a replica that raises three times in a row."""
+        if not (self._engine.is_alive or self._engine.is_restarting):
+            raise RuntimeError("the engine has died")
+        if not self._engine.is_restarting and (reason := stall_reason(self._engine.pulse(), self._step_timeout)):
+            raise RuntimeError(reason)
+
+    def __del__(self) -> None:
+        """Called by Ray when the replica has drained, too."""
+        self._engine.kill()

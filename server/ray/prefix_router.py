@@ -1,0 +1,119 @@
+"""Which replica gets a request: the one that has most of its prompt in its cache, unless it is busier than the others.
+
+Ray Serve makes one router for each handle, in the process of the handle. The router gives the order in which replicas are
+tried, and the first replica that accepts the request gets it.
+
+A conversation stays at one replica, and prompts that begin alike go to the replicas that have seen this beginning. Many clients
+may send the same beginning, such as a system prompt, and they must not fill one replica while others are idle. So a replica
+loses its preference when it has more than BOUND times the mean number of sequences in flight, and SLACK more than the mean
+(consistent hashing with bounded loads; Mirrokni, Thorup and Zadimoghaddam, 2018). Without a preference, the replica with the
+fewest sequences in flight comes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from itertools import count
+from typing import Any, TypeVar
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from fa_serve.engine.engine_loop import Add
+
+from .engine_replica import Listen
+from .prefix_table import PrefixTable, prefix_keys
+
+T = TypeVar("T")
+BOUND = 1.25
+SLACK = 4
+
+
+class PrefixRouter(RequestRouter):
+    def initialize_state(self, **_: Any) -> None:
+        """Called by Ray in place of a constructor."""
+        self._table = PrefixTable()
+        self._in_flight: Counter[str] = Counter()  # sequences by replica
+        self._heard: set[str] = set()  # replicas that this process listens to, which alone get requests
+        self._counted: dict[str, int] = {}  # sequences by Ray's name of a request that is in flight
+        self._serial = count()
+        self._chosen: Counter[str] = Counter()  # when a replica was first in the order, by the numbers of the calls
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replicas, one in each rank, the best first."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # if none accepts, Ray waits before it asks again
+        by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
+        who = _argument(pending_request, Listen)
+        if who is not None:
+            return [[by_name[who.replica]]] if who.replica in by_name else []
+        add = _argument(pending_request, Add)
+        if add is None:
+            return [candidate_replicas]
+        loads = {name: self._in_flight[name] for name in by_name if name in self._heard}
+        if not loads:
+            return []  # Ray asks again soon
+        holders = self._table.holders(prefix_keys(add.prompt, add.cache_salt), loads)
+        order = in_order(loads, holders, self._chosen)
+        self._chosen[order[0]] = next(self._serial)
+        return [[by_name[name]] for name in order]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """A replica has accepted a request."""
+        name = _name(replica_id)
+        if _argument(pending_request, Listen) is not None:
+            self._heard.add(name)
+        add = _argument(pending_request, Add)
+        if add is None:
+            return
+        self._table.note(prefix_keys(add.prompt, add.cache_salt), name)
+        count = 1 if add.params is None else add.params.n
+        self._counted[pending_request.metadata.internal_request_id] = count
+        self._in_flight[name] += count
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A request has ended in any way."""
+        sequences = self._counted.pop(internal_request_id, 0)
+        if _name(replica_id) in self._in_flight:
+            self._in_flight[_name(replica_id)] -= sequences
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """A replica has ended, and its cache with it."""
+        super().on_replica_actor_died(replica_id)
+        self._forget(_name(replica_id))
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """These are the replicas from now on."""
+        gone = {_name(replica_id) for replica_id in self.curr_replicas} - {_name(replica.replica_id) for replica in replicas}
+        super().update_replicas(replicas)
+        for name in gone:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._table.forget(name)
+        self._heard.discard(name)
+        self._chosen.pop(name, None)
+        self._in_flight.pop(name, None)
+
+
+def in_order(loads: Mapping[str, int], holders: Collection[str], chosen: Mapping[str, int]) -> list[str]:
+    """The replicas as they are to be tried.
+
+    loads:   sequences in flight by replica
+    holders: the replicas that have seen the longest beginning of the prompt
+    chosen:  when a replica was first in the order: of equal loads, which all are in a burst of requests, the oldest goes first
+    """
+    mean = sum(loads.values()) / max(len(loads), 1)
+    limit = max(BOUND * mean, mean + SLACK)
+    return sorted(loads, key=lambda name: (name not in holders or loads[name] > limit, loads[name], chosen[name]))
+
+
+def _name(replica_id: ReplicaID) -> str:
+    return str(replica_id.unique_id)
+
+
+def _argument(request: PendingRequest | None, kind: type[T]) -> T | None:
+    """The argument of this kind that a call has, or None."""
+    return next((value for value in request.args if isinstance(value, kind)), None) if request is not None else None

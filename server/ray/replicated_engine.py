@@ -1,0 +1,218 @@
+"""The `AsyncEngine` whose worker is a deployment of Ray Serve.
+
+    engine = ReplicatedEngine(config, Cluster(ReplicaOptions(replicas=2)))
+
+`ReplicaWorker` stands where a thread or a process stands otherwise. It sends each request to a replica and passes on what comes
+back. A request whose replica ends is ended with an error. It is not sent to another replica, because a request that ends one
+replica would end the next one as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from concurrent import futures
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayActorError
+
+from fa_serve.engine import AsyncEngine, EngineConfig, EngineStats, Phase, RequestError, RequestOutput
+from fa_serve.engine.engine_loop import Abort, Add, StepOutputs
+from fa_serve.engine.events import OnPhase
+from fa_serve.engine.loading import load_tokenizer
+from fa_serve.engine.outputs import FinishReason
+from fa_serve.engine.worker import STOP_SECONDS, OnOutputs, Pulse, Ready, Worker
+
+from .engine_replica import Listen
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+log = logging.getLogger("fa_serve.server")
+LOOK_SECONDS = 1.0
+"""The time between two looks at the replicas."""
+HANG_UP_SECONDS = 1.0
+REPLICA_LOST = "the replica that computed the request has ended"
+LATE_SECONDS = 5.0
+"""How long the last outputs of a request may take after its replica has said that it has ended."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request that has not ended. replica: the name of the one that has taken it; ended: all outputs have come"""
+
+    unfinished: set[int]
+    replica: str | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class ReplicaWorker:
+    """Sends requests to replicas. `snapshots` has the statistics of each, by its name."""
+
+    def __init__(self, cluster: Cluster, config: EngineConfig, on_outputs: OnOutputs, on_phase: OnPhase | None):
+        self._cluster = cluster
+        self._config = config
+        self._on_outputs = on_outputs
+        self._on_phase = on_phase
+        self._name = secrets.token_hex(8)
+        self._loop = asyncio.get_running_loop()
+        self._requests: dict[str, _Request] = {}
+        self._listeners: dict[str, asyncio.Task[None]] = {}  # by replica
+        self._handle: Any = None
+        self._add: Any = None
+        self._listen_to: Any = None
+        self._heard = time.monotonic()
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="fa_serve-replicas", daemon=True)
+        self.snapshots: Mapping[str | None, EngineStats] = {}
+
+    def start(self) -> Ready:
+        """Deploy the replicas and wait until they are loaded. Raises what `Cluster` raises."""
+        begin = time.perf_counter()
+        self._handle = self._cluster.deploy(self._config)
+        self._add = self._handle.options(method_name="add")
+        self._listen_to = self._handle.options(method_name="listen", stream=True)
+        _, ready = self._handle.describe.remote().result()
+        self._look()
+        if self._on_phase is not None:
+            self._on_phase(Phase("replicas", f"{self._cluster.num_running()} running", time.perf_counter() - begin))
+        ready.tokenizer = load_tokenizer(self._config)
+        self._watcher.start()
+        found: Ready = ready
+        return found
+
+    def send(self, command: Add | Abort) -> None:
+        """Send a request to a replica, or cancel it there. Called on the event loop."""
+        name = command.request_id
+        if isinstance(command, Add):
+            request = self._requests[name] = _Request(set(range(1 if command.params is None else command.params.n)))
+            request.task = self._loop.create_task(self._run(command, request))
+        elif name in self._requests and (task := self._requests[name].task) is not None:
+            task.cancel()
+
+    async def _run(self, add: Add, request: _Request) -> None:
+        """Send a request, and wait for its end. Its outputs come through `_listen`."""
+        name = add.request_id
+        response = self._add.remote(self._name, add)
+        try:
+            refusal = await response
+            if refusal is not None:
+                request.unfinished.clear()
+                self._on_outputs(StepOutputs(None, [], [(name, refusal)]))
+            elif request.unfinished:
+                await asyncio.wait_for(request.ended.wait(), LATE_SECONDS)
+        except asyncio.CancelledError:
+            response.cancel()
+            self._end(name, request, "abort")
+            raise
+        except (RayActorError, asyncio.TimeoutError) as error:
+            log.error("the replica of %s has ended: %s", name, type(error).__name__)
+            self._end(name, request, "error", RequestError("replica_lost", REPLICA_LOST))
+        except Exception as error:
+            log.exception("the replica of %s has failed", name)
+            self._end(name, request, "error", RequestError("step_failed", f"{type(error).__name__}: {error}"))
+        finally:
+            del self._requests[name]
+
+    def _end(self, name: str, request: _Request, reason: FinishReason, error: RequestError | None = None) -> None:
+        """Give each unfinished answer of a request its last output."""
+        end = RequestOutput(name, [], finished=True, finish_reason=reason, error=error)
+        self._on_outputs(StepOutputs(None, [replace(end, index=index) for index in sorted(request.unfinished)]))
+        request.unfinished.clear()
+
+    async def _listen(self, replica: str) -> None:
+        """Pass on what the requests of this process gain in a replica."""
+        response = self._listen_to.remote(Listen(self._name, replica))
+        try:
+            async for gains in response:
+                for name in gains.accepted:
+                    if name in self._requests:
+                        self._requests[name].replica = replica
+                for output in gains.outputs:
+                    self._note(output)
+                if gains.outputs:
+                    self._on_outputs(StepOutputs(None, gains.outputs))
+        except Exception as error:
+            log.error("the replica %s has ended: %s", replica, type(error).__name__)
+            for name, request in self._requests.items():
+                if request.replica == replica and request.task is not None:
+                    self._end(name, request, "error", RequestError("replica_lost", REPLICA_LOST))
+                    request.task.cancel()
+        finally:
+            response.cancel()
+            del self._listeners[replica]
+
+    def _note(self, output: RequestOutput) -> None:
+        request = self._requests.get(output.request_id)
+        if request is not None and output.finished:
+            request.unfinished.discard(output.index)
+            if not request.unfinished:
+                request.ended.set()
+
+    def _watch(self) -> None:
+        """Look at the replicas until the end. Runs in a thread."""
+        while not self._stopping.wait(LOOK_SECONDS):
+            try:
+                self._look()
+            except Exception as error:  # the cluster cannot be reached; `pulse` tells for how long
+                log.warning("the replicas cannot be reached: %s: %s", type(error).__name__, error)
+
+    def _look(self) -> None:
+        if self._cluster.num_running():
+            self._heard = time.monotonic()
+        found = self._handle.broadcast("snapshot", self._name).results(timeout_s=LOOK_SECONDS, return_exceptions=True)
+        self.snapshots = dict(entry for entry in found if not isinstance(entry, Exception))
+        self._loop.call_soon_threadsafe(self._listen_to_all, frozenset(self.snapshots))
+
+    def _listen_to_all(self, replicas: frozenset[str]) -> None:
+        """Listen to replicas that are new. Stop listening to one that takes no requests any more and has none of ours."""
+        for replica in replicas - self._listeners.keys():
+            self._listeners[replica] = self._loop.create_task(self._listen(replica))
+        busy = {request.replica for request in self._requests.values()}
+        for replica in self._listeners.keys() - replicas:
+            if None not in busy and replica not in busy:
+                self._listeners[replica].cancel()
+
+    def pulse(self) -> Pulse:
+        """How long no replica has run."""
+        return Pulse(silent_seconds=time.monotonic() - self._heard)
+
+    def stop(self, timeout: float = STOP_SECONDS) -> None:
+        """Leave the cluster. Called by another thread than that of the event loop."""
+        self._stopping.set()
+        with suppress(futures.TimeoutError, RuntimeError):  # RuntimeError: the loop has ended
+            asyncio.run_coroutine_threadsafe(self._stop_listening(), self._loop).result(HANG_UP_SECONDS)
+        self._cluster.leave()
+
+    async def _stop_listening(self) -> None:
+        """A replica does not end while somebody listens to it."""
+        listeners = list(self._listeners.values())
+        for listener in listeners:
+            listener.cancel()
+        await asyncio.gather(*listeners, return_exceptions=True)
+
+    def kill(self) -> None:
+        """The replicas outlive this process, unless Ray ends with it."""
+
+
+class ReplicatedEngine(AsyncEngine):
+    """An `AsyncEngine` over the replicas of a cluster."""
+
+    def __init__(self, config: EngineConfig, cluster: Cluster, *, on_phase: OnPhase | None = None) -> None:
+        super().__init__(config, on_phase=on_phase)
+        self._cluster = cluster
+        self._config = config
+
+    def _make_worker(self, on_outputs: OnOutputs, on_death: Any) -> Worker:
+        return ReplicaWorker(self._cluster, self._config, on_outputs, self._on_phase)
+
+    def snapshots(self) -> Mapping[str | None, EngineStats]:
+        """The statistics of each replica, by its name."""
+        return self._worker.snapshots if isinstance(self._worker, ReplicaWorker) else {}

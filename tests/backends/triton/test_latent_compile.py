@@ -1,0 +1,97 @@
+"""Latent attention compiles for every target, from the launcher's own arguments, within the budgets stated here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cross_compile import TARGETS, Kernel, compiling_for
+
+from fa_serve.backends.triton import latent
+from fa_serve.backends.triton.latent import plan_latent
+from fa_serve.testing import run_plan
+
+SHARED_BUDGET = {  # bytes one program may ask for
+    "sm80": 163 << 10,
+    "sm86": 99 << 10,
+    "sm89": 99 << 10,
+    "sm90": 227 << 10,
+    "sm100": 227 << 10,
+    "sm120": 99 << 10,
+    "gfx942": 64 << 10,
+}
+SPILL_BUDGET = {"sm90": 344, "gfx942": 76}  # bytes per thread, none of them in the inner loop; gfx942 in float32
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 128
+    rank: int = 512
+    rope: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    max_seqlen_q: int = 1
+    page_size: int = 16
+    num_splits: int = 0
+    decodes: bool = True
+
+    def __str__(self) -> str:
+        kind = "decode" if self.decodes else "prompt"
+        return f"{kind}-H{self.heads}-R{self.rank}-Q{self.max_seqlen_q}-P{self.page_size}-{str(self.dtype)[6:]}"
+
+
+OTHERS = [
+    ("sm80", Shape(heads=16, rank=256, rope=32, dtype=torch.float16, max_seqlen_q=2)),
+    ("sm86", Shape(max_seqlen_q=256, decodes=False)),
+    ("sm90", Shape(max_seqlen_q=256, decodes=False)),
+    ("sm90", Shape(page_size=64, num_splits=4)),
+    ("gfx942", Shape(heads=16, dtype=torch.float32)),
+]
+
+
+@pytest.fixture(autouse=True)
+def many_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent, "multiprocessors", lambda device, otherwise: 132)
+
+
+def compile_latent(target: str, shape: Shape) -> list[Kernel]:
+    batch = 3
+    cache = torch.zeros(4, shape.page_size, 1, shape.rank + shape.rope, dtype=shape.dtype)
+    with compiling_for(target) as kernels:
+        run_plan(
+            lambda tensors, options: plan_latent(tensors, options, decodes=shape.decodes),
+            torch.zeros(batch * shape.max_seqlen_q, shape.heads, shape.rank + shape.rope, dtype=shape.dtype),
+            cache,
+            cache[..., : shape.rank],
+            block_table=torch.zeros(batch, 64, dtype=torch.int32),
+            seqused_k=torch.zeros(batch, dtype=torch.int32),
+            cu_seqlens_q=torch.zeros(batch + 1, dtype=torch.int32),
+            max_seqlen_q=shape.max_seqlen_q,
+            max_seqlen_k=1024,
+            softmax_scale=0.1,
+            window_size=(-1, 0),
+            softcap=0.0,
+            num_splits=shape.num_splits,
+            return_lse=False,
+        )
+    return kernels
+
+
+@pytest.mark.parametrize(("target", "shape"), [*((target, Shape()) for target in TARGETS), *OTHERS], ids=str)
+def test_latent(target: str, shape: Shape) -> None:
+    """What a split needs once may spill: the rows of its result are written to one of two places."""
+    kernels = compile_latent(target, shape)
+    assert [kernel.name for kernel in kernels] == ["_latent", "_combine"][: 1 + shape.decodes]
+    for kernel in kernels:
+        assert kernel.spill_bytes <= SPILL_BUDGET.get(target, 0), f"{kernel.name} spills {kernel.spill_bytes} bytes per thread"
+        assert kernel.shared_bytes <= SHARED_BUDGET[target], f"{kernel.name} wants {kernel.shared_bytes} bytes"
+        if kernel.spill_bytes and target != "gfx942":
+            assert kernel.hot_loop["LDL"] == kernel.hot_loop["STL"] == 0, f"{kernel.name} spills in its inner loop"
+
+
+def test_hopper_multiplies_from_shared_memory_and_copies_ahead() -> None:
+    """Both products are wgmma, and a block of 32 keys of 576 numbers is copied by 16 bytes at a time while another is used."""
+    kernel = compile_latent("sm90", Shape())[0]
+    assert kernel.hot_loop["HGMMA"] > 0
+    assert kernel.hot_loop["LDGSTS"] == 32 * 576 * 2 // (256 * 16)
+    assert "griddepcontrol.wait" in kernel.binary.asm["ptx"]

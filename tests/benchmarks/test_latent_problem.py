@@ -1,0 +1,24 @@
+"""The problem of the latent benchmark, on a CPU: its check, its bytes and its operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from latent_problem import LatentProblem
+
+
+def test_the_check_tells_right_from_wrong() -> None:
+    torch.manual_seed(0)
+    for queries in (1, 20):
+        problem = LatentProblem.make([33, 50], 4, queries, torch.float32, "cpu")
+        out = problem.ours()()
+        problem.check(out, "ours")
+        problem.options["softmax_scale"] *= 1.01
+        with pytest.raises(AssertionError, match="another scale"):
+            problem.check(problem.ours()(), "another scale")
+
+
+def test_bytes_and_operations() -> None:
+    problem = LatentProblem.make([3, 5], 4, 2, torch.bfloat16, "cpu")
+    assert problem.bytes_read == 8 * 576 * 2
+    assert problem.operations == 2 * (2 + 3 + 4 + 5) * 4 * 1088

@@ -1,0 +1,54 @@
+"""Checkpoints whose experts lack a tensor, differ, or are in a layout that is not loaded: refused by their headers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_copies import load
+from quantised_experts import write_fp8_block
+from safetensors.torch import load_file, save_file
+
+from fa_serve.spec import ParameterError
+
+LAYER = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            lambda tensors: tensors.pop(f"{LAYER}.3.up_proj.weight_scale_inv"),
+            f"model must have the tensor {LAYER}.3.up_proj.weight_scale_inv in its files, got 'a missing tensor'",
+            id="missing-scale",
+        ),
+        pytest.param(
+            lambda tensors: tensors.pop(f"{LAYER}.0.down_proj.weight"),
+            f"model must have the tensor {LAYER}.0.down_proj.weight in its files",
+            id="missing-first",
+        ),
+        pytest.param(
+            lambda tensors: tensors.update({f"{LAYER}.2.up_proj.weight": torch.zeros(48, 64)}),
+            rf"{LAYER}.2.up_proj.weight must have the dtype F8_E4M3 and the shape \[48, 64\] of other experts, got \('F32', ",
+            id="dtype",
+        ),
+        pytest.param(
+            lambda tensors: tensors.update({f"{LAYER}.1.up_proj.weight_scale_inv": torch.zeros(1, 2)}),
+            rf"{LAYER}.1.up_proj.weight_scale_inv must have the dtype F32 and the shape \[2, 2\] of other experts",
+            id="shape",
+        ),
+        pytest.param(
+            lambda tensors: tensors.update({f"{LAYER}.1.up_proj.weight_g_idx": torch.zeros(64, dtype=torch.int32)}),
+            f"have no experts with quantised weights in this layout, but its files have {LAYER}.1.up_proj.weight_g_idx",
+            id="order-of-columns",
+        ),
+    ],
+)
+def test_a_tensor_that_cannot_be_is_named(tmp_path: Path, change, message: str) -> None:
+    write_fp8_block(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ParameterError, match=message):
+        load(tmp_path)

@@ -1,0 +1,218 @@
+"""Mixtures with quantised experts: what is loaded, what is refused, and that numbers are those of the checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised_copies import change_config, load
+from quantised_experts import GPT_OSS, QWEN, WRITERS, dequantised, matrices, original
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from fa_serve.hf import plan_division
+from fa_serve.hf.info import describe
+from fa_serve.hf.quantized_experts import QuantizedExperts
+from fa_serve.ops.quantized_weight import quantize_float8
+from fa_serve.spec import ParameterError, UnsupportedModelError
+
+KINDS = {
+    "mxfp4": "4-bit floats in groups of 32 (mxfp4)",
+    "fp8-block": "float8 with a scale for each 32 x 32",
+    "fp8-channel": "float8 with a scale for each row",
+    "w4a16": "4 bits in groups of 32 (compressed-tensors)",
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    for name, write in WRITERS.items():
+        write(folder / name)
+    return folder
+
+
+def experts_of(model: torch.nn.Module) -> list[QuantizedExperts]:
+    return [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_forward_is_that_of_the_dequantised_model(checkpoints: Path, name: str) -> None:
+    model = load(checkpoints / name, dtype="float32")
+    found = experts_of(model)
+    assert [module.description for module in found] == [KINDS[name]] * model.config.num_hidden_layers
+    ids = torch.arange(3, 20)[None]
+    expected = dequantised(model)(ids).logits
+    assert float((model(ids).logits - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+def test_mxfp4_has_the_bits_of_transformers(checkpoints: Path) -> None:
+    path = checkpoints / "mxfp4"
+    for layer, module in enumerate(experts_of(load(path))):
+        for weight, expected in zip((module.weights.gate_up, module.weights.down), matrices(path, layer), strict=True):
+            found = weight.dequantize(torch.bfloat16).view(expected.shape)
+            assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "bound"), [("fp8-block", 0.04), ("fp8-channel", 0.04), ("w4a16", 0.15)])
+def test_matrices_are_near_those_that_were_quantised(checkpoints: Path, name: str, bound: float) -> None:
+    """Gates and up values of each expert in their places, with their scales, in the last block of 16 rows too."""
+    plain = original(QWEN)
+    for layer, module in enumerate(experts_of(load(checkpoints / name))):
+        own = plain.model.layers[layer].mlp.experts
+        for weight, expected in ((module.weights.gate_up, own.gate_up_proj), (module.weights.down, own.down_proj)):
+            found = weight.dequantize(torch.float32).view(expected.shape)
+            error = (found - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+            assert float(error.max()) < 1.5 * bound
+
+
+def test_nothing_but_the_checkpoints_bytes_is_kept(checkpoints: Path) -> None:
+    """4 bits a number and a byte of scale for 32, with columns filled up to 256; biases are the only parameters."""
+    module = experts_of(load(checkpoints / "mxfp4"))[0]
+    assert {name for name, _ in module.named_parameters()} == {"gate_up_proj_bias", "down_proj_bias"}
+    assert module.weights.sizes == (4, 64, 32)
+    for weight, rows in ((module.weights.gate_up, 4 * 64), (module.weights.down, 4 * 64)):
+        assert weight.data.nbytes == rows * 128
+        assert weight.scales.nbytes == rows * weight.width // 32
+
+
+@pytest.fixture
+def spoilt(checkpoints: Path, tmp_path: Path):
+    """Makes a copy of a checkpoint whose tensors are changed."""
+
+    def make(name: str, change=lambda tensors: None) -> Path:
+        path = shutil.copytree(checkpoints / name, tmp_path / name)
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        return path
+
+    return make
+
+
+LAYER = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        pytest.param(
+            "mxfp4",
+            lambda tensors: tensors.pop(f"{LAYER}.gate_up_proj_scales"),
+            f"model must have the tensor {LAYER}.gate_up_proj_scales in its files, got '1 missing tensors'",
+            id="missing",
+        ),
+        pytest.param(
+            "mxfp4",
+            lambda tensors: tensors.update(
+                {f"{LAYER}.down_proj_blocks": tensors[f"{LAYER}.down_proj_blocks"][:, 1:].contiguous()}
+            ),
+            rf"{LAYER}.down_proj_blocks must have the shape \[4, 64, 1, 16\], got \[4, 63, 1, 16\]",
+            id="shape",
+        ),
+        pytest.param(
+            "mxfp4",
+            lambda tensors: tensors[f"{LAYER}.down_proj_scales"].fill_(255),
+            f"{LAYER}.down_proj_scales must be at most 254, because 255 stands for no number",
+            id="no-number",
+        ),
+    ],
+)
+def test_a_tensor_that_cannot_be_is_named(spoilt, name: str, change, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        load(spoilt(name, change))
+
+
+def test_options_that_are_not_known_are_refused(spoilt) -> None:
+    path = spoilt("mxfp4")
+    change_config(path, dequantize=True)
+    with pytest.raises(ParameterError, match=r"quantization_config.dequantize must be None or False, got True"):
+        load(path)
+
+
+def test_products_of_one_layer_have_one_format(spoilt) -> None:
+    path = spoilt("fp8-channel")
+    change_config(path, ignore=["lm_head", r"re:.*experts.*down_proj$"])
+    with pytest.raises(
+        ParameterError, match=r"quantization_config must name one format for all products of model.layers.0.mlp"
+    ):
+        load(path)
+
+
+def test_experts_that_the_config_leaves_out_stay_floats(spoilt) -> None:
+    """Their own tensors are then the floats that a module of transformers takes."""
+
+    def change(tensors) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensor = tensors.pop(name)
+            if name.endswith("weight"):
+                tensors[name] = tensor.float()
+
+    path = spoilt("fp8-channel", change)
+    change_config(path, ignore=["lm_head", r"re:.*mlp.experts.*"])
+    model = load(path, dtype="float32")
+    assert not experts_of(model)
+    assert model.model.layers[0].mlp.experts.gate_up_proj.dtype == torch.float32
+
+
+def test_experts_that_compute_something_else_are_refused(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Qwen3MoeExperts.forward
+
+    def other(self: Any, *args: Any) -> Tensor:
+        return 1.01 * forward.__wrapped__(self, *args)
+
+    other.__wrapped__ = other
+    monkeypatch.setattr(Qwen3MoeExperts, "forward", other)
+    with pytest.raises(UnsupportedModelError, match="the quantised experts of Qwen3MoeExperts cannot be loaded"):
+        load(checkpoints / "fp8-block")
+
+
+def test_quantised_experts_are_not_divided(checkpoints: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"mlp.experts has quantised experts \(4-bit .*\), which are not divided"):
+        plan_division(load(checkpoints / "mxfp4"), 2)
+    described = describe(str(checkpoints / "mxfp4"), "cuda", 90, tensor_parallel=2)
+    assert "has quantised experts" in str(described.share)
+
+
+@pytest.mark.parametrize(("device", "who"), [("cuda", "triton"), ("cpu", "PyTorch with dequantised weights")])
+def test_info_says_what_experts_are_and_who_computes_them(checkpoints: Path, device: str, who: str) -> None:
+    described = describe(str(checkpoints / "mxfp4"), device, 90)
+    assert described.engine is None
+    assert described.weights[f"{KINDS['mxfp4']}, computed by {who}"] == "model.layers.*.mlp.experts (2)"
+
+
+@pytest.mark.parametrize("config", [QWEN, GPT_OSS], ids=["qwen3-moe", "gpt-oss"])
+@torch.no_grad()
+def test_experts_of_floats_are_rounded_while_they_are_read(config: PreTrainedConfig, tmp_path: Path) -> None:
+    """Each row of each expert gets a scale, also where a checkpoint has transposed weights. Routers stay as they are."""
+    plain = original(config)
+    plain.save_pretrained(tmp_path)
+    model = load(tmp_path, quantization="fp8", dtype="bfloat16")
+    first = experts_of(model)[0]
+    own = plain.model.layers[0].mlp.experts
+    for weight, matrices_ in ((first.weights.gate_up, own.gate_up_proj), (first.weights.down, own.down_proj)):
+        rows = (matrices_.transpose(1, 2) if own.is_transposed else matrices_).flatten(0, 1)
+        assert torch.equal(weight.dequantize(torch.bfloat16), quantize_float8(rows).dequantize(torch.bfloat16))
+    router = model.model.layers[0].mlp.router if own.is_transposed else model.model.layers[0].mlp.gate
+    assert router.weight.dtype == torch.bfloat16
+    wide = load(tmp_path, quantization="fp8", dtype="float32")
+    ids = torch.arange(3, 20)[None]
+    expected = dequantised(wide)(ids).logits
+    assert float((wide(ids).logits - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+def test_experts_that_cannot_be_rounded_keep_their_floats(tmp_path: Path, monkeypatch, caplog) -> None:
+    AutoModelForCausalLM.from_config(QWEN, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        Qwen3MoeExperts, "_apply_gate", lambda self, x: torch.relu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1]
+    )
+    model = load(tmp_path, quantization="fp8")
+    assert not experts_of(model)
+    assert "model.layers.0.mlp.experts keeps its floats: Qwen3MoeExperts gates its experts in a way" in caplog.text

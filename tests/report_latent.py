@@ -1,0 +1,81 @@
+"""Which models of transformers have latent attention (MLA), and whether the engine caches their latent keys.
+
+tested()            # of the families that tests compute: rotary embedding, numbers a token, and the engine's answer
+structured()        # every model type of transformers whose layers have the parts of latent attention
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+_INTRODUCTION = """\
+The engine caches one latent vector and one rotated key a token and layer, 512 + 64 numbers in DeepSeek V3 in the place of
+40,960, if it can prove that a layer's own code computes the same ([engine](engine.md#latent-keys)). Layers that it cannot
+prove run their own code and cache the keys and values of all heads, and the log says why. `fa-serve info MODEL` says which
+layers have latent attention. These families are compared with `generate`, with chunks of prompts, preemption and prefix cache:
+"""
+
+
+def tested() -> dict[str, dict[str, str]]:
+    """For each family of `latent_families`: how its parts are, and what the engine caches."""
+    from latent_families import LATENT, SCALED_QUERIES
+
+    from fa_serve.engine.fused_latent import LatentAttention
+    from fa_serve.engine.fused_layer import FusedLayer
+    from fa_serve.engine.fusion import fuse
+    from fa_serve.hf import patch
+
+    class Reasons(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "not fused: " in record.getMessage():
+                reasons.append(record.getMessage().partition("not fused: ")[2])
+
+    found = {}
+    log = logging.getLogger("fa_serve.engine")
+    for family in (*LATENT, SCALED_QUERIES):
+        reasons: list[str] = []
+        handler = Reasons()
+        log.addHandler(handler)
+        model = family.build()
+        patch(model)
+        fuse(model)
+        log.removeHandler(handler)
+        layer: Any = model.model.layers[0]
+        row = {
+            "type": model.config.model_type,
+            "queries": "two projections" if getattr(layer.self_attn, "q_a_proj", None) is not None else "one projection",
+            "rotary": "-",
+            "cache": "heads: " + "; ".join(reasons),
+        }
+        if isinstance(layer.forward, FusedLayer) and isinstance(layer.forward.attention, LatentAttention):
+            row |= {"rotary": layer.forward.attention.pairing, "cache": "latent keys"}
+        found[family.name] = row
+    return found
+
+
+def structured(census: dict[str, str]) -> dict[str, str]:
+    """For each model type with the parts of latent attention: "" or why fa_serve refuses it, as `census` says."""
+    import transformers
+
+    paths = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    names = sorted(path.parent.name for path in paths if "kv_a_proj_with_mqa" in path.read_text())
+    return {name: census[name] for name in names if name in census}
+
+
+def page(results: dict[str, Any]) -> list[str]:
+    """The section of docs/models.md."""
+    lines = ["", "## Latent attention", "", *_INTRODUCTION.splitlines(), ""]
+    lines += ["| family | type | queries | rotary pairs | engine caches |", "|---|---|---|---|---|"]
+    for name, row in results["tested"].items():
+        lines.append(f"| {name} | {row['type']} | {row['queries']} | {row['rotary']} | {row['cache']} |")
+    known = {row["type"] for row in results["tested"].values()}
+    others = [name for name, reason in results["types"].items() if not reason and name not in known]
+    refused = [f"{name} ({reason})" for name, reason in results["types"].items() if reason]
+    lines += [
+        "",
+        f"No test computes these model types with the same parts: {', '.join(others)}. If the engine runs such a model, it",
+        f"tries to prove its layers when it loads it. These are refused: {', '.join(refused)}.",
+    ]
+    return lines

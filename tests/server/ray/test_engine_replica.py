@@ -1,0 +1,118 @@
+"""A replica's methods over an engine that says set words, without a cluster."""
+
+import asyncio
+import time
+
+import pytest
+
+pytest.importorskip("ray", reason="the ray extra is not installed")
+from fa_serve.server.ray.engine_replica import FRONT_SECONDS, EngineReplica, Listen
+
+from fa_serve.engine import EngineConfig, RequestOutput, SamplingParams
+from fa_serve.engine.engine_loop import Add
+from fa_serve.engine.worker import Pulse
+from fa_serve.spec import ParameterError
+
+
+class Words:
+    """Says "a" and "b" once `gate` is open. `left` has the requests that ended before the last word."""
+
+    is_alive = True
+    is_restarting = False
+    beats = Pulse()
+
+    def __init__(self):
+        self.gate = asyncio.Event()
+        self.left = []
+
+    async def generate(self, prompt, params, request_id, **_):
+        if prompt == [0]:
+            raise ParameterError("prompt", "be another one", 0)
+        said = 0
+        try:
+            for word in "ab":
+                await self.gate.wait()
+                said += 1
+                yield RequestOutput(request_id, prompt, word, [said], finished=said == 2, num_output_tokens=said)
+        finally:
+            if said < 2:
+                self.left.append(request_id)
+
+    def pulse(self):
+        return self.beats
+
+    def stats(self):
+        return "stats"
+
+    def kill(self): ...
+
+
+def replica(engine: Words) -> EngineReplica:
+    made = EngineReplica.__new__(EngineReplica)  # its constructor loads a model, and asks Ray for its name
+    made._config = EngineConfig(device="cpu")
+    made._step_timeout = 10.0
+    made._name = "r1"
+    made._channels = {}
+    made._engine = engine
+    return made
+
+
+async def _two_requests() -> None:
+    engine = Words()
+    ours = replica(engine)
+    tasks = [asyncio.create_task(ours.add("front", Add(name, [1, 2], SamplingParams()))) for name in ("one", "two")]
+    gains = ours.listen(Listen("front", "r1"))
+    assert (await anext(gains)).accepted == ["one", "two"]
+    engine.gate.set()
+    assert await asyncio.gather(*tasks) == [None, None]
+    said = (await anext(gains)).outputs
+    assert [(output.request_id, output.text, output.token_ids, output.finished) for output in said] == [
+        ("one", "ab", [1, 2], True),
+        ("two", "ab", [1, 2], True),
+    ], "what nobody has read is one output"
+    assert all(output.prompt_token_ids == [] for output in said), "the front knows the prompt"
+    refusal = await ours.add("front", Add("bad", [0], SamplingParams()))
+    assert isinstance(refusal, ParameterError)
+    await gains.aclose()
+
+
+def test_a_step_of_all_requests_is_one_message():
+    asyncio.run(_two_requests())
+
+
+async def _cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Words()
+    ours = replica(engine)
+    tasks = [asyncio.create_task(ours.add(front, Add(front, [1], None))) for front in ("gone", "there")]
+    listener = asyncio.create_task(anext(aiter(ours.listen(Listen("gone", "r1")))))
+    await listener
+    listener = asyncio.create_task(anext(aiter(ours.listen(Listen("gone", "r1")))))
+    await asyncio.sleep(0)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + FRONT_SECONDS + 1)
+    assert await ours.snapshot("there") == ("r1", "stats")
+    await asyncio.wait(tasks[:1])
+    await asyncio.wait([listener])
+    assert tasks[0].cancelled()
+    assert listener.cancelled()
+    assert engine.left == ["gone"], "nobody would read its outputs"
+    engine.gate.set()
+    assert await tasks[1] is None
+
+
+def test_requests_of_a_front_that_is_gone_are_aborted(monkeypatch):
+    asyncio.run(_cancelled(monkeypatch))
+
+
+def test_ray_replaces_a_replica_that_is_dead_or_hangs():
+    engine = Words()
+    ours = replica(engine)
+    asyncio.run(ours.check_health())
+    engine.beats = Pulse(busy_seconds=11.0)
+    with pytest.raises(RuntimeError, match="above --step-timeout 10"):
+        asyncio.run(ours.check_health())
+    engine.is_alive = False
+    with pytest.raises(RuntimeError, match="has died"):
+        asyncio.run(ours.check_health())
+    engine.is_restarting = True
+    asyncio.run(ours.check_health())

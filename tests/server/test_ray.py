@@ -1,0 +1,206 @@
+"""The server over two replicas of the embedded model, which Ray runs: it answers as one server does, and survives a replica."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fa_serve.server.app import create_app
+from fa_serve.server.settings import Settings
+from server_process import ServerProcess, start
+from typer.testing import CliRunner
+
+from fa_serve.__main__ import app
+from fa_serve.engine import AsyncEngine, EngineConfig
+
+MODEL = "fa-serve-demo"
+KEYS = ["left", "right"]
+LEFT = {"authorization": "Bearer left"}
+RIGHT = {"authorization": "Bearer right"}
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the ray extra is not installed")
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
+COMPLETION = {"model": MODEL, "prompt": "import os\n", "temperature": 0, "max_tokens": 12, "logprobs": 1}
+CONTRACT: list[tuple[str, str, Any, dict[str, str]]] = [
+    ("GET", "/v1/models", None, LEFT),
+    ("POST", "/v1/completions", COMPLETION, LEFT),
+    ("POST", "/v1/completions", COMPLETION | {"prompt": ["a", "b"], "n": 2, "seed": 7, "temperature": 1}, LEFT),
+    ("POST", "/v1/chat/completions", CHAT, LEFT),
+    ("POST", "/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_usage": True}}, LEFT),
+    ("POST", "/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}, "max_completion_tokens": 8}, LEFT),
+    ("POST", "/tokenize", {"model": MODEL, "prompt": "Once"}, LEFT),
+    ("GET", "/v1/models", None, {"authorization": "Bearer wrong"}),
+    ("POST", "/v1/completions", COMPLETION | {"temperature": 3}, LEFT),
+    ("POST", "/v1/completions", COMPLETION | {"prompt": [999_999]}, LEFT),
+    ("POST", "/v1/completions", COMPLETION | {"max_tokens": 99_999}, LEFT),
+    ("POST", "/v1/completions", COMPLETION | {"logit_bias": {"999999": 1}}, LEFT),
+    ("POST", "/v1/completions", COMPLETION | {"model": "another"}, LEFT),
+]
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[ServerProcess]:
+    server = start(
+        *("--replicas", "2", "--replica-cpus", "0.5", "--dtype", "float32", "--max-per-key", "4", "--log-level", "warning"),
+        verb="ray",
+        FA_SERVE_API_KEYS=",".join(KEYS),
+        FA_SERVE_PUBLIC_METRICS="true",
+    )
+    yield server
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0
+    assert not _replicas_of(server.process.pid), "no replica is left"
+    server.end()
+
+
+def _replicas_of(ancestor: int) -> list[int]:
+    """Process ids of the replicas below a process."""
+    parents: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (folder / "status").read_text()
+            names[int(folder.name)] = (folder / "cmdline").read_text()
+        except OSError:  # it has ended
+            continue
+        parents[int(folder.name)] = int(re.search(r"^PPid:\s+(\d+)", status, re.MULTILINE)[1])
+
+    def is_below(process: int) -> bool:
+        return process == ancestor or (process in parents and is_below(parents[process]))
+
+    return [process for process, name in names.items() if "ServeReplica" in name and is_below(process)]
+
+
+def by_replica(server: ServerProcess, name: str) -> list[float]:
+    """The values of a metric, one for each replica."""
+    text = httpx.get(f"{server.url}/metrics").text
+    return [float(value) for value in re.findall(rf'^fa_serve:{name}{{.*replica="\w+".*}} (\S+)$', text, re.MULTILINE)]
+
+
+def eventually(condition, seconds: float = 15.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it never came true"
+        time.sleep(0.05)
+
+
+def without_names(response: httpx.Response) -> Any:
+    """The status and the reply, without names and times, with four digits of each log-probability."""
+    text = re.sub(r'"(id|created|cached_tokens)":("[^"]*"|\d+),?', "", response.text)  # each replica has its cache
+    text = re.sub(r"\d+\.\d{5,}", lambda found: f"{float(found[0]):.4f}", text)
+    if "data: " in text:
+        *chunks, last, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+        written = "".join(choice["delta"].get("content") or "" for choice in choices)
+        text = f"{written} {choices[-1]['finish_reason']} {last} {done}"  # a chunk may have several tokens
+    return response.status_code, response.headers["content-type"], text
+
+
+async def _asked(client: httpx.AsyncClient) -> list[Any]:
+    calls = [client.request(method, path, json=body, headers=headers) for method, path, body, headers in CONTRACT]
+    return [without_names(await call) for call in calls]
+
+
+async def _asked_of_one_server() -> list[Any]:
+    engine = AsyncEngine(EngineConfig(device="cpu", dtype="float32", num_pages=1024, process=False))
+    app = create_app(engine, Settings(api_keys=KEYS))
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        await app.state.service.loaded()
+        return await _asked(client)
+
+
+async def _asked_of(url: str) -> list[Any]:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        return await _asked(client)
+
+
+@needs_ray
+def test_replies_are_those_of_one_server(replicas):
+    ours = asyncio.run(_asked_of(replicas.url))
+    theirs = asyncio.run(_asked_of_one_server())
+    assert [reply[0] for reply in theirs] == [200] * 7 + [401] + [400] * 4 + [404]
+    assert ours == theirs
+
+
+@needs_ray
+def test_a_conversation_stays_at_one_replica(replicas):
+    body = {"model": MODEL, "prompt": "import os\n" * 60, "max_tokens": 2, "temperature": 0}
+    before = by_replica(replicas, "prefix_cache_hits_total")
+    for turn in range(4):
+        reply = httpx.post(f"{replicas.url}/v1/completions", json=body, headers=RIGHT, timeout=60).json()
+        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert (cached > 100) == (turn > 0), "every turn but the first finds the ones before it"
+    eventually(lambda: sum(by_replica(replicas, "prefix_cache_hits_total")) >= sum(before) + 300)
+    gained = [now - then for now, then in zip(by_replica(replicas, "prefix_cache_hits_total"), before, strict=True)]
+    assert sorted(gained)[0] == 0, "one replica has seen nothing of it"
+
+
+def _read(server: ServerProcess, found: list[str]) -> None:
+    body = {"model": MODEL, "prompt": "Once", "stream": True, "max_tokens": 300, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=LEFT, timeout=60) as response:
+        found += [str(response.status_code)]
+        for line in response.iter_lines():
+            found += [line] if line else []
+
+
+@needs_ray
+def test_an_abandoned_stream_is_aborted_in_its_replica(replicas):
+    body = {"model": MODEL, "prompt": "Once", "stream": True, "max_tokens": 1900, "ignore_eos": True}
+    before = replicas.aborted()
+    with httpx.stream("POST", f"{replicas.url}/v1/completions", json=body, headers=LEFT, timeout=60) as response:
+        pieces = response.iter_raw()  # kept in a variable, because the end of the iterator would close the connection
+        next(pieces)
+        eventually(lambda: sum(by_replica(replicas, "num_requests_running")) == 1)
+    eventually(lambda: sum(by_replica(replicas, "num_requests_running")) == 0)
+    assert replicas.aborted() == before + 1
+    assert sum(by_replica(replicas, "generation_tokens_total")) < 1900
+
+
+@needs_ray
+def test_a_killed_replica_loses_its_own_streams_only(replicas):
+    """The limit for a key holds for all replicas together, because one process counts."""
+    streams: list[list[str]] = [[] for _ in range(4)]
+    readers = [threading.Thread(target=_read, args=(replicas, found)) for found in streams]
+    for reader in readers:
+        reader.start()
+    eventually(lambda: sorted(by_replica(replicas, "num_requests_running")) == [2, 2])
+    ask = {"url": f"{replicas.url}/v1/completions", "json": COMPLETION, "timeout": 60}
+    refused = httpx.post(**ask, headers=LEFT)
+    assert refused.status_code == 429
+    assert "This API key may have at most 4 sequences in flight" in refused.json()["error"]["message"]
+    os.kill(_replicas_of(replicas.process.pid)[0], signal.SIGKILL)
+    answers = [httpx.post(**ask, headers=RIGHT) for _ in range(4)]
+    assert {answer.json()["choices"][0]["text"] for answer in answers} == {answers[0].json()["choices"][0]["text"]}
+    assert httpx.get(f"{replicas.url}/ready", headers=RIGHT).status_code == 200
+    for reader in readers:
+        reader.join(60)
+    lost = [found for found in streams if found[-1] != "data: [DONE]"]
+    assert len(lost) == 2
+    for found in lost:
+        assert found[0] == "200"
+        assert json.loads(found[-1].removeprefix("data: "))["error"] == {
+            "message": "The request was cut off: its replica has ended.",
+            "type": "service_unavailable_error",
+            "param": None,
+            "code": "service_unavailable",
+        }
+
+
+def test_without_ray_one_sentence_names_the_extra(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("fa_serve.server.ray")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = CliRunner().invoke(app, ["ray"])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("fa-serve: the command ray needs the ray extra, pip install '.[server,ray]' in a clone: ")
