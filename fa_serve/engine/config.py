@@ -41,7 +41,8 @@ class EngineConfig:
     max_waiting:            requests that may wait in addition to the running ones
     max_num_batched_tokens: tokens in one step, chunks of prompts and single tokens together
     target_itl:             milliseconds from one token to the next up to which prompts may slow sequences down that decode: 0
-                            is no limit, for the most tokens a second; None is 4 decoding steps as measured, and at least 20 ms
+                            is no limit, for the most tokens a second; None is 4 decoding steps as measured, and at least 20 ms,
+                            and no limit on a CPU, where a prompt in small chunks takes twice the time
     max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
     prefix_caching:         keep the pages of finished requests for prompts with the same prefix
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
@@ -183,9 +184,10 @@ class EngineConfig:
         return self.num_speculative_tokens if self.speculative else 0
 
     def prompt_share(self) -> PromptShare | None:
-        """What limits the prompts of steps in which sequences decode; None without a limit."""
+        """What limits the prompts of steps in which sequences decode; None without a limit. To be asked of a loaded engine's
+        config, whose device is known."""
         if self.target_itl is None:
-            return PromptShare()
+            return None if self.device == "cpu" else PromptShare()
         return PromptShare(self.target_itl / 1000) if self.target_itl else None
 
     @property

@@ -94,7 +94,7 @@ class Engine:
         self._runner = loaded.runner
         self.max_model_len = loaded.max_model_len
         self._speculation = Speculation(config.max_drafts, loaded.drafter)
-        self._prompt_share = config.prompt_share()
+        self._prompt_share = self.config.prompt_share()
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
         self._processor = InputProcessor(self.tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=loaded.eos_ids)

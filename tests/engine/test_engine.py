@@ -387,7 +387,7 @@ def test_steps_are_measured_from_the_result_before(make_engine, monkeypatch, dep
     """A step begins on the device when the one before it has ended, or when it is launched."""
     now = [100.0]
     monkeypatch.setattr("fa_serve.engine.engine.time.monotonic", lambda: now[0])
-    engine = make_engine(target_itl=None, max_num_batched_tokens=16)
+    engine = make_engine(target_itl=1000, max_num_batched_tokens=16)
     engine._depth = depth
     share = engine._scheduler.prompt_share
     measured: list[tuple[int, int, float]] = []

@@ -120,6 +120,8 @@ def test_the_engine_takes_milliseconds() -> None:
     assert EngineConfig(target_itl=30).prompt_share().target(1) == 0.03
     assert EngineConfig(target_itl=None).prompt_share().target(1) == TARGET_SECONDS
     assert EngineConfig().prompt_share() is None
+    assert EngineConfig(target_itl=30, device="cpu").prompt_share().target(1) == 0.03
+    assert EngineConfig(target_itl=None, device="cpu").prompt_share() is None, "small chunks cost too much there"
 
 
 def decoding(scheduler: Scheduler) -> int:

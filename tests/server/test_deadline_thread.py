@@ -46,7 +46,8 @@ async def test_clients_take_turns():
     """One client's many functions delay another client by one of them."""
     thread = DeadlineThread("test")
     order = []
-    began, gate = threading.Event(), threading.Event()
+    began = threading.Event()
+    gate = threading.Event()
 
     def first() -> None:
         began.set()

@@ -159,7 +159,8 @@ async def test_large_bodies_leave_the_loop_as_much_time_as_they_take(serving):
 async def test_large_bodies_of_clients_are_parsed_in_turns(serving):
     """A client with hundreds of large bodies in the queue delayed the large body of another one by tens of seconds."""
     order = []
-    began, gate = threading.Event(), threading.Event()
+    began = threading.Event()
+    gate = threading.Event()
 
     def first():
         began.set()
