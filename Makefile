@@ -20,7 +20,7 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-triton test-newest lint types docs check format test-load test-security fuzz abuse test-gpu memcheck bench release \
+.PHONY: help serve test test-triton test-newest lint types docs check format test-load test-ray test-security fuzz abuse test-gpu memcheck bench release \
   kernel-package requirements sbom pin-images clean
 
 BIN    := $(VENV)/bin
@@ -45,6 +45,9 @@ endif
 
 test-load: $(VENV)/.test ## the load tests of the service in full: minutes; they print what they measure
 	FA_SERVE_LOAD=full $(BIN)/pytest -q -s --timeout 900 tests/server/test_load.py
+
+test-ray: $(VENV)/.test ## the server over two replicas that Ray runs on this machine
+	FA_SERVE_TEST_RAY=1 $(BIN)/pytest -q --timeout 300 tests/server/test_ray.py
 
 test-security: $(VENV)/.test ## the attacks of tests/security, and what another client gets meanwhile (LOAD=short or full)
 	FA_SERVE_LOAD=$(LOAD) $(BIN)/pytest -q -s --timeout 900 tests/security
