@@ -374,9 +374,7 @@ def main() -> None:
     engine = h200_engine()
     front = Front(args.request_us / 1e6, args.event_us / 1e6)
     loop = ClosedLoop(args.at_once, *args.tokens, 0.0)
-    print(
-        "| GPUs | processes of HTTP | tokens/s | requests/s | first token p50, p99, ms | tokens in an event | busy | Gbit/s |"
-    )
+    print("| GPUs | HTTP processes | tokens/s | requests/s | first token p50, p99, ms | tokens in an event | busy | Gbit/s |")
     print("|---|---|---|---|---|---|---|---|")
     for gpus in args.gpus:
         for fronts in args.fronts or [fronts_needed(engine, front, gpus, loop)]:
