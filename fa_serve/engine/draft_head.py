@@ -76,9 +76,9 @@ def load_head_runner(config: EngineConfig, runner: ModelRunner) -> HeadRunner:
 
     Raises ParameterError, with the reason, for a folder or hub name without such a head, and for the head of another model.
     """
-    from fa_serve.hf.eagle3 import load_head  # not before it is needed: it imports a model of transformers
+    from fa_serve.hf.eagle3 import load_head  # imported late, because it imports a model of transformers
 
-    # its keys are few, so they keep their precision
+    # a head has one layer, so its cache is small and keeps the model's dtype
     own = replace(config, model=config.draft_head, speculative=None, deterministic=False, fusion=False, kv_cache_dtype="auto")
     try:
         folder = Path(own.model_path())
