@@ -159,7 +159,7 @@ def ray(
 def _run_server(
     given: dict[str, Any], config: Path | None, prepare: Callable[[Settings], Callable[..., Any]] | None = None
 ) -> None:
-    """Serve until a signal comes. prepare: gives what makes the engine; without it, the engine is an `AsyncEngine`"""
+    """Serve until a signal comes. prepare: returns the function that makes the engine; without it, that is `AsyncEngine`"""
     # the first process of a container has no default action for signals, so until the server handles them, this does
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     if hasattr(signal, "SIGHUP"):
