@@ -80,7 +80,7 @@ docs: $(VENV)/.docs ## build the documentation into site/, strictly and without 
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
 	@echo "the documentation is in site/index.html"
 
-check: lint types test test-triton test-newest docs ## what CI runs
+check: lint types test test-ray test-triton test-newest docs ## what CI runs
 
 format: $(VENV)/.test ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix --exit-zero --quiet .

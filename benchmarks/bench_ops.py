@@ -126,7 +126,10 @@ def num_bytes(weight: ops.Weight) -> int:
 
 def make_experts(mixture: Mixture, form: str, machine: Machine) -> ops.ExpertWeights:
     """Random experts, with biases where the gate is interleaved. "matrices" have the machine's dtype and lie as in models."""
-    experts, _, hidden, width, gate = vars(mixture).values()
+    experts = mixture.num_experts
+    hidden = mixture.hidden
+    width = mixture.width
+    gate = mixture.gate
     torch.manual_seed(0)
     options: dict[str, Any] = {"device": machine.device, "dtype": machine.dtype}
     biases = [torch.randn(experts, rows, **options) if gate.interleaved else None for rows in (2 * width, hidden)]

@@ -108,8 +108,7 @@ class Request:
     tokens_in: int
     tokens_out: int
     sent: float
-    front: FrontProcess
-    left: int = 0  # tokens of the prompt that are not computed yet
+    left: int  # tokens of the prompt that are not computed yet
 
 
 @dataclass
@@ -176,8 +175,8 @@ class FrontProcess:
                 waiting = self._outputs.pop(engine)
                 yield from self._work(self._cost.event * waiting.streams)
                 self._count(waiting)
-                for request in waiting.ended:
-                    engine.replace(request)
+                for _ in waiting.ended:
+                    engine.send()
 
     def _work(self, seconds: float) -> Iterator[simpy.Event]:
         yield self._env.timeout(seconds)
@@ -212,14 +211,14 @@ class EngineProcess:
     def start(self) -> Iterator[simpy.Event]:
         """The clients of this engine begin in the course of one answer, so that they do not end together."""
         for _ in range(self._loop.at_once):
-            self.replace(None)
+            self.send()
             yield self._env.timeout(self._cost.base * self._loop.tokens_out / self._loop.at_once)
 
-    def replace(self, _: Request | None) -> None:
+    def send(self) -> None:
         """A client sends its next request."""
         spread = self._draw.uniform(1 - SPREAD, 1 + SPREAD)
         tokens = max(round(self._loop.tokens_in * spread), 1), max(round(self._loop.tokens_out * spread), 2)
-        self._front.accept(Request(*tokens, self._env.now, self._front, tokens[0]), self)
+        self._front.accept(Request(*tokens, self._env.now, left=tokens[0]), self)
 
     def add(self, request: Request) -> None:
         self._prompts.append(request)
@@ -374,9 +373,7 @@ def main() -> None:
     engine = h200_engine()
     front = Front(args.request_us / 1e6, args.event_us / 1e6)
     loop = ClosedLoop(args.at_once, *args.tokens, 0.0)
-    print(
-        "| GPUs | processes of HTTP | tokens/s | requests/s | first token p50, p99, ms | tokens in an event | busy | Gbit/s |"
-    )
+    print("| GPUs | HTTP processes | tokens/s | requests/s | first token p50, p99, ms | tokens in an event | busy | Gbit/s |")
     print("|---|---|---|---|---|---|---|---|")
     for gpus in args.gpus:
         for fronts in args.fronts or [fronts_needed(engine, front, gpus, loop)]:

@@ -94,11 +94,15 @@ def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+ModelToServe = Annotated[str | None, typer.Argument(help="Hub name or local folder; without it, the embedded model.")]
+SettingsFile = Annotated[Path | None, typer.Option(envvar="FA_SERVE_CONFIG", help="TOML or YAML file of settings.")]
+
+
 @app.command()
 @_with_settings
 def serve(
-    model: Annotated[str | None, typer.Argument(help="Hub name or local folder; without it, the embedded model.")] = None,
-    config: Annotated[Path | None, typer.Option(envvar="FA_SERVE_CONFIG", help="TOML or YAML file of settings.")] = None,
+    model: ModelToServe = None,
+    config: SettingsFile = None,
     **flags: Any,
 ) -> None:
     """Serve MODEL over OpenAI's API.
@@ -113,8 +117,8 @@ def serve(
 @app.command()
 @_with_settings
 def ray(
-    model: Annotated[str | None, typer.Argument(help="Hub name or local folder; without it, the embedded model.")] = None,
-    config: Annotated[Path | None, typer.Option(envvar="FA_SERVE_CONFIG", help="TOML or YAML file of settings.")] = None,
+    model: ModelToServe = None,
+    config: SettingsFile = None,
     replicas: Annotated[int, typer.Option(min=1, help="Number of engines.", rich_help_panel="Replicas")] = 1,
     max_replicas: Annotated[
         int | None,
@@ -155,7 +159,7 @@ def ray(
 def _run_server(
     given: dict[str, Any], config: Path | None, prepare: Callable[[Settings], Callable[..., Any]] | None = None
 ) -> None:
-    """Serve until a signal comes. prepare: gives what makes the engine; without it, the engine is an `AsyncEngine`"""
+    """Serve until a signal comes. prepare: returns the function that makes the engine; without it, that is `AsyncEngine`"""
     # the first process of a container has no default action for signals, so until the server handles them, this does
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     if hasattr(signal, "SIGHUP"):
@@ -186,8 +190,8 @@ def _run_server(
 @app.command()
 @_with_settings
 def warm(
-    model: Annotated[str | None, typer.Argument(help="Hub name or local folder; without it, the embedded model.")] = None,
-    config: Annotated[Path | None, typer.Option(envvar="FA_SERVE_CONFIG", help="TOML or YAML file of settings.")] = None,
+    model: ModelToServe = None,
+    config: SettingsFile = None,
     **flags: Any,
 ) -> None:
     """Compile the kernels that serving MODEL needs, keep them on disk, and end.

@@ -6,7 +6,7 @@ The cost of a body is its number of values and not its bytes: 10 MB can hold one
 and validation are single calls in C that hold the interpreter's lock, so a thread alone does not protect other requests from
 them. A number costs a fifth of an object or a text, hence two bounds. The check counts commas, quotation marks and opening
 brackets. It counts them first in the whole body, texts included, which never counts too few. Only a body that may be above a
-bound is counted again without its texts. Both is done in pieces, because a call in C for many megabytes would hold the
+bound is counted again without its texts. Both counts are made in pieces, because a call in C for many megabytes would hold the
 interpreter's lock for tens of milliseconds.
 
 The time to read an integer is quadratic in its digits, so a number may have MAX_DIGITS of them. Nesting needs no bound here,

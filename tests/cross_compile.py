@@ -39,6 +39,16 @@ TARGETS = {
     "sm120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+SHARED_BYTES = {
+    "sm80": 163 << 10,
+    "sm86": 99 << 10,
+    "sm89": 99 << 10,
+    "sm90": 227 << 10,
+    "sm100": 227 << 10,
+    "sm120": 99 << 10,
+    "gfx942": 64 << 10,
+}
+"""Shared memory that one program may ask for."""
 _NVIDIA_BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 _INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDL", "STL", "USETMAXREG", "MUFU.EX2", "WARPGROUP.DEPBAR")
 

@@ -20,13 +20,14 @@ import torch
 OWN = "computes its experts itself instead of through transformers' experts interface"
 _INTRODUCTION = """\
 `experts_implementation="fa_serve"` computes the experts of a model with fa_serve's kernels, in `generate` and in every other
-forward without gradients. `model.set_experts_implementation("fa_serve")` switches a loaded model. The engine does this by
-itself if two experts of each kind, computed in float32, give what the model's own code gives, and fuses routers whose choice
-it can describe. Experts that every token takes stay the model's own. Gradients are computed by transformers' `grouped_mm`.
-[Kernels](kernels.md#9-experts) explains the computation.
+forward without gradients. `model.set_experts_implementation("fa_serve")` switches a loaded model. The engine switches by
+itself if two experts of each kind, computed in float32, give the same as the model's own code. It also fuses routers whose
+choice it can describe. Shared experts, which every token takes, keep the model's own code. Gradients are computed by
+transformers' `grouped_mm`. [Kernels](kernels.md#9-experts) explains the computation.
 
-These families are compared with their own code in `generate`, and, where the engine runs them, in the engine with chunks,
-preemption and prefix cache, and in deterministic mode. `g` and `u` are what the gate and up weights give.
+Tests compare these families with their own code in `generate`. Where the engine runs them, they are also compared in the
+engine, with chunks, preemption and prefix cache, and in deterministic mode. `g` and `u` are the products with the gate and up
+weights.
 """
 _CLASS = re.compile(r"^class \w*(?:Experts|MoE|NaiveMoe)\w*\(nn\.Module", re.MULTILINE)
 # for configs whose defaults have no experts, or leave their number open
@@ -96,10 +97,10 @@ def page(results: dict[str, Any]) -> list[str]:
         lines.append(f"| {name} | {row['weights']} | {row['gate']} | {row['engine'] or 'yes'} |")
     lines += [
         "",
-        f"Judged by its module of experts, fa_serve computes {counts.pop('')} of the {len(mixtures)} architectures of",
-        "transformers that have experts:",
+        f"fa_serve can compute the experts of {counts.pop('')} of the {len(mixtures)} architectures of transformers that have",
+        "experts. This was decided from their modules of experts alone:",
         ", ".join(name for name, reason in mixtures.items() if not reason) + ".",
-        "The other architectures keep the code of transformers, and are refused if their experts are quantised:",
+        "The other architectures compute their experts with transformers' code, and are refused if the experts are quantised:",
         "",
         "| reason | architectures |",
         "|---|---|",

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 _INTRODUCTION = """\
-The engine caches one latent vector and one rotated key a token and layer, 512 + 64 numbers in DeepSeek V3 in the place of
-40,960, if it can prove that a layer's own code computes the same ([engine](engine.md#latent-keys)). Layers that it cannot
-prove run their own code and cache the keys and values of all heads, and the log says why. `fa-serve info MODEL` says which
-layers have latent attention. These families are compared with `generate`, with chunks of prompts, preemption and prefix cache:
+For each token and layer, the engine caches one latent vector and one rotated key: in DeepSeek V3 512 + 64 numbers instead of
+40,960. It does so if it can prove that the layer's own code computes the same ([engine](engine.md#latent-keys)). A layer that
+it cannot prove runs its own code and caches the keys and values of all heads, and the log says why. `fa-serve info MODEL`
+says which layers have latent attention. Tests compare these families with `generate`, with chunks of prompts, preemption and
+the prefix cache:
 """
 
 
@@ -75,7 +76,7 @@ def page(results: dict[str, Any]) -> list[str]:
     refused = [f"{name} ({reason})" for name, reason in results["types"].items() if reason]
     lines += [
         "",
-        f"No test computes these model types with the same parts: {', '.join(others)}. If the engine runs such a model, it",
-        f"tries to prove its layers when it loads it. These are refused: {', '.join(refused)}.",
+        f"These model types have the same parts, but no test computes them: {', '.join(others)}. If the engine runs such a",
+        f"model, it tries to prove each layer while it loads the model. These are refused: {', '.join(refused)}.",
     ]
     return lines

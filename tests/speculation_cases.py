@@ -1,12 +1,14 @@
-"""Requests with every parameter that speculation could change the answers of, for the tests of its drafters."""
+"""Requests with every parameter that speculation could change the answers of, and the check that a drafter changes none."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tiny_models import random_prompts
 
-from fa_serve.engine import Completion, SamplingParams, StructuredOutput
+from fa_serve.engine import Completion, Engine, SamplingParams, StructuredOutput
 
 SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, seed=5)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -36,3 +38,29 @@ def shown(completion: Completion) -> tuple[object, ...]:
         if entry is not None
     ]
     return completion.token_ids, completion.text, completion.finish_reason, completion.index, logprobs
+
+
+def check_answers(make: Callable[..., Engine], speculative: str, params: SamplingParams, depth: int, **given: object) -> Engine:
+    """Answers with a draft model or a head are those without it -> the engine that had it.
+
+    make: makes an engine of its settings, of which `given` are some
+    """
+    prompts = random_prompts(4)
+    plain = make(**given)
+    expected = plain.generate(prompts, params)
+    engine = make(speculative=speculative, num_speculative_tokens=5, **given)
+    engine._depth = depth
+    assert list(map(shown, engine.generate(prompts, params))) == list(map(shown, expected))
+    engine.check_integrity()
+    stats = engine.stats()
+    assert (stats.num_pages_used, stats.num_output_tokens) == (0, plain.stats().num_output_tokens)
+    assert engine._speculation.drafter._caches == {}, "nothing is remembered of sequences that have ended"
+    return engine
+
+
+def check_case(check: Callable[[SamplingParams], Engine], case: str) -> None:
+    """One of CASES, with a drafter that is right sometimes."""
+    speculation = check(CASES[case]).stats().speculation
+    assert speculation.num_draft_tokens > 0 or case in ("one", "two"), "a last token needs no draft"
+    if case in ("greedy", "sampled", "logprobs", "ids", "answers"):
+        assert 0 < speculation.num_accepted_tokens < speculation.num_draft_tokens, "some drafts are right, some are wrong"

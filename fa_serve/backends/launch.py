@@ -54,6 +54,11 @@ def launch_options(pdl: bool, num_warps: int) -> dict[str, Any]:
     return {"num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
 
 
+def with_unit_stride(x: Tensor) -> Tensor:
+    """A tensor whose last dimension is contiguous, as kernels read it: x itself, or a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class View(dict[int, tuple[Any, ...]]):
     """How a kernel sees a tensor through the copy engine: everything that Gluon's TensorDescriptor holds besides `base`.
 

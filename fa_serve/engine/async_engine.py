@@ -99,7 +99,7 @@ class _Mailbox:
         return output
 
     def discard(self, name: str, error: RequestError) -> None:
-        """End every answer with this error. Nothing else waits any more, and what still comes is dropped."""
+        """End every answer with this error. Outputs that wait are dropped, and so are those that still come."""
         ended = self.unfinished | self._content.keys()
         self._content = {index: _end(name, index, "error", error) for index in sorted(ended)}
         self.unread = 0

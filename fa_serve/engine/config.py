@@ -184,8 +184,10 @@ class EngineConfig:
         return self.num_speculative_tokens if self.speculative else 0
 
     def prompt_share(self) -> PromptShare | None:
-        """What limits the prompts of steps in which sequences decode; None without a limit. To be asked of a loaded engine's
-        config, whose device is known."""
+        """What limits the prompts of steps in which sequences decode; None without a limit.
+
+        Call it on the config of a loaded engine, whose device is not "auto" any more.
+        """
         if self.target_itl is None:
             return None if self.device == "cpu" else PromptShare()
         return PromptShare(self.target_itl / 1000) if self.target_itl else None

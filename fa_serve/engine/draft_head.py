@@ -3,7 +3,7 @@
     runner = load_head_runner(config, runner)        # tells `runner` to keep hidden states
     drafter = DraftModel(runner, 8192)
 
-A head takes two inputs at each position p: what the model has computed for token p (kept_states.py), and token p + 1. Tokens
+A head takes two inputs at each position p: what the model has computed for token p (kept_features.py), and token p + 1. Tokens
 are therefore one place ahead of positions, pages and keys (`lead`). A draft has no feature yet, because the model has not
 computed it. The head's output of the position before stands in, which is kept for each slot. When the model has verified the
 drafts, the head computes its keys of the right ones again, from the features.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.cuda_graphs import Inputs
-from fa_serve.engine.kept_states import HiddenStates
+from fa_serve.engine.kept_features import KeptFeatures
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.hf import paged_output
 from fa_serve.spec import ParameterError, UnsupportedModelError
@@ -32,15 +32,15 @@ from fa_serve.spec import ParameterError, UnsupportedModelError
 class HeadRunner(ModelRunner):
     """Owner of the head's cache, of its graphs, and of its last output for each slot.
 
-    hidden_states: what the model's runner keeps; both have the same
+    kept: the features that the model's runner keeps, which both share
     """
 
     lead = 1
 
-    def __init__(self, head: Any, config: EngineConfig, hidden_states: HiddenStates, **options: Any) -> None:
+    def __init__(self, head: Any, config: EngineConfig, kept: KeptFeatures, **options: Any) -> None:
         super().__init__(head, config, drafting=True, **options)
         self.vocab_size = head.config.vocab_size  # its logits are spread over the model's vocabulary
-        self._kept = hidden_states
+        self._kept = kept
         # one row more, for the sequences of padding
         self._last_outputs = torch.zeros(config.max_num_seqs + 1, head.config.hidden_size, dtype=head.dtype, device=self.device)
 
@@ -76,17 +76,17 @@ def load_head_runner(config: EngineConfig, runner: ModelRunner) -> HeadRunner:
 
     Raises ParameterError, with the reason, for a folder or hub name without such a head, and for the head of another model.
     """
-    from fa_serve.hf.eagle3 import load_head  # not before it is needed: it imports a model of transformers
+    from fa_serve.hf.eagle3 import load_head  # imported late, because it imports a model of transformers
 
-    # its keys are few, so they keep their precision
+    # a head has one layer, so its cache is small and keeps the model's dtype
     own = replace(config, model=config.draft_head, speculative=None, deterministic=False, fusion=False, kv_cache_dtype="auto")
     try:
         folder = Path(own.model_path())
         if not folder.is_dir():
             folder = Path(snapshot_download(str(own.model), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
         head = load_head(folder, runner.model)
-        runner.hidden_states = HiddenStates(runner.model, head)
-        return HeadRunner(head, own, runner.hidden_states, check=runner.check)
+        runner.kept_features = KeptFeatures(runner.model, head)
+        return HeadRunner(head, own, runner.kept_features, check=runner.check)
     except (ParameterError, UnsupportedModelError, OSError) as error:
         rule = f"name an EAGLE-3 head of {config.model_name}: {error}"
         raise ParameterError("speculative", rule, config.speculative) from error

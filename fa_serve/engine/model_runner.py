@@ -31,7 +31,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.cuda_graphs import Check, Inputs, Shape, StepGraphs, pad, padding
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.fused_router import fuse_routers
-from fa_serve.engine.kept_states import HiddenStates
+from fa_serve.engine.kept_features import KeptFeatures
 from fa_serve.engine.prepared_batch import Forward, PreparedBatch
 from fa_serve.engine.results import PendingResult
 from fa_serve.engine.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
@@ -53,7 +53,7 @@ class ModelRunner:
     drafting: this is a draft model, whose draws ignore penalties and need no log-probabilities
     check:    called with the error of a graph before steps run without it. Raises if other ranks would go on with theirs
     draft:    the runner of the draft model (draft_model.py), whose cache has the same pages; None without one
-    hidden_states: keeps what each forward computes for an EAGLE-3 head (draft_head.py); None without one
+    kept_features: keeps what each forward computes for an EAGLE-3 head (draft_head.py); None without one
     lead:     how many places later in the sequence than its position a token is taken from: 1 for a head
     """
 
@@ -63,7 +63,7 @@ class ModelRunner:
         self, model: PreTrainedModel, config: EngineConfig, *, drafting: bool = False, check: Check = lambda error: None
     ) -> None:
         self.draft: ModelRunner | None = None
-        self.hidden_states: HiddenStates | None = None
+        self.kept_features: KeptFeatures | None = None
         self.check = check
         self._drafting = drafting
         self.model: PreTrainedModel = model.train(False)
@@ -379,7 +379,7 @@ class ModelRunner:
     def _forward(self, inputs: Inputs) -> Tensor:
         last = self._last_tokens[(-1 - inputs.input_ids).clamp(min=0)]
         input_ids = torch.where(inputs.input_ids < 0, last, inputs.input_ids)
-        keeping = nullcontext() if self.hidden_states is None else self.hidden_states.keeping(inputs.paged)
+        keeping = nullcontext() if self.kept_features is None else self.kept_features.keeping(inputs.paged)
         with keeping, deterministic_mode(self._deterministic):
             return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
 

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.stats import SpeculationStats
 
 MAX_ROWS = 128
 """Rows of a step up to which drafts are verified. Up to about so many rows, products take the time of reading the weights."""
@@ -177,6 +176,25 @@ class DraftHistory:
     resume_at: int = 0
     checked_at: int = 0
     waiting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """A snapshot of the counters of speculation.
+
+    num_drafts:       verified drafts, one for each sequence and step
+    num_draft_tokens: their tokens
+    accepted_at:      how often the first, the second, ... token of a draft was right and all before it too
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Tokens of drafts that were right."""
+        return sum(self.accepted_at)
 
 
 class Speculation:

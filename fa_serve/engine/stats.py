@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
+
+from fa_serve.engine.speculation import SpeculationStats
 
 if TYPE_CHECKING:
     from fa_serve.engine.scheduler import Scheduler
@@ -30,25 +32,6 @@ class StepStats:
         size = bisect_left(STEP_SECONDS, seconds)
         counts = (*self.counts[:size], self.counts[size] + 1, *self.counts[size + 1 :])
         return StepStats(counts, self.total + seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationStats:
-    """A snapshot of the counters of speculation.
-
-    num_drafts:       verified drafts, one for each sequence and step
-    num_draft_tokens: their tokens
-    accepted_at:      how often the first, the second, ... token of a draft was right and all before it too
-    """
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    accepted_at: tuple[int, ...] = ()
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """Tokens of drafts that were right."""
-        return sum(self.accepted_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +63,7 @@ class EngineStats:
     num_preemptions: int
     num_late_compilations: int = 0
     num_late_captures: int = 0
-    speculation: SpeculationStats = SpeculationStats()
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     steps: StepStats = StepStats()
 
 

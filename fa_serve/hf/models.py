@@ -113,8 +113,9 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
         )
     unknown = sorted(source.told - _KNOWN)
     if unknown:
+        named = ", ".join(map(repr, unknown))
         raise UnsupportedModelError(
-            f"{model_class.__name__} passes its attention {unknown}, which fa_serve does not know, so fa_serve cannot replace "
+            f"{model_class.__name__} passes its attention {named}, which fa_serve does not know, so fa_serve cannot replace "
             'it: load the model with attn_implementation="eager" or "sdpa"'
         )
 

@@ -38,9 +38,43 @@ class RowTile(NamedTuple):
 
 @triton.jit
 def _dot_rows(
-    x_ptr, w_ptr, bias_ptr, rows, known, stride_wn, stride_wk, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    x_ptr,
+    weight,
+    strides,
+    expert,
+    rows,
+    known,
+    NUM_EXPERTS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """[BLOCK_N] float32: the products of x (K,) with those rows of an expert's weights that are known, and their biases."""
+    """[BLOCK_N] float32: the products of x (K,) with those rows of an expert's (N, K) weights that are known, and their biases.
+
+    weight:  pointers to data, scales, zero points and biases; a matrix has no scales
+    strides: of a matrix by expert, row and column, and of biases by expert
+    """
+    w_ptr, scales_ptr, zeros_ptr, bias_ptr = weight
+    stride_we, stride_wn, stride_wk, stride_be = strides
+    if bias_ptr is not None:
+        bias_ptr += expert * stride_be
+    if scales_ptr is not None:
+        quantized = (w_ptr, scales_ptr, zeros_ptr)
+        y = _dot_quantized(x_ptr, quantized, expert * N + rows, NUM_EXPERTS * N, K, GROUP, VALUES, PARTS, BLOCK_N, BLOCK_K)
+    else:
+        y = _dot_matrix(x_ptr, w_ptr + expert * stride_we, rows, known, stride_wn, stride_wk, K, BLOCK_N, BLOCK_K)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + rows, mask=known, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _dot_matrix(x_ptr, w_ptr, rows, known, stride_wn, stride_wk, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The products of x with known rows of a matrix."""
     k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * stride_wn + k[None, :] * stride_wk
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -49,23 +83,15 @@ def _dot_rows(
         x = tl.load(x_ptr + start + k, mask=keep, other=0.0).to(tl.float32)
         acc += tl.load(w_ptrs, mask=known[:, None] & keep[None, :], other=0.0).to(tl.float32) * x[None, :]
         w_ptrs += BLOCK_K * stride_wk
-    y = tl.sum(acc, 1)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + rows, mask=known, other=0.0).to(tl.float32)
-    return y
+    return tl.sum(acc, 1)
 
 
 @triton.jit
-def _dot_quantized_rows(
+def _dot_quantized(
     x_ptr,
-    data_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
+    weight,
     rows,
-    known,
-    first_row,
-    ALL_ROWS: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     VALUES: tl.constexpr,
@@ -73,23 +99,20 @@ def _dot_quantized_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """What `_dot_rows` computes, of the rows first_row + rows of quantised weights."""
+    """The products of x with rows of (N, K) quantised weights, which are those of all experts."""
+    data_ptr, scales_ptr, zeros_ptr = weight
     UNIT: tl.constexpr = 256 if VALUES != 0 else 32
     UNITS: tl.constexpr = BLOCK_K // UNIT
     units = tl.arange(0, UNITS)
-    all_rows = first_row + rows
     acc = tl.zeros([BLOCK_N, UNITS, 32] if VALUES != 0 else [BLOCK_N, UNITS], tl.float32)
     for start in tl.range(0, K, BLOCK_K):
-        loaded = load_units(data_ptr, scales_ptr, zeros_ptr, all_rows, start // UNIT, units, ALL_ROWS, K, GROUP, VALUES, PARTS)
+        loaded = load_units(data_ptr, scales_ptr, zeros_ptr, rows, start // UNIT, units, N, K, GROUP, VALUES, PARTS)
         xs = ()
         for run in tl.static_range(UNIT // 32):
             columns = start + 32 * run + units[:, None] * UNIT + tl.arange(0, 32)[None, :]
             xs += (tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32),)
         acc = add_row_sums(acc, loaded, xs, VALUES, PARTS)
-    y = row_result(acc, scales_ptr, None, all_rows, 1.0, ALL_ROWS, K, GROUP, VALUES)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + rows, mask=known, other=0.0).to(tl.float32)
-    return y
+    return row_result(acc, scales_ptr, None, rows, 1.0, N, K, GROUP, VALUES)
 
 
 @triton.jit
@@ -129,34 +152,22 @@ def _gated_rows(
     if (expert < 0) | (expert >= NUM_EXPERTS):
         return
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = rows_of_weights(columns, True, STEP, UP)
-    if bias_ptr is not None:
-        bias_ptr += expert * stride_be
-    x_ptr += pair // TOP_K * K
-    known = columns < 2 * N
-    if scales_ptr is not None:
-        ALL_ROWS: tl.constexpr = NUM_EXPERTS * 2 * N
-        first = expert * 2 * N
-        both = _dot_quantized_rows(
-            x_ptr,
-            w_ptr,
-            scales_ptr,
-            zeros_ptr,
-            bias_ptr,
-            rows,
-            known,
-            first,
-            ALL_ROWS,
-            K,
-            GROUP,
-            VALUES,
-            PARTS,
-            BLOCK_N,
-            BLOCK_K,
-        )
-    else:
-        w_ptr += expert * stride_we
-        both = _dot_rows(x_ptr, w_ptr, bias_ptr, rows, known, stride_wn, stride_wk, K, BLOCK_N, BLOCK_K)
+    both = _dot_rows(
+        x_ptr + pair // TOP_K * K,
+        (w_ptr, scales_ptr, zeros_ptr, bias_ptr),
+        (stride_we, stride_wn, stride_wk, stride_be),
+        expert,
+        rows_of_weights(columns, True, STEP, UP),
+        columns < 2 * N,
+        NUM_EXPERTS,
+        2 * N,
+        K,
+        GROUP,
+        VALUES,
+        PARTS,
+        BLOCK_N,
+        BLOCK_K,
+    )
     gate, up = tl.split(tl.reshape(both, [BLOCK_N // 2, 2]))
     y = gated_values(gate, up, slope, limit, offset, KIND)
     n = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
@@ -196,19 +207,22 @@ def _mixed_rows(
         pair = token * TOP_K + i
         expert = tl.load(index_ptr + pair).to(tl.int64)
         if (expert >= 0) & (expert < NUM_EXPERTS):
-            bias = bias_ptr
-            if bias_ptr is not None:
-                bias = bias_ptr + expert * stride_be
-            x = x_ptr + pair * K
-            if scales_ptr is not None:
-                ALL_ROWS: tl.constexpr = NUM_EXPERTS * N
-                first = expert * N
-                y = _dot_quantized_rows(
-                    x, w_ptr, scales_ptr, zeros_ptr, bias, n, n < N, first, ALL_ROWS, K, GROUP, VALUES, PARTS, BLOCK_N, BLOCK_K
-                )
-            else:
-                w = w_ptr + expert * stride_we
-                y = _dot_rows(x, w, bias, n, n < N, stride_wn, stride_wk, K, BLOCK_N, BLOCK_K)
+            y = _dot_rows(
+                x_ptr + pair * K,
+                (w_ptr, scales_ptr, zeros_ptr, bias_ptr),
+                (stride_we, stride_wn, stride_wk, stride_be),
+                expert,
+                n,
+                n < N,
+                NUM_EXPERTS,
+                N,
+                K,
+                GROUP,
+                VALUES,
+                PARTS,
+                BLOCK_N,
+                BLOCK_K,
+            )
             acc += tl.load(weights_ptr + pair).to(tl.float32) * y
     tl.store(out_ptr + token * N + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)
 

@@ -86,11 +86,11 @@ def call_rules(
 
 
 def _with_escaped_slashes(regex: str) -> str:
-    """A slash ends a regular expression in Lark. What is escaped already stays.
+    """The same expression, in which every slash is escaped, because a slash ends a regular expression in Lark.
 
-    replace() goes from left to right, so that a backslash that is left escapes the character behind it. Half of a surrogate
-    pair, which JSON in UTF-8 cannot contain, stands for an escaped backslash meanwhile. A function that is called for each
-    slash would hold up the event loop for 50 ms.
+    Slashes that were escaped before keep their one backslash. Escaped backslashes are set aside first, as half of a surrogate
+    pair, which JSON in UTF-8 cannot contain: every other backslash then escapes the character after it. Calls of replace()
+    do not hold up the event loop, as a function that is called for each slash would, for up to 50 ms.
     """
     text = regex.replace("\\\\", "\ud800").replace("\\/", "/").replace("/", "\\/")
     return text.replace("\ud800", "\\\\")

@@ -34,7 +34,7 @@ log = logging.getLogger("fa_serve.server")
 APPLICATION = "fa_serve"
 DEPLOYMENT = "engine"
 RUNNING: Any = "RUNNING"  # of Ray's ReplicaState, whose members are strings
-ROUTER: Any = f"{PrefixRouter.__module__}:PrefixRouter"  # its annotation in Ray leaves out what its documentation says
+ROUTER: Any = f"{PrefixRouter.__module__}:PrefixRouter"  # Ray documents that it takes an import path, without annotating it
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Cluster:
         # Ray would send statistics of its use to its makers
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = self._options.address or "local"  # None would join any cluster that has been started on this machine
-        # the dashboard runs what anyone sends to it, so it is for those who start a cluster to decide
+        # Ray's dashboard runs any job that is sent to it, so a cluster that we start has none
         local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
         self._owns_ray = True
@@ -88,7 +88,10 @@ class Cluster:
             handle = serve.get_app_handle(APPLICATION)
             running, _ = handle.describe.remote().result()
             if running != config:
-                raise ValueError(f"the replicas of this cluster must be those that are asked for, got {running}")
+                raise ValueError(
+                    f"the cluster already has replicas with other settings. Start with the settings of these, or in another "
+                    f"cluster. It has {running}; asked for was {config}"
+                )
             return handle
         self._owns_application = True
         deployment: Any = serve.deployment(name=DEPLOYMENT, **self._deployment_options(config))(EngineReplica)

@@ -94,8 +94,9 @@ class ReplicaWorker:
         if isinstance(command, Add):
             request = self._requests[name] = _Request(set(range(1 if command.params is None else command.params.n)))
             request.task = self._loop.create_task(self._run(command, request))
-        elif name in self._requests and (task := self._requests[name].task) is not None:
-            task.cancel()
+            request.task.add_done_callback(lambda _: self._requests.pop(name))
+        elif name in self._requests:
+            self._stop(name, "abort")
 
     async def _run(self, add: Add, request: _Request) -> None:
         """Send a request, and wait for its end. Its outputs come through `_listen`."""
@@ -110,7 +111,6 @@ class ReplicaWorker:
                 await asyncio.wait_for(request.ended.wait(), LATE_SECONDS)
         except asyncio.CancelledError:
             response.cancel()
-            self._end(name, request, "abort")
             raise
         except (RayActorError, asyncio.TimeoutError) as error:
             log.error("the replica of %s has ended: %s", name, type(error).__name__)
@@ -118,8 +118,13 @@ class ReplicaWorker:
         except Exception as error:
             log.exception("the replica of %s has failed", name)
             self._end(name, request, "error", RequestError("step_failed", f"{type(error).__name__}: {error}"))
-        finally:
-            del self._requests[name]
+
+    def _stop(self, name: str, reason: FinishReason, error: RequestError | None = None) -> None:
+        """End a request and cancel it in its replica. Its task may not have begun to run."""
+        request = self._requests[name]
+        self._end(name, request, reason, error)
+        if request.task is not None:
+            request.task.cancel()
 
     def _end(self, name: str, request: _Request, reason: FinishReason, error: RequestError | None = None) -> None:
         """Give each unfinished answer of a request its last output."""
@@ -142,9 +147,8 @@ class ReplicaWorker:
         except Exception as error:
             log.error("the replica %s has ended: %s", replica, type(error).__name__)
             for name, request in self._requests.items():
-                if request.replica == replica and request.task is not None:
-                    self._end(name, request, "error", RequestError("replica_lost", REPLICA_LOST))
-                    request.task.cancel()
+                if request.replica == replica:
+                    self._stop(name, "error", RequestError("replica_lost", REPLICA_LOST))
         finally:
             response.cancel()
             del self._listeners[replica]

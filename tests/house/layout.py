@@ -52,7 +52,6 @@ TESTED_BY = {
         "it is a script that only grammar_trials starts, and its limits end its process",
     ),
     "fa_serve.server.ray.cluster": ("tests/server/test_ray.py", "a cluster takes seconds to start, so all tests share one"),
-    "fa_serve.server.ray.replicated_engine": ("tests/server/test_ray.py", "it does nothing without a cluster"),
     "fa_serve.backends.hopper.kernel_types": (
         "tests/backends/hopper/test_forward.py",
         "the types of arguments exist inside of a kernel only",

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fa_serve.engine import RequestError, RequestOutput, SequenceTimes, TokenLogprob
 from fa_serve.engine.prompts import PromptReader
-from fa_serve.engine.stats import SpeculationStats, StepStats
+from fa_serve.engine.speculation import SpeculationStats
+from fa_serve.engine.stats import StepStats
 from fa_serve.engine.worker import Pulse
 
 __all__ = ["served", "start_server"]

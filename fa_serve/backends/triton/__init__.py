@@ -52,12 +52,10 @@ class TritonBackend:
             return f"reads a cache of q's dtype or float8_e4m3fn, got {dtype_name(spec.kv_dtype)}"
         if spec.kv_dtype == torch.float8_e4m3fn and 0 < spec.arch < 89:
             return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
-        widest = max(spec.head_dim, spec.head_dim_v)
-        if spec.values_in_keys and latent.unsupported(spec) is None:
-            widest = spec.head_dim_v
+        not_latent = latent.unsupported(spec)
+        widest = spec.head_dim_v if not_latent is None else max(spec.head_dim, spec.head_dim_v)
         if widest > _MAX_HEAD_DIM:
-            reason = latent.unsupported(spec) if spec.values_in_keys else None
-            return reason or f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {widest}"
+            return not_latent if spec.values_in_keys else f"has kernels for a head_dim up to {_MAX_HEAD_DIM}, got {widest}"
         if (spec.needs_grad or spec.op == "backward") and widest > _MAX_HEAD_DIM_OF_GRADIENTS:
             return f"computes gradients for a head_dim up to {_MAX_HEAD_DIM_OF_GRADIENTS}, got {widest}"
         if spec.layout == "paged" and spec.needs_grad:
@@ -76,6 +74,6 @@ class TritonBackend:
             return plan_backward(tensors, options)
         if spec.block_mask:
             return plan_block_sparse(tensors, options)
-        if spec.values_in_keys and latent.unsupported(spec) is None:
+        if latent.unsupported(spec) is None:
             return latent.plan_latent(tensors, options, decodes=spec.op == "decode")
         return plan_decode(tensors, options) if spec.op == "decode" else plan_forward(tensors, options)

@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch, on_device_of
+from fa_serve.backends.launch import Launch, on_device_of, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, BackwardTensors, Gradients, Run
 from fa_serve.backends.triton.backward_kernels import STATS_ROWS, BackwardVariant, attn_bwd_delta, attn_bwd_kv, attn_bwd_q
 from fa_serve.backends.triton.triton_tiles import BackwardTiles, TileConfig, backward_tiles, padded_dim
@@ -218,18 +218,14 @@ class _TmaLaunch:
 def _laid_out(tensors: BackwardTensors) -> BackwardTensors:
     """The same numbers in layouts that the kernels read: unit strides along head_dim, and contiguous row statistics."""
     return tensors._replace(
-        q=_with_unit_stride(tensors.q),
-        k=_with_unit_stride(tensors.k),
-        v=_with_unit_stride(tensors.v),
-        out=_with_unit_stride(tensors.out),
-        dout=_with_unit_stride(tensors.dout),
+        q=with_unit_stride(tensors.q),
+        k=with_unit_stride(tensors.k),
+        v=with_unit_stride(tensors.v),
+        out=with_unit_stride(tensors.out),
+        dout=with_unit_stride(tensors.dout),
         lse=tensors.lse.contiguous(),
         dlse=None if tensors.dlse is None else tensors.dlse.contiguous(),
     )
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _row_strides(x: Tensor) -> tuple[int, ...]:

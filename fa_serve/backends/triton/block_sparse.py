@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.launch import Launch, multiprocessors
+from fa_serve.backends.launch import Launch, multiprocessors, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.float8_conversions import fit_float16, widen
 from fa_serve.backends.triton.key_pages import key_offsets, read_pages
@@ -394,7 +394,7 @@ class _BlockSparsePlan:
     )
 
     def __init__(self, tensors: AttentionTensors, options: AttentionOptions, tiles: SparseTiles | None) -> None:
-        q, k, v = (_with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in tensors[:3])
         blocks = tensors.blocks
         assert blocks is not None
         dense = tensors.cu_seqlens_q is None
@@ -432,12 +432,11 @@ class _BlockSparsePlan:
                 options.num_splits,
             )
         assert tiles.block_n <= MAX_KEYS_PER_TILE
-        tiles_per_head = -(-shared * options.max_seqlen_q // tiles.block_m)
         counts = SplitCounts(
             batch=batch,
-            units=list_heads * tiles_per_head,
-            tiles_per_head=tiles_per_head,
-            unit_rows=min(tiles.block_m, shared * options.max_seqlen_q),
+            heads=list_heads,
+            rows=shared * options.max_seqlen_q,
+            block_m=tiles.block_m,
             splits=tiles.splits,
             min_blocks=1,
             max_q=options.max_seqlen_q,
@@ -453,7 +452,7 @@ class _BlockSparsePlan:
             varying=(
                 batch,
                 counts.units,
-                tiles_per_head,
+                counts.tiles_per_head,
                 counts.unit_rows,
                 tiles.splits,
                 options.max_seqlen_q,
@@ -471,11 +470,11 @@ class _BlockSparsePlan:
             options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
         )
         if tiles.splits > 1:
-            self._split_size = programs * counts.unit_rows * (dim_v + 1)
+            self._split_size = counts.buffer_size(variant.split)
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v = (_with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in tensors[:3])
         out = tensors.out
         result = out if self._takes_out and out is not None else q.new_empty(self._out_shape)
         lse = q.new_empty(self._lse_shape, dtype=torch.float32) if self._needs_lse else None
@@ -537,10 +536,6 @@ class _BlockSparsePlan:
             ptx=arch >= 89,
             alibi="none" if slopes is None else "heads" if slopes.dim() == 1 else "batch",
         )
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _row_strides(x: Tensor) -> tuple[int, ...]:

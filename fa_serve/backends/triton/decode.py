@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.launch import Launch, launch_options, multiprocessors
+from fa_serve.backends.launch import Launch, launch_options, multiprocessors, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.float8_conversions import fit_float16, half_of_pairs, widen
 from fa_serve.backends.triton.key_pages import key_offsets, read_pages
@@ -45,6 +45,7 @@ from fa_serve.backends.triton.primitives import (
     wait_for_previous_kernel,
 )
 from fa_serve.backends.triton.splits import (
+    COUNTS,
     SplitCounts,
     SplitVariant,
     combine_launch,
@@ -212,24 +213,7 @@ def _walk(
     return out, row_max, row_sum
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_k",
-        "stride_mb",
-        "batch",
-        "units",
-        "tiles_per_head",
-        "unit_rows",
-        "splits",
-        "min_blocks",
-        "max_q",
-        "window_left",
-        "window_right",
-        "stride_lh",
-        "stride_table",
-        "stride_mk",
-    ]
-)
+@triton.jit(do_not_specialize=["max_k", "stride_mb", *COUNTS, "window_right", "stride_lh", "stride_table", "stride_mk"])
 def _decode(
     q_ptr,
     k_ptr,
@@ -417,7 +401,7 @@ class _DecodePlan:
     def __init__(self, tensors: AttentionTensors, options: AttentionOptions, tiles: DecodeTiles | None) -> None:
         self._is_dense = tensors.block_table is None
         q = _rows_of(tensors.q)
-        k, v = (_with_unit_stride(x) for x in (tensors.k, tensors.v))
+        k, v = (with_unit_stride(x) for x in (tensors.k, tensors.v))
         total_q, num_heads, dim = q.shape
         dim_v = v.shape[3]
         batch = v.shape[0] if tensors.block_table is None else tensors.block_table.shape[0]
@@ -452,12 +436,11 @@ class _DecodePlan:
             )
         assert tiles.block_n <= MAX_KEYS_PER_TILE
         groups = num_heads // k.shape[2]
-        tiles_per_head = -(-groups * max_seqlen_q // tiles.block_m)
         counts = SplitCounts(
             batch=batch,
-            units=k.shape[2] * tiles_per_head,
-            tiles_per_head=tiles_per_head,
-            unit_rows=min(tiles.block_m, groups * max_seqlen_q),
+            heads=k.shape[2],
+            rows=groups * max_seqlen_q,
+            block_m=tiles.block_m,
             splits=tiles.splits,
             min_blocks=tiles.min_blocks,
             max_q=max_seqlen_q,
@@ -488,8 +471,7 @@ class _DecodePlan:
         if not self._is_dense:
             self._late = _late_numbers(k, v, None, options.max_seqlen_k)
         if tiles.balanced or tiles.splits > 1:
-            places = (2 * programs if tiles.balanced else programs) * counts.units * counts.unit_rows
-            self._split_size = places * (dim_v + 1)
+            self._split_size = counts.buffer_size(variant.split)
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
@@ -502,8 +484,8 @@ class _DecodePlan:
         if self._decode is not None:
             late = self._late
             if late is None:
-                k = _with_unit_stride(k)
-                v = _with_unit_stride(v)
+                k = with_unit_stride(k)
+                v = with_unit_stride(v)
                 late = _late_numbers(k, v, mask, k.shape[1])
             splits = None if self._combine is None else q.new_empty(self._split_size, dtype=torch.float32)
             if mask is not None:
@@ -523,10 +505,6 @@ def _rows_of(q: Tensor) -> Tensor:
     """(total_q, heads, dim) with a contiguous last dimension."""
     rows = q if q.dim() == 3 else q.reshape(q.shape[0] * q.shape[1], *q.shape[2:])
     return rows if rows.stride(2) == 1 else rows.contiguous()
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _late_numbers(k: Tensor, v: Tensor, mask: Tensor | None, max_seqlen_k: int) -> tuple[int, ...]:

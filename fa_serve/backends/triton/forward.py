@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.launch import FUSED, Launch, on_device_of
+from fa_serve.backends.launch import FUSED, Launch, on_device_of, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.primitives import (
     LOG2E,
@@ -372,7 +372,7 @@ class _ForwardPlan:
     )
 
     def __init__(self, tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None) -> None:
-        q, k, v = (_with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in tensors[:3])
         paged = tensors.block_table is not None
         if tiles is None:
             tiles = forward_tiles(
@@ -404,7 +404,7 @@ class _ForwardPlan:
         self._launch = self._make_launch(tensors._replace(q=q, k=k, v=v, out=out), options)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v = (_with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in tensors[:3])
         if self._uses_tma and (k.data_ptr() | v.data_ptr()) & 15:
             return _ForwardPlan(tensors, self._options, replace(self._tiles, tma=False))(tensors)
         out = tensors.out
@@ -533,10 +533,6 @@ class _TmaLaunch:
 def _alibi_of(tensors: AttentionTensors) -> str:
     slopes = tensors.alibi_slopes
     return "none" if slopes is None else "heads" if slopes.dim() == 1 else "batch"
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _row_strides(x: Tensor) -> tuple[int, ...]:

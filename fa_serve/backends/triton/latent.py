@@ -24,11 +24,12 @@ from torch import Tensor
 
 from fa_serve import spec as facts
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.launch import Launch, launch_options, multiprocessors
+from fa_serve.backends.launch import Launch, launch_options, multiprocessors, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, online_softmax_update, wait_for_previous_kernel
 from fa_serve.backends.triton.splits import (
+    COUNTS,
     SplitCounts,
     SplitVariant,
     combine_launch,
@@ -127,23 +128,7 @@ def _walk(q, span, k_ptr, table_ptr, positions, kv_len, factor, window_right, st
     return acc, row_max, row_sum
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_k",
-        "batch",
-        "units",
-        "tiles_per_head",
-        "unit_rows",
-        "splits",
-        "min_blocks",
-        "max_q",
-        "window_left",
-        "window_right",
-        "skip_q",
-        "stride_lh",
-        "stride_table",
-    ]
-)
+@triton.jit(do_not_specialize=["max_k", *COUNTS, "window_right", "skip_q", "stride_lh", "stride_table"])
 def _latent(
     q_ptr,
     k_ptr,
@@ -258,7 +243,9 @@ def _latent(
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    """Why this kernel does not serve a call whose values are the first numbers of its keys, or None."""
+    """Why this kernel does not serve a call, or None."""
+    if not spec.values_in_keys:
+        return "reads keys whose first numbers are their values"
     if spec.kv_dtype != spec.dtype:
         return f"reads values in keys of q's dtype only, got {facts.dtype_name(spec.kv_dtype)}"
     named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
@@ -291,7 +278,7 @@ class _LatentPlan:
     __slots__ = ("_combine", "_latent", "_lse_shape", "_max_k", "_needs_lse", "_out_shape", "_split_size")
 
     def __init__(self, tensors: AttentionTensors, options: AttentionOptions, decodes: bool, tiles: DecodeTiles | None) -> None:
-        q = _with_unit_stride(tensors.q)
+        q = with_unit_stride(tensors.q)
         k = tensors.k
         assert tensors.block_table is not None
         total_q, num_heads, _ = q.shape
@@ -318,12 +305,11 @@ class _LatentPlan:
         if not decodes:
             tiles = tiles.without_splits()
         assert tiles.block_n <= MAX_KEYS_PER_TILE
-        tiles_per_head = -(-rows // tiles.block_m) if decodes else 1
         counts = SplitCounts(
             batch=batch,
-            units=k.shape[2] * tiles_per_head,
-            tiles_per_head=tiles_per_head,
-            unit_rows=min(tiles.block_m, rows),
+            heads=k.shape[2],
+            rows=rows if decodes else min(rows, tiles.block_m),  # a prompt's program finds its tile by itself
+            block_m=tiles.block_m,
             splits=tiles.splits,
             min_blocks=tiles.min_blocks,
             max_q=max_q,
@@ -352,12 +338,11 @@ class _LatentPlan:
             options={**launch_options(variant.split.pdl, tiles.num_warps), "num_stages": tiles.num_stages},
         )
         if tiles.balanced or tiles.splits > 1:
-            places = (2 * programs if tiles.balanced else programs) * counts.units * counts.unit_rows
-            self._split_size = places * (dim_v + 1)
+            self._split_size = counts.buffer_size(variant.split)
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q = _with_unit_stride(tensors.q)
+        q = with_unit_stride(tensors.q)
         result = tensors.out if tensors.out is not None and _takes(tensors.out) else q.new_empty(self._out_shape)
         lse = tensors.lse
         if self._needs_lse and lse is None:
@@ -376,10 +361,6 @@ class _LatentPlan:
 def _takes(out: Tensor | None) -> bool:
     """Whether the kernel can write to this tensor."""
     return out is not None and out.stride(2) == 1
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _variant(

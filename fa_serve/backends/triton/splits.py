@@ -1,7 +1,7 @@
 """How split-KV decoding cuts keys into splits, on the device, and how it merges their results.
 
-The kernel of `decode` and the kernel `_combine` here find the same splits, each from the lengths, so nothing about them is
-stored. This module leaves out what is computed for a split (`decode`).
+A kernel that computes splits (`decode`, `latent`) and the kernel `_combine` here find the same splits, each from the lengths,
+so nothing about them is stored. This module leaves out what is computed for a split.
 
 In the helpers, `sequences` is (cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left). A dense batch has no cu_q_ptr, and all
 of its sequences have max_q queries and max_k keys. Without used_k_ptr, only lists know which keys a sequence has.
@@ -47,32 +47,56 @@ class SplitVariant:
     listed: bool = False
 
 
+COUNTS = ("batch", "units", "tiles_per_head", "unit_rows", "splits", "min_blocks", "max_q", "window_left")
+"""The parameters of kernels that take `SplitCounts.numbers`. Kernels are not compiled anew for their values."""
+
+
 @dataclass(frozen=True, slots=True)
 class SplitCounts:
     """The numbers of a call's splits, which both kernels take.
 
-    batch:          sequences
-    units:          tiles of packed rows per sequence, over all KV heads
-    tiles_per_head: tiles of packed rows per KV head
-    unit_rows:      rows per tile that can hold a query
-    splits:         splits per sequence or, if balanced, shares of the whole batch
-    min_blocks:     the least number of key blocks per split
-    max_q:          sequences with more queries are left alone
-    left:           window to the left or length of a chunk, -1 for neither
+    batch:      sequences
+    heads:      KV heads, or lists of key blocks per sequence (`block_sparse`)
+    rows:       packed rows per head and sequence, at most
+    block_m:    rows per tile
+    splits:     splits per sequence or, if balanced, shares of the whole batch
+    min_blocks: the least number of key blocks per split
+    max_q:      sequences with more queries are left alone
+    left:       window to the left or length of a chunk, -1 for neither
     """
 
     batch: int
-    units: int
-    tiles_per_head: int
-    unit_rows: int
+    heads: int
+    rows: int
+    block_m: int
     splits: int
     min_blocks: int
     max_q: int
     left: int
 
     @property
+    def tiles_per_head(self) -> int:
+        """Tiles of packed rows per head."""
+        return -(-self.rows // self.block_m)
+
+    @property
+    def units(self) -> int:
+        """Tiles of packed rows per sequence, over all heads."""
+        return self.heads * self.tiles_per_head
+
+    @property
+    def unit_rows(self) -> int:
+        """Rows per tile that can hold a query."""
+        return min(self.block_m, self.rows)
+
+    def buffer_size(self, var: SplitVariant) -> int:
+        """How many float32 numbers the splits leave: results, and behind them log-sum-exps (see `lse_of_splits`)."""
+        places = self.splits * (2 if var.balanced else self.batch) * self.units * self.unit_rows
+        return places * (var.dim_v + 1)
+
+    @property
     def numbers(self) -> tuple[int, ...]:
-        """In the order of the kernels' parameters."""
+        """In the order of COUNTS."""
         return (
             self.batch,
             self.units,
@@ -214,21 +238,7 @@ def store_rows(out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, strides, var:
         tl.store(lse_ptr + head * stride_lh + token, lse, mask=live)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_k",
-        "batch",
-        "units",
-        "tiles_per_head",
-        "unit_rows",
-        "splits",
-        "min_blocks",
-        "max_q",
-        "window_left",
-        "stride_lh",
-        "blocks_per_seq",
-    ]
-)
+@triton.jit(do_not_specialize=["max_k", *COUNTS, "stride_lh", "blocks_per_seq"])
 def _combine(
     out_ptr,
     lse_ptr,
@@ -254,8 +264,8 @@ def _combine(
 ):
     """Merge the splits of BLOCK_ROWS rows of one sequence, BLOCK_SPLITS at a time, with the weights exp(lse - max lse).
 
-    The lengths may be read before the wait: `_decode`, which let this kernel start, had already waited for the kernel that
-    wrote them.
+    The lengths may be read before the wait: the kernel that let this one start had already waited for the kernel that wrote
+    them.
     """
     BLOCK_DV: tl.constexpr = var.block_dv
     sequences = (cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left)
@@ -311,7 +321,7 @@ def _combine(
 
 
 def combine_launch(counts: SplitCounts, var: SplitVariant, lse_stride: int, out_strides: tuple[int, ...]) -> Launch:
-    """The launch that merges what `_decode` left in splits.
+    """The launch that merges what a kernel left in splits.
 
     Its tensors are out, lse, the buffer of the splits, seqused_k and cu_seqlens_q, and the number given late is max_k.
     """

@@ -302,9 +302,9 @@ def latent_tiles(
 ) -> DecodeTiles:
     """The tile of one call of latent attention, with arguments as in `decode_tiles`. Queries are the rows of every tile.
 
-    They are compiled but not measured: the most rows, then the most keys, without spills in the inner loop and within the
-    shared memory of each GPU. With 64 rows, 128 query heads read each key twice, the second time from the L2 cache. With 64
-    rows on sm100, and with 128 on sm90, the accumulator spills.
+    Not measured yet. Each tile has the most rows, then the most keys, with which the compiled inner loop does not spill
+    registers and fits in the shared memory of the GPU. The accumulator spills with 64 rows on sm100 and with 128 on sm90. With
+    64 rows, 128 query heads read each key twice, the second time from the L2 cache.
     """
     rows = groups if num_splits else groups * max_seqlen_q
     most = 16 if itemsize == 4 or arch == 0 else 64 if arch == 90 else 32

@@ -6,22 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from cross_compile import TARGETS, Kernel, compiling_for
+from cross_compile import SHARED_BYTES, TARGETS, Kernel, compiling_for
 
 from fa_serve.backends.plan import AttentionOptions, BackwardTensors
 from fa_serve.backends.triton.backward import plan_backward
 from fa_serve.testing import cu_seqlens, make_qkv
 
 KERNELS = ["attn_bwd_delta", "attn_bwd_kv", "attn_bwd_q"]
-SHARED_BYTES = {
-    "sm80": 163 << 10,
-    "sm86": 99 << 10,
-    "sm89": 99 << 10,
-    "sm90": 227 << 10,
-    "sm100": 227 << 10,
-    "sm120": 99 << 10,
-    "gfx942": 64 << 10,
-}  # what one program may ask for
 
 # where the tile is the same for all: sm86 and sm89 add nothing to sm120, and sm100 has sm90's tiles
 UNLIKE = ["sm80", "sm90", "sm120", "gfx942"]

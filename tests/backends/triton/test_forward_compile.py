@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cross_compile import TARGETS, compiling_for
+from cross_compile import SHARED_BYTES, TARGETS, compiling_for
 
 from fa_serve.backends.triton.forward import plan_forward
 from fa_serve.testing import cu_seqlens, make_qkv, run_plan
@@ -32,15 +32,6 @@ DENSE = {
     "D256-everything": (256, 256, torch.float16, EVERYTHING),
     "D512-everything": (512, 512, torch.float16, EVERYTHING),
 }
-SHARED_BYTES = {
-    "sm80": 163 << 10,
-    "sm86": 99 << 10,
-    "sm89": 99 << 10,
-    "sm90": 227 << 10,
-    "sm100": 227 << 10,
-    "sm120": 99 << 10,
-    "gfx942": 64 << 10,
-}  # what one program may ask for
 
 # where the tile is the same for all: sm86, sm89 and sm100 add nothing to these, in registers or in shared memory
 UNLIKE = ["sm80", "sm90", "sm120", "gfx942"]

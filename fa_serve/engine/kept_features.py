@@ -1,6 +1,6 @@
 """What an EAGLE-3 head takes of each token that the model has computed, kept in the pages of the KV cache.
 
-    kept = HiddenStates(model, head)
+    kept = KeptFeatures(model, head)
     kept.allocate(num_pages * page_size)
     with kept.keeping(batch):                # a PagedBatch
         logits = paged_forward(model, ...)
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fa_serve.hf.eagle3 import Eagle3Head
 
 
-class HiddenStates:
+class KeptFeatures:
     """Owner of the features. Raises UnsupportedModelError for a model whose hidden states cannot be read.
 
     model: a PreTrainedModel
