@@ -20,13 +20,14 @@ class PromptReader:
     """Turns prompts into token ids. Safe to use from any thread.
 
     tokenizer: a fast tokenizer of transformers, or None; then prompts must be token ids
+    max_chars: characters of a text that `encode` takes
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._max_chars = 0 if tokenizer is None else max_model_len * _most_characters(tokenizer.backend_tokenizer)
+        self.max_chars = 0 if tokenizer is None else max_model_len * _most_characters(tokenizer.backend_tokenizer)
 
     def read(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a text, or a checked copy of token ids.
@@ -54,9 +55,9 @@ class PromptReader:
 
         Raises ParameterError("prompt") for a text that is too long or cannot be encoded as UTF-8.
         """
-        if len(text) > self._max_chars:
+        if len(text) > self.max_chars:
             # Tokenizing many megabytes takes a thread several seconds, and the text would be refused anyway.
-            limit = f"{self._max_model_len} tokens, and so have at most {self._max_chars} characters"
+            limit = f"{self._max_model_len} tokens, and so have at most {self.max_chars} characters"
             raise ParameterError("prompt", f"be shorter than max_model_len = {limit}", len(text), "context_length_exceeded")
         try:
             text.encode()

@@ -122,9 +122,9 @@ def _grammar_bytes() -> None:
 
 
 def _grammar_cancelled() -> None:
-    from fa_serve.engine import grammar_queue, grammar_trials
+    from fa_serve.engine import grammar_queue, trials
 
-    grammar_trials.Trial.cancel = grammar_queue.GrammarQueue.cancel = _nothing  # type: ignore[method-assign, assignment]
+    trials.Trial.cancel = grammar_queue.GrammarQueue.cancel = _nothing  # type: ignore[method-assign, assignment]
 
 
 def _mask_budget() -> None:
@@ -191,7 +191,7 @@ GUARDS: dict[str, tuple[Callable[[], None], str]] = {
     "grammar-turns": (_grammar_turns, "engine/test_grammar_queue.py"),
     "grammar-cancelled": (
         _grammar_cancelled,
-        "engine/test_grammar_trials.py -k cancel",
+        "engine/test_trials.py -k cancel",
     ),
     "mask-budget": (_mask_budget, ATTACKS + "test_a_hostile_body[ambiguous-grammar]"),
     "matcher-errors": (_matcher_errors, "engine/test_structured.py::test_an_answer_whose_matcher_gives_up_is_not_complete"),
