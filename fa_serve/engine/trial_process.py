@@ -2,8 +2,8 @@
 
     python trial_process.py <descriptor of a Unix socket>
 
-A thread cannot be stopped in the middle of a call into C, and it shares the memory and the interpreter's lock of its process. So
-work on what a client has sent is done by a child of this process, which is forked when everything that the work needs is
+A thread cannot be stopped in the middle of a call into C, and it shares the memory and the interpreter's lock of its process.
+So work on what a client has sent is done by a child of this process, which is forked when everything that the work needs is
 loaded. The child has a limit on its address space and on its CPU time, runs at a low priority, and is killed when its client
 leaves.
 
