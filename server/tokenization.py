@@ -128,7 +128,13 @@ class Tokenization:
             return given
 
         def work() -> list[list[int]]:
-            return [self._ids(prompt, special, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts]
+            found = []
+            count = 0
+            for prompt in prompts:
+                found.append(self._ids(prompt, special, "prompt") if isinstance(prompt, str) else prompt)
+                count += len(found[-1])
+                self._require_few_ids(count)
+            return found
 
         length = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         return await self._thread_for(length).run(work, client)
@@ -225,6 +231,13 @@ class Tokenization:
         if largest >= size:
             raise BadRequest(f"tokens must hold token ids from 0 to {size - 1}, got {largest}.", param="tokens")
         return str(self._engine.tokenizer.decode(token_ids))
+
+    def _require_few_ids(self, count: int) -> None:
+        assert self._engine.reader is not None
+        limit = self._engine.reader.max_ids
+        if count > limit:
+            message = f"The prompts of a request must have at most {limit} tokens together, got more."
+            raise BadRequest(message, param="prompt", code="invalid_value")
 
     def _ids(self, text: str, special: bool, param: str) -> list[int]:
         assert self._engine.reader is not None

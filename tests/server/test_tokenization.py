@@ -164,3 +164,11 @@ async def test_a_list_of_tokens_that_is_too_large_is_refused(serving, engine):
             response = await client.post("/tokenize", json=fields)
             assert response.status_code == 400
             assert (response.json()["error"]["code"], response.json()["error"]["param"]) == ("answer_too_large", "prompt")
+
+
+async def test_the_texts_of_a_request_have_a_bounded_number_of_tokens(serving, engine):
+    engine.reader.max_ids = 100
+    async with serving() as client:
+        one, all_ = [await client.post("/v1/completions", json=TEXT | {"prompt": ["a b c " * 8] * n}) for n in (1, 12)]
+    assert (one.status_code, all_.status_code, all_.json()["error"]["param"]) == (200, 400, "prompt")
+    assert "at most 100 tokens together" in all_.json()["error"]["message"]

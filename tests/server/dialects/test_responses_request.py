@@ -160,3 +160,11 @@ def test_a_thousand_faults_make_few_errors(fields) -> None:
     with pytest.raises(ValidationError) as error:
         ResponsesRequest.model_validate({**ASK, **fields})
     assert error.value.error_count() <= 6
+
+
+def test_long_instructions_are_not_repeated_in_each_response() -> None:
+    """A stream has three objects with them, which are written on the event loop."""
+    kept = ResponsesRequest.model_validate({**ASK, "instructions": "x" * 200_000}).returned
+    assert len(kept["instructions"]) == 200_000
+    left_out = ResponsesRequest.model_validate({**ASK, "instructions": "x" * 300_000, "tool_choice": "none"}).returned
+    assert (left_out["instructions"], left_out["tool_choice"]) == (None, "none")
