@@ -24,7 +24,7 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
     def work(request: bytes) -> bytes:
         asked = json.loads(request)
         try:
-            [text], _ = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [asked["messages"]],
                 asked["tools"],
                 chat_template=asked["template"],
@@ -35,6 +35,7 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
             raise
         except Exception as error:  # what a client's program can raise
             return json.dumps({"error": str(error)[:MAX_REASON]}).encode()
+        [text], _ = rendered  # of one conversation, and where its answers are
         return json.dumps({"text": text[: max_chars + 1]}).encode()
 
     return work
