@@ -302,13 +302,13 @@ class AssistantTurn:
 
     def __init__(self) -> None:
         self._fields: dict[str, Any] = {}
+        self._thoughts: list[str] = []  # joined at the end, because there may be thousands behind a long one
 
     def takes(self, item: Any) -> bool:
         """Whether the item belongs to the same message as those before. It has been added then."""
         fields = self._fields
         if isinstance(item, ReasoningItem) and not {"content", "tool_calls"} & fields.keys():
-            thoughts = "".join(part.text for part in item.content or ())
-            fields["reasoning_content"] = fields.get("reasoning_content", "") + thoughts
+            self._thoughts += [part.text for part in item.content or ()]
         elif isinstance(item, MessageItem) and item.role == "assistant" and not {"content", "tool_calls"} & fields.keys():
             fields["content"] = _text(item.content)
         elif isinstance(item, FunctionCallItem):
@@ -320,7 +320,10 @@ class AssistantTurn:
     def end(self) -> list[Message]:
         """The message, if there is one. What comes next belongs to another one."""
         fields = self._fields
+        if self._thoughts:
+            fields["reasoning_content"] = "".join(self._thoughts)
         self._fields = {}
+        self._thoughts = []
         return [message("assistant", **{"content": ""} | fields)] if any(fields.values()) else []
 
 
