@@ -50,6 +50,24 @@ def _protocol(*names: str) -> Callable[[], None]:
     return patch
 
 
+def _argument_total() -> None:
+    from fa_serve.server import json_bounds
+
+    json_bounds.JsonTotal.add = _nothing  # type: ignore[method-assign]
+
+
+def _text_tokens() -> None:
+    from fa_serve.engine import prompts
+
+    prompts.PromptReader._require_few_ids = _nothing  # type: ignore[method-assign]
+
+
+def _pauses() -> None:
+    from fa_serve.server import read_turns
+
+    read_turns.FairFlow.paused_seconds = 0.0  # type: ignore[method-assign, assignment]
+
+
 def _read_turns() -> None:
     from fa_serve.server import read_turns
 
@@ -122,9 +140,9 @@ def _grammar_bytes() -> None:
 
 
 def _grammar_cancelled() -> None:
-    from fa_serve.engine import grammar_queue, grammar_trials
+    from fa_serve.engine import grammar_queue, trials
 
-    grammar_trials.Trial.cancel = grammar_queue.GrammarQueue.cancel = _nothing  # type: ignore[method-assign, assignment]
+    trials.Trial.cancel = grammar_queue.GrammarQueue.cancel = _nothing  # type: ignore[method-assign, assignment]
 
 
 def _mask_budget() -> None:
@@ -191,7 +209,7 @@ GUARDS: dict[str, tuple[Callable[[], None], str]] = {
     "grammar-turns": (_grammar_turns, "engine/test_grammar_queue.py"),
     "grammar-cancelled": (
         _grammar_cancelled,
-        "engine/test_grammar_trials.py -k cancel",
+        "engine/test_trials.py -k cancel",
     ),
     "mask-budget": (_mask_budget, ATTACKS + "test_a_hostile_body[ambiguous-grammar]"),
     "matcher-errors": (_matcher_errors, "engine/test_structured.py::test_an_answer_whose_matcher_gives_up_is_not_complete"),
@@ -199,6 +217,9 @@ GUARDS: dict[str, tuple[Callable[[], None], str]] = {
     "body-deadline": (_protocol("_late"), "security/test_bounds.py::test_a_body_that_dribbles_ends_at_its_deadline"),
     "bytes-in-flight": (_bytes_in_flight, ATTACKS + "test_unfinished_bodies_count_before_they_are_read"),
     "read-turns": (_read_turns, "server/test_read_turns.py"),
+    "argument-total": (_argument_total, "server/chat/test_conversation.py -k bounded_together"),
+    "text-tokens": (_text_tokens, "engine/test_prompts.py -k too_many_tokens"),
+    "pauses": (_pauses, "server/test_bounded_protocol.py -k not_the_clients"),
     "connections": (_connections, "security/test_bounds.py::test_1500_idle_connections_lock_out_nobody"),
     "heartbeat": (_heartbeat, "security/test_health.py::test_a_stopped_engine"),
     "token-routes": (_token_routes, EXPENSIVE + "test_token_routes_are_admitted_like_generation"),
