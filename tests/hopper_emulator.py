@@ -30,7 +30,7 @@ from unittest import mock
 
 import torch
 
-from fa_serve.backends.hopper import consumer, forward, kernel_types, producer, tile_schedule
+from fa_serve.backends.hopper import consumer, forward, kernel_types, listed_blocks, producer, tile_schedule
 from fa_serve.backends.launch import Launch, View
 
 
@@ -450,7 +450,7 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
         "ConsumerArgs": kernel_types.ConsumerArgs,
     }
     unused = dict(faults)
-    for module in (tile_schedule, producer, consumer, forward):
+    for module in (tile_schedule, listed_blocks, producer, consumer, forward):
         source = inspect.getsource(module)
         for old, new in faults.items():
             if old in source:
