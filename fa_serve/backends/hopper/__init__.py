@@ -3,7 +3,7 @@
 forward         the kernel and its plan, for dense, packed and paged keys
 producer        the warp that copies to shared memory; `consumer` holds the warpgroups that compute
 listed_blocks   lists of key blocks, which the producer walks
-kernel_types    what these warps hand to one another
+kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
 tile_schedule   which tile comes next
 hopper_tiles    the shape of tiles
 descriptors     how the copy engine addresses tensors
