@@ -92,7 +92,7 @@ test-gpu: ## the GPU suite, with PYTHON as it is
 
 memcheck: ## a spread of the GPU suite's kernel tests under compute-sanitizer, about a minute
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
-	  --target-processes all $(PYTHON) -m pytest tests/gpu -q -k 'test_dense or test_paged or test_varlen' --every $(EVERY)
+	  --target-processes all $(PYTHON) -m pytest tests/gpu -q -k 'test_dense or test_paged or test_varlen or test_cases' --every $(EVERY)
 
 bench: ## the kernels against their peers on the GPU, with PYTHON as it is
 	@$(PYTHON) -c 'import torch; torch.cuda.is_available() or exit("make bench: PYTHON=$(PYTHON) sees no GPU")'
