@@ -16,14 +16,13 @@ from fa_serve.testing import cu_seqlens, make_qkv, run_plan
 
 PROMPT = replace(BASE, lengths_q=(256,), lengths_k=(256,), heads=4, causal=True, block_size=(128, 128))
 CASES = {
-    "d64-of-128-by-64": replace(PROMPT, head_dim=64, block_size=(128, 64), bits=True),
-    "d128": replace(PROMPT, head_dim=128, causal=False, full=0.0),
-    "d256-bits": replace(PROMPT, head_dim=256, bits=True, list_heads="q"),
-    "d128-pages-bits": replace(PROMPT, head_dim=128, layout="paged", bits=True, block_size=(128, 128)),
-    "d192-128-of-64-packed": replace(PROMPT, head_dim=192, head_dim_v=128, layout="varlen", block_size=(64, 64)),
+    "d128": replace(PROMPT, head_dim=128, causal=False, full=0.0, bits=True),
+    "d256": replace(PROMPT, head_dim=256, bits=True, list_heads="q"),
+    "d128-pages": replace(PROMPT, head_dim=128, layout="paged", bits=True),
+    "d192-128-of-64": replace(PROMPT, head_dim=192, head_dim_v=128, layout="varlen", block_size=(64, 64)),
 }
 # bytes per thread, for values that are read once per tile or by the producer; others do not spill
-SPILL_BUDGET = {"d256-bits": 48, "d128-pages-bits": 48}
+SPILL_BUDGET = {"d256": 48, "d128-pages": 48}
 
 
 def compile_lists(case: SparseCase) -> Kernel:
