@@ -21,8 +21,9 @@ CASES = {
     "d128-pages": replace(PROMPT, head_dim=128, layout="paged", bits=True),
     "d192-128-of-64": replace(PROMPT, head_dim=192, head_dim_v=128, layout="varlen", block_size=(64, 64)),
 }
-# bytes per thread, for values that are read once per tile or by the producer; others do not spill
-SPILL_BUDGET = {"d256": 48, "d128-pages": 48}
+# Bytes per thread, for values that are read once per tile or by the producer; others do not spill. Over pages 48 bytes spill in
+# Triton 3.6, and 64, 80 and 104 in the later releases.
+SPILL_BUDGET = {"d256": 48, "d128-pages": 104}
 
 
 def compile_lists(case: SparseCase) -> Kernel:
