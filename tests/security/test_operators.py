@@ -1,14 +1,12 @@
 """Mistakes of operators are refused at the start, with what is wrong; and what an operator does in passing ends nothing."""
 
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 from fa_serve.server.settings import load
 
-from fa_serve.demo import model_path
 from fa_serve.engine import Engine, EngineConfig
 from fa_serve.spec import ParameterError
 
@@ -68,13 +66,3 @@ def test_the_process_ends_for_a_broken_template_even_if_it_never_ends(tmp_path):
 def test_more_pages_than_memory():
     with pytest.raises(ParameterError, match=r"num_pages must be at most \d+: .* KiB a page, .* GiB of memory are available"):
         Engine(EngineConfig(device="cpu", num_pages=10**12))
-
-
-def test_a_broken_file_of_the_model_is_named(tmp_path):
-    shutil.copytree(model_path(), tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    done = serve_fails(tmp_path / "model", "--num-pages", "64")
-    assert done.returncode == 1
-    assert done.stderr.startswith("fa-serve: ")
-    assert str(file) in done.stderr

@@ -6,21 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cross_compile import TARGETS, Kernel, compiling_for
+from cross_compile import SHARED_BYTES, TARGETS, Kernel, compiling_for
 
 from fa_serve.backends.triton import latent
 from fa_serve.backends.triton.latent import plan_latent
 from fa_serve.testing import run_plan
 
-SHARED_BUDGET = {  # bytes one program may ask for
-    "sm80": 163 << 10,
-    "sm86": 99 << 10,
-    "sm89": 99 << 10,
-    "sm90": 227 << 10,
-    "sm100": 227 << 10,
-    "sm120": 99 << 10,
-    "gfx942": 64 << 10,
-}
 SPILL_BUDGET = {"sm90": 344, "gfx942": 76}  # bytes per thread, none of them in the inner loop; gfx942 in float32
 
 
@@ -84,7 +75,7 @@ def test_latent(target: str, shape: Shape) -> None:
     assert [kernel.name for kernel in kernels] == ["_latent", "_combine"][: 1 + shape.decodes]
     for kernel in kernels:
         assert kernel.spill_bytes <= SPILL_BUDGET.get(target, 0), f"{kernel.name} spills {kernel.spill_bytes} bytes per thread"
-        assert kernel.shared_bytes <= SHARED_BUDGET[target], f"{kernel.name} wants {kernel.shared_bytes} bytes"
+        assert kernel.shared_bytes <= SHARED_BYTES[target], f"{kernel.name} wants {kernel.shared_bytes} bytes"
         if kernel.spill_bytes and target != "gfx942":
             assert kernel.hot_loop["LDL"] == kernel.hot_loop["STL"] == 0, f"{kernel.name} spills in its inner loop"
 
