@@ -202,7 +202,7 @@ GUARDS: dict[str, tuple[Callable[[], None], str]] = {
     "parser-header": (_protocol("on_header", "_check_bytes_on_wire"), ATTACKS + "test_hostile_bytes[headers]"),
     "parser-url": (_protocol("on_url", "_check_bytes_on_wire"), ATTACKS + "test_hostile_bytes[url]"),
     "parser-pipeline": (_protocol("on_headers_complete"), "server/test_bounded_protocol.py -k pipelin"),
-    "keys-are-literal": (_keys_are_literal, "security/test_operators.py::test_a_key_with_a_number_sign_is_the_whole_key"),
+    "keys-are-literal": (_keys_are_literal, "security/test_dialects.py::test_strangers_are_told_before_anything_is_read"),
     "clients-take-turns": (_clients, ATTACKS + "test_priority_does_not_starve_another_key"),
     "pages-of-other-clients": (_pages_of_other_clients, ATTACKS + "test_priority_does_not_starve_another_key"),
     "prefix-per-key": (_prefix_per_key, ATTACKS + "test_a_prompt_is_not_revealed_to_another_key"),
