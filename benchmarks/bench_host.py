@@ -4,9 +4,10 @@
     python benchmarks/bench_host.py --before /tmp/before --after .
 
 Python and the launch of kernels cost time on the host, and a small change there is lost in the noise between two runs. Each
-round therefore starts one process for each tree, with PYTHONPATH set to the tree, and the trees take turns at being first.
-The table shows the medians of the rounds, their ratio after / before, and the least and greatest ratio of a round. A ratio
-above 1 means that the change made the call slower. `--cases` measures a part.
+round therefore starts one process for each tree, with PYTHONPATH set to the tree. The two processes measure in turns of a
+fraction of a second, so that a change of the machine's speed meets both; while one measures, the other waits for its turn. The
+number of a round is the median of its turns. The table shows the medians of the rounds, their ratio after / before, and the
+least and greatest ratio of a round. A ratio above 1 means that the change made the call slower. `--cases` measures a part.
 
     dense, varlen, paged      one call of `fa_serve.attention`, `attention_varlen`, `attention_paged`
     flash_attn ...            the same three calls through `fa_serve.flash_attn`; in a tree without it, the calls that it makes
@@ -22,6 +23,7 @@ results/host.jsonl in the form of measure.py, with the tree before as the peer. 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import json
@@ -62,8 +64,9 @@ class Sizes:
     engines: tuple[int, ...] = (1, 256)
     calls: int = 50  # enqueued before the device is waited for
     model_calls: int = 8
-    repeats: int = 60
-    steps: int = 40
+    repeats: int = 10  # groups of calls in a turn
+    steps: int = 12  # of the engine in a turn
+    turns: int = 9  # of a process in a round; the first one warms up and does not count
 
 
 TINY = Sizes(
@@ -83,6 +86,7 @@ TINY = Sizes(
     model_calls=2,
     repeats=2,
     steps=3,
+    turns=2,
 )
 """For a test on a CPU; its times say nothing."""
 
@@ -95,15 +99,14 @@ def wait(sizes: Sizes) -> None:
 def microseconds(call: Callable[[], object], sizes: Sizes, calls: int, start: Callable[[], object] = lambda: None) -> float:
     """Median host time of one call; `start` is run before each group of `calls`, and is not counted."""
     times = []
-    for repeat in range(sizes.repeats + 3):
+    for _ in range(sizes.repeats):
         start()
         wait(sizes)
         begin = time.perf_counter()
         for _ in range(calls):
             call()
         end = time.perf_counter()
-        if repeat >= 3:  # the first ones compile and warm up
-            times.append((end - begin) / calls * 1e6)
+        times.append((end - begin) / calls * 1e6)
     wait(sizes)
     return statistics.median(times)
 
@@ -188,18 +191,24 @@ def paged_call(sizes: Sizes, drop_in: bool = False) -> Call:
 
 CALLS = {"dense": dense_call, "varlen": varlen_call, "paged": paged_call}
 
+Turns = Iterator[dict[str, float]]
+"""Measures a turn for each item: microseconds by the name of the number."""
 
-def plain(name: str, sizes: Sizes) -> Iterator[tuple[str, float]]:
-    yield name, microseconds(CALLS[name](sizes), sizes, sizes.calls)
+
+def plain(name: str, sizes: Sizes) -> Turns:
+    call = CALLS[name](sizes)
+    for _ in range(sizes.turns):
+        yield {name: microseconds(call, sizes, sizes.calls)}
 
 
-def flash_attn(sizes: Sizes) -> Iterator[tuple[str, float]]:
+def flash_attn(sizes: Sizes) -> Turns:
     has_it = importlib.util.find_spec("fa_serve.flash_attn") is not None
-    for name, make in CALLS.items():
-        yield f"flash_attn {name}", microseconds(make(sizes, has_it), sizes, sizes.calls)
+    calls = {f"flash_attn {name}": make(sizes, has_it) for name, make in CALLS.items()}
+    for _ in range(sizes.turns):
+        yield {name: microseconds(call, sizes, sizes.calls) for name, call in calls.items()}
 
 
-def layer(sizes: Sizes) -> Iterator[tuple[str, float]]:
+def layer(sizes: Sizes) -> Turns:
     """A forward of the model as `generate` calls it, divided by its layers: they are all but a few percent of it."""
     from transformers import DynamicCache
 
@@ -227,12 +236,14 @@ def layer(sizes: Sizes) -> Iterator[tuple[str, float]]:
         seen = caches[0].get_seq_length()
         forward(seen, seen + 1, caches[0])
 
-    with torch.no_grad():
-        yield "layer prompt", microseconds(prompt, sizes, sizes.model_calls) / sizes.layers
-        yield "layer token", microseconds(token, sizes, sizes.model_calls, start) / sizes.layers
+    for _ in range(sizes.turns):
+        with torch.no_grad():
+            prompts = microseconds(prompt, sizes, sizes.model_calls)
+            tokens = microseconds(token, sizes, sizes.model_calls, start)
+        yield {"layer prompt": prompts / sizes.layers, "layer token": tokens / sizes.layers}
 
 
-def engine(sizes: Sizes) -> Iterator[tuple[str, float]]:
+def engine(sizes: Sizes) -> Turns:
     """Decode steps of sequences that all run already.
 
     A step of the engine launches its work and then reads the results of the step before. The host's time is that of a step
@@ -254,29 +265,40 @@ def engine(sizes: Sizes) -> Iterator[tuple[str, float]]:
             started |= {output.request_id for output in running.step() if output.token_ids}
         for _ in range(10):
             running.step()
-        host = []
-        for _ in range(sizes.steps):
-            wait(sizes)
-            begin = time.perf_counter()
-            running.step()
-            host.append((time.perf_counter() - begin) * 1e6)
-        wait(sizes)
-        wall = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            for _ in range(sizes.steps):
-                running.step()
-            wall.append((time.perf_counter() - begin) / sizes.steps * 1e6)
-        yield f"engine {batch} host", statistics.median(host)
-        yield f"engine {batch} wall", statistics.median(wall)
+        for _ in range(sizes.turns):
+            yield engine_turn(running, batch, sizes)
         for name in names:
             running.abort(name)
         while running.has_unfinished():
             running.step()
 
 
+def engine_turn(running: Any, batch: int, sizes: Sizes) -> dict[str, float]:
+    """Decode steps of the running sequences: each alone for the host's time, then all in a row."""
+    host = []
+    for _ in range(sizes.steps):
+        wait(sizes)
+        begin = time.perf_counter()
+        running.step()
+        host.append((time.perf_counter() - begin) * 1e6)
+    wait(sizes)
+    begin = time.perf_counter()
+    for _ in range(sizes.steps):
+        running.step()
+    wall = (time.perf_counter() - begin) / sizes.steps * 1e6
+    return {f"engine {batch} host": statistics.median(host), f"engine {batch} wall": wall}
+
+
+def turns_of(cases: list[str], sizes: Sizes) -> Turns:
+    """The turns of all cases, one case after another."""
+    others = {"flash_attn": flash_attn, "layer": layer, "engine": engine}
+    for name in cases:
+        yield from plain(name, sizes) if name in CALLS else others[name](sizes)
+        gc.collect()
+
+
 def work(args: argparse.Namespace, sizes: Sizes) -> None:
-    """One process: measure each case of one tree, and print a JSON line for each number."""
+    """One process, for one tree: for each line that it reads, measure a turn and print it as JSON; null after the last one."""
     import fa_serve
 
     where = Path(fa_serve.__file__).resolve()
@@ -286,23 +308,42 @@ def work(args: argparse.Namespace, sizes: Sizes) -> None:
         torch.set_num_threads(1)
     torch.manual_seed(0)
     gc.disable()  # a collection in the middle of a measurement is noise
-    for name in args.cases:
-        others = {"flash_attn": flash_attn, "layer": layer, "engine": engine}
-        for case, us in plain(name, sizes) if name in CALLS else others[name](sizes):
-            print("@ " + json.dumps([case, us]), flush=True)
-        gc.collect()
+    turns = turns_of(args.cases, sizes)
+    while sys.stdin.readline():
+        print(MARK + json.dumps(next(turns, None)), flush=True)
 
 
-def measure_tree(tree: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Microseconds of each case, by a process that imports `fa_serve` from the tree."""
-    paths = [str(tree.resolve()), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, str(HERE / "bench_host.py"), "--worker", str(tree), "--cases", ",".join(args.cases)]
-    command += ["--tiny"] if args.tiny else []
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"the worker of {tree} ended with {done.returncode}\n{done.stdout}")
-    return dict(json.loads(line[2:]) for line in done.stdout.splitlines() if line.startswith("@ "))
+MARK = "@ "
+"""Begins the lines that a worker prints for the comparison."""
+
+
+class Worker:
+    """The process that measures the tree."""
+
+    def __init__(self, tree: Path, args: argparse.Namespace) -> None:
+        self.tree = tree
+        paths = [str(tree.resolve()), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, str(HERE / "bench_host.py"), "--worker", str(tree), "--cases", ",".join(args.cases)]
+        command += ["--tiny"] if args.tiny else []
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def turn(self) -> dict[str, float] | None:
+        """Microseconds of each number that one turn measured, None after the last turn."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; its exit status is reported below
+            self.process.stdin.write("\n")
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                numbers: dict[str, float] | None = json.loads(line.removeprefix(MARK))
+                return numbers
+        sys.exit(f"the worker of {self.tree} ended with {self.process.wait()}")
+
+    def end(self) -> None:
+        self.process.communicate()
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -311,10 +352,27 @@ def compare(args: argparse.Namespace) -> None:
     commits = {name: getattr(args, f"{name}_commit") or commit_of(tree) for name, tree in trees.items()}
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(args.rounds):
-        order = list(trees) if number % 2 == 0 else list(reversed(trees))
-        rounds.append({name: measure_tree(trees[name], args) for name in order})
+        rounds.append(measure_round(trees, args))
         print(f"\nround {number + 1} of {args.rounds} is done", flush=True)
         report(rounds, Results("host", args.out, before=commits["before"], commit=commits["after"]))
+
+
+def measure_round(trees: dict[str, Path], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Two new processes in turns -> for each tree, the median of the turns of each number, in microseconds."""
+    workers = {name: Worker(tree, args) for name, tree in trees.items()}
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in trees}
+    order = list(trees)
+    while True:
+        turns = {name: workers[name].turn() for name in order}
+        if None in turns.values():
+            break
+        for name, numbers in turns.items():
+            for case, us in (numbers or {}).items():
+                times[name].setdefault(case, []).append(us)
+        order.reverse()
+    for worker in workers.values():
+        worker.end()
+    return {name: {case: statistics.median(us[1:]) for case, us in cases.items()} for name, cases in times.items()}
 
 
 def report(rounds: list[dict[str, dict[str, float]]], results: Results) -> None:

@@ -73,7 +73,9 @@ def _lengths() -> list[Case]:
 def _shapes() -> list[Case]:
     groups = [Case((70,), (90,), heads=8, kv_heads=n, causal=True) for n in (8, 2, 1)]
     dims = [Case((70,), (90,), head_dim=d, causal=True) for d in (32, 80, 96, 128, 192, 256, 512)]
-    values = [Case((70,), (90,), head_dim=d, head_dim_v=dv, causal=True) for d, dv in ((192, 128), (64, 128), (80, 24))]
+    values = [
+        Case((70,), (90,), head_dim=d, head_dim_v=dv, causal=True) for d, dv in ((192, 128), (64, 128), (80, 24), (24, 12))
+    ]
     return groups + dims + values
 
 

@@ -28,7 +28,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine_loop import Abort, Add, StepOutputs
 from fa_serve.engine.errors import EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase
-from fa_serve.engine.outputs import FinishReason, RequestOutput
+from fa_serve.engine.outputs import FinishReason, RequestOutput, TokenLogprob
 from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.stats import EngineStats
@@ -63,7 +63,8 @@ class _Mailbox:
 
     def put(self, output: RequestOutput) -> None:
         """Add an output and wake the consumer."""
-        self.unread += _num_logprobs(output)
+        if output.logprobs:
+            self.unread += _num_logprobs(output.logprobs)
         if output.index in self._content:
             self._content[output.index].absorb(output)
         else:
@@ -93,7 +94,8 @@ class _Mailbox:
         if self._error is not None:
             raise self._error
         output = self._content.pop(next(iter(self._content)))
-        self.unread -= _num_logprobs(output)
+        if output.logprobs:
+            self.unread -= _num_logprobs(output.logprobs)
         return output
 
     def discard(self, name: str, error: RequestError) -> None:
@@ -302,11 +304,13 @@ class AsyncEngine:
         for name, error in step.rejected:
             if name in self._mailboxes:
                 self._mailboxes[name].refuse(error)
+        has_logprobs = False
         for output in step.outputs:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is not None and output.index in mailbox.unfinished:
                 mailbox.put(output)
-        if any(output.logprobs for output in step.outputs):
+                has_logprobs = has_logprobs or bool(output.logprobs)
+        if has_logprobs:
             self._bound_unread()
 
     def _bound_unread(self) -> None:
@@ -337,8 +341,8 @@ def _end(name: str, index: int, reason: FinishReason, error: RequestError | None
     return RequestOutput(name, [], finished=True, finish_reason=reason, error=error, index=index)
 
 
-def _num_logprobs(output: RequestOutput) -> int:
-    return sum(1 + len(entry.top) for entry in output.logprobs or ())
+def _num_logprobs(entries: Sequence[TokenLogprob]) -> int:
+    return sum(1 + len(entry.top) for entry in entries)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> None:

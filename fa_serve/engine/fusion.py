@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from fa_serve.engine.fused_latent import LatentAttention
 from fa_serve.engine.fused_layer import FusedLayer, LayerStep, cos_and_sin
 from fa_serve.engine.fused_parts import ROTATIONS, Call, NotFusedError, build, rotations
+from fa_serve.engine.fused_router import FusedRouter
 from fa_serve.hf import LayerCall, PartOfSum, paged_forward, vocab_size
 from fa_serve.hf.latent_layers import latent_spec
 from fa_serve.spec import AttentionSpec
@@ -80,6 +81,13 @@ def fuse(model: PreTrainedModel) -> int:
         fused = _fuse_each(found, calls)
     log.info("%d of %d layers are fused", fused, len(found))
     return fused
+
+
+def unfuse(model: PreTrainedModel) -> None:
+    """Give layers and routers that an earlier engine on this model has fused their own forward again."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter):
+            del module.forward
 
 
 def cached_layers(model: PreTrainedModel, layers: Sequence[AttentionSpec]) -> list[AttentionSpec]:

@@ -72,6 +72,8 @@ class ModelRunner:
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
         self.fuses = config.fusion and not config.eager and not config.deterministic
+        if not self.fuses:
+            fusion.unfuse(model)
         self.max_num_seqs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
         if self.fuses or config.deterministic:

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fa_serve.engine import SamplingParams, kv_cache
 from fa_serve.engine.fused_layer import FusedLayer
+from fa_serve.engine.fused_router import FusedRouter
 from fa_serve.engine.fusion import cached_layers, fuse
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, patch
 
@@ -162,3 +163,16 @@ def test_the_model_still_generates_and_so_does_the_engine(make_engine) -> None:
         greedy(reference, PROMPT[::-1], 12),
     ]
     assert greedy(model, PROMPT, 12) == expected
+
+
+@pytest.mark.parametrize("setting", ["eager", "deterministic"])
+def test_an_engine_without_fusion_takes_a_model_that_another_engine_has_fused(make_engine, setting: str) -> None:
+    """DeepSeek's fused layers keep latent keys, which the cache of an engine without fusion has no room for."""
+    model = family("deepseek-v3").build()
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    fused = make_engine(model=model).generate([PROMPT], params)
+    assert any(isinstance(m.forward, FusedLayer) for m in model.modules())
+    plain = make_engine(model=model, **{setting: True}).generate([PROMPT], params)
+    assert not any(isinstance(m.forward, FusedLayer | FusedRouter) for m in model.modules())
+    assert [c.token_ids for c in plain] == [c.token_ids for c in fused]
+    assert len(plain[0].token_ids) == 6

@@ -158,7 +158,7 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
         eager = EXACT.experts(x, index, scores, weights, False)
         for invariant in (False, True):
             found = [ops.experts(x, index, scores, weights, invariant=invariant) for _ in range(CALLS)]
-            assert_matches_reference(found[0], exact, eager)
+            assert_matches_reference(found[0], exact, eager, roundings=2)  # of the gated product, then of the sum over experts
             assert all(torch.equal(each, found[0]) for each in found)
         alone = ops.experts(x[-1:], index[-1:], scores[-1:], weights, invariant=True)
         assert torch.equal(alone, found[0][-1:])

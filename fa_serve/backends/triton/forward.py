@@ -391,7 +391,9 @@ class _ForwardPlan:
         self._tiles = tiles
         self._layout = "paged" if paged else "dense" if tensors.cu_seqlens_q is None else "varlen"
         self._block_d = padded_dim(q.shape[-1])
-        self._block_dv = padded_dim(v.shape[-1])
+        # With tiles of K 32 wide and of V 16 wide the kernel that Triton 3.6 makes for head_dim 24 and head_dim_v 12 in 16 bits
+        # gave wrong rows and read invalid addresses on an H200. It is right with tiles of V that are 32 wide, too.
+        self._block_dv = max(padded_dim(v.shape[-1]), min(32, self._block_d))
         self._out_shape = (*q.shape[:-1], v.shape[-1])
         self._needs_lse = options.return_lse
         self._lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
