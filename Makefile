@@ -60,7 +60,7 @@ abuse: $(VENV)/.test ## honest streams beside random abuse for an hour (ARGS="--
 
 test-triton: $(foreach version,$(TRITONS),$(VENV)/triton-$(version)/.installed) ## the kernels compile with each release of Triton in TRITONS
 	for version in $(TRITONS); do PYTHONPATH=$(VENV)/triton-$$version TRITON_CACHE_DIR=$(VENV)/triton-$$version/cache $(PYTEST) \
-	  tests/backends/test_launch.py tests/backends/test_releases.py; done
+	  tests/backends/test_launch.py tests/backends/test_releases.py tests/backends/hopper/test_listed_blocks_compiled.py; done
 
 test-newest: $(VENV)/.newest ## the transformers adapter with the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'
@@ -92,7 +92,7 @@ test-gpu: ## the GPU suite, with PYTHON as it is
 
 memcheck: ## a spread of the GPU suite's kernel tests under compute-sanitizer, about a minute
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
-	  --target-processes all $(PYTHON) -m pytest tests/gpu -q -k 'test_dense or test_paged or test_varlen' --every $(EVERY)
+	  --target-processes all $(PYTHON) -m pytest tests/gpu -q -k 'test_dense or test_paged or test_varlen or test_cases' --every $(EVERY)
 
 bench: ## the kernels against their peers on the GPU, with PYTHON as it is
 	@$(PYTHON) -c 'import torch; torch.cuda.is_available() or exit("make bench: PYTHON=$(PYTHON) sees no GPU")'

@@ -1,4 +1,4 @@
-"""The cells of bench_attention.py: heads, head sizes, lengths and options that are timed."""
+"""The cells of bench_attention.py: heads, head sizes, lengths and options that are timed, and how their work is counted."""
 
 TOKENS = 16384
 HIDDEN = 2048
@@ -65,3 +65,8 @@ LATENT_CELLS = ((1, 8192, 64), (1, 131072, 1), (1, 1024, 128), (4, 4096, 32), (2
 
 SPARSE_SEQLENS = (16384, 65536)
 SPARSE_PARTS = (0.1, 0.25)
+
+
+def tflops(seqlen: int, causal: bool, ms: float, tokens: int = TOKENS, hidden: int = HIDDEN) -> float:
+    """The rate of a forward pass over `tokens` tokens in sequences of `seqlen`, as FlashAttention's papers count it."""
+    return 4 * tokens * seqlen * hidden * (0.5 if causal else 1.0) / ms * 1e-9

@@ -11,7 +11,9 @@
     python benchmarks/bench_attention.py verify                       # 2 to 16 queries per sequence, as in speculative decoding
     python benchmarks/bench_attention.py latent                       # one KV head of 512 + 64 (MLA), GB/s beside the ceiling
     python benchmarks/bench_attention.py sparse                       # block-sparse, beside FlexAttention and dense calls
+    python benchmarks/bench_attention.py sparse --head-dims 128 --budget 75       # the cells that 75 seconds allow
     python benchmarks/bench_attention.py backward                     # gradients over the grid of prefill; SDPA-flash, cuDNN
+    python benchmarks/bench_attention.py backward --cells 8192,16384  # the cells whose names contain one of these
     python benchmarks/bench_attention.py tune --head-dims 128         # tiles of the Triton kernel; decode has tune_decode.py
 
 The prefill grid is that of the FlashAttention papers: 16k tokens in all, hidden size 2048, bfloat16. TFLOPS count 4 * batch *
@@ -19,6 +21,9 @@ heads * seqlen^2 * head_dim, and half of it when causal. Decode and mixed use pa
 is microseconds of one call inside a CUDA graph, because a captured step runs that way. FA3 makes its scheduling metadata in its
 paged call. The peer of a float8 cell is our bfloat16 call, timed once before. Ours and the other peers are measured three times
 in turn, after pauses, and the median counts. A wrong result reports no speed. A run replaces the results of the last run.
+
+`--cells` and `--budget` are for sparse and backward, whose last lines name the cells that were left out for lack of time. With
+`--tiny` they run small cells on a CPU in float32, which shows only that they run.
 """
 
 from __future__ import annotations
@@ -38,17 +43,17 @@ from attention_cells import (
     MODELS,
     PAGED_HEADS,
     SEQLENS,
-    SPARSE_PARTS,
-    SPARSE_SEQLENS,
     TOKENS,
     VERIFY_CELLS,
     VERIFY_HEADS,
     WINDOWS,
+    tflops,
 )
+from backward_problem import backward
 from latent_problem import latent
-from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa
+from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa, served
 from paged_problem import Problem, pools, uneven
-from sparse_problem import SparseProblem
+from sparse_problem import sparse
 from torch.nn.attention import SDPBackend
 
 import fa_serve
@@ -64,10 +69,6 @@ def gate(head_dim: int, window: tuple[int, int], **options: object) -> None:
         exact, _ = attention_reference(q.double(), k.double(), v.double(), **case)
         out = fa_serve.attention(q, k, v, **case, **options)
         assert_matches_reference(out, exact, eager_attention(q, k, v, **case), f"D{head_dim} {window} {seqlen_q}x{seqlen_k}")
-
-
-def tflops(seqlen: int, causal: bool, ms: float) -> float:
-    return 4 * TOKENS * seqlen * HIDDEN * (0.5 if causal else 1.0) / ms * 1e-9
 
 
 def prefill(args: argparse.Namespace) -> None:
@@ -320,20 +321,6 @@ def models(args: argparse.Namespace) -> None:
     results.write()
 
 
-def served(calls: dict[str, Callable[[], torch.Tensor]]) -> dict[str, Callable[[], torch.Tensor]]:
-    """The calls of peers that support their arguments."""
-    found = {}
-    for name, call in calls.items():
-        try:
-            call()
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            print(f"  {name}: {str(error).splitlines()[0][:100]}")
-        else:
-            found[name] = call
-    return found
-
-
 def visible_pairs(seqlen: int, window_size: tuple[int, int]) -> int:
     """Pairs of a query and a key that it sees, in one sequence of `seqlen` queries and keys."""
     left, right = (seqlen if side < 0 else min(side, seqlen) for side in window_size)
@@ -361,85 +348,6 @@ def few_queries(
         for queries, keys, batch in cells:
             problem = Problem.make([keys] * batch, heads, kv_heads, dim, queries=queries, pool=pool(kv_heads, dim))
             paged_cell(results, f"{heads}_{kv_heads}_d{dim}_{queries}_of_{keys}x{batch}", problem)
-    results.write()
-
-
-def sparse(args: argparse.Namespace) -> None:
-    """Block-sparse calls in milliseconds, beside compiled FlexAttention on the same blocks and our dense call.
-
-    The last column is the speed over dense, times the part that is kept: 1.00 if time falls with the blocks and nothing else.
-    """
-    results = Results("sparse", args.out)
-    print(f"{'case':<28}{'ours ms':>9}{'flex ms':>9}{'dense ms':>9}{'kept':>7}{'ratio':>7}{'scaled':>8}")
-    for head_dim in args.head_dims:
-        heads = HIDDEN // head_dim
-        for causal in (False, True):
-            make = partial(SparseProblem.make, causal=causal, dtype=torch.bfloat16, device="cuda")
-            gated = make(1000, 4, head_dim, 0.4)
-            gated.check(gated.ours(args.backend)(), f"d{head_dim} gate")
-            for seqlen in SPARSE_SEQLENS:
-                for part in SPARSE_PARTS:
-                    case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}_{part:.0%}"
-                    problem = make(seqlen, heads, head_dim, part)
-                    ours = problem.ours(args.backend)
-                    problem.check(ours(), case)
-                    calls = served({"flex": problem.flex()})
-                    for name, call in calls.items():
-                        worst = (ours().float() - call().float()).abs().max().item()
-                        assert worst < 0.05, f"{name} and ours differ by {worst}"
-                    times = in_turns({"ours": ours, "dense": problem.dense()} | calls)
-                    mine = times.pop("ours")
-                    results.add(case, "ms", mine, times)
-                    flex = times.get("flex", float("nan"))
-                    scaled = times["dense"] / mine * problem.part
-                    cells = f"{mine:9.3f}{flex:9.3f}{times['dense']:9.3f}{problem.part:7.1%}"
-                    print(f"{case:<28}{cells}{flex / mine:7.2f}{scaled:8.2f}", flush=True)
-                torch.compiler.reset()
-    results.write()
-
-
-def gradients_gate(head_dim: int, causal: bool) -> None:
-    """Compare the gradients of q, k and v with those of the float64 oracle; AssertionError if the 2x rule is broken."""
-    case = {"softmax_scale": head_dim**-0.5, "window_size": (-1, 0 if causal else -1)}
-    given = make_qkv(2, 333, 333, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
-    dout = torch.randn_like(given[0])
-    found = []
-    for attend, dtype in ((fa_serve.attention, None), (attention_reference, torch.float64), (eager_attention, None)):
-        leaves = [x.to(dtype or x.dtype).requires_grad_() for x in given]
-        result = attend(*leaves, **case)
-        out = result[0] if isinstance(result, tuple) else result
-        found.append(torch.autograd.grad(out, leaves, dout.to(out.dtype)))
-    for name, ours, exact, eager in zip(("dq", "dk", "dv"), *found, strict=True):
-        assert_matches_reference(ours, exact, eager, f"{name} D{head_dim}")
-
-
-def backward(args: argparse.Namespace) -> None:
-    """Gradients of q, k and v over the papers' grid. TFLOPS count five products, 2.5 times those of a forward pass."""
-    kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-    peers = [name for name in args.peers.split(",") if name in kinds]
-    results = Results("backward", args.out)
-    print("case                 " + "".join(f"{name:>8}" for name in ["ours", *peers]) + "   ratio")
-    for head_dim in args.head_dims:
-        for causal in (False, True):
-            gradients_gate(head_dim, causal)
-            for seqlen in args.seqlens:
-                shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
-                q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-                dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-                out = fa_serve.attention(q, k, v, causal=causal)
-                calls = {"ours": partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)}
-                for name in peers:
-                    theirs = sdpa(kinds[name], q, k, v, causal)().transpose(1, 2)
-                    calls[name] = partial(torch.autograd.grad, theirs, (q, k, v), dout, retain_graph=True)
-                    for ours, other in zip(calls["ours"](), calls[name](), strict=True):
-                        worst = (ours.float() - other.float()).abs().max().item()
-                        assert worst < 0.02 * other.abs().max().item() + 0.02, f"{name} and ours differ by {worst}"
-                case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}"
-                rates = {name: 2.5 * tflops(seqlen, causal, ms) for name, ms in in_turns(calls).items()}
-                mine = rates.pop("ours")
-                ratio = results.add(case, "TFLOPS", mine, rates)
-                cells = "".join(f"{x:8.0f}" for x in [mine, *rates.values()])
-                print(f"{case:<21}{cells}{ratio:8.2f}", flush=True)
     results.write()
 
 
@@ -491,7 +399,12 @@ def main() -> None:
     parser.add_argument("--head-dims", type=lambda s: [int(x) for x in s.split(",")], default=[64, 128, 256])
     parser.add_argument("--seqlens", type=lambda s: [int(x) for x in s.split(",")], default=list(SEQLENS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--cells", default="", help="parts of names of cells, separated by commas; default: all cells")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no cell is begun")
+    parser.add_argument("--tiny", action="store_true", help="small cells on a CPU in float32")
     args = parser.parse_args()
+    if args.bench not in ("sparse", "backward") and (args.cells or args.tiny or args.budget < math.inf):
+        parser.error(f"--cells, --budget and --tiny are for sparse and backward, got {args.bench}")
     torch.manual_seed(0)
     benches[args.bench](args)
 

@@ -27,8 +27,37 @@ PAUSE = 0.1
 0.3 s, 796 and 803 with 1 s, 794 and 804 with 2 s."""
 
 
+class Cells:
+    """Which cells of a bench are measured: those whose names contain one of `wanted`, until `budget` seconds have passed.
+
+    wanted: parts of names, separated by commas; empty: all cells
+    """
+
+    def __init__(self, wanted: str, budget: float) -> None:
+        self.wanted = wanted.split(",")
+        self.end = time.monotonic() + budget
+        self.left_out: list[str] = []
+
+    def takes(self, case: str) -> bool:
+        """Whether to measure this cell now."""
+        if not any(part in case for part in self.wanted):
+            return False
+        if time.monotonic() < self.end:
+            return True
+        self.left_out.append(case)
+        return False
+
+    def report(self) -> None:
+        if self.left_out:
+            print(f"not measured for lack of time: {', '.join(self.left_out)}")
+
+
 def milliseconds(call: Callable[[], object], rep: int = 60, warmup: int = 15) -> float:
-    """Median device time of one call, after a warm-up and with a cold L2 cache."""
+    """Median device time of one call, after a warm-up and with a cold L2 cache. Without a GPU, the host time of one call."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
     return float(do_bench(call, warmup=warmup, rep=rep, return_mode="median"))
 
 
@@ -99,6 +128,21 @@ def fa3() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+def served(calls: dict[str, Callable[[], torch.Tensor]]) -> dict[str, Callable[[], torch.Tensor]]:
+    """The calls of peers that support their arguments."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"  {name}: {str(error).splitlines()[0][:100]}")
+        else:
+            found[name] = call
+    return found
 
 
 def commit() -> str:

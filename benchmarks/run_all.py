@@ -64,6 +64,8 @@ JOBS = {
     "generate_static_qwen": Job(80, f"{GENERATE} --models qwen3-0.6b --cases static", quiet=True),
     "generate_batch": Job(55, f"{GENERATE} --cases batch", quiet=True),
     "prefill_triton": Job(80, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
+    "backward": Job(90, "bench_attention.py backward --peers flash,cudnn --budget 100"),
+    "sparse": Job(170, "bench_attention.py sparse --budget 190"),
     "profile": Job(40, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
     "mixed": Job(36, "bench_attention.py mixed", "import"),
     "varlen": Job(28, "bench_attention.py varlen", "import"),

@@ -1,17 +1,20 @@
-"""One block-sparse call: lists with a part of the blocks, our call, FlexAttention's, dense attention, and the float64 check.
+"""One block-sparse call: its lists, our call, FlexAttention's, dense attention, the check against float64, and the benchmark.
 
-bench_attention.py times these calls. Each head keeps the same number of random key blocks in each block of queries, the block
+bench_attention.py calls `sparse`. Each head keeps the same number of random key blocks in each block of queries, the block
 of the queries among them, so that the part that is kept is exact and the load is balanced. A causal problem keeps a part of the
 blocks up to the diagonal.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from attention_cells import HIDDEN, SPARSE_PARTS, SPARSE_SEQLENS
+from measure import Cells, Results, in_turns, served
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -99,3 +102,53 @@ class SparseProblem:
                 options = {"softmax_scale": self.q.shape[-1] ** -0.5, "mask": mask[None, None]}
                 exact, _ = attention_reference(*(x.double() for x in one), **options)
                 assert_matches_reference(out[:, rows, head : head + 1], exact, eager_attention(*one, **options), name)
+
+
+def sparse(args: argparse.Namespace) -> None:
+    """Block-sparse calls in milliseconds, beside compiled FlexAttention on the same blocks and our dense call.
+
+    The last column is the speed over dense, times the part that is kept: 1.00 if time falls with the blocks and nothing else.
+    A few small calls are compared with float64 first, and some rows of each cell. `--backend hopper` takes the Hopper kernel
+    even while `auto` does not. `--peers` does not apply.
+    """
+    if args.backend == "hopper":
+        from fa_serve.backends import hopper
+
+        hopper.SERVES_LISTS = True
+    results = Results("sparse" if args.backend == "auto" else f"sparse_{args.backend}", args.out)
+    cells = Cells(args.cells, args.budget)
+    where = {"dtype": torch.float32, "device": "cpu"} if args.tiny else {"dtype": torch.bfloat16, "device": "cuda"}
+    hidden = 128 if args.tiny else HIDDEN
+    for head_dim in args.head_dims:
+        for causal in (False, True):
+            gated = SparseProblem.make(1000, 4, head_dim, 0.4, causal, **where)
+            gated.check(gated.ours(args.backend)(), f"d{head_dim} gate")
+    print(f"the gate holds for head sizes {args.head_dims}")
+    print(f"{'case':<28}{'ours ms':>9}{'flex ms':>9}{'dense ms':>9}{'kept':>7}{'ratio':>7}{'scaled':>8}", flush=True)
+    grid = [(seqlen, dim, causal) for seqlen in SPARSE_SEQLENS for dim in args.head_dims for causal in (False, True)]
+    for seqlen, head_dim, causal in [(512, dim, causal) for _, dim, causal in grid[:2]] if args.tiny else grid:
+        for part in SPARSE_PARTS:
+            case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}_{part:.0%}"
+            if not cells.takes(case):
+                continue
+            problem = SparseProblem.make(seqlen, hidden // head_dim, head_dim, part, causal, **where)
+            _sparse_cell(results, case, problem, args.backend)
+        torch.compiler.reset()
+    cells.report()
+    results.write()
+
+
+def _sparse_cell(results: Results, case: str, problem: SparseProblem, backend: str) -> None:
+    ours = problem.ours(backend)
+    problem.check(ours(), case)
+    calls = served({"flex": problem.flex()})
+    for name, call in calls.items():
+        worst = (ours().float() - call().float()).abs().max().item()
+        assert worst < 0.05, f"{name} and ours differ by {worst}"
+    times = in_turns({"ours": ours, "dense": problem.dense()} | calls)
+    mine = times.pop("ours")
+    results.add(case, "ms", mine, times)
+    flex = times.get("flex", float("nan"))
+    scaled = times["dense"] / mine * problem.part
+    shown = f"{mine:9.3f}{flex:9.3f}{times['dense']:9.3f}{problem.part:7.1%}"
+    print(f"{case:<28}{shown}{flex / mine:7.2f}{scaled:8.2f}", flush=True)

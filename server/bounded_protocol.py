@@ -9,7 +9,8 @@ OpenAI's error object. Everything else stays uvicorn's. A request that arrives i
 
 - The URL, the head, and the bytes of a body on the wire (chunks of one byte take six) are bounded: 414, 431,
   413. A body in very small chunks is refused with 400.
-- The head and the body have a deadline: 408. A connection that has said nothing is closed without a word.
+- The head and the body have a deadline: 408. The time in which the server does not read does not count, such as that of a
+  pipelined body behind a long answer. A connection that has said nothing is closed without a word.
 - One request may be pipelined behind the one that is answered. The connection ends after these two if there are more.
 - A body whose request was answered before it arrived is read to its end, because most clients send all of it before they read
   the answer. Like all large bodies it is read in turns with the others (read_turns.py).
@@ -43,6 +44,7 @@ SMALL_PIECE = 64  # bytes of a chunk; the parser calls Python for each chunk
 FREE_PIECES = 1024  # chunks that may be smaller
 LINGER_SECONDS = 1.0  # in which a client that is still sending can read that it was refused
 LINGER_BYTES = 1 << 20
+PAUSE_SECONDS = 0.1  # between two looks at the time in which the server did not read
 OWN_FILES = 64  # open files that are no connections: the engine's, the event loop's, logs, libraries
 
 
@@ -137,6 +139,7 @@ class BoundedProtocol(HalfClosedProtocol):
         self._bounds = bounds
         self._table = table
         self._timer: TimerHandle | None = None
+        self._deadline = 0.0  # on time.monotonic's clock, and later by the seconds in which the server does not read
         self._on_wire = 0  # bytes of the current message
         self._head = 0  # bytes of its headers
         self._pieces = 0  # of its body
@@ -148,9 +151,9 @@ class BoundedProtocol(HalfClosedProtocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self.flow = FairFlow(self.transport, self._table.turns)
+        self.flow: FairFlow = FairFlow(self.transport, self._table.turns)
         if self._table.admit(self):
-            self._timer = self.loop.call_later(self._bounds.header_timeout, self._late)
+            self._set_timer(self._bounds.header_timeout)
         else:
             self._refuse(503, "too_many_connections", "The server has too many connections. Try again later.")
 
@@ -185,7 +188,7 @@ class BoundedProtocol(HalfClosedProtocol):
             return
         if self._timer is None:
             seconds = self._bounds.body_timeout if self._head_is_whole else self._bounds.header_timeout
-            self._timer = self.loop.call_later(seconds, self._late)
+            self._set_timer(seconds)
         if self._is_answered():  # what follows is discarded
             self.flow.pause_reading()
             self.flow.resume_reading()
@@ -280,11 +283,14 @@ class BoundedProtocol(HalfClosedProtocol):
     def _late(self) -> None:
         """The head or the body has not arrived in time."""
         self._timer = None
-        if self._is_answered():
+        left = self._deadline + self.flow.paused_seconds - time.monotonic()
+        if left > 0:
+            self._timer = self.loop.call_later(max(left, PAUSE_SECONDS), self._late)
+        elif self._is_answered():
             self.transport.close()
         elif self.cycle is not None and not self.cycle.response_complete and not self._head_is_whole:
             # the beginning of a pipelined request; the answer before it goes on
-            self._timer = self.loop.call_later(self._bounds.header_timeout, self._late)
+            self._set_timer(self._bounds.header_timeout)
         elif not self._said_anything:
             self._table.count("silent")
             self.transport.close()
@@ -319,6 +325,10 @@ class BoundedProtocol(HalfClosedProtocol):
         # closed at once, the connection would be reset by what the client still sends, and the answer would be lost
         self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    def _set_timer(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds - self.flow.paused_seconds
+        self._timer = self.loop.call_later(seconds, self._late)
 
     def _disarm(self) -> None:
         if self._timer is not None:

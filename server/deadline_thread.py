@@ -31,10 +31,11 @@ class _Interrupted(BaseException):
 
 @dataclass(eq=False)
 class _Job:
-    """client: whose turn it takes. began: on time.monotonic's clock, or None. abandoned: nobody waits for it"""
+    """client: whose turn it takes. cancel: ends the work. began: on time.monotonic's clock, or None. abandoned: nobody waits"""
 
     work: Callable[[], Any]
     client: str | None
+    cancel: Callable[[], None] | None
     future: asyncio.Future[Any]
     began: float | None = None
     abandoned: bool = False
@@ -76,16 +77,23 @@ class DeadlineThread:
         self._current: _Job | None = None
         self._thread: threading.Thread | None = None
 
-    async def run(self, work: Callable[[], T], client: str | None = None, timeout: float | None = None) -> T:
+    async def run(
+        self,
+        work: Callable[[], T],
+        client: str | None = None,
+        timeout: float | None = None,
+        cancel: Callable[[], None] | None = None,
+    ) -> T:
         """What `work` returns. Raises what it raises, or asyncio.TimeoutError `timeout` seconds after it has begun.
 
         client: who waits for it, by any name
+        cancel: ends the work early in the place of an exception that is raised in its midst
         """
         loop = asyncio.get_running_loop()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        job = _Job(work, client, loop.create_future())
+        job = _Job(work, client, cancel, loop.create_future())
         self._jobs.put(job)
         try:
             while timeout is not None:
@@ -104,8 +112,12 @@ class DeadlineThread:
     def _abandon(self, job: _Job) -> None:
         with self._lock:
             job.abandoned = True
-            if self._current is job and self._thread is not None:
+            if self._current is not job or self._thread is None:
+                return
+            if job.cancel is None:
                 _raise_in(self._thread, _Interrupted)
+            else:
+                job.cancel()
 
     def _run(self) -> None:
         while True:

@@ -22,6 +22,7 @@ from .errors import TooLarge
 
 PIECE = 1 << 16  # bytes that are counted in one go, which takes below two milliseconds
 MAX_DIGITS = 512  # of a number in a piece; the longest float that is written out without an exponent has 309
+BODY = "the body"
 ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
 
@@ -44,27 +45,50 @@ class JsonBounds:
             values += containers + piece.count(b",")
             fields += containers
             is_long = is_long or _has_long_number(piece)
-        if is_long or self._refusal(values, fields + quotes // 2) is not None:
-            self._check_without_texts(body)
+        if is_long or self._refusal(values, fields + quotes // 2, BODY) is not None:
+            self.count_without_texts(body, 0, 0, BODY)
 
-    def _check_without_texts(self, body: bytes) -> None:
-        values = fields = quotes = 0
-        for piece, piece_quotes in _without_texts(body):
+    def count_without_texts(self, text: bytes, values: int, fields: int, subject: str) -> tuple[int, int]:
+        """Add the values and fields of JSON to those that have been counted. Raises TooLarge above a bound."""
+        before = fields
+        quotes = 0
+        for piece, piece_quotes in _without_texts(text):
             containers = _containers(piece)
             quotes += piece_quotes
             values += containers + piece.count(b",")
-            fields += containers
-            if reason := self._refusal(values, fields + quotes // 2):
+            before += containers
+            fields = before + quotes // 2
+            if reason := self._refusal(values, fields, subject):
                 raise TooLarge(reason, code="too_many_values")
             if _has_long_number(piece):
-                raise TooLarge(f"A number in the body must have at most {MAX_DIGITS} digits.", code="number_too_long")
+                raise TooLarge(f"A number in {subject} must have at most {MAX_DIGITS} digits.", code="number_too_long")
+        return values, fields
 
-    def _refusal(self, values: int, fields: int) -> str | None:
+    def _refusal(self, values: int, fields: int, subject: str) -> str | None:
+        subject = subject[0].upper() + subject[1:]
         if fields > self.fields:
-            return f"The body must have at most {self.fields} objects, lists and texts (--max-json-fields), got more."
+            return f"{subject} must have at most {self.fields} objects, lists and texts (--max-json-fields), got more."
         if values > self.values:
-            return f"The body must have at most {self.values} values (--max-json-values), got more."
+            return f"{subject} must have at most {self.values} values (--max-json-values), got more."
         return None
+
+
+class JsonTotal:
+    """Counts the JSON inside of several texts of a body, such as the arguments of all tool calls, by the bounds of one body.
+
+    subject: what the texts are, for errors
+    """
+
+    def __init__(self, bounds: JsonBounds, subject: str):
+        self._bounds = bounds
+        self._subject = subject
+        self._values = 0
+        self._fields = 0
+
+    def add(self, text: str) -> None:
+        """Raises TooLarge if all texts so far have more values or fields."""
+        count = self._bounds.count_without_texts
+        self._values, self._fields = count(text.encode(), self._values, self._fields, self._subject)
 
 
 def _containers(text: bytes) -> int:

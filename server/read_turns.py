@@ -10,6 +10,7 @@ iterations. Bodies of at most 64 KB never stop, so they need no turn.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -22,9 +23,18 @@ class FairFlow(FlowControl):
         super().__init__(transport)
         self._turns = turns
         self._waits = False
+        self._paused_before = 0.0  # seconds, without the pause that lasts
+        self._paused_at = 0.0  # on time.monotonic's clock
+
+    @property
+    def paused_seconds(self) -> float:
+        """How long the server has not read from this connection so far."""
+        return self._paused_before + (time.monotonic() - self._paused_at if self.read_paused else 0.0)
 
     def pause_reading(self) -> None:
         self._waits = False
+        if not self.read_paused:
+            self._paused_at = time.monotonic()
         super().pause_reading()
 
     def resume_reading(self) -> None:
@@ -35,6 +45,7 @@ class FairFlow(FlowControl):
     def take_turn(self) -> None:
         if self._waits and not self._transport.is_closing():
             self._waits = False
+            self._paused_before = self.paused_seconds
             super().resume_reading()
 
 

@@ -31,6 +31,7 @@ from .dialects.responses_answer import ResponsesAnswer
 from .dialects.responses_replies import ResponseObject
 from .dialects.responses_request import ResponsesRequest
 from .errors import BadRequest, Unavailable
+from .json_bounds import JsonTotal
 from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply, TokenizerInfo
 from .schemas import CompletionRequest, DetokenizeRequest
 from .service import Service
@@ -109,7 +110,8 @@ class BodyRoute(APIRoute):
                 message = f"{field} must hold at most {limit} messages (--max-messages), got {len(messages)}."
                 raise BadRequest(message, param=field)
         try:
-            return self._model.model_validate(values, context={"lenient": service.settings.lenient})
+            arguments = JsonTotal(service.json_bounds, "the arguments of all tool calls")
+            return self._model.model_validate(values, context={"lenient": service.settings.lenient, "arguments": arguments})
         except ValidationError as error:
             errors = [each | {"loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
             raise RequestValidationError(errors) from None

@@ -108,6 +108,7 @@ class Service:
         if self._loop_delay is not None:
             self._loop_delay.stop()
         await self.engine.shutdown(timeout)
+        self.tokenization.close()
 
     async def drain(self) -> None:
         """Refuse new requests, and return when nothing is in flight."""

@@ -214,6 +214,9 @@ class Settings(BaseSettings):
     template_timeout: float = _option(
         5.0, "Seconds for applying a chat template; a conversation that takes longer gets a 400.", "Limits", gt=0
     )
+    template_memory: int = _option(
+        256 * 2**20, "Bytes for applying a request's chat template; one that takes more gets a 400.", "Limits", ge=2**20
+    )
     request_timeout: float | None = _option(
         None, "Maximum number of seconds for a request; by default no limit.", "Limits", gt=0
     )

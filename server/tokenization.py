@@ -7,8 +7,8 @@
 
 Threads run the tokenizer and the operator's chat template, so that a long prompt never holds up the event loop. Long texts have
 a thread to themselves, because the tokenizer needs seconds for many megabytes, and short ones should not wait for them. In each
-thread, clients take turns. Chat templates of requests have another thread. A template that does not end is interrupted after
-`template_timeout` seconds.
+thread, clients take turns. A template that does not end is interrupted after `template_timeout` seconds. Chat templates of
+requests are programs of strangers: they run one at a time in another process, which is killed at its limits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_jsonable_python
 
 from fa_serve.engine.sampling_params import schema_length
+from fa_serve.engine.trials import Trial, TrialError, TrialLimits, Trials
 from fa_serve.spec import ParameterError
 
+from .chat import template_process
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
 from .chat.templates import Template
 from .deadline_thread import DeadlineThread
@@ -53,6 +55,7 @@ class Tokenization:
         self._long = DeadlineThread("tokenizer of long texts")
         self._request_templates = DeadlineThread("template")
         self._template_timeout = settings.template_timeout
+        self._template_limits = TrialLimits("end", settings.template_timeout, settings.template_memory, "template")
         self._template_file = settings.chat_template
         self._operators_template = settings.chat_template.read_text(encoding="utf-8") if settings.chat_template else None
         self._allow_request_template = settings.allow_request_chat_template
@@ -96,6 +99,17 @@ class Tokenization:
         return {token.content: token_id for token_id, token in tokens.items() if token.special}
 
     @cached_property
+    def _trials(self) -> Trials:
+        """Of the chat templates of requests."""
+        assert self._engine.reader is not None
+        return Trials(template_process.__file__, {"max_chars": self._engine.reader.max_chars}, self._template_limits)
+
+    def close(self) -> None:
+        """End what runs in another process."""
+        if "_trials" in vars(self):
+            self._trials.close()
+
+    @cached_property
     def token_texts(self) -> TokenTexts:
         return TokenTexts(self._engine.tokenizer)
 
@@ -114,7 +128,13 @@ class Tokenization:
             return given
 
         def work() -> list[list[int]]:
-            return [self._ids(prompt, special, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts]
+            found = []
+            count = 0
+            for prompt in prompts:
+                found.append(self._ids(prompt, special, "prompt") if isinstance(prompt, str) else prompt)
+                count += len(found[-1])
+                self._require_few_ids(count)
+            return found
 
         length = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         return await self._thread_for(length).run(work, client)
@@ -139,6 +159,11 @@ class Tokenization:
     def _parse(self, text: str) -> Template:
         return Template(self._engine.tokenizer, text)
 
+    async def read_template(self, template: Template, body: ChatRequest | TokenizeRequest, client: str | None) -> None:
+        """Let `template.reads` be quick. The operator's template and the model's are read once for all requests."""
+        if body.chat_template is not None:
+            await self._request_templates.run(lambda: template.names, client)
+
     async def encode_chat(
         self,
         template: Template,
@@ -149,27 +174,28 @@ class Tokenization:
     ) -> tuple[list[int], str]:
         """The prompt that the chat template makes of a conversation, as token ids and as text."""
 
-        def render() -> str:
+        def render(trial: Trial | None = None) -> str:
             messages = [message.rendered() for message in body.messages or ()]
-            return template.render(messages, [tool.rendered() for tool in tools] or None, variables)
+            return template.render(messages, [tool.rendered() for tool in tools] or None, variables, trial)
 
         def encode(text: str) -> tuple[list[int], str]:
             return self._ids(text, False, "messages"), text
 
-        field = "messages" if body.chat_template is None else "chat_template"
+        if body.chat_template is not None:
+            trial = self._trials.trial()
+            try:
+                text = await self._request_templates.run(lambda: render(trial), client, cancel=trial.cancel)
+            except TrialError as error:
+                raise BadRequest(f"chat_template must {error}.", param="chat_template", code="invalid_value") from None
+            return await self._thread_for(len(text)).run(lambda: encode(text), client)
+        length = sum(message.length() for message in body.messages or ())
+        length += sum(schema_length(tool.parameters(), LONG_TEXT) for tool in tools)
         try:
-            if body.chat_template is None:
-                length = sum(message.length() for message in body.messages or ())
-                length += sum(schema_length(tool.parameters(), LONG_TEXT) for tool in tools)
-                thread = self._thread_for(length)
-                return await thread.run(lambda: encode(render()), client, self._template_timeout)
-            text = await self._request_templates.run(render, client, self._template_timeout)
+            return await self._thread_for(length).run(lambda: encode(render()), client, self._template_timeout)
         except asyncio.TimeoutError:  # python 3.10 has two kinds
             seconds = f"{self._template_timeout:g} seconds (--template-timeout)"
-            raise BadRequest(
-                f"{field}: the chat template must end within {seconds}.", param=field, code="invalid_value"
-            ) from None
-        return await self._thread_for(len(text)).run(lambda: encode(text), client)
+            text = f"messages: the chat template must end within {seconds}."
+            raise BadRequest(text, param="messages", code="invalid_value") from None
 
     async def token_strs(self, token_ids: list[int], client: str | None) -> list[str]:
         """The tokens as the vocabulary writes them."""
@@ -205,6 +231,13 @@ class Tokenization:
         if largest >= size:
             raise BadRequest(f"tokens must hold token ids from 0 to {size - 1}, got {largest}.", param="tokens")
         return str(self._engine.tokenizer.decode(token_ids))
+
+    def _require_few_ids(self, count: int) -> None:
+        assert self._engine.reader is not None
+        limit = self._engine.reader.max_ids
+        if count > limit:
+            message = f"The prompts of a request must have at most {limit} tokens together, got more."
+            raise BadRequest(message, param="prompt", code="invalid_value")
 
     def _ids(self, text: str, special: bool, param: str) -> list[int]:
         assert self._engine.reader is not None

@@ -96,7 +96,7 @@ CASES = [
     PAGED,
     replace(PAGED, bits=True, list_heads="q", page_size=64),
     replace(PAGED, page_size=7, window=(60, -1), sinks=True, softcap=20.0, list_heads="kv"),
-    replace(PAGED, lengths_q=(20, 1, 40), page_size=128, num_splits=3, bits=True),
+    replace(PAGED, lengths_q=(20, 1, 40), lengths_k=(140, 100, 40), page_size=128, num_splits=3, bits=True),
     replace(PAGED, page_size=32, kept=1.0, alibi=True),
     DECODE,
     replace(DECODE, list_heads="kv", bits=True, kept=0.7, sinks=True),

@@ -4,13 +4,19 @@ Files called `test_*_interpreted.py` run Triton's kernels on a CPU. They are col
 no other file is, because Triton reads the variable when it is imported. `tests/gpu` is collected only where there is a GPU.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from server_process import ServerProcess
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -51,3 +57,19 @@ def poisoned_memory() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Callable[..., ServerProcess]:
+    """`start_server("--flag", ..., FA_SERVE_NAME="value")`: a server process that is ready, with the embedded model."""
+    from server_process import start  # the GPU suite has no httpx
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def served(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess]:
+    """One server for all tests that leave it as it was. Its start takes seconds."""
+    served = start_server("--dtype", "float32")
+    yield served
+    served.end()

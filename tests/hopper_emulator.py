@@ -30,7 +30,7 @@ from unittest import mock
 
 import torch
 
-from fa_serve.backends.hopper import consumer, forward, kernel_types, producer, tile_schedule
+from fa_serve.backends.hopper import consumer, forward, kernel_types, listed_blocks, producer, shared_memory, tile_schedule
 from fa_serve.backends.launch import Launch, View
 
 
@@ -442,15 +442,10 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
         "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait_products,
         "RAGGED": kernel_types.RAGGED.value,
-        "Tile": kernel_types.Tile,
-        "Descriptors": kernel_types.Descriptors,
-        "SharedMemory": kernel_types.SharedMemory,
-        "Barriers": kernel_types.Barriers,
-        "ProducerArgs": kernel_types.ProducerArgs,
-        "ConsumerArgs": kernel_types.ConsumerArgs,
+        **{name: value for name, value in vars(kernel_types).items() if hasattr(value, "_fields")},
     }
     unused = dict(faults)
-    for module in (tile_schedule, producer, consumer, forward):
+    for module in (tile_schedule, listed_blocks, producer, consumer, shared_memory, forward):
         source = inspect.getsource(module)
         for old, new in faults.items():
             if old in source:

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import report_latent
 HERE = Path(__file__).parent
 FAMILIES = HERE / "results" / "families.json"
 UPSTREAM = HERE / "upstream" / "results.json"
+LOADING = HERE / "results" / "load_memory.json"
 PAGE = HERE.parent / "docs" / "models.md"
 GPUS = {"H200": 90, "A100": 80}
 # The tests of a family, by the name of their column on the page.
@@ -152,6 +154,7 @@ def kept_experts() -> list[dict[str, str]]:
     """For each format of quantised experts: how they are kept, and who computes them, or why they are refused."""
     from fa_serve.hf.quantization_plan import read_config
     from fa_serve.ops.quantized_choice import explain_experts
+    from fa_serve.spec import ParameterError
 
     float8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
     int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
@@ -163,13 +166,16 @@ def kept_experts() -> list[dict[str, str]]:
         "compressed-tensors, 4 bits, act-order": _compressed("pack-quantized", int4 | {"actorder": "group"}),
         "awq": {"quant_method": "awq", "bits": 4},
         "gptq": {"quant_method": "gptq", "bits": 4},
+        "gptq, act-order": {"quant_method": "gptq", "bits": 4, "desc_act": True},
     }
     found = []
     for name, config in configs.items():
-        scheme = read_config(config).scheme_of_experts("model.layers.0.mlp.experts")
-        gpu, cpu = ("refused", "refused") if scheme is None else (explain_experts("cuda"), explain_experts("cpu"))
-        kept = "" if scheme is None else scheme.description
-        found.append({"format": name, "kept": kept, "GPU": gpu, "CPU": cpu})
+        row = {"format": name, "kept": "", "GPU": "refused", "CPU": "refused"}
+        with suppress(ParameterError):
+            scheme = read_config(config).scheme_of_experts("model.layers.0.mlp.experts")
+            assert scheme is not None
+            row |= {"kept": scheme.description, "GPU": explain_experts("cuda"), "CPU": explain_experts("cpu")}
+        found.append(row)
     return found
 
 
@@ -284,6 +290,7 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
         types = [name for name, why in results["census"].items() if why == reason]
         lines.append(f"| {reason} | {', '.join(types)} |")
     lines += _quantised(results)
+    lines += _loading(json.loads(LOADING.read_text()))
     lines += _upstream(upstream)
     return "\n".join(lines) + "\n"
 
@@ -316,11 +323,11 @@ def _quantised(results: dict[str, Any]) -> list[str]:
         "experts inside of its decoder layers become float8 with a scale for each row. [Kernels](kernels.md#quantised-weights)",
         "has times.",
         "",
-        "All experts of a layer are one quantised weight. Their tensors must have the names of linear layers, which",
-        "transformers stacks, or be stacked in the files, as those of gpt-oss are. Before they are loaded, the model's own",
-        "code is compared with fa_serve's on random floats. An error names a tensor that is missing. The tests cover gpt-oss",
-        "with mxfp4 and Qwen 3 MoE with the other formats. Products of experts leave activations as they are, in deterministic",
-        "mode too. On a GPU, kernels unpack the weights. A CPU dequantises the experts that tokens have chosen.",
+        "All experts of a layer are one quantised weight. Their tensors are stacked where transformers stacks the weights of",
+        "experts. Before they are loaded, the model's own code is compared with fa_serve's on random floats. An error names a",
+        "tensor that is missing. The tests cover gpt-oss with mxfp4 and Qwen 3 MoE with the other formats. Products of experts",
+        "leave activations as they are, in deterministic mode too. On a GPU, kernels unpack the weights. A CPU dequantises the",
+        "experts that tokens have chosen. Act-order gives each expert another order of columns, and is refused.",
         "",
         "| format | weights of experts | GPU | CPU |",
         "|---|---|---|---|",
@@ -330,6 +337,24 @@ def _quantised(results: dict[str, Any]) -> list[str]:
         f"{', '.join(by_loader['transformers'])} to transformers, whose modules run in layers that are not fused.",
         "Options such as 3 bits are refused. So are checkpoints in these formats, with an error that names the format:",
         f"{', '.join(by_loader['refused'])}.",
+    ]
+
+
+def _loading(found: dict[str, Any]) -> list[str]:
+    columns = ("model", "format", "floats", "file", "held", "peak")
+    return [
+        "",
+        "### Memory while loading",
+        "",
+        f"`python benchmarks/load_memory.py` on the {found['device']}, in MiB: about 130 million weights, dense or with",
+        "eight experts in each layer. `floats` is what its weights take in bfloat16, `held` what the loaded model takes, and",
+        "`peak` the most that loading needed at once beside the mapped file. Weights whose bytes stay as they are remain in",
+        "the mapped file and need nothing else; experts are stacked, and 4-bit weights are packed again, layer by layer. With",
+        "`--device cuda` the script measures the memory of a GPU, which has not been done yet.",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|---" * len(columns) + "|",
+        *["| " + " | ".join(str(row[column]) for column in columns) + " |" for row in found["rows"]],
     ]
 
 

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,17 +56,3 @@ def start(*arguments: str, verb: str = "serve", log: Path | None = None, **envir
         served.end()
         pytest.fail(f"the server did not start: {lines}")
     return served
-
-
-@pytest.fixture(scope="session")
-def start_server() -> Callable[..., ServerProcess]:
-    """`start_server("--flag", ..., FA_SERVE_NAME="value")`: a server process that is ready, with the embedded model."""
-    return start
-
-
-@pytest.fixture(scope="session")
-def served() -> Iterator[ServerProcess]:
-    """One server for all tests of a folder that leave it as it was."""
-    served = start("--dtype", "float32")
-    yield served
-    served.end()

@@ -6,56 +6,29 @@ themselves are tested in tests/backends/triton/test_backward_interpreted.py and 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import data_parallel
 import pytest
 import torch
+from opaque_backend import Opaque, opaque_backend
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fa_serve
-from fa_serve.backends import ATTENTION
-from fa_serve.backends.plan import PLANS, AttentionOptions, Run
-from fa_serve.backends.reference import ReferenceBackend, attention_reference
-from fa_serve.spec import AttentionSpec
+from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 
-class Opaque:
-    """The reference's numbers, without what autograd could follow.
-
-    planned: the spec and the options of each plan
-    """
-
-    name = "triton"
-    mixed_rows: int | None = None
-    differentiable = False
-
-    def __init__(self) -> None:
-        self.planned: list[tuple[AttentionSpec, AttentionOptions]] = []
-
-    def supports(self, spec: AttentionSpec) -> str | None:
-        return "refuses gradients through pages" if spec.layout == "paged" and spec.needs_grad else None
-
-    def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions) -> Run:
-        self.planned.append((spec, options))
-        run = ReferenceBackend().plan(spec, tensors, options)
-
-        def without_history(t: Any) -> Any:
-            with torch.no_grad():
-                return run(t)
-
-        return without_history
-
-
 @pytest.fixture
-def opaque(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opaque]:
-    backend = Opaque()
-    monkeypatch.setitem(ATTENTION._loaded, "triton", backend)
-    PLANS.clear()
-    yield backend
-    PLANS.clear()
+def opaque() -> Iterator[Opaque]:
+    with opaque_backend() as backend:
+        yield backend
 
 
 def leaves() -> list[Tensor]:
@@ -137,6 +110,24 @@ def test_checkpointing(opaque: Opaque, use_reentrant: bool) -> None:
     (out**2).sum().backward()
     assert all(torch.equal(x.grad, expected) for x, expected in zip(given, plain, strict=True) if x.grad is not None)
     assert all(x.grad is not None for x in given)
+
+
+def test_data_parallel_training(tmp_path: Path) -> None:
+    """Two processes with a row each end with the gradients that one process has of both rows."""
+    meeting_point = str(tmp_path / "ranks")
+    path = os.pathsep.join([str(Path(data_parallel.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "data_parallel", "1", meeting_point]
+    other = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    try:
+        actual = data_parallel.gradients(0, meeting_point)
+        assert other.wait(60) == 0
+    finally:
+        other.kill()
+    alone = data_parallel.Layer()
+    sum(alone(row[None]) / data_parallel.RANKS for row in data_parallel.batch()).backward()
+    assert len(actual) == 5
+    for mine, expected in zip(actual, alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected.grad, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

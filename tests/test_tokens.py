@@ -8,14 +8,11 @@ token is a fault and not a rounding error.
 from __future__ import annotations
 
 import asyncio
-import re
-import subprocess
-import sys
-from collections.abc import Iterator
 
 import openai
 import pytest
 import torch
+from server_process import ServerProcess
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from fa_serve.demo import model_path
@@ -63,21 +60,6 @@ def eager(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     return [_generate("eager", [tokenizer(prompt)["input_ids"]])[0] for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", "--dtype", "float32"]
-    with subprocess.Popen([*command, "--num-pages", "2048"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        found = None
-        for line in process.stdout:
-            if found := re.match(r"(http://\S+)$", line):
-                break
-        assert found, "the server did not start"
-        yield found[1]
-        process.terminate()
-        process.stdout.read()
-
-
 def test_generate(tokenizer: PreTrainedTokenizerBase, eager: list[list[int]]) -> None:
     assert _generate("fa_serve", [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]) == eager
 
@@ -93,9 +75,9 @@ def test_engine(tokenizer: PreTrainedTokenizerBase, eager: list[list[int]]) -> N
     assert not all(ended)
 
 
-def test_http_with_sixteen_at_once(tokenizer: PreTrainedTokenizerBase, eager: list[list[int]], url: str) -> None:
+def test_http_with_sixteen_at_once(tokenizer: PreTrainedTokenizerBase, eager: list[list[int]], served: ServerProcess) -> None:
     async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
 
             async def one(prompt: str) -> str:
                 answer = await client.completions.create(

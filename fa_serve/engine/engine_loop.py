@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from fa_serve.engine.errors import EngineDeadError, QueueFullError
 from fa_serve.engine.grammar_queue import LONG, GrammarQueue
-from fa_serve.engine.grammar_trials import Cancelled, Trial
 from fa_serve.engine.outputs import RequestOutput
 from fa_serve.engine.sampling_params import SamplingParams, StructuredOutput
 from fa_serve.engine.stats import EngineStats, StepStats
+from fa_serve.engine.trials import Cancelled, Trial
 
 if TYPE_CHECKING:
     from fa_serve.engine.engine import Engine

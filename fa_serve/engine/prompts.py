@@ -15,18 +15,26 @@ from tokenizers import Tokenizer
 from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.spec import ParameterError
 
+MAX_IDS = 1 << 20
+"""Tokens of a text that `PromptReader.encode` takes even if the model's context is shorter, so that they can be counted."""
+PIECE = 1 << 18
+"""Characters that are tokenized at once in order to count them."""
+
 
 class PromptReader:
     """Turns prompts into token ids. Safe to use from any thread.
 
     tokenizer: a fast tokenizer of transformers, or None; then prompts must be token ids
+    max_chars: characters of a text that `encode` takes
+    max_ids:   tokens of a text that `encode` takes
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._max_chars = 0 if tokenizer is None else max_model_len * _most_characters(tokenizer.backend_tokenizer)
+        self.max_ids = max(2 * max_model_len, MAX_IDS)
+        self.max_chars = 0 if tokenizer is None else max_model_len * _most_characters(tokenizer.backend_tokenizer)
 
     def read(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a text, or a checked copy of token ids.
@@ -54,17 +62,35 @@ class PromptReader:
 
         Raises ParameterError("prompt") for a text that is too long or cannot be encoded as UTF-8.
         """
-        if len(text) > self._max_chars:
+        if len(text) > self.max_chars:
             # Tokenizing many megabytes takes a thread several seconds, and the text would be refused anyway.
-            limit = f"{self._max_model_len} tokens, and so have at most {self._max_chars} characters"
+            limit = f"{self._max_model_len} tokens, and so have at most {self.max_chars} characters"
             raise ParameterError("prompt", f"be shorter than max_model_len = {limit}", len(text), "context_length_exceeded")
         try:
-            text.encode()
+            num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
             rule = f"be a text that UTF-8 can encode, without half of a surrogate pair at character {error.start}"
             raise ParameterError("prompt", rule, text[error.start : error.end]) from None
-        ids: list[int] = self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
+        if num_bytes > self.max_ids:
+            self._require_few_ids(text)
+        ids: list[int] = self._encoding(text, special_tokens).ids
         return ids
+
+    def _encoding(self, text: str, special_tokens: bool) -> Any:
+        return self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
+
+    def _require_few_ids(self, text: str) -> None:
+        """Raise ParameterError for a text with more than `max_ids` tokens, before all of them are in memory.
+
+        `max_chars` is far above that if the vocabulary has one long token, such as 128 spaces, and a token takes 100 bytes. A
+        text in pieces has hardly more tokens than in one, and no more than bytes.
+        """
+        count = 0
+        for begin in range(0, len(text), PIECE):
+            count += len(self._encoding(text[begin : begin + PIECE], False))
+            if count > self.max_ids:
+                rule = f"have at most {self.max_ids} tokens"
+                raise ParameterError("prompt", rule, f"at least {count}", "context_length_exceeded")
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
         """Token ids are checked here, because a bad one would fail a whole step later."""

@@ -9,7 +9,7 @@
 A grammar is compiled structured output; a matcher is its state for one request. Compiling may take seconds, and the first
 grammar also builds the tables of the tokenizer. Therefore engine_loop.py compiles outside the step, in threads
 (grammar_queue.py); llguidance releases the interpreter's lock meanwhile. What clients send is compiled on trial first, in a
-process that can be limited and killed (grammar_trials.py). Several threads fill the masks of a step while the device runs the
+process that can be limited and killed (trials.py). Several threads fill the masks of a step while the device runs the
 forward of the step.
 
 A step waits for its masks. A mask takes some tens of microseconds, but 50 ms and more behind a hundred tokens of an ambiguous
@@ -39,10 +39,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fa_serve.engine import grammar_process
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.grammar_process import NICE, STACK, compiled
-from fa_serve.engine.grammar_trials import GrammarTrials, Trial, TrialError
+from fa_serve.engine.grammar_process import STACK, compiled
 from fa_serve.engine.sampling_params import MAX_STRUCTURED, StructuredOutput
+from fa_serve.engine.trial_process import NICE
+from fa_serve.engine.trials import Trial, TrialError, TrialLimits, Trials
 from fa_serve.spec import ParameterError
 
 WHITESPACE = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
@@ -161,7 +163,7 @@ class Grammars:
         self._executor: Any = None
         self._one_by_one = False
         self._spent: dict[str | None, float] = {}  # seconds of the clients of the last step that computed masks one by one
-        self._trials: GrammarTrials | None = None
+        self._trials: Trials | None = None
         # At most `cache_bytes`, the least recently used first. Grammars with an error are kept as well.
         self._compiled: OrderedDict[str, _Kept] = OrderedDict()
         self.num_bytes = 0
@@ -202,11 +204,11 @@ class Grammars:
             error = ""
             if trial is not None:
                 try:
-                    result = trial.run(grammar)
+                    result = json.loads(trial.run(json.dumps(grammar).encode()))
                 except TrialError as refused:
                     raise ParameterError(field, str(refused), getattr(structured, field)) from None
-                num_bytes = result.num_bytes
-                error = result.error
+                num_bytes = result["bytes"]
+                error = result["error"]
             matcher = None if error else _compile(llguidance, tables, grammar)
             if matcher is not None and matcher.is_error():
                 error = matcher.get_error()
@@ -344,9 +346,9 @@ class Grammars:
                 text = self._tokenizer.backend_tokenizer.to_str()
                 self._tables = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end_ids)
                 self._executor = llguidance.LLExecutor()
-                timeout = self._config.grammar_timeout
-                memory = self._config.grammar_memory
-                self._trials = GrammarTrials(text, self._vocab_size, end_ids, timeout=timeout, memory=memory)
+                given = {"tokenizer": text, "vocab_size": self._vocab_size, "end_ids": end_ids}
+                limits = TrialLimits("compile", self._config.grammar_timeout, self._config.grammar_memory, "grammar")
+                self._trials = Trials(grammar_process.__file__, given, limits, STACK)
             return self._tables
 
 

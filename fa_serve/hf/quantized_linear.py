@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightTransform
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -35,7 +35,7 @@ from fa_serve.hf.expert_files import check_expert_files
 from fa_serve.hf.experts import expert_modules
 from fa_serve.hf.models import NAME
 from fa_serve.hf.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
-from fa_serve.hf.quantized_experts import PROJECTIONS, QuantizedExperts, prove_experts, quantize_experts
+from fa_serve.hf.quantized_experts import PROJECTIONS, QuantizedExperts, prove_experts, quantize_experts, rules_for_experts
 from fa_serve.hf.weight_formats import Rounded, Scheme, check_loaded
 from fa_serve.ops.quantized_choice import explain, explain_experts
 from fa_serve.ops.quantized_weight import quantize_float8
@@ -152,8 +152,28 @@ class Quantizer(HfQuantizer):
         source = self.quantization_config.source
         plan = _rounding(model) if source is None else read_config(source)
         replace_layers(model, plan, dtype or torch.get_default_dtype())
+        own = {f"{layer}.{name}" for layer, module in model.named_modules() for name in getattr(module, "expected", ())}
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name not in own}
         if source is not None:
             check_expert_files(checkpoint_files or (), model)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        """Check the shapes of biases, norms and embeddings: transformers does not check them in a quantised model.
+
+        Raises ParameterError that names the first parameter of another shape.
+        """
+        for name, parameter in model.named_parameters():
+            if (expected := self.shapes.get(name, parameter.shape)) != parameter.shape:
+                raise ParameterError(name, f"have the shape {list(expected)}", list(parameter.shape))
+        return model
+
+    def update_weight_conversions(
+        self, weight_conversions: list[WeightTransform], *model: PreTrainedModel
+    ) -> list[WeightTransform]:
+        """transformers' rules for stacking tensors, and ours. model: is given since transformers 5.18"""
+        source = self.quantization_config.source
+        schemes = [] if source is None else [scheme.of_experts() for _, scheme in read_config(source).schemes]
+        return rules_for_experts(weight_conversions, [scheme for scheme in schemes if scheme is not None])
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         layer, _, name = param_name.rpartition(".")

@@ -51,9 +51,6 @@ class ChatAnswer(Answer):
         self._check_tools()
         if self._may_call and asked is None and any(tool.function.strict for tool in self._tools):
             self._constraint = Constraint("tools", ANY_TEXT)
-        if body.reasoning_effort is not None and not self._template.reads("reasoning_effort"):
-            message = "reasoning_effort must be null: this model's chat template does not read it."
-            raise BadRequest(message, param="reasoning_effort")
 
     def _check_tools(self) -> None:
         asked = self._constraint
@@ -62,6 +59,11 @@ class ChatAnswer(Answer):
                 f"{asked.field} must not be given with tools, unless tool_choice is none: a grammar has no place for calls."
             )
             raise BadRequest(message, param=asked.field)
+
+    def _check_template(self) -> None:
+        if self._body.reasoning_effort is not None and not self._template.reads("reasoning_effort"):
+            message = "reasoning_effort must be null: this model's chat template does not read it."
+            raise BadRequest(message, param="reasoning_effort")
         if self._may_call and self._tool_format is None and self._template.reads("tools"):
             raise BadRequest(
                 "This model's chat template does not show how the model writes tool calls. The operator can set "
@@ -90,6 +92,8 @@ class ChatAnswer(Answer):
         return 1
 
     async def _encode(self) -> list[list[int]]:
+        await self._tokenization.read_template(self._template, self._body, self._key)
+        self._check_template()
         encode = self._tokenization.encode_chat
         tokens, self._text = await encode(self._template, self._body, self._tools, self._variables(), self._key)
         return [tokens]

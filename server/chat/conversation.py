@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from ..schemas import NonEmpty, SamplingRequest
 from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error
 
-MAX_ARGUMENTS = 1 << 17  # characters of the arguments of one call: JSON inside of a text, whose values nothing has counted
+MAX_ARGUMENTS = 1 << 17  # characters of the arguments of one call
 MAX_CALLS = 1024
 MARKUP = 32  # characters that a chat template adds to a message
 
@@ -25,7 +25,10 @@ class TextPart(StrictModel):
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
 
-def _json_object(text: str) -> str:
+def _json_object(text: str, info: ValidationInfo) -> str:
+    """JSON inside of a text has not been counted with the body. The validation's context may have a JsonTotal for it."""
+    if info.context and "arguments" in info.context:
+        info.context["arguments"].add(text)
     try:
         if isinstance(from_json(text or "{}"), dict):
             return text

@@ -5,20 +5,26 @@
     prompt = template.render(messages, tools, {"enable_thinking": False})
 
 A template silently leaves out what it does not know: tools, tool calls, names, variables. Such a request is refused here.
-transformers renders templates in jinja2's sandbox. Which template a request gets is decided in tokenization.py.
+transformers renders templates in jinja2's sandbox. Templates of requests are rendered in another process (template_process.py).
+Which template a request gets is decided in tokenization.py.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from functools import cached_property
 from typing import Any
 
 import jinja2
+from pydantic_core import to_json
+
+from fa_serve.engine.trials import Trial
 
 from ..errors import BadRequest
 from .reasoning import CLOSING
+from .template_process import MAX_REASON
 from .tools import ToolFormat, detect_format
 
 MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
@@ -30,11 +36,12 @@ FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, 
 
 class Template:
     def __init__(self, tokenizer: Any, text: str):
-        self._apply = tokenizer.apply_chat_template
+        self._tokenizer = tokenizer
         self._text = text
 
     @cached_property
-    def _names(self) -> set[str]:
+    def names(self) -> set[str]:
+        """The names in the template, variables and others. Finding them takes 0.1 s for a hostile template."""
         try:
             return {value for _, kind, value in jinja2.Environment().lex(self._text) if kind == "name"}
         except jinja2.TemplateSyntaxError as error:
@@ -42,7 +49,11 @@ class Template:
 
     def reads(self, variable: str) -> bool:
         """Whether the template reads a variable of this name."""
-        return variable in self._names
+        return variable in self.names
+
+    @cached_property
+    def _reads_message_names(self) -> bool:
+        return MESSAGE_NAME.search(self._text) is not None
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
@@ -52,33 +63,76 @@ class Template:
     def thinks(self) -> bool:
         return CLOSING in self._text
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any]) -> str:
-        """The prompt, up to the point where the assistant's answer begins. Raises BadRequest, which names the field."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any],
+        trial: Trial | None = None,
+    ) -> str:
+        """The prompt, up to the point where the assistant's answer begins. Raises BadRequest, which names the field.
+
+        trial: where the template runs, with TrialError if it takes too much; without one, it runs in this thread
+        """
         if tools and not self.reads("tools"):
             raise BadRequest("This model's chat template does not support tools.", param="tools", code="unsupported_parameter")
         for message in messages:
-            if "name" in message and not MESSAGE_NAME.search(self._text):
+            if "name" in message and not self._reads_message_names:
                 raise BadRequest("This model's chat template does not support names in messages.", param="messages")
             if ("tool_calls" in message or message["role"] == "tool") and "tool_calls" not in self._text:
                 raise BadRequest("This model's chat template does not support tool calls in messages.", param="messages")
         self._check_variables(variables)
         try:
-            prompt = self._apply(
-                messages, tools, chat_template=self._text, tokenize=False, add_generation_prompt=True, **variables
-            )
+            if trial is None:
+                apply = self._tokenizer.apply_chat_template
+                text = apply(messages, tools, chat_template=self._text, tokenize=False, add_generation_prompt=True, **variables)
+            else:
+                text = self._render_on_trial(messages, tools, variables, trial)
         except FAILURES as error:
-            raise BadRequest(f"The chat template refuses these messages: {error}.", param="messages") from None
-        for message in messages:
-            if message["role"] not in ROLES and message["content"].strip() not in str(prompt):
-                text = f"This model's chat template leaves out messages of the role {message['role']!r}."
-                raise BadRequest(text, param="messages", code="invalid_value")
-        return str(prompt)
+            reason = str(error)[:MAX_REASON]
+            raise BadRequest(f"The chat template refuses these messages: {reason}.", param="messages") from None
+        prompt = str(text)
+        _require_unusual_roles(messages, prompt)
+        return prompt
+
+    def _render_on_trial(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any], trial: Trial
+    ) -> str:
+        given = {
+            "template": self._text,
+            "messages": messages,
+            "tools": tools,
+            "variables": self._tokenizer.special_tokens_map | variables,
+        }
+        reply = json.loads(trial.run(to_json(given)))
+        if "error" in reply:
+            raise jinja2.TemplateError(reply["error"])
+        return str(reply["text"])
 
     def _check_variables(self, variables: dict[str, Any]) -> None:
         if not variables:
             return
-        reserved = RESERVED | inspect.signature(self._apply).parameters.keys()
+        reserved = RESERVED | inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
         for name in variables:
             if name in reserved or not self.reads(name):
                 message = f"chat_template_kwargs must hold variables that the chat template reads, got {name!r}."
                 raise BadRequest(message, param="chat_template_kwargs")
+
+
+def _require_unusual_roles(messages: list[dict[str, Any]], prompt: str) -> None:
+    """Raise BadRequest if the template has left out a message of a role that not every template knows.
+
+    Each message is looked for behind the one before, because 5,000 searches of a long prompt from its beginning take seconds.
+    """
+    position = 0
+    for message in messages:
+        if message["role"] in ROLES:
+            continue
+        content = message["content"].strip()
+        found = prompt.find(content, position)
+        if found < 0:  # the template may have changed the order
+            found = prompt.find(content)
+        if found < 0:
+            text = f"This model's chat template leaves out messages of the role {message['role']!r}."
+            raise BadRequest(text, param="messages", code="invalid_value")
+        position = found + len(content)

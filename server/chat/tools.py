@@ -71,11 +71,13 @@ class ToolReader:
     num_calls: calls that have begun so far, including those left out
 
     The reader is a state machine. Each state is a method that looks at the beginning of the text that has not been read. It
-    returns False if more text is needed to decide what the beginning is.
+    returns False if more text is needed to decide what the beginning is. Each character is read once and copied a few times,
+    because a model may write a hundred thousand markers.
     """
 
     NAMED_HEADER = re.compile(r"([\w.-]{1,128})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,16}")
     PARTIAL_HEADER = re.compile(r"[\w.\-\[\]\s]{1,256}")
+    MAX_HEADER = 256
 
     def __init__(self, tool_format: ToolFormat, offered: Collection[str], single: bool = False):
         self._format = tool_format
@@ -87,88 +89,109 @@ class ToolReader:
             self._state = self._read_content
         else:
             self._state = self._read_between_calls
-        self._text = ""  # not read yet
-        self._raw: str | None = ""  # read, and content if it turns out to be no call; None between calls
-        self._space = ""  # white space that is content if more content follows
+        self._text = ""
+        self._position = 0  # in the text: what stands before it has been read
+        self._raw: list[str] | None = []  # read, and content if it turns out to be no call; None between calls
+        self._space: list[str] = []  # white space that is content if more content follows
         self._marked = False  # a marker has been seen
         self._after_call = False  # a call has ended and no content has followed
         self._call = CallParser()
-        self._content = ""
+        self._content: list[str] = []
         self._deltas: list[ToolCallDelta] = []
         self.num_calls = 0
 
     def read(self, text: str, last: bool = False) -> tuple[str, list[ToolCallDelta]]:
         """The content and the calls that are certain by now. With `last`, everything that is left."""
-        self._text += text
-        self._content = ""
+        self._text = self._text[self._position :] + text
+        self._position = 0
+        self._content = []
         self._deltas = []
-        while self._text and self._state():
+        while self._position < len(self._text) and self._state():
             pass
         if last:
-            self._add_content((self._raw or "") + self._text)
+            self._add_content("".join(self._raw or ()) + self._text[self._position :])
             if not self.num_calls:
                 self._content += self._space
-            self._text = self._raw = self._space = ""
-        return self._content, self._deltas
+            self._text = ""
+            self._position = 0
+            self._raw = []
+            self._space = []
+        return "".join(self._content), self._deltas
+
+    def _advance(self, end: int) -> str:
+        """Read the text up to this position."""
+        begin = self._position
+        self._position = end
+        return self._text[begin:end]
 
     def _read_start(self) -> bool:
-        beginning = self._text.lstrip()
-        if beginning.startswith("{"):
-            self._raw = self._text[: -len(beginning)]
-            self._text = beginning
+        text = self._text
+        begin = self._position
+        while begin < len(text) and text[begin].isspace():
+            begin += 1
+        self._keep(self._advance(begin))
+        if begin == len(text):
+            return False
+        if text[begin] == "{":
             self._state = self._read_between_calls
-        elif beginning:
-            self._state = self._read_content
-        return bool(beginning)
+        else:
+            self._end_group()
+        return True
 
     def _read_content(self) -> bool:
         opening = self._format.opening
-        found = self._text.find(opening) if opening else -1
-        certain = found if found >= 0 else len(self._text) - held_back(self._text, opening)
-        self._add_content(self._text[:certain])
-        self._text = self._text[certain:]
+        found = self._text.find(opening, self._position) if opening else -1
+        certain = found
+        if found < 0:
+            end = self._text[max(self._position, len(self._text) - len(opening)) :]
+            certain = len(self._text) - held_back(end, opening)
+        self._add_content(self._advance(certain))
         if found >= 0:
-            self._raw = self._space + opening
-            self._space = ""
-            self._text = self._text[len(opening) :]
+            self._raw = [*self._space, self._advance(found + len(opening))]
+            self._space = []
             self._state = self._read_between_calls
             self._marked = True
         return found >= 0
 
     def _read_between_calls(self) -> bool:
         """Before the first call of a group, between its calls, or after its last."""
+        position = self._position
         for marker in filter(None, (self._format.closing, self._format.opening)):
-            if self._text.startswith(marker):
-                self._text = self._text[len(marker) :]
+            if self._text.startswith(marker, position):
+                self._keep(self._advance(position + len(marker)))
                 self._marked = True
-                self._keep(marker)
                 if marker == self._format.closing:
                     self._end_group()
                 return True
-            if marker.startswith(self._text):
+            if len(self._text) - position < len(marker) and marker.startswith(self._text[position:]):
                 return False
-        first = self._text[0]
+        first = self._text[position]
         if first.isspace() or first in "[],;":
-            self._keep(first)
-            self._text = self._text[1:]
+            self._keep(self._advance(position + 1))
             return True
         if first == "{":
             self._call = CallParser()
             self._state = self._read_call
-            self._raw = self._raw or ""
+            if self._raw is None:
+                self._raw = []
             return True
         return self._read_named_header()
 
     def _read_named_header(self) -> bool:
         """A call that begins with its name, if the format has such calls; otherwise the group ends here."""
-        header, brace, _ = self._text.partition("{")
-        match = self.NAMED_HEADER.fullmatch(header) if self._format.named and brace else None
+        if not self._format.named:
+            self._end_group()
+            return True
+        begin = self._position
+        brace = self._text.find("{", begin, begin + self.MAX_HEADER)
+        match = self.NAMED_HEADER.fullmatch(self._text, begin, brace) if brace >= 0 else None
         if match:
-            self._raw = (self._raw or "") + header
-            self._text = self._text[len(header) :]
+            if self._raw is None:
+                self._raw = []
+            self._keep(self._advance(brace))
             self._call = CallParser(match[1])
             self._state = self._read_call
-        elif self._format.named and not brace and self.PARTIAL_HEADER.fullmatch(header):
+        elif brace < 0 and self.PARTIAL_HEADER.fullmatch(self._text, begin):
             return False
         else:
             self._end_group()
@@ -177,49 +200,51 @@ class ToolReader:
     def _read_call(self) -> bool:
         call = self._call
         text = self._text
-        for position, character in enumerate(text):
+        for position in range(self._position, len(text)):
             try:
-                call.feed(character)
+                call.feed(text[position])
                 if call.name is not None and not call.announced:
                     self._begin_call(call, call.name)
             except ValueError:
-                self._take_in(text[:position])
-                self._text = text[position:]
+                self._take_in(position)
                 self._end_group()
                 return True
             if call.complete:
-                self._take_in(text[: position + 1])
-                self._text = text[position + 1 :]
+                self._take_in(position + 1)
                 self._state = self._read_between_calls
                 return True
-        self._take_in(text)
-        self._text = ""
+        self._take_in(len(text))
         return False
 
-    def _take_in(self, text: str) -> None:
-        """The call has been fed with this text: it is kept until the call is announced, and then it has more arguments."""
-        self._keep(text)
+    def _take_in(self, end: int) -> None:
+        """The call has been fed with the text up to there: it is kept until the call is announced, and then it has more
+        arguments.
+        """
+        self._keep(self._advance(end))
         if self._call.announced:
             self._add_arguments(self._call.take_arguments())
 
     def _end_group(self) -> None:
         """The text between markers ends here. If it was no call, it is content."""
-        raw = self._raw or ""
-        self._raw = ""
+        raw = "".join(self._raw or ())
+        self._raw = []
         self._state = self._read_content
         self._add_content(raw)
 
     def _keep(self, text: str) -> None:
         if self._raw is not None:
-            self._raw += text
+            self._raw.append(text)
 
     def _add_content(self, text: str) -> None:
-        text = self._space + text
-        text = text.lstrip() if self._after_call else text
+        if self._after_call:  # then there is no space
+            text = text.lstrip()
         kept = text.rstrip()
-        self._content += kept
-        self._space = text[len(kept) :]
-        self._after_call = self._after_call and not kept
+        if kept:
+            self._content += [*self._space, kept]
+            self._space = []
+            self._after_call = False
+        if len(kept) < len(text):
+            self._space.append(text[len(kept) :])
 
     def _begin_call(self, call: CallParser, name: str) -> None:
         if not self._marked and self._format.bare and name not in self._offered:

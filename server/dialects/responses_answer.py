@@ -110,7 +110,7 @@ class ResponsesAnswer(DialectAnswer):
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": request.instructions,
+            "instructions": given["instructions"],
             "max_output_tokens": request.max_output_tokens,
             "metadata": {},
             "model": self._head["model"],

@@ -31,7 +31,7 @@ from ..schemas import NonEmpty
 from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error
 from .dialect import Translated, by_type, message
 
-MAX_RETURNED = 1 << 18  # bytes of the request's tools and schema that each of a response's objects repeats
+MAX_RETURNED = 1 << 18  # bytes of the request's instructions, tools and schema that each of a response's objects repeats
 Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Field(description="Without an effect.")]
 Identity = Annotated[str | None, Field(description="Without an effect.")]
 
@@ -252,9 +252,10 @@ class ResponsesRequest(Translated):
         return self._returned
 
     def translated(self) -> ChatRequest:
-        self._returned = self.model_dump(mode="json", by_alias=True, include={"reasoning", "text", "tool_choice", "tools"})
+        fields = {"instructions", "reasoning", "text", "tool_choice", "tools"}
+        self._returned = self.model_dump(mode="json", by_alias=True, include=fields)
         if len(to_json(self._returned)) > MAX_RETURNED:
-            self._returned |= {"text": None, "tools": None}
+            self._returned |= {"instructions": None, "text": None, "tools": None}
         chosen = self.tool_choice
         choice: ToolChoice | None
         if isinstance(chosen, ChosenFunction):
@@ -262,7 +263,7 @@ class ResponsesRequest(Translated):
         else:
             choice = chosen
         form = self.text and self.text.format
-        fields: dict[str, Any] = {
+        translated: dict[str, Any] = {
             "messages": self._messages(),
             "tools": [each.tool() for each in self.tools or ()],
             "tool_choice": choice,
@@ -275,7 +276,7 @@ class ResponsesRequest(Translated):
             temperature=self.temperature,
             top_p=self.top_p,
             stream=self.stream,
-            **fields,
+            **translated,
         )
 
     def _messages(self) -> list[Message]:
@@ -301,13 +302,13 @@ class AssistantTurn:
 
     def __init__(self) -> None:
         self._fields: dict[str, Any] = {}
+        self._thoughts: list[str] = []  # joined at the end, because there may be thousands behind a long one
 
     def takes(self, item: Any) -> bool:
         """Whether the item belongs to the same message as those before. It has been added then."""
         fields = self._fields
         if isinstance(item, ReasoningItem) and not {"content", "tool_calls"} & fields.keys():
-            thoughts = "".join(part.text for part in item.content or ())
-            fields["reasoning_content"] = fields.get("reasoning_content", "") + thoughts
+            self._thoughts += [part.text for part in item.content or ()]
         elif isinstance(item, MessageItem) and item.role == "assistant" and not {"content", "tool_calls"} & fields.keys():
             fields["content"] = _text(item.content)
         elif isinstance(item, FunctionCallItem):
@@ -319,7 +320,10 @@ class AssistantTurn:
     def end(self) -> list[Message]:
         """The message, if there is one. What comes next belongs to another one."""
         fields = self._fields
+        if self._thoughts:
+            fields["reasoning_content"] = "".join(self._thoughts)
         self._fields = {}
+        self._thoughts = []
         return [message("assistant", **{"content": ""} | fields)] if any(fields.values()) else []
 
 

@@ -13,7 +13,8 @@ def test_all_calls_agree(causal: bool) -> None:
     problem = SparseProblem.make(8 * BLOCK, 2, 32, 0.25, causal, torch.float32, "cpu")
     ours = problem.ours()()
     problem.check(ours, "ours")
-    torch.testing.assert_close(problem.flex()(), ours, rtol=1e-4, atol=1e-5)
+    if causal:  # has both kinds of blocks, and compiling takes seconds
+        torch.testing.assert_close(problem.flex()(), ours, rtol=1e-4, atol=1e-5)
     with pytest.raises(AssertionError, match="dense: error"):
         problem.check(problem.dense()(), "dense")
 

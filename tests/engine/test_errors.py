@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 from typing import get_args
 
@@ -101,7 +102,7 @@ def test_the_tree() -> None:
     assert fa_serve.engine.QueueFullError is QueueFullError
 
 
-def test_errors_keep_their_fields_through_the_pipe_of_a_process(model_folder) -> None:
+def test_errors_keep_their_fields_through_the_pipe_of_a_process(model_folder, caplog) -> None:
     async def main() -> None:
         config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_num_seqs=1, max_waiting=1)
         engine = AsyncEngine(config)
@@ -121,4 +122,6 @@ def test_errors_keep_their_fields_through_the_pipe_of_a_process(model_folder) ->
         assert QueueFullError in {type(x) for x in crowd}
         await engine.shutdown()
 
-    asyncio.run(main())
+    with caplog.at_level(logging.INFO, "fa_serve.engine"):
+        asyncio.run(main())
+    assert "kv cache: 64 pages" in caplog.text, "without a callback the phases are logged"

@@ -1,4 +1,4 @@
-"""Start-up phases are events: from an engine, from a thread, and through the pipe of a process."""
+"""Start-up phases are events: from an engine, and from a thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 import pickle
 
-import pytest
 from tiny_models import make_model
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, Phase
@@ -34,12 +33,12 @@ def test_a_given_model_needs_no_weights_and_may_be_fused() -> None:
     assert phases[0].detail == "2 of 2 layers are fused"
 
 
-@pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
-def test_an_async_engine_passes_phases_on_and_does_not_log_them(model_folder, caplog, process) -> None:
+def test_an_async_engine_passes_phases_on_and_does_not_log_them(model_folder, caplog) -> None:
+    """From a thread. Those of a process are in test_worker.py."""
     phases: list[Phase] = []
 
     async def main() -> None:
-        config = EngineConfig(model=model_folder, device="cpu", num_pages=32, process=process)
+        config = EngineConfig(model=model_folder, device="cpu", num_pages=32)
         engine = AsyncEngine(config, on_phase=phases.append)
         await engine.start()
         await engine.shutdown()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from tiny_models import VOCAB
 
+from fa_serve.engine import prompts
 from fa_serve.engine.prompts import PromptReader
 from fa_serve.spec import ParameterError
 
@@ -49,3 +52,24 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(make_engine, t
     longest = max(map(len, tokenizer.get_vocab()))
     with pytest.raises(ParameterError, match=f"max_model_len = 20 tokens, and so have at most {20 * longest} characters"):
         engine.add_request("bad", "x" * (20 * longest + 1))
+
+
+def test_a_text_of_too_many_tokens_is_refused_before_all_of_them_are_in_memory(tokenizer, monkeypatch) -> None:
+    """One long token in the vocabulary allows long texts. Before: 16 MB of short tokens became 16 million ids."""
+    monkeypatch.setattr(prompts, "MAX_IDS", 3000)
+    monkeypatch.setattr(prompts, "PIECE", 5000)
+    tokenizer = copy.deepcopy(tokenizer)
+    long = "the quick brown fox" * 10
+    tokenizer.add_tokens([long])
+    reader = PromptReader(tokenizer, len(tokenizer), 1000)
+    tokenized = []
+    encoding = reader._encoding
+    monkeypatch.setattr(reader, "_encoding", lambda text, special: tokenized.append(len(text)) or encoding(text, special))
+    few = long * 500
+    assert len(reader.encode(few)) <= 502
+    assert sum(tokenized) == 2 * len(few)
+    tokenized.clear()
+    with pytest.raises(ParameterError, match="have at most 3000 tokens, got 'at least 3") as error:
+        reader.encode("the quick " * 9000)
+    assert error.value.code == "context_length_exceeded"
+    assert sum(tokenized) <= 30_000

@@ -303,15 +303,16 @@ def test_parameters_cross_processes() -> None:
         assert pickle.loads(pickle.dumps(params(kind))) == params(kind)
 
 
-@pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
-def test_streams_of_schemas_rejections_and_aborts(process) -> None:
+def test_streams_of_schemas_rejections_and_aborts() -> None:
+    """In a thread. A process gets a structure in tests/security/test_health.py, and refuses one in test_errors.py."""
+
     async def collect(engine: AsyncEngine, name: str, wanted: SamplingParams) -> str:
         outputs = [output async for output in engine.generate("Say: ", wanted, name)]
         assert outputs[-1].finish_reason == "stop"
         return "".join(output.text for output in outputs)
 
     async def main() -> None:
-        engine = AsyncEngine(EngineConfig(device="cpu", num_pages=64, process=process))
+        engine = AsyncEngine(EngineConfig(device="cpu", num_pages=64))
         await engine.start()
         kinds = ["json_schema", "choice", "grammar", "regex"]
         texts = await asyncio.gather(*(collect(engine, kind, params(kind, seed=0)) for kind in kinds))

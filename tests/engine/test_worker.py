@@ -16,18 +16,25 @@ from streams import collect, until
 from tiny_models import greedy, make_model
 
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, QueueFullError, RequestError, SamplingParams, worker
+from fa_serve.engine.events import Phase
+from fa_serve.engine.worker import Pulse
 from fa_serve.spec import ParameterError
 
 
 def test_a_separate_process(model_folder, caplog) -> None:
-    """Streams, rejections and an abort; in the end the process is killed from outside."""
+    """Its phases, beats, streams, rejections and an abort; in the end the process is killed from outside."""
+    phases: list[Phase] = []
 
     async def main():
         config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_num_seqs=4, max_waiting=4)
-        engine = AsyncEngine(config)
+        engine = AsyncEngine(config, on_phase=phases.append)
+        assert engine.pulse() == Pulse()
         await engine.start()
         assert (engine.config.num_pages, engine.max_model_len, engine.is_alive) == (64, 256, True)
         streams = await asyncio.gather(*(collect(engine, [i, 5], name=f"r{i}") for i in range(6)))
+        await asyncio.sleep(2.5)
+        assert engine.pulse().silent_seconds < 2, "it beats each second"
+        assert engine.pulse().busy_seconds == 0, "it waits for a command"
         long = SamplingParams(max_tokens=250, logprobs=1)
         crowd = [asyncio.create_task(collect(engine, [3, 4, 5], long, name=f"c{i}")) for i in range(9)]
         rejected = await asyncio.wait(crowd, return_when=asyncio.FIRST_EXCEPTION)
@@ -52,7 +59,8 @@ def test_a_separate_process(model_folder, caplog) -> None:
         assert [t for output in outputs for t in output.token_ids] == greedy(reference, [i, 5], 12)
     dead = RequestError("engine_dead", "the engine has ended: its process ended with exit code -9")
     assert {(end.finish_reason, end.error) for end in ends} == {("error", dead)}
-    assert "kv cache: 64 pages" in caplog.text, "without a callback the phases are logged"
+    assert [phase.name for phase in phases] == ["engine", "weights", "fusion", "kv cache"]
+    assert "kv cache" not in caplog.text, "they are not logged as well"
 
 
 def test_a_process_that_cannot_start_says_why(model_folder) -> None:

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
-import server_process
 from quantise import formats, main
 
 from fa_serve.demo import model_path
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -22,19 +21,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("name", "most"), [("awq", 3.0), ("fp8", 4.0)])
 def test_a_copy_is_served(folder: Path, monkeypatch, capsys, name: str, most: float) -> None:
-    """The command writes a few MB, and a server answers with them as the embedded model does."""
+    """The command writes a few MB, and the engine of a server answers with them as the embedded model does."""
     out = folder / name
     monkeypatch.setattr(sys, "argv", ["quantise.py", name, str(out)])
     main()
     assert capsys.readouterr().out.startswith(f"{out}: ")
     assert (out / "model.safetensors").stat().st_size < most * 1e6 < (model_path() / "model.safetensors").stat().st_size
-    served = server_process.start(str(out), "--served-model-name", name)
-    try:
-        ask = {"model": name, "messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
-        reply = httpx.post(f"{served.url}/v1/chat/completions", json=ask, timeout=60).json()
-        assert reply["choices"][0]["message"]["content"] == "17 + 25 = 42."
-    finally:
-        served.end()
+    engine = Engine(EngineConfig(model=str(out), device="cpu", num_pages=64))
+    question = [{"role": "user", "content": "What is 17 + 25?"}]
+    prompt = engine.tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    [answer] = engine.generate([prompt], SamplingParams(max_tokens=20, temperature=0.0))
+    assert (answer.text, answer.finish_reason) == ("17 + 25 = 42.", "stop")
 
 
 def test_a_checkpoint_that_cannot_be_served_ends_the_command_with_one_sentence(folder: Path, monkeypatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 
 def run(program: str) -> str:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
@@ -16,8 +14,11 @@ def run(program: str) -> str:
 
 def test_importing_the_package_leaves_others_alone() -> None:
     names = "{'flash_attn', 'flash_attn_interface', 'fa_serve.flash_attn', 'transformers', 'triton'}"
-    assert run(f"import sys, fa_serve; fa_serve.attention; print(sorted({names} & sys.modules.keys()))") == "[]"
-    assert run(f"import sys, fa_serve.flash_attn; print(sorted({names} & sys.modules.keys()))") == "['fa_serve.flash_attn']"
+    loaded = f"print(sorted({names} & sys.modules.keys()))"
+    assert run(f"import sys, fa_serve; fa_serve.attention; {loaded}; import fa_serve.flash_attn; {loaded}").splitlines() == [
+        "[]",
+        "['fa_serve.flash_attn']",
+    ]
 
 
 INSTALLED = """
@@ -53,19 +54,22 @@ def test_what_is_installed() -> None:
     assert run(INSTALLED) == "flash_attn.ops.triton.layer_norm"
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])
-def test_refused_behind_another_flash_attn(name: str) -> None:
+def test_refused_behind_another_flash_attn() -> None:
+    names = ["flash_attn", "flash_attn_interface"]
     program = f"""
 import sys, types
-sys.modules[{name!r}] = types.ModuleType({name!r})
 import fa_serve.flash_attn
-try:
-    fa_serve.flash_attn.install()
-except fa_serve.FaServeError as error:
-    print(error)
-assert "flash_attn.layers" not in sys.modules
+for name in {names}:
+    sys.modules[name] = types.ModuleType(name)
+    try:
+        fa_serve.flash_attn.install()
+    except fa_serve.FaServeError as error:
+        print(error)
+    assert "flash_attn.layers" not in sys.modules
+    del sys.modules[name]
 """
-    assert f"install() must be called before another flash-attn is imported, but {name} was" in run(program)
+    for name, said in zip(names, run(program).splitlines(), strict=True):
+        assert f"install() must be called before another flash-attn is imported, but {name} was" in said
 
 
 def test_a_warning_when_transformers_was_first() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from dequantisers import of_autoawq, of_autogptq
 from quantised_copies import change_config, load
 from quantised_experts import GPT_OSS, QWEN, WRITERS, dequantised, matrices, original
 from safetensors.torch import load_file, save_file
@@ -27,13 +28,9 @@ KINDS = {
     "fp8-block": "float8 with a scale for each 32 x 32",
     "fp8-channel": "float8 with a scale for each row",
     "w4a16": "4 bits in groups of 32 (compressed-tensors)",
+    "awq": "4 bits in groups of 32 with zero points (AWQ)",
+    "gptq": "4 bits in groups of 32 (GPTQ)",
 }
-
-
-# Later releases stack the matrices of experts in their files, and not the scales beside them. fa_serve refuses the checkpoint.
-STACKED = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) > (5, 17), reason="transformers stacks no scales of experts"
-)
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +46,7 @@ def experts_of(model: torch.nn.Module) -> list[QuantizedExperts]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name if name == "mxfp4" else pytest.param(name, marks=STACKED) for name in WRITERS])
+@pytest.mark.parametrize("name", WRITERS)
 def test_a_forward_is_that_of_the_dequantised_model(checkpoints: Path, name: str) -> None:
     model = load(checkpoints / name, dtype="float32")
     found = experts_of(model)
@@ -67,9 +64,28 @@ def test_mxfp4_has_the_bits_of_transformers(checkpoints: Path) -> None:
             assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16))
 
 
-@STACKED
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_experts_have_the_bits_of_their_tools(checkpoints: Path, name: str) -> None:
+    path = checkpoints / name
+    tensors = load_file(path / "model.safetensors")
+
+    def of_tool(stem: str) -> Tensor:
+        own = {
+            part: tensors[f"{stem}.{part}"] for part in ("qweight", "qzeros", "scales", "g_idx") if f"{stem}.{part}" in tensors
+        }
+        return (of_autoawq(own, 32) if name == "awq" else of_autogptq(own, subtracted=True)).t()
+
+    for layer, module in enumerate(experts_of(load(path, dtype="bfloat16"))):
+        for weight, kinds in ((module.weights.gate_up, ("gate", "up")), (module.weights.down, ("down",))):
+            stems = [f"model.layers.{layer}.mlp.experts.{i}.{kind}_proj" for i in range(4) for kind in kinds]
+            expected = torch.cat([of_tool(stem) for stem in stems])
+            assert torch.equal(weight.dequantize(torch.bfloat16), expected)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "bound"), [("fp8-block", 0.04), ("fp8-channel", 0.04), ("w4a16", 0.15)])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("fp8-block", 0.04), ("fp8-channel", 0.04), ("w4a16", 0.15), ("awq", 0.15), ("gptq", 0.15)]
+)
 def test_matrices_are_near_those_that_were_quantised(checkpoints: Path, name: str, bound: float) -> None:
     """Gates and up values of each expert in their places, with their scales, in the last block of 16 rows too."""
     plain = original(QWEN)
@@ -96,7 +112,7 @@ def spoilt(checkpoints: Path, tmp_path: Path):
     """Makes a copy of a checkpoint whose tensors are changed."""
 
     def make(name: str, change=lambda tensors: None) -> Path:
-        path = shutil.copytree(checkpoints / name, tmp_path / name)
+        path = shutil.copytree(checkpoints / name, tmp_path / name, dirs_exist_ok=True)
         tensors = load_file(path / "model.safetensors")
         change(tensors)
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
@@ -108,34 +124,48 @@ def spoilt(checkpoints: Path, tmp_path: Path):
 LAYER = "model.layers.1.mlp.experts"
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        pytest.param(
-            "mxfp4",
-            lambda tensors: tensors.pop(f"{LAYER}.gate_up_proj_scales"),
-            f"model must have the tensor {LAYER}.gate_up_proj_scales in its files, got '1 missing tensors'",
-            id="missing",
-        ),
-        pytest.param(
-            "mxfp4",
-            lambda tensors: tensors.update(
-                {f"{LAYER}.down_proj_blocks": tensors[f"{LAYER}.down_proj_blocks"][:, 1:].contiguous()}
-            ),
-            rf"{LAYER}.down_proj_blocks must have the shape \[4, 64, 1, 16\], got \[4, 63, 1, 16\]",
-            id="shape",
-        ),
-        pytest.param(
-            "mxfp4",
-            lambda tensors: tensors[f"{LAYER}.down_proj_scales"].fill_(255),
-            f"{LAYER}.down_proj_scales must be at most 254, because 255 stands for no number",
-            id="no-number",
-        ),
-    ],
-)
-def test_a_tensor_that_cannot_be_is_named(spoilt, name: str, change, message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        load(spoilt(name, change))
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_spoilt_checkpoint_of_each_format_is_refused_in_one_sentence(spoilt, name: str) -> None:
+    """The sentence names the file, the tensor or the option. `fa-serve serve` prints it and ends with code 1."""
+    stem = "gate_up_proj_" if name == "mxfp4" else "2.up_proj."
+    last = {"mxfp4": "scales", "fp8-block": "weight_scale_inv", "w4a16": "weight_scale", "awq": "qzeros", "gptq": "qzeros"}
+    tensor = f"{LAYER}.{stem}{last.get(name, 'weight')}"
+    linear = "model.layers.0.self_attn.o_proj.bias" if name == "mxfp4" else "model.layers.0.self_attn.q_norm.weight"
+
+    def shortened(tensors: dict[str, Tensor], name: str) -> None:
+        tensors[name] = tensors[name][1:].clone()
+
+    changes = {
+        f"model must have the tensor {tensor} in its files": lambda tensors: tensors.pop(tensor),
+        f"{tensor} must have the ": lambda tensors: shortened(tensors, tensor),
+        f"{linear} must have the shape ": lambda tensors: shortened(tensors, linear),
+    }
+    for message, change in changes.items():
+        with pytest.raises(ParameterError) as error:
+            load(spoilt(name, change))
+        assert str(error.value).startswith(message)
+        assert "\n" not in str(error.value)
+    path = spoilt(name)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(OSError, match=f"the model's file {file} cannot be read: [^\n]*bytes\\)$"):
+        load(path)
+    change_config(path, quant_method="other")
+    with pytest.raises(ParameterError, match=r"quantization_config.quant_method must be one of awq, .*, got 'other'"):
+        load(path)
+
+
+def test_a_scale_that_is_no_number_is_named(spoilt) -> None:
+    path = spoilt("mxfp4", lambda tensors: tensors[f"{LAYER}.down_proj_scales"].fill_(255))
+    with pytest.raises(ParameterError, match=f"{LAYER}.down_proj_scales must be at most 254, because 255 stands for no number"):
+        load(path)
+
+
+@pytest.mark.parametrize("bias", ["gate_up_proj_bias", "down_proj_bias"])
+def test_a_bias_of_another_shape_is_named(spoilt, bias: str) -> None:
+    path = spoilt("mxfp4", lambda tensors: tensors.update({f"{LAYER}.{bias}": torch.zeros(3, 64)}))
+    with pytest.raises(ParameterError, match=rf"{LAYER}.{bias} must have the shape \[4, 64\], got \[3, 64\]"):
+        load(path)
 
 
 def test_options_that_are_not_known_are_refused(spoilt) -> None:
@@ -143,6 +173,37 @@ def test_options_that_are_not_known_are_refused(spoilt) -> None:
     change_config(path, dequantize=True)
     with pytest.raises(ParameterError, match=r"quantization_config.dequantize must be None or False, got True"):
         load(path)
+
+
+def test_act_order_is_refused_by_the_config_and_by_the_files(spoilt) -> None:
+    """Each expert may have another order of columns, and the kernels know one order for all."""
+
+    def swapped(tensors: dict[str, Tensor]) -> None:
+        order = tensors[f"{LAYER}.2.up_proj.g_idx"]
+        order[[0, 40]] = order[[40, 0]]
+
+    path = spoilt("gptq", swapped)
+    with pytest.raises(ParameterError, match=rf"{LAYER}.gate_up_proj_g_idx must put columns into groups in their order"):
+        load(path)
+    change_config(path, desc_act=True)
+    rule = r"quantization_config must have no act-order for the experts of model.layers.0.mlp.experts, got '4 bits in"
+    with pytest.raises(ParameterError, match=rule):
+        load(path)
+    assert str(describe(str(path)).engine).startswith("quantization_config must have no act-order")
+
+
+def test_static_scales_of_activations_are_left_out(spoilt, checkpoints: Path) -> None:
+    def scaled(tensors: dict[str, Tensor]) -> None:
+        names = [name for name in tensors if name.endswith("_scale")]
+        tensors.update({name.replace("weight_scale", "input_scale"): torch.tensor([0.1]) for name in names})
+
+    path = spoilt("fp8-channel", scaled)
+    groups = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]
+    groups["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}
+    change_config(path, config_groups=groups)
+    for found, expected in zip(experts_of(load(path)), experts_of(load(checkpoints / "fp8-channel")), strict=True):
+        assert found.weights.down.input_scale is None
+        assert torch.equal(found.weights.down.dequantize(torch.float32), expected.weights.down.dequantize(torch.float32))
 
 
 def test_products_of_one_layer_have_one_format(spoilt) -> None:

@@ -16,6 +16,8 @@ LOADED = """
 import sys
 import torch
 import fa_serve.hf
+from transformers import AttentionInterface, AttentionMaskInterface
+assert 'fa_serve' in AttentionInterface() and 'fa_serve' in AttentionMaskInterface()
 program = torch.export.load(sys.argv[1])
 ids, expected = torch.load(sys.argv[2])
 with torch.no_grad():

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hf_families import BY_NAME, tokens
+from opaque_backend import opaque_backend
+from tiny_models import make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -36,6 +41,60 @@ def test_the_embedded_model_learns_what_it_learns_with_eager_attention() -> None
         found.append(losses(model, ids, mask, 5))
     torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-3)
     assert found[1][-1] < found[1][0]
+
+
+def test_200_steps_end_where_eager_attention_ends() -> None:
+    """Each step has a new batch of padded progressions, so small differences of gradients could grow."""
+    found = []
+    for name in ("eager", "fa_serve"):
+        generator = torch.Generator().manual_seed(7)
+        model = make_model().train()
+        model.set_attn_implementation(name)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        losses = []
+        with opaque_backend() if name == "fa_serve" else nullcontext() as backend:
+            for _ in range(200):
+                first, step = torch.randint(1, 16, (2, 4, 1), generator=generator)
+                ids = (first + step * torch.arange(20)) % 32
+                mask = (torch.arange(20) < torch.tensor([[20], [20], [17], [9]])).long()
+                loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        found.append(losses)
+    assert {spec.op for spec, _ in backend.planned} == {"attention", "backward"}
+    last_eager, last = (sum(losses[-20:]) / 20 for losses in found)
+    assert last < 0.3 * found[1][0], "it has learned"
+    assert last == pytest.approx(last_eager, rel=0.02)
+
+
+def _checkpointed(model: torch.nn.Module) -> Callable[..., Tensor]:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    return lambda **given: model(**given).loss
+
+
+def _compiled(model: torch.nn.Module) -> Callable[..., Tensor]:
+    torch.compiler.reset()
+    return torch.compile(lambda **given: model(**given).loss, fullgraph=True, backend="eager")
+
+
+@pytest.mark.parametrize("way", [_checkpointed, _compiled])
+def test_checkpointing_and_graphs_have_the_gradients_of_eager_attention(way: Callable[..., Callable[..., Tensor]]) -> None:
+    ids = torch.randint(1, 300, (2, 15), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, 11:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    gradients = []
+    for name in ("eager", "fa_serve"):
+        model = make_model().train()
+        model.set_attn_implementation(name)
+        with opaque_backend():
+            attend = way(model) if name == "fa_serve" else lambda model=model, **given: model(**given).loss
+            attend(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).backward()
+        gradients.append({key: p.grad for key, p in model.named_parameters()})
+    for key, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], expected, atol=1e-5, rtol=1e-3, msg=key)
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma2"])

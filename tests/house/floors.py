@@ -42,6 +42,7 @@ GUESTS: dict[str, tuple[str, ...]] = {
         "fa_serve.engine.start_up",
         "fa_serve.engine.kv_cache",
         "fa_serve.engine.fusion",
+        "fa_serve.server.chat.template_process",
     ),
     "vllm": ("fa_serve.vllm",),
     "diffusers": ("fa_serve.diffusers",),

@@ -47,9 +47,9 @@ TESTED_BY = {
         "tests/ops/test_quantized_kernel_interpreted.py",
         "device functions run inside of a kernel only, and its other functions describe weights to these kernels",
     ),
-    "fa_serve.engine.grammar_process": (
-        "tests/engine/test_grammar_trials.py",
-        "it is a script that only grammar_trials starts, and its limits end its process",
+    "fa_serve.engine.trial_process": (
+        "tests/engine/test_trials.py",
+        "it is a script that only trials starts, and its limits end its process",
     ),
     "fa_serve.server.ray.cluster": ("tests/server/test_ray.py", "a cluster takes seconds to start, so all tests share one"),
     "fa_serve.backends.hopper.kernel_types": (

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from cross_compile import TARGETS, compiling_for
+from cross_compile import TARGETS, UNLIKE, compiling_for
 from quantized import float4_weight, float8_weight, int4_weight
 from torch import Tensor
 
@@ -26,6 +26,12 @@ from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.routing_kernel import launch_route
 from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
 from fa_serve.ops.sampling_kernel import launch_sample_rows
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed here, and the experts of a mixture are gigabytes that need not be written."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
 
 def bf16(*shape: int) -> Tensor:
@@ -56,7 +62,7 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", UNLIKE)
 def test_product_of_one_token(target: str) -> None:
     """The products of an 8B layer, and of a small one."""
     shapes = ((6144, 4096, False), (14336, 4096, True), (4096, 14336, False), (1024, 2048, False), (3072, 1024, True))
@@ -67,7 +73,7 @@ def test_product_of_one_token(target: str) -> None:
     assert [kernel.spill_bytes for kernel in kernels] == [0] * 5
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", UNLIKE)
 def test_kernels_of_sampling_and_of_deterministic_mode(target: str) -> None:
     """Only the sampling kernel with every limit spills, and only on sm80: 80 bytes per thread."""
     ints = torch.zeros(3, dtype=torch.int64)
@@ -81,7 +87,7 @@ def test_kernels_of_sampling_and_of_deterministic_mode(target: str) -> None:
     assert [kernel.spill_bytes for kernel in kernels] == [0, 80 if target == "sm80" else 0, 0, 0]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm86"])  # which reads what sm80 reads
 def test_products_with_quantised_weights(target: str) -> None:
     """Every format that the target reads. A tile fits into 99 KB of shared memory, and weights reach Hopper's tensor cores."""
     weights = [int4_weight(2048, 1024, group_size=128, zeros=True, act_order=True, dtype=torch.bfloat16)]
@@ -174,7 +180,7 @@ def test_quantised_experts(target: str) -> None:
         assert all(kernel.instructions["HGMMA"] for kernel in products), "unpacked weights reach the tensor cores"
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", UNLIKE)
 def test_routers(target: str) -> None:
     """One warp for each token, without shared memory: Qwen3-30B-A3B, gpt-oss, DeepSeek-V3, and 512 experts."""
     deepseek = Router(8, sigmoid=True, renormalise=True, scale=2.5, num_groups=8, top_groups=4)

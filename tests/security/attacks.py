@@ -108,6 +108,19 @@ def tool_call(arguments: str) -> tuple[str, bytes]:
     return chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}])
 
 
+def many_tool_calls(count: int = 120) -> tuple[str, bytes]:
+    """Calls whose arguments are within the bounds of one call, and have five million objects together."""
+    arguments = '{"a":[' + "{}," * 43_000 + "{}]}"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call] * count}])
+
+
+def unusual_roles(count: int = 4_900) -> tuple[str, bytes]:
+    """Messages that must be found in the prompt, behind 12 MB of another message."""
+    critics = [{"role": "critic", "content": f"the {i}th"} for i in range(count)]
+    return chat(messages=[{"role": "user", "content": "word " * 2_400_000}, *critics])
+
+
 AMBIGUOUS = 'start: s\ns: s s | s s s | s s s s | t\nt: t t | "a" | "b" | "ab"'
 LONG_ANSWER = {"max_tokens": 1900, "temperature": 1.5}
 
@@ -169,6 +182,8 @@ BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     "gzip": lambda: (COMPLETIONS, gzip.compress(b" " * 50_000_000)),
     "arguments-of-a-tool-call": lambda: tool_call('{"a":[' + "{}," * 3_000_000 + "{}]}"),
     "nested-arguments-of-a-tool-call": lambda: tool_call('{"a":' * 100_000 + "1" + "}" * 100_000),
+    "arguments-of-many-tool-calls": many_tool_calls,
+    "messages-of-unusual-roles": unusual_roles,
     "schema-in-a-string": lambda: completion(guided_json='{"a":[' + "{}," * 3_000_000 + "{}]}"),
     "schema-with-large-numbers": lambda: completion(
         guided_json={"type": "number", "minimum": -(10**300), "multipleOf": 1e-300}

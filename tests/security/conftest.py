@@ -35,10 +35,6 @@ collect_ignore = []
 if "FA_SERVE_LOAD" not in os.environ:
     collect_ignore += ["test_attacks.py", "test_bounds.py", "test_expensive_parts.py", "test_fuzz.py", "test_isolation.py"]
 
-# fixtures of all modules here
-served = server_process.served
-start_server = server_process.start_server
-
 FULL = os.environ.get("FA_SERVE_LOAD") == "full"
 ATTACKER = "attackers-key"
 HONEST = "honest-key"

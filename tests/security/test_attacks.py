@@ -28,6 +28,7 @@ ALLOWED |= {"doubling-references", "counted-regex", "regex-with-many-states", "l
 LONG_BODIES = {"unknown-keys-of-a-message", "nested-lists", "broken-tools", "tool-calls", "many-stop-strings", "bad-token-ids"}
 LONG_BODIES |= {"empty-prompts", "metadata", "broken-logit-bias", "bad-detokenize", "tokenize", "message-of-10-mb", "tools"}
 LONG_BODIES |= {"stop-token-ids", "unknown-content-parts", "a-float-of-a-million-digits", "prompts", "escapes", "token-ids"}
+LONG_BODIES |= {"arguments-of-many-tool-calls", "messages-of-unusual-roles"}
 LONG_WIRE = {"one_header", "chunk_extensions"}
 LONG_BODIES |= {"log-probabilities-of-many", "numbers-that-are-none", "nested-arguments-of-a-tool-call", "deep-tools"}
 LONG_BODIES |= {"reference-to-a-file", "product-of-alternatives", "left-recursive-grammar", "doubling-references"}

@@ -20,7 +20,7 @@ from tiny_models import make_model
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
 
 MODEL = "fa-serve-demo"
-TEXT = {"model": MODEL, "prompt": "Hello", "max_tokens": 4}
+TEXT = {"model": MODEL, "prompt": "Hello", "max_tokens": 8}
 LONG = {"model": MODEL, "prompt": "x", "max_tokens": 1900, "ignore_eos": True}
 
 
@@ -71,7 +71,8 @@ def test_a_stopped_engine(start_server):
         assert "no sign of life" in refused.json()["error"]["message"]
         os.kill(engine, signal.SIGCONT)
         eventually(lambda: status(served, "/health") == status(served, "/ready") == 200, 3)
-        assert httpx.post(f"{served.url}/v1/completions", json=TEXT, timeout=30).status_code == 200
+        held = httpx.post(f"{served.url}/v1/completions", json=TEXT | {"guided_regex": "[a-z]{2}-[0-9]"}, timeout=30).json()
+        assert re.fullmatch("[a-z]{2}-[0-9]", held["choices"][0]["text"]), "a structured output of an engine's process"
         with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG | {"stream": True}) as response:
             next(response.iter_raw())
             os.kill(engine, signal.SIGSTOP)
@@ -126,31 +127,13 @@ def test_a_second_signal_ends_a_stopped_engine_as_well(start_server):
             os.kill(engine, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
-def test_the_pulse_of_an_engine(process):
-    """A thread tells how long its step takes. A process also beats while it waits."""
-
-    async def main() -> None:
-        config = EngineConfig(device="cpu", num_pages=64, process=process)
-        running = AsyncEngine(config)
-        assert (running.pulse().silent_seconds, running.pulse().busy_seconds) == (0, 0)
-        await running.start()
-        async for _ in running.generate([1, 2], SamplingParams(max_tokens=4), "one"):
-            pass
-        await asyncio.sleep(2.5)
-        assert running.pulse().silent_seconds < 2, "it beats each second"
-        assert running.pulse().busy_seconds == 0, "it waits for a command"
-        await running.shutdown()
-
-    asyncio.run(main())
-
-
 def test_a_step_that_hangs_is_seen_while_it_hangs_and_left_behind_at_the_end(monkeypatch):
     async def main() -> float:
         engine = Engine(EngineConfig(device="cpu", num_pages=64), model=make_model())
         step = engine.step
         monkeypatch.setattr(engine, "step", lambda: time.sleep(1.5) or step())
         running = AsyncEngine(engine)
+        assert (running.pulse().silent_seconds, running.pulse().busy_seconds) == (0, 0)
         await running.start()
         asking = asyncio.create_task(anext(running.generate([1, 2], SamplingParams(max_tokens=1), "one")))
         await asyncio.sleep(1)

@@ -50,6 +50,24 @@ def _protocol(*names: str) -> Callable[[], None]:
     return patch
 
 
+def _argument_total() -> None:
+    from fa_serve.server import json_bounds
+
+    json_bounds.JsonTotal.add = _nothing  # type: ignore[method-assign]
+
+
+def _text_tokens() -> None:
+    from fa_serve.engine import prompts
+
+    prompts.PromptReader._require_few_ids = _nothing  # type: ignore[method-assign]
+
+
+def _pauses() -> None:
+    from fa_serve.server import read_turns
+
+    read_turns.FairFlow.paused_seconds = 0.0  # type: ignore[method-assign, assignment]
+
+
 def _read_turns() -> None:
     from fa_serve.server import read_turns
 
@@ -122,9 +140,9 @@ def _grammar_bytes() -> None:
 
 
 def _grammar_cancelled() -> None:
-    from fa_serve.engine import grammar_queue, grammar_trials
+    from fa_serve.engine import grammar_queue, trials
 
-    grammar_trials.Trial.cancel = grammar_queue.GrammarQueue.cancel = _nothing  # type: ignore[method-assign, assignment]
+    trials.Trial.cancel = grammar_queue.GrammarQueue.cancel = _nothing  # type: ignore[method-assign, assignment]
 
 
 def _mask_budget() -> None:
@@ -184,14 +202,14 @@ GUARDS: dict[str, tuple[Callable[[], None], str]] = {
     "parser-header": (_protocol("on_header", "_check_bytes_on_wire"), ATTACKS + "test_hostile_bytes[headers]"),
     "parser-url": (_protocol("on_url", "_check_bytes_on_wire"), ATTACKS + "test_hostile_bytes[url]"),
     "parser-pipeline": (_protocol("on_headers_complete"), "server/test_bounded_protocol.py -k pipelin"),
-    "keys-are-literal": (_keys_are_literal, "security/test_operators.py::test_a_key_with_a_number_sign_is_the_whole_key"),
+    "keys-are-literal": (_keys_are_literal, "security/test_dialects.py::test_strangers_are_told_before_anything_is_read"),
     "clients-take-turns": (_clients, ATTACKS + "test_priority_does_not_starve_another_key"),
     "pages-of-other-clients": (_pages_of_other_clients, ATTACKS + "test_priority_does_not_starve_another_key"),
     "prefix-per-key": (_prefix_per_key, ATTACKS + "test_a_prompt_is_not_revealed_to_another_key"),
     "grammar-turns": (_grammar_turns, "engine/test_grammar_queue.py"),
     "grammar-cancelled": (
         _grammar_cancelled,
-        "engine/test_grammar_trials.py -k cancel",
+        "engine/test_trials.py -k cancel",
     ),
     "mask-budget": (_mask_budget, ATTACKS + "test_a_hostile_body[ambiguous-grammar]"),
     "matcher-errors": (_matcher_errors, "engine/test_structured.py::test_an_answer_whose_matcher_gives_up_is_not_complete"),
@@ -199,6 +217,9 @@ GUARDS: dict[str, tuple[Callable[[], None], str]] = {
     "body-deadline": (_protocol("_late"), "security/test_bounds.py::test_a_body_that_dribbles_ends_at_its_deadline"),
     "bytes-in-flight": (_bytes_in_flight, ATTACKS + "test_unfinished_bodies_count_before_they_are_read"),
     "read-turns": (_read_turns, "server/test_read_turns.py"),
+    "argument-total": (_argument_total, "server/chat/test_conversation.py -k bounded_together"),
+    "text-tokens": (_text_tokens, "engine/test_prompts.py -k too_many_tokens"),
+    "pauses": (_pauses, "server/test_bounded_protocol.py -k not_the_clients"),
     "connections": (_connections, "security/test_bounds.py::test_1500_idle_connections_lock_out_nobody"),
     "heartbeat": (_heartbeat, "security/test_health.py::test_a_stopped_engine"),
     "token-routes": (_token_routes, EXPENSIVE + "test_token_routes_are_admitted_like_generation"),

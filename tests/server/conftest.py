@@ -1,8 +1,8 @@
-"""An engine that repeats given words, a real server process, and OpenAI's schemas of replies."""
+"""An engine that repeats given words, a server for SDKs, and OpenAI's schemas of replies."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from fa_serve.server.app import create_app
 from fa_serve.server.settings import Settings
-from server_process import served, start_server
+from server_process import ServerProcess
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,7 +23,6 @@ from fa_serve.engine.speculation import SpeculationStats
 from fa_serve.engine.stats import StepStats
 from fa_serve.engine.worker import Pulse
 
-__all__ = ["served", "start_server"]
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
     "{{ raise_exception('a system message must come first') }}{% endif %}"
@@ -158,6 +157,25 @@ def serving(engine: FakeEngine) -> Callable[..., Any]:
             yield client
 
     return start
+
+
+SDK_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }} <tool_call></tool_call>{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content.split('</think>')[-1] }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}{% if enable_thinking %}{{ '<think>\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def sdk_server(start_server: Callable[..., ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server for the tests with SDKs: its chat template knows tools and thoughts, and its key is "secret"."""
+    path = tmp_path_factory.mktemp("template") / "tools.jinja"
+    path.write_text(SDK_TEMPLATE)
+    flags = ("--dtype", "float32", "--chat-template", str(path), "--log-level", "warning")
+    served = start_server(*flags, FA_SERVE_API_KEYS="secret")
+    yield served.url
+    served.end()
 
 
 @pytest.fixture(scope="session")

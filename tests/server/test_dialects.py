@@ -17,12 +17,6 @@ from pydantic import BaseModel, ConfigDict
 
 MODEL = "fa-serve-demo"
 QUESTION = {"role": "user", "content": "What is 17 + 25?"}
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }} <tool_call></tool_call>{% endfor %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
-    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{{ '<|im_start|>assistant\n' }}"
-)
 DIGITS = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -37,25 +31,14 @@ class Verdict(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def url(start_server, tmp_path_factory) -> Iterator[str]:
-    path = tmp_path_factory.mktemp("template") / "tools.jinja"
-    path.write_text(TEMPLATE)
-    served = start_server(
-        "--dtype", "float32", "--chat-template", str(path), "--log-level", "warning", FA_SERVE_API_KEYS="secret"
-    )
-    yield served.url
-    served.end()
-
-
-@pytest.fixture(scope="module")
-def claude(url) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0) as client:
+def claude(sdk_server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=sdk_server, api_key="secret", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def openais(url) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
+def openais(sdk_server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{sdk_server}/v1", api_key="secret", max_retries=0) as client:
         yield client
 
 
@@ -105,7 +88,7 @@ def test_counts_of_messages(claude) -> None:
     assert claude.messages.count_tokens(**asked).input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_errors_of_messages(claude, url) -> None:
+def test_errors_of_messages(claude, sdk_server) -> None:
     asked = {"model": MODEL, "max_tokens": 4, "messages": [QUESTION]}
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(**asked | {"model": "other"})
@@ -115,7 +98,7 @@ def test_errors_of_messages(claude, url) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
         claude.messages.create(**asked, output_config=bad)
     with (
-        anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as stranger,
+        anthropic.Anthropic(base_url=sdk_server, api_key="wrong", max_retries=0) as stranger,
         pytest.raises(anthropic.AuthenticationError),
     ):
         stranger.messages.create(**asked)
@@ -153,7 +136,7 @@ def test_tools_of_responses(openais) -> None:
 
 
 def test_a_parsed_response(openais) -> None:
-    parsed = openais.responses.parse(model=MODEL, input="Yes?", text_format=Verdict)
+    parsed = openais.responses.parse(model=MODEL, input="Yes?", text_format=Verdict, reasoning={"effort": "none"})
     assert isinstance(parsed.output_parsed, Verdict)
 
 
@@ -173,11 +156,11 @@ def test_errors_of_responses(openais) -> None:
         assert refused.value.param == param
 
 
-def test_many_at_once_in_every_dialect(url) -> None:
+def test_many_at_once_in_every_dialect(sdk_server) -> None:
     async def ask() -> list[str]:
         async with (
-            anthropic.AsyncAnthropic(base_url=url, api_key="secret", max_retries=0) as claude,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as openais,
+            anthropic.AsyncAnthropic(base_url=sdk_server, api_key="secret", max_retries=0) as claude,
+            openai.AsyncOpenAI(base_url=f"{sdk_server}/v1", api_key="secret", max_retries=0) as openais,
         ):
 
             async def one(number: int) -> str:

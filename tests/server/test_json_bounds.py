@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from fa_serve.server import json_bounds
 from fa_serve.server.errors import TooLarge
-from fa_serve.server.json_bounds import JsonBounds
+from fa_serve.server.json_bounds import JsonBounds, JsonTotal
 
 
 def counted(value):
@@ -90,3 +90,22 @@ def test_a_number_of_thousands_of_digits_is_refused_and_a_text_of_them_is_not():
     with pytest.raises(TooLarge):
         bounds.check(b"[" + b" " * (json_bounds.PIECE - 1000) + b"0." + number.encode() + b"]")  # two pieces have parts of it
     bounds.check(json.dumps({"text": number, number: [1e308, int(1e308), 2**64]}).encode())
+
+
+def test_texts_of_json_count_together():
+    """Each is below the bounds. Commas and brackets inside of their texts do not count."""
+    bounds = JsonBounds(100, 40)
+    code = json.dumps({"code": "[a, {b}]; " * 1000})  # one object, a name and a text
+    total = JsonTotal(bounds, "the arguments")
+    for _ in range(13):
+        total.add(code)
+    with pytest.raises(TooLarge, match="The arguments must have at most 40 objects, lists and texts") as error:
+        total.add(code)
+    assert (error.value.status, error.value.code) == (413, "too_many_values")
+    numbers = JsonTotal(bounds, "the arguments")
+    numbers.add("{}")
+    numbers.add(json.dumps([1] * 90))
+    with pytest.raises(TooLarge, match="at most 100 values"):
+        numbers.add(json.dumps([1] * 20))
+    with pytest.raises(TooLarge, match="A number in the arguments must have at most 512 digits"):
+        JsonTotal(bounds, "the arguments").add("1" * 600)

@@ -6,7 +6,6 @@ The embedded model knows neither tools nor JSON. Grammars make it write both, so
 import asyncio
 import inspect
 import json
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -18,12 +17,6 @@ from pydantic import BaseModel, ConfigDict
 
 MODEL = "fa-serve-demo"
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0, "max_tokens": 250}
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }} <tool_call></tool_call>{% endfor %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content.split('</think>')[-1] }}"
-    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{{ '<|im_start|>assistant\n' }}{% if enable_thinking %}{{ '<think>\n' }}{% endif %}"
-)
 DIGITS = {
     "type": "object",
     "properties": {"a": {"$ref": "#/$defs/Digit"}, "b": {"$ref": "#/$defs/Digit"}},
@@ -40,26 +33,17 @@ class Verdict(BaseModel):
     word: Literal["yes", "no"]
 
 
-@pytest.fixture(scope="module")
-def url(start_server, tmp_path_factory) -> Iterator[str]:
-    path = tmp_path_factory.mktemp("template") / "tools.jinja"
-    path.write_text(TEMPLATE)
-    served = start_server("--dtype", "float32", "--chat-template", str(path), "--log-level", "warning")
-    yield served.url
-    served.end()
-
-
 @pytest.fixture(params=["sync", "async"])
-def api(request, url):
+def api(request, sdk_server):
     """`api(path, **fields)`: the reply of that method of openai-python, or the list of chunks of a stream."""
 
     def sync(path: str, *arguments: Any, **fields: Any) -> Any:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{sdk_server}/v1", api_key="secret", max_retries=0) as client:
             reply = attrgetter(path)(client)(*arguments, **fields)
             return list(reply) if isinstance(reply, openai.Stream | openai.pagination.SyncPage) else reply
 
     async def later(path: str, *arguments: Any, **fields: Any) -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{sdk_server}/v1", api_key="secret", max_retries=0) as client:
             reply = attrgetter(path)(client)(*arguments, **fields)
             reply = await reply if inspect.isawaitable(reply) else reply
             return [item async for item in reply] if hasattr(reply, "__aiter__") else reply
@@ -224,10 +208,11 @@ def test_prompt_logprobs(api):
     assert all(min(score["rank"] or 2 for score in entry.values()) == 1 for entry in others)
 
 
-def test_models_and_what_is_beyond_openai(api, url, conforms):
+def test_models_and_what_is_beyond_openai(api, sdk_server):
     assert [model.id for model in api("models.list")] == [MODEL]
     assert api("models.retrieve", MODEL).owned_by == "fa_serve"
-    tokens = httpx.post(f"{url}/tokenize", json={"messages": ASK["messages"], "tools": [ADD]}).json()
-    assert '"name": "add"' in httpx.post(f"{url}/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"]
-    for path in ("health", "ready", "version", "metrics", "openapi.json", "docs"):
-        assert httpx.get(f"{url}/{path}").status_code == 200, path
+    with httpx.Client(base_url=sdk_server, headers={"authorization": "Bearer secret"}) as client:
+        tokens = client.post("/tokenize", json={"messages": ASK["messages"], "tools": [ADD]}).json()
+        assert '"name": "add"' in client.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"]
+        for path in ("health", "ready", "version", "metrics", "openapi.json", "docs"):
+            assert client.get(f"/{path}").status_code == 200, path

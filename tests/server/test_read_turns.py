@@ -1,6 +1,7 @@
 """Who reads on in which iteration of the event loop."""
 
 import asyncio
+import time
 
 import pytest
 from fa_serve.server.read_turns import FairFlow, ReadTurns
@@ -70,3 +71,16 @@ async def test_a_connection_that_has_not_stopped_needs_no_turn(flows):
     a.resume_reading()
     await asyncio.sleep(0)
     assert log == []
+
+
+async def test_pauses_are_measured_until_the_turn(flows):
+    (a, b, _), _ = flows
+    a.pause_reading()
+    await asyncio.sleep(0.05)
+    a.resume_reading()
+    time.sleep(0.05)  # no turn comes meanwhile
+    await asyncio.sleep(0)
+    before = a.paused_seconds
+    assert 0.1 <= before < 0.5
+    await asyncio.sleep(0.05)
+    assert (a.paused_seconds, b.paused_seconds) == (before, 0.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 from fa_serve.server import tokenization
@@ -48,6 +49,43 @@ async def test_parsed_templates_are_bounded(serving, engine):
             body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": f"{number}"}
             assert (await client.post("/tokenize", json=body)).status_code == 200
         assert client.service.tokenization._parsed.cache_info().currsize == MAX_TEMPLATES
+
+
+@pytest.mark.parametrize(
+    ("template", "limit"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "--template-timeout"),
+        ("{{ (9 ** (9 ** 9)) % 7 }}", "--template-timeout"),
+        ("{{ ('a' * 9000000000)|length }}", "--template-memory"),
+        ("{{ ('a' * 9000)|length }}", None),
+    ],
+    ids=["a loop", "one call that keeps the lock", "memory", "harmless"],
+)
+async def test_the_template_of_a_request_runs_within_limits(serving, engine, template, limit):
+    """Before: the second one stopped the server for good, and the third one took the memory of the machine."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": template}
+    settings = {"allow_request_chat_template": True, "template_timeout": 1.0, "template_memory": 64 << 20}
+    async with serving(**settings) as client:
+        begin = time.monotonic()
+        reply = await client.post("/tokenize", json=body)
+        if limit is None:
+            assert engine.tokenizer.decode(reply.json()["tokens"]) == "9000"
+        else:
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "chat_template")
+            assert reply.json()["error"]["message"].startswith("chat_template must end within ")
+            assert limit in reply.json()["error"]["message"]
+        assert time.monotonic() - begin < 20
+
+
+async def test_a_template_that_makes_too_much_text_is_cut_before_it_is_sent(serving, engine):
+    """More than the tokenizer takes does not pass from the process of the template to that of the server."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ 'a' * 9000000 }}"}
+    async with serving(allow_request_chat_template=True) as client:
+        reply = await client.post("/tokenize", json=body)
+    limit = engine.reader.max_chars
+    assert limit < 10_000
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert f"got {limit + 1}" in reply.json()["error"]["message"]
 
 
 async def test_a_template_that_makes_half_of_a_surrogate_pair_is_refused(serving, engine):
@@ -126,3 +164,11 @@ async def test_a_list_of_tokens_that_is_too_large_is_refused(serving, engine):
             response = await client.post("/tokenize", json=fields)
             assert response.status_code == 400
             assert (response.json()["error"]["code"], response.json()["error"]["param"]) == ("answer_too_large", "prompt")
+
+
+async def test_the_texts_of_a_request_have_a_bounded_number_of_tokens(serving, engine):
+    engine.reader.max_ids = 100
+    async with serving() as client:
+        one, all_ = [await client.post("/v1/completions", json=TEXT | {"prompt": ["a b c " * 8] * n}) for n in (1, 12)]
+    assert (one.status_code, all_.status_code, all_.json()["error"]["param"]) == (200, 400, "prompt")
+    assert "at most 100 tokens together" in all_.json()["error"]["message"]

@@ -2,7 +2,8 @@
 
 forward         the kernel and its plan, for dense, packed and paged keys
 producer        the warp that copies to shared memory; `consumer` holds the warpgroups that compute
-kernel_types    what these warps hand to one another
+listed_blocks   lists of key blocks, which the producer walks
+kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
 tile_schedule   which tile comes next
 hopper_tiles    the shape of tiles
 descriptors     how the copy engine addresses tensors
@@ -25,6 +26,12 @@ from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 
 RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 """The releases of Triton in whose Gluon the kernel compiles, see `gluon_names`."""
+
+
+SERVES_LISTS = False
+"""Whether calls with a `block_mask` are served. Lists are emulated and compiled, but no GPU has run them: this becomes True
+when tests/gpu/test_hopper_lists_gpu.py has passed on a Hopper GPU. That test and `bench_attention.py sparse --backend hopper`
+set it for themselves."""
 
 
 class HopperBackend:
@@ -59,8 +66,10 @@ class HopperBackend:
             return "supports no ALiBi, and alibi_slopes were given"
         if spec.attention_chunk:
             return "supports windows but no attention_chunk, and one was given"
-        if spec.block_mask:
-            return "reads the keys of a band and no lists of blocks; the portable kernels serve a block_mask"
+        if spec.block_mask and not SERVES_LISTS:
+            return "has not been run with lists of blocks on a GPU yet; the portable kernels serve a block_mask"
+        if spec.block_mask and spec.needs_grad:
+            return "has no backward pass for a block_mask, and an input requires gradients"
         if spec.layout == "paged" and spec.needs_grad:
             return "has no backward pass through a paged cache, and an input requires gradients"
         return None

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_serve.backends.hopper.gluon_names import async_store, sync_threads
 from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
+from fa_serve.backends.hopper.listed_blocks import Piece, keep_by_bits, read_piece
 from fa_serve.backends.hopper.producer import unpack_tile
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -85,12 +86,16 @@ class Output(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Each row sees keys [first, last); key blocks in [low, high) need no mask for any row of the warpgroup."""
+    """Each row sees keys [first, last); key blocks in [low, high) need no mask for any row of the warpgroup, but for bits.
+
+    row: the warpgroup's first query row in the sequence
+    """
 
     first: gl.tensor
     last: gl.tensor
     low: gl.tensor
     high: gl.tensor
+    row: gl.tensor
 
 
 @gluon.jit
@@ -205,6 +210,15 @@ def _wait_keys(block_count, bars, var: gl.constexpr, alive=True):
 
 
 @gluon.jit
+def _piece(number, block_count, smem, var: gl.constexpr):
+    """Which keys have arrived: those that the producer has announced or, without lists, block `number`."""
+    if var.block_k > 0:
+        return read_piece(smem.pieces.index(block_count % var.tiles.stages), gl.BlockedLayout([2], [32], [4], [0]))
+    else:  # noqa: RET505
+        return Piece(number, 0)
+
+
+@gluon.jit
 def _limits(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.constexpr):
     """Row i sees key j if i + offset - left <= j <= i + offset + right and j < kv_len, where offset = kv_len - q_len."""
     BLOCK_N: gl.constexpr = var.tiles.block_n
@@ -220,11 +234,11 @@ def _limits(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.const
     if var.has_left:
         first = rows - args.left
         low = (gl.maximum(top + 63 - args.left, 0) + BLOCK_N - 1) // BLOCK_N
-    return Limits(first, last, low, high)
+    return Limits(first, last, low, high, tile.row + 64 * group)
 
 
 @gluon.jit
-def _online_softmax(s, state, block, limits, args, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr):
+def _online_softmax(s, state, piece, limits, args, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr):
     """Update the online softmax by a block of scores (FlashAttention-2, algorithm 1) -> P in `dtype`, the new state.
 
     The maximum of a row is raised only when scores exceed it by more than GROWTH (FlashAttention-4). Any number near the true
@@ -235,19 +249,25 @@ def _online_softmax(s, state, block, limits, args, dtype: gl.constexpr, masked: 
     O_LAYOUT: gl.constexpr = var.output_layout
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     scale = args.scale
+    block = piece.number
     if var.softcap:
         # one instruction with a relative error of 2^-11; PyTorch rounds the product, the quotient and the tanh to 16 bits
         s = gl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [s * args.scale], dtype=gl.float32, is_pure=True, pack=1
         )
         scale = args.softcap
-    if masked:  # noqa: SIM102
+    if masked:
         # one loop body with a uniform branch: two loops would have to unpack and pack P between them
-        if (block >= limits.high) | (block < limits.low):
+        crosses = (block >= limits.high) | (block < limits.low)
+        if var.bits:
+            crosses = crosses | (piece.bits >= 0)
+        if crosses:
             columns = gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
             keep = columns < gl.expand_dims(limits.last, 1)
             if var.has_left:
                 keep = keep & (columns >= gl.expand_dims(limits.first, 1))
+            if var.bits:
+                keep = keep & keep_by_bits(args.bits, piece, limits.row % var.block_q, var)
             s = gl.where(keep, s, float("-inf"))
     m = gl.max(s, 1) * scale
     m = gl.where(m - state.m > GROWTH, m, state.m)  # the comparison is false where both are -inf
@@ -284,7 +304,7 @@ def _process_block(
     With `softmax_first` the wait for the next keys stands between the softmax and the wait for P V, because it ends a basic
     block: without it ptxas may schedule exponentials after the wait for P V.
     """
-    MASKED: gl.constexpr = var.has_left or var.has_right
+    MASKED: gl.constexpr = var.masked
     VALUE_GROUPS: gl.constexpr = 2 if var.dv1 > 0 else 1
     _take_turn(group, var)
     if var.tiles.overlap:
@@ -298,8 +318,9 @@ def _process_block(
         s_token = _issue_scores(tile_count, block_count, smem, group, var)
         _pass_turn(group, var)
         s = warpgroup_mma_wait(0, deps=[s_token])
+    piece = _piece(block, block_count, smem, var)
     mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
-    p, state = _online_softmax(s, state, block, limits, args, dtype, MASKED, var)
+    p, state = _online_softmax(s, state, piece, limits, args, dtype, MASKED, var)
     if var.tiles.softmax_first:
         _wait_keys(block_count + 1, bars, var, more)
     if var.tiles.overlap:
@@ -435,9 +456,10 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             s_token = _issue_scores(tile_count, block_count, smem, group, var)
             _pass_turn(group, var)
             s = warpgroup_mma_wait(0, deps=[s_token])
+        piece = _piece(tile.high - 1, block_count, smem, var)
         mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
         acc = _no_output(tile, var)
-        p, state = _online_softmax(s, _first_state(tile, args, ROWS), tile.high - 1, limits, args, dtype, True, var)
+        p, state = _online_softmax(s, _first_state(tile, args, ROWS), piece, limits, args, dtype, True, var)
         if AHEAD:  # noqa: SIM102
             if tile_count > 0:
                 _release_queries(tile_count - 1, bars, var)

@@ -18,6 +18,8 @@ needs a slow path. A page of a paged cache is bounded in the same way, as a pack
 that are in use; a block of K or V arrives page by page. Entries of the block table after the last page or before a window
 are not read.
 
+With lists of key blocks, the producer copies the blocks of the list and no others (see `listed_blocks`).
+
     run = plan_forward(tensors, options)      # once for calls that look alike
     out, lse = run(tensors)
 
@@ -33,18 +35,27 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.hopper.consumer import consumer
 from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
-from fa_serve.backends.hopper.gluon_names import HAS_REINTERPRET
-from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig, forward_tiles, head_group, key_columns, value_columns
-from fa_serve.backends.hopper.kernel_types import Barriers, ConsumerArgs, Descriptors, ProducerArgs, SharedMemory, Variant
+from fa_serve.backends.hopper.hopper_tiles import (
+    Schedule,
+    TileConfig,
+    forward_tiles,
+    head_group,
+    key_columns,
+    list_tiles,
+    value_columns,
+)
+from fa_serve.backends.hopper.kernel_types import ConsumerArgs, Descriptors, ProducerArgs, Variant
+from fa_serve.backends.hopper.listed_blocks import Lists
 from fa_serve.backends.hopper.producer import producer
+from fa_serve.backends.hopper.shared_memory import allocate_barriers, allocate_buffers
 from fa_serve.backends.hopper.tile_schedule import max_tile_count, table_launch, take_counter, tile_table
 from fa_serve.backends.launch import Launch, View, multiprocessors
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
+from fa_serve.block_lists import BlockLists
 
 
 class Numbers(NamedTuple):
@@ -60,6 +71,7 @@ class Numbers(NamedTuple):
     left, right:         the window
     table_stride:        entries of the block table from one sequence to the next, 0 without one
     k_pitch, v_pitch:    tokens from one page of the cache to the next, 0 without pages
+    list_*, *_width:     see `listed_blocks.Lists`; 0 without lists
     """
 
     scale: float
@@ -78,87 +90,30 @@ class Numbers(NamedTuple):
     table_stride: int
     k_pitch: int
     v_pitch: int
+    list_batch: int = 0
+    list_head: int = 0
+    heads_per_list: int = 0
+    list_width: int = 0
+    full_width: int = 0
+    bits_width: int = 0
 
 
-@gluon.jit
-def _ring(width: gl.constexpr, desc, var: gl.constexpr):
-    """-> a ring of blocks of K or V, and the same memory as the boxes in which a paged cache arrives.
-
-    The 128-byte swizzle stores 64 columns of all rows, then the next 64 columns, and each 8 rows of these form one pattern. So
-    64 columns of 8 n rows are contiguous. Fewer columns have the swizzle of their width, with the same property.
-    """
-    STAGES: gl.constexpr = var.tiles.stages
-    CHUNK: gl.constexpr = 64 if width > 64 else width
-    if var.page_size > 0:
-        KEYS: gl.constexpr = gl.NVMMASharedLayout(2 * CHUNK, 16, rank=2)
-        BOXES: gl.constexpr = STAGES * (var.tiles.block_n // var.page_rows) * (width // CHUNK)
-        ring = gl.allocate_shared_memory(desc.dtype, [STAGES, var.tiles.block_n, width], KEYS)
-        if HAS_REINTERPRET:
-            boxes = ring.reinterpret(desc.dtype, [BOXES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-        else:
-            boxes = ring._reinterpret(desc.dtype, [BOXES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-        return ring, boxes
-    else:  # noqa: RET505
-        ring = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-        return ring, ring
-
-
-@gluon.jit
-def _shared_memory(desc, var: gl.constexpr):
-    GROUPS: gl.constexpr = var.tiles.groups
-    Q_STAGES: gl.constexpr = var.tiles.q_stages
-    RECORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    dtype: gl.constexpr = desc.q.dtype
-    q = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + desc.q.block_type.shape, desc.q.layout)  # noqa: RUF005
-    k, k_boxes = _ring(var.d0, desc.k, var)
-    v, v_boxes = _ring(var.dv0, desc.v, var)
-    q1 = q
-    k1 = k
-    k1_boxes = k_boxes
-    v1 = v
-    v1_boxes = v_boxes
-    if var.d1 > 0:
-        q1 = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + desc.q1.block_type.shape, desc.q1.layout)  # noqa: RUF005
-        k1, k1_boxes = _ring(var.d1, desc.k1, var)
-    if var.dv1 > 0:
-        v1, v1_boxes = _ring(var.dv1, desc.v1, var)
-    o = q
-    o1 = q1
-    if var.tiles.o_parts > 0:
-        o = gl.allocate_shared_memory(dtype, [GROUPS] + desc.o.block_type.shape, desc.o.layout)  # noqa: RUF005
-        if var.dv1 > 0:
-            o1 = gl.allocate_shared_memory(dtype, [GROUPS] + desc.o1.block_type.shape, desc.o1.layout)  # noqa: RUF005
-    record = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], RECORD)
-    return SharedMemory(q, q1, k, k1, v, v1, o, o1, record, k_boxes, k1_boxes, v_boxes, v1_boxes)
-
-
-@gluon.jit
-def _barriers(var: gl.constexpr):
-    GROUPS: gl.constexpr = var.tiles.groups
-    STAGES: gl.constexpr = var.tiles.stages
-    Q_STAGES: gl.constexpr = var.tiles.q_stages
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=GROUPS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
-    fence_async_shared()
-    return Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
+_NO_LISTS = (None,) * 5
 
 
 @gluon.jit(
     do_not_specialize=[*Numbers._fields],
-    do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "counter_ptr", "block_table_ptr"],
+    do_not_specialize_on_alignment=[
+        "lse_ptr",
+        "sinks_ptr",
+        "counter_ptr",
+        "block_table_ptr",
+        "list_num_ptr",
+        "list_index_ptr",
+        "full_num_ptr",
+        "full_index_ptr",
+        "bits_ptr",
+    ],
 )
 def _attention_forward(
     q_desc,
@@ -174,6 +129,11 @@ def _attention_forward(
     table_ptr,
     counter_ptr,
     block_table_ptr,
+    list_num_ptr,
+    list_index_ptr,
+    full_num_ptr,
+    full_index_ptr,
+    bits_ptr,
     scale,
     softcap,
     lse_stride,
@@ -190,6 +150,12 @@ def _attention_forward(
     table_stride,
     k_pitch,
     v_pitch,
+    list_batch,
+    list_head,
+    heads_per_list,
+    list_width,
+    full_width,
+    bits_width,
     var: gl.constexpr,
 ):
     REGISTERS: gl.constexpr = var.registers
@@ -203,8 +169,8 @@ def _attention_forward(
     if o1_desc is None:
         o1_desc = o_desc
     desc = Descriptors(q_desc, q1_desc, k_desc, k1_desc, v_desc, v1_desc, o_desc, o1_desc)
-    smem = _shared_memory(desc, var)
-    bars = _barriers(var)
+    smem = allocate_buffers(desc, var)
+    bars = allocate_barriers(var)
     if var.varlen:
         counter_ptr = table_ptr + total // num_heads * 8
     producer_args = ProducerArgs(
@@ -224,6 +190,18 @@ def _attention_forward(
         table_stride=table_stride,
         k_pitch=k_pitch,
         v_pitch=v_pitch,
+        lists=Lists(
+            num=list_num_ptr,
+            index=list_index_ptr,
+            full_num=full_num_ptr,
+            full_index=full_index_ptr,
+            batch=list_batch,
+            head=list_head,
+            heads_per_list=heads_per_list,
+            width=list_width,
+            full_width=full_width,
+            bits_width=bits_width,
+        ),
     )
     args = ConsumerArgs(
         lse=lse_ptr,
@@ -234,6 +212,7 @@ def _attention_forward(
         softcap=softcap,
         left=left,
         right=right,
+        bits=bits_ptr,
     )
     if var.tiles.groups == 1:
         gl.warp_specialize(
@@ -299,6 +278,7 @@ def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: Ti
         paged=tensors.block_table is not None,
         table_stride=0 if tensors.block_table is None else tensors.block_table.stride(0),
         options=options,
+        blocks=tensors.blocks,
     )
     run = _run_launches(_plan_launches(problem, tiles), out_shape, lse_shape)
     return (lambda tensors: _run_on_copies(run, tensors, copied)) if any(copied) else run
@@ -323,6 +303,7 @@ class _Problem(NamedTuple):
     paged: bool
     table_stride: int
     options: AttentionOptions
+    blocks: BlockLists | None
 
     @property
     def num_heads(self) -> int:
@@ -361,7 +342,10 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
     options = problem.options
     left, right = options.window_size
     head_dims = (problem.q.shape[-1], problem.v.shape[-1])
-    if tiles is None:
+    blocks = problem.blocks
+    if tiles is None and blocks is not None:
+        tiles = list_tiles(*head_dims, blocks.block_size)
+    elif tiles is None:
         lengths = (options.max_seqlen_q, options.max_seqlen_k)
         tiles = forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
     assert not problem.paged or tiles.block_n <= MAX_KEYS_PER_TILE
@@ -374,16 +358,20 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
         has_right=right >= 0,
         softcap=options.softcap != 0.0,
         page_size=problem.k.shape[1] if problem.paged else 0,
+        block_q=0 if blocks is None else blocks.block_size[0],
+        block_k=0 if blocks is None else blocks.block_size[1],
+        bits=blocks is not None and blocks.partial_bits is not None,
     )
+    assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
     counts = _count_tiles(problem, tiles)
     if counts.per_head == 0:
         return _Launches()
-    blocks = counts.per_head * problem.num_heads
+    thread_blocks = counts.per_head * problem.num_heads
     if tiles.schedule == Schedule.DYNAMIC:
-        blocks = min(blocks, multiprocessors(problem.device, 132) * tiles.blocks_per_sm)
+        thread_blocks = min(thread_blocks, multiprocessors(problem.device, 132) * tiles.blocks_per_sm)
     attention = Launch(
         _attention_forward,
-        blocks,
+        thread_blocks,
         _numbers(problem, counts),
         (var,),
         {"num_warps": 4, "maxnreg": tiles.registers[0]},
@@ -433,7 +421,24 @@ def _numbers(problem: _Problem, counts: _TileCounts) -> Numbers:
         table_stride=problem.table_stride,
         k_pitch=problem.k.strides[0] // problem.k.strides[1] if problem.paged else 0,
         v_pitch=problem.v.strides[0] // problem.v.strides[1] if problem.paged else 0,
+        **_list_numbers(problem),
     )
+
+
+def _list_numbers(problem: _Problem) -> dict[str, int]:
+    """What `Numbers` says about lists, of lists that are contiguous."""
+    blocks = problem.blocks
+    if blocks is None:
+        return {}
+    batch, heads, query_blocks = blocks.kv_num_blocks.shape
+    return {
+        "list_batch": 0 if batch == 1 else heads * query_blocks,
+        "list_head": query_blocks,
+        "heads_per_list": problem.num_heads // heads,
+        "list_width": blocks.kv_indices.shape[3],
+        "full_width": 0 if blocks.full_kv_indices is None else blocks.full_kv_indices.shape[3],
+        "bits_width": 0 if blocks.partial_bits is None else blocks.partial_bits.shape[3],
+    }
 
 
 def _base_2_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
@@ -470,7 +475,7 @@ def _run_launches(launches: _Launches, out_shape: tuple[int, ...], lse_shape: tu
     attention, table_of, max_tiles, counted = launches
 
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse, _, _ = tensors
+        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse, _, blocks = tensors
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or (out is not None and out.data_ptr() & 15):
             return _run_on_copies(run, tensors)
         if out is None:
@@ -483,7 +488,8 @@ def _run_launches(launches: _Launches, out_shape: tuple[int, ...], lse_shape: tu
                 table = tile_table(table_of, max_tiles, cu_seqlens_q, keys)
             elif counted:
                 counter = take_counter(q)
-            attention((q, q, k, k, v, v, out, out, lse, sinks, table, counter, block_table))
+            lists = _NO_LISTS if blocks is None else [x if x is None else x.contiguous() for x in blocks.tensors]
+            attention((q, q, k, k, v, v, out, out, lse, sinks, table, counter, block_table, *lists))
         return out, lse
 
     return run

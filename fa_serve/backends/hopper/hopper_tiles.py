@@ -125,6 +125,33 @@ def forward_tiles(
     return tiles
 
 
+@lru_cache(maxsize=256)
+def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> TileConfig:
+    """The tiles of a call with lists: the rows of a tile lie in one block of queries, its keys in one block of keys.
+
+    These follow from `forward_tiles` and the size of blocks alone. None has been measured.
+    """
+    rows, keys = block_size
+    d0, d1 = key_columns(head_dim)
+    dv0, dv1 = value_columns(head_dim_v)
+    width = max(d0 + d1, dv0 + dv1)
+    if rows == 64:
+        blocks = 3 if width <= 64 else 2 if width <= 128 else 1
+        queries = 2 if width <= 128 else 1
+        tiles = TileConfig(1, 64, blocks if blocks > 1 else 2, queries, Schedule.DYNAMIC, blocks_per_sm=blocks)
+    elif width > 128:
+        wide = keys == 64 or dv0 + dv1 > 160 or d0 + d1 > 192 or d0 + d1 + dv0 + dv1 > 320
+        tiles = TileConfig(2, 64 if wide else 128, 2, 1, Schedule.DYNAMIC, rescale_late=not wide)
+    elif keys == 64:
+        tiles = TileConfig(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=width > 64)
+    elif width <= 64:
+        tiles = TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
+    else:
+        tiles = TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, rescale_late=True)
+    in_halves = width > 128 or dv0 != d0 or dv1 not in (0, d1)
+    return replace(tiles, o_parts=2 if in_halves else 0)
+
+
 def _tiles_of_width(
     width_k: int, width_v: int, window: tuple[int, int], max_seqlen_q: int, max_seqlen_k: int, varlen: bool, paged: bool
 ) -> TileConfig:

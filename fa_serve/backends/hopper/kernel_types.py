@@ -12,6 +12,7 @@ from typing import NamedTuple
 from triton.experimental.gluon import language as gl
 
 from fa_serve.backends.hopper.hopper_tiles import TileConfig
+from fa_serve.backends.hopper.listed_blocks import Lists
 
 RAGGED = gl.constexpr(1 << 30)
 """Bound of the row coordinate of a ragged descriptor, see `descriptors.ragged_view`."""
@@ -27,6 +28,7 @@ class Variant:
     varlen:     sequences are packed, or their keys are in pages; else the batch is dense
     has_left, has_right, softcap: whether the options have a left bound, a right bound, a softcap; their values are arguments
     page_size:  tokens of a page of the KV cache, 0 without one
+    block_q, block_k: queries and keys per block of the lists, 0 without lists; bits: partial blocks have bits
     """
 
     tiles: TileConfig
@@ -39,6 +41,14 @@ class Variant:
     has_right: bool
     softcap: bool
     page_size: int = 0
+    block_q: int = 0
+    block_k: int = 0
+    bits: bool = False
+
+    @property
+    def masked(self) -> bool:
+        """Whether a block after a tile's first one may hold keys that some row does not see. Lists have any order."""
+        return self.has_left or self.has_right or self.block_k > 0
 
     @property
     def page_rows(self) -> int:
@@ -47,13 +57,13 @@ class Variant:
 
     @property
     def registers(self) -> int:
-        """Registers of a consumer thread. If the producer reads a block table, consumers give it 8 of theirs."""
-        return self.tiles.registers[1] - (8 if self.page_size else 0)
+        """Registers of a consumer thread. If the producer reads a block table or lists, consumers give it 8 of theirs."""
+        return self.tiles.registers[1] - (8 if self.page_size or self.block_k else 0)
 
     @property
     def producer_registers(self) -> int:
-        """Registers of a producer thread. Without a block table 24 suffice, the least that the hardware hands out."""
-        return 40 if self.page_size else 24
+        """Registers of a producer thread. Without a block table and lists 24 suffice, the least that the hardware hands out."""
+        return 40 if self.page_size or self.block_k else 24
 
     @property
     def o_width(self) -> int:
@@ -64,6 +74,15 @@ class Variant:
     def score_layout(self) -> gl.NVMMADistributedLayout:
         """Layout of a warpgroup's scores [64, block_n] as wgmma leaves them."""
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.tiles.block_n, 16])
+
+    @property
+    def bits_layout(self) -> gl.DistributedLinearLayout:
+        """Layout of the bits [64, block_n / 32, 32] of a piece: `score_layout` with its columns in words of 32."""
+        in_registers = [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
+        in_lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+        words = self.tiles.block_n // 32
+        count = 4 + words.bit_length() - 1
+        return gl.DistributedLinearLayout(in_registers[:count], in_lanes, [[16, 0, 0], [32, 0, 0]], [], [64, words, 32])
 
     @property
     def output_layout(self) -> gl.NVMMADistributedLayout:
@@ -98,6 +117,7 @@ class SharedMemory(NamedTuple):
     record:   (q_stages, 8), int32: the tile of each stage of q
     k_boxes, k1_boxes, v_boxes, v1_boxes: the memory of k, k1, v and v1 as boxes of page_rows keys by up to 64 columns, in the
               order of the swizzled layout; without pages k, k1, v and v1
+    pieces:   (stages, 2), int32: what `listed_blocks.Piece` says of the keys in each stage of k; without lists the record
     """
 
     q: gl.tensor
@@ -113,6 +133,7 @@ class SharedMemory(NamedTuple):
     k1_boxes: gl.tensor
     v_boxes: gl.tensor
     v1_boxes: gl.tensor
+    pieces: gl.tensor
 
 
 class Barriers(NamedTuple):
@@ -145,6 +166,7 @@ class ProducerArgs(NamedTuple):
     table_stride: gl.tensor
     k_pitch: gl.tensor
     v_pitch: gl.tensor
+    lists: Lists
 
 
 class ConsumerArgs(NamedTuple):
@@ -158,6 +180,7 @@ class ConsumerArgs(NamedTuple):
     softcap: gl.tensor
     left: gl.tensor
     right: gl.tensor
+    bits: gl.tensor
 
 
 class Tile(NamedTuple):
@@ -169,7 +192,7 @@ class Tile(NamedTuple):
     q_len:     queries of the sequence
     k_origin:  batch index (dense), the sequence's first row in k (packed), or its row of the block table (paged)
     kv_len:    keys of the sequence
-    low, high: the tile visits key blocks [low, high)
+    low, high: the tile visits key blocks [low, high); with lists, it visits high - low blocks
     """
 
     row: gl.tensor

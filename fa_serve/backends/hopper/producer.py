@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fa_serve.backends.hopper.gluon_names import async_load
 from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
+from fa_serve.backends.hopper.listed_blocks import Piece, announce_piece, list_of, listed_piece
 
 TILE_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
 """A tile's record [8] in the producer's one warp: each thread has all of it."""
@@ -94,7 +95,7 @@ def _dense_tile(index, args, var: gl.constexpr):
         low = gl.minimum(gl.maximum(row + offset - args.left, 0) // var.tiles.block_n, high - 1)
     batch = batch_head // args.num_heads
     row = gl.where(index < args.total, row, -1)
-    return Tile(row, batch_head % args.num_heads, batch, args.seqlen_q, batch, args.seqlen_k, low, high)
+    return Tile(row, batch_head % args.num_heads, batch, args.seqlen_q, batch, args.seqlen_k, low, high), batch
 
 
 @gluon.jit
@@ -103,15 +104,23 @@ def _packed_tile(index, args, live):
     head, number = _locate_tile(index, live, args.num_heads, args)
     tile = unpack_tile(gl.load(args.table + number * 8 + gl.arange(0, 8, layout=TILE_LAYOUT)), TILE_LAYOUT)
     row = gl.where(index < live * args.num_heads, tile.row, -1)
-    return Tile(row, head, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, tile.low, tile.high)
+    return Tile(row, head, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, tile.low, tile.high), tile.head
 
 
 @gluon.jit
 def _tile(index, args, live, var: gl.constexpr):
+    """-> the tile, and its list or else the number of its sequence."""
     if var.varlen:
-        return _packed_tile(index, args, live)
+        tile, sequence = _packed_tile(index, args, live)
+    else:
+        tile, sequence = _dense_tile(index, args, var)
+    if var.block_k > 0:
+        of = list_of(tile, sequence, args.lists, var)
+        # a tile with an empty list still visits one piece, which no row sees
+        end = gl.maximum(of.total, 1)
+        return Tile(tile.row, tile.head, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, end * 0, end), of
     else:  # noqa: RET505
-        return _dense_tile(index, args, var)
+        return tile, sequence
 
 
 @gluon.jit
@@ -185,12 +194,15 @@ def _load_pages(
 
 
 @gluon.jit
-def _load_keys(tile, kv_head, block, block_count, desc, smem, bars, args, var: gl.constexpr):
-    """Start copying block `block` of K, the `block_count`-th of this thread block, once the consumers have freed its stage."""
+def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: gl.constexpr):
+    """Start copying a piece of K, the `block_count`-th of this thread block, once the consumers have freed its stage."""
     stage = block_count % var.tiles.stages
+    block = piece.number
     if var.page_size > 0:
         pages = _pages(tile, block, args, var)
     mbarrier.wait(bars.k_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
+    if var.block_k > 0:
+        announce_piece(piece, smem.pieces.index(stage))
     full = bars.k_full.index(stage)
     mbarrier.expect(full, 2 * var.tiles.block_n * (var.d0 + var.d1))
     row = block * var.tiles.block_n
@@ -207,9 +219,10 @@ def _load_keys(tile, kv_head, block, block_count, desc, smem, bars, args, var: g
 
 
 @gluon.jit
-def _load_values(tile, kv_head, block, block_count, desc, smem, bars, args, var: gl.constexpr):
-    """Start copying block `block` of V, the `block_count`-th of this thread block, once the consumers have freed its stage."""
+def _load_values(tile, kv_head, piece, block_count, desc, smem, bars, args, var: gl.constexpr):
+    """Start copying a piece of V, the `block_count`-th of this thread block, once the consumers have freed its stage."""
     stage = block_count % var.tiles.stages
+    block = piece.number
     if var.page_size > 0:
         pages = _pages(tile, block, args, var)
     mbarrier.wait(bars.v_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
@@ -236,24 +249,35 @@ def producer(desc, smem, bars, args, var: gl.constexpr):
     live = args.total
     if var.varlen:
         live = gl.load(args.counter + 1)
-    tile = _tile(gl.program_id(0), args, live, var)
+    tile, of = _tile(gl.program_id(0), args, live, var)
     while tile.row >= 0:
         kv_head = tile.head // args.heads_per_kv
         blocks = tile.high - tile.low
-        _load_keys(tile, kv_head, tile.high - 1, block_count, desc, smem, bars, args, var)
+        piece = listed_piece(0, of, args.lists, var) if var.block_k > 0 else Piece(tile.high - 1, 0)
+        _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var)
         stage = tile_count % var.tiles.q_stages
         mbarrier.wait(bars.q_empty.index(stage), ((tile_count // var.tiles.q_stages) & 1) ^ 1)
         smem.record.index(stage).store(_pack(tile))
         _load_queries(tile, stage, desc, smem, bars, var)
         index = _next_index(args, var)
-        # the consumers' order: from the last block to the first, and K one block ahead of V
-        for j in range(1, blocks + 1):
-            if j < blocks:
-                _load_keys(tile, kv_head, tile.high - 1 - j, block_count + j, desc, smem, bars, args, var)
-            _load_values(tile, kv_head, tile.high - j, block_count + j - 1, desc, smem, bars, args, var)
+        # the consumers' order: from the last block to the first or that of the list, and K one block ahead of V
+        if var.block_k > 0:
+            upcoming = listed_piece(1, of, args.lists, var)
+            for j in range(1, blocks + 1):
+                after = listed_piece(j + 1, of, args.lists, var)
+                if j < blocks:
+                    _load_keys(tile, kv_head, upcoming, block_count + j, desc, smem, bars, args, var)
+                _load_values(tile, kv_head, piece, block_count + j - 1, desc, smem, bars, args, var)
+                piece = upcoming
+                upcoming = after
+        else:
+            for j in range(1, blocks + 1):
+                if j < blocks:
+                    _load_keys(tile, kv_head, Piece(tile.high - 1 - j, 0), block_count + j, desc, smem, bars, args, var)
+                _load_values(tile, kv_head, Piece(tile.high - j, 0), block_count + j - 1, desc, smem, bars, args, var)
         block_count += blocks
         tile_count += 1
-        tile = _tile(index, args, live, var)
+        tile, of = _tile(index, args, live, var)
     # the last record says that no tile is left; a plain grid gives a thread block one tile at most, and only a thread block
     # without any needs to be told
     if var.tiles.schedule != 0 or tile_count == 0:

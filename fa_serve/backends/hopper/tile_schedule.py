@@ -5,9 +5,9 @@ longest first, and the attention kernel reads one record of 32 bytes per tile. S
 does not wait for the device, and sequences of unequal lengths are balanced. FlashAttention-3 instead finds its tiles by a
 prefix sum in each thread block.
 
-A record is 8 int32, the fields of `kernel_types.Tile`: first query row in the sequence (-1: no tile), head (0; the reader fills
-it in), first row of the sequence in q, number of queries, first row in k (in a paged cache: the sequence's number), number of
-keys, first key block, last key block + 1.
+A record is 8 int32, the fields of `kernel_types.Tile`: first query row in the sequence (-1: no tile), the sequence's number
+(where the reader puts the head), first row of the sequence in q, number of queries, first row in k (in a paged cache: the
+sequence's number), number of keys, first key block, last key block + 1.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _tile_table(
             low = tl.minimum(tl.maximum(m * BLOCK_M + kv_len - q_len - left, 0) // BLOCK_N, high - 1)
         record = table_ptr + rank.to(tl.int64) * 8
         tl.store(record, m * BLOCK_M)
-        tl.store(record + 1, 0)
+        tl.store(record + 1, sequence)
         tl.store(record + 2, q_start)
         tl.store(record + 3, q_len)
         tl.store(record + 4, k_start)

@@ -23,7 +23,7 @@ FAULTS = {
     },
     "queries released before O has left their buffer": {"    tma.store_wait(0)\n    sync_threads()\n": ""},
     "no mask": {"keep = columns < gl.expand_dims(limits.last, 1)": "keep = columns >= 0"},
-    "a mask that begins one block late": {"if (block >= limits.high)": "if (block > limits.high)"},
+    "a mask that begins one block late": {"crosses = (block >= limits.high)": "crosses = (block > limits.high)"},
     "the output of the wrong tile": {"_write_output(acc, state, tile, ": "_write_output(acc, state, upcoming, "},
     "O relative to an old maximum": {"    if not var.tiles.rescale_late:": "    if False:"},
     "late: O relative to an old maximum": {"    if var.tiles.rescale_late:": "    if False:"},

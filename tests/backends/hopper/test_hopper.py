@@ -10,6 +10,7 @@ import triton
 from hopper_cases import Case
 from hopper_emulator import emulated
 
+from fa_serve.backends import hopper
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.plan import AttentionTensors
 from fa_serve.spec import AttentionSpec
@@ -61,6 +62,13 @@ def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -
     reason = HopperBackend().supports(replace(H200, **change))
     assert reason is not None
     assert words in reason
+
+
+def test_lists_are_served_once_they_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = replace(H200, block_mask=True)
+    monkeypatch.setattr(hopper, "SERVES_LISTS", True)
+    assert HopperBackend().supports(listed) is None
+    assert "no backward pass for a block_mask" in str(HopperBackend().supports(replace(listed, needs_grad=True)))
 
 
 def test_refuses_another_release_of_gluon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from fa_serve.backends.hopper.hopper_tiles import (
     forward_tiles,
     head_group,
     key_columns,
+    list_tiles,
     value_columns,
 )
 
@@ -61,8 +62,13 @@ def test_wide_heads() -> None:
 def test_chosen_tiles_fit_the_chip(dims: tuple[int, int]) -> None:
     lengths = (1, 64, 65, 512, 1024, 2048, 4096, 100_000)
     windows = ((-1, -1), (-1, 0), (127, 0))
-    for seqlen, window, (varlen, paged) in product(lengths, windows, ((False, False), (True, False), (True, True))):
-        tiles = forward_tiles(*dims, window, seqlen, seqlen, varlen, paged)
+    kinds = ((False, False), (True, False), (True, True))
+    chosen = [forward_tiles(*dims, w, n, n, *kind) for n, w, kind in product(lengths, windows, kinds)]
+    for rows, keys in product((64, 128), (64, 128)):
+        tiles = list_tiles(*dims, (rows, keys))
+        assert rows % tiles.block_m == keys % tiles.block_n == 0
+        chosen.append(tiles)
+    for tiles in chosen:
         assert shared_bytes(tiles, *dims) <= SHARED_BYTES
         assert tiles.blocks_per_sm * shared_bytes(tiles, *dims) <= 233_472
         at_launch, consumer = tiles.registers

@@ -31,7 +31,7 @@ def test_every_tile_of_every_head_comes_once(heads: int, group: int, tail: int) 
 
 
 def test_the_emulator_sees_a_wrong_phase() -> None:
-    wait = "(block_count // var.tiles.stages) & 1) ^ 1)\n    full = bars.k_full"
+    wait = "(block_count // var.tiles.stages) & 1) ^ 1)\n    if var.block_k"
     case = Case("", seqlen_q=500, seqlen_k=500, tiles=TileConfig(2, 64, 2, 2, DYNAMIC))
     with pytest.raises((EmulationError, AssertionError)):
         run_dense(case, faults={wait: wait.replace(" ^ 1)", ")")}, patience=1.0)

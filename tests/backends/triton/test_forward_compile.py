@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cross_compile import SHARED_BYTES, TARGETS, compiling_for
+from cross_compile import SHARED_BYTES, UNLIKE, compiling_for, with_targets
 
 from fa_serve.backends.triton.forward import plan_forward
 from fa_serve.testing import cu_seqlens, make_qkv, run_plan
@@ -32,9 +32,9 @@ DENSE = {
     "D256-everything": (256, 256, torch.float16, EVERYTHING),
     "D512-everything": (512, 512, torch.float16, EVERYTHING),
 }
-
-# where the tile is the same for all: sm86, sm89 and sm100 add nothing to these, in registers or in shared memory
-UNLIKE = ["sm80", "sm90", "sm120", "gfx942"]
+LAYOUTS = [(dim, layout) for dim in (64, 128, 256, 512) for layout in ("varlen", "paged")]
+# where the tile is the same for all, sm100 adds nothing to sm90, in registers or in shared memory
+TILED = [target for target in UNLIKE if target != "sm100"]
 
 
 def _launch(dim: int, dim_v: int, dtype: torch.dtype, layout: str = "dense", **options: object) -> None:
@@ -60,28 +60,26 @@ def _launch(dim: int, dim_v: int, dtype: torch.dtype, layout: str = "dense", **o
     )
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(("name", "target"), with_targets(DENSE, ["D128-causal", "D512-causal", "D128-everything"]))
 def test_dense(name: str, target: str) -> None:
     dim, dim_v, dtype, options = DENSE[name]
     _expect(target, dim, dim_v, dtype, **options)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("layout", ["varlen", "paged"])
-@pytest.mark.parametrize("dim", [64, 128, 256, 512])
-def test_layouts(dim: int, layout: str, target: str) -> None:
+@pytest.mark.parametrize(("case", "target"), with_targets(LAYOUTS, [(128, "paged"), (512, "varlen")]), ids=str)
+def test_layouts(case: tuple[int, str], target: str) -> None:
+    dim, layout = case
     _expect(target, dim, dim, torch.bfloat16, layout, window_size=(-1, 0))
 
 
-@pytest.mark.parametrize("target", UNLIKE)
+@pytest.mark.parametrize("target", TILED)
 @pytest.mark.parametrize("mask", [torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 512])
 def test_masks(dim: int, mask: torch.dtype, target: str) -> None:
     _expect(target, dim, dim, torch.bfloat16, mask=torch.ones(2, 1, 1, 256, dtype=mask))
 
 
-@pytest.mark.parametrize("target", UNLIKE)
+@pytest.mark.parametrize("target", TILED)
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_float32(dim: int, target: str) -> None:
     _expect(target, dim, dim, torch.float32)

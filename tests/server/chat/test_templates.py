@@ -1,6 +1,9 @@
 """Chat templates: what a template does not support is refused, and requests may bring one if the server allows it."""
 
+import time
+
 import pytest
+from fa_serve.server.chat.templates import Template
 
 pytestmark = pytest.mark.anyio
 
@@ -32,3 +35,35 @@ async def test_effort_is_the_templates(teller, engine):
     async with teller(("a",), "{{ reasoning_effort }}") as client:
         assert (await client.post("/v1/chat/completions", json={**ASK, "reasoning_effort": "low"})).status_code == 200
     assert engine.tokenizer.decode(engine.seen[0].prompt) == "low"
+
+
+WRITES_ROLES = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "status"),
+    [
+        (WRITES_ROLES, 200),
+        (WRITES_ROLES.replace("in messages", "in messages | reverse"), 200),
+        (WRITES_ROLES.replace("in messages", "in messages[:-1]"), 400),
+    ],
+    ids=["in order", "in another order", "leaves one out"],
+)
+async def test_messages_of_unusual_roles_are_in_the_prompt(teller, template, status):
+    messages = [{"role": f"critic{i}", "content": f" {i} of them "} for i in range(3)]
+    async with teller(("a",), template) as client:
+        reply = await client.post("/v1/chat/completions", json={"model": "fake", "messages": messages})
+    assert reply.status_code == status
+    if status == 400:
+        assert "leaves out messages of the role 'critic2'" in reply.json()["error"]["message"]
+
+
+def test_many_messages_of_unusual_roles_are_found_in_linear_time():
+    """5,000 messages behind 16 MB took a minute of searches that keep the interpreter's lock, and take 0.1 s."""
+    tokenizer = type("Tokenizer", (), {"apply_chat_template": staticmethod(lambda messages, *_, **__: text)})
+    messages = [{"role": "user", "content": "x" * 16_000_000}]
+    messages += [{"role": "critic", "content": f"the {i}th"} for i in range(5000)]
+    text = "".join(message["content"] for message in messages)
+    begin = time.perf_counter()
+    assert Template(tokenizer(), "").render(messages, None, {}) == text
+    assert time.perf_counter() - begin < 1

@@ -1,5 +1,6 @@
 """Requests of OpenAI's Responses API: what they become, and what is refused by which name."""
 
+import time
 from typing import Any
 
 import pytest
@@ -160,3 +161,25 @@ def test_a_thousand_faults_make_few_errors(fields) -> None:
     with pytest.raises(ValidationError) as error:
         ResponsesRequest.model_validate({**ASK, **fields})
     assert error.value.error_count() <= 6
+
+
+def test_long_instructions_are_not_repeated_in_each_response() -> None:
+    """A stream has three objects with them, which are written on the event loop."""
+    kept = ResponsesRequest.model_validate({**ASK, "instructions": "x" * 200_000}).returned
+    assert len(kept["instructions"]) == 200_000
+    left_out = ResponsesRequest.model_validate({**ASK, "instructions": "x" * 300_000, "tool_choice": "none"}).returned
+    assert (left_out["instructions"], left_out["tool_choice"]) == (None, "none")
+
+
+def test_thousands_of_thoughts_behind_a_long_one_are_joined_once() -> None:
+    """4,900 copies of 8 MB took 16 s, in the thread that parses the large bodies of all clients."""
+
+    def thought(text: str) -> dict:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    items = [thought("x" * 8_000_000), *[thought("y")] * 4_900, {"role": "user", "content": "Hi"}]
+    begin = time.perf_counter()
+    chat = ResponsesRequest.model_validate({**ASK, "input": items}).chat
+    assert time.perf_counter() - begin < 2
+    assert len(chat.messages[0].reasoning_content) == 8_004_900
+    assert [message.role for message in chat.messages] == ["assistant", "user"]

@@ -1,14 +1,16 @@
-"""Grammars are compiled on trial in a process that can be limited and killed, before the engine compiles them itself.
+"""Work on what a client has sent runs on trial: in a process that can be limited and killed.
 
-    trials = GrammarTrials(tokenizer_json, vocab_size, end_ids, timeout=10.0, memory=256 << 20)
+    limits = TrialLimits("compile", timeout=10.0, memory=256 << 20, setting="grammar")
+    trials = Trials(grammar_process.__file__, {"tokenizer": ...}, limits, stack=grammar_process.STACK)
     trial = trials.trial()
-    result = trial.run(grammar)              # raises TrialError if the grammar takes too much
+    reply = trial.run(request)               # raises TrialError if the work takes too much
     trial.cancel()                           # from any thread: the child is killed, and `run` raises Cancelled
     trials.close()
 
-A matcher cannot be sent to another process, so the engine compiles a grammar that has passed once more. It then knows that this
-takes less than `timeout` seconds and `memory` bytes, and how many bytes the grammar takes. Left out: the process itself
-(grammar_process.py), and which grammar is tried next (grammar_queue.py).
+Two kinds of work are tried. A matcher cannot be sent to another process, so the engine compiles a grammar that has passed once
+more (structured.py, grammar_process.py). It then knows that this takes less than the limits, and how many bytes the grammar
+takes. The chat template of a request is applied nowhere else (server/tokenization.py). Left out: the process itself
+(trial_process.py), and which request is tried next.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
-from fa_serve.engine import grammar_process
+from fa_serve.engine import trial_process
 
 START_SECONDS = 60.0
-"""How long the process may take to load the tables of the tokenizer."""
+"""How long the process may take to load what the work needs."""
 
 
 class TrialError(Exception):
-    """The grammar takes more than its limits allow. The text completes the sentence "<field> must ..."."""
+    """The work takes more than its limits allow. The text completes the sentence "<field> must ..."."""
 
 
 class Cancelled(Exception):
@@ -39,24 +42,33 @@ class Cancelled(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class TrialResult:
-    """error: llguidance's reason why the grammar cannot be followed, or ""; num_bytes: what the grammar takes in memory"""
+class TrialLimits:
+    """verb: what the work does; timeout: seconds; memory: bytes; setting: the flags are --<setting>-timeout and -memory"""
 
-    error: str
-    num_bytes: int
+    verb: str
+    timeout: float
+    memory: int
+    setting: str
+
+    def error(self, late: bool = False) -> TrialError:
+        """late: the time is over. Otherwise the kernel has ended the work, for one of two reasons."""
+        seconds = f"{self.timeout:g} seconds (--{self.setting}-timeout)"
+        size = "" if late else f"{self.memory} bytes (--{self.setting}-memory) and "
+        return TrialError(f"{self.verb} within {size}{seconds}")
 
 
-class GrammarTrials:
+class Trials:
     """Owner of the process. It starts at the first trial. Safe to use from any thread.
 
-    timeout: seconds for one grammar; memory: bytes for one grammar
+    module: path of the file that does the work, as trial_process.py expects it
+    given:  what its function `prepare` gets
+    stack:  bytes of address space that the work needs besides `limits.memory`
     """
 
-    def __init__(self, tokenizer: str, vocab_size: int, end_ids: list[int], *, timeout: float, memory: int) -> None:
-        given = {"tokenizer": tokenizer, "vocab_size": vocab_size, "end_ids": end_ids, "timeout": timeout, "memory": memory}
-        self._given = json.dumps(given).encode() + b"\n"
-        self.timeout = timeout
-        self.memory = memory
+    def __init__(self, module: str, given: dict[str, Any], limits: TrialLimits, stack: int = 0) -> None:
+        start = {"module": module, "given": given, "timeout": limits.timeout, "memory": limits.memory + stack}
+        self._start_line = json.dumps(start).encode() + b"\n"
+        self.limits = limits
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -85,16 +97,16 @@ class GrammarTrials:
         with theirs:
             # With one arena, freed memory is used again, and the limit on the address space counts what is in use.
             self._process = subprocess.Popen(
-                [sys.executable, grammar_process.__file__, str(theirs.fileno())],
+                [sys.executable, trial_process.__file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"MALLOC_ARENA_MAX": "1"},
                 start_new_session=True,  # Ctrl-C is for the server
             )
         self._control.settimeout(START_SECONDS)
-        self._control.sendall(self._given)
+        self._control.sendall(self._start_line)
         if self._control.recv(1) != b"r":
-            raise RuntimeError("the process that compiles grammars did not start")
+            raise RuntimeError(f"the process that works with {self.limits.setting}s on trial did not start")
 
     def close(self) -> None:
         """End the process with all of its trials, at once. Later trials are cancelled: nobody would end their process."""
@@ -111,7 +123,7 @@ class GrammarTrials:
 class Trial:
     """One trial. `cancel` may be called before, during and after `run`."""
 
-    def __init__(self, trials: GrammarTrials) -> None:
+    def __init__(self, trials: Trials) -> None:
         self._trials = trials
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
@@ -124,46 +136,41 @@ class Trial:
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)  # wakes `run`
 
-    def run(self, grammar: str) -> TrialResult:
-        """Compile the grammar. Raises TrialError or Cancelled."""
+    def run(self, request: bytes) -> bytes:
+        """Do the work, for a request without a newline. Raises TrialError or Cancelled."""
+        limits = self._trials.limits
         with self._trials.connect() as connection:
             with self._lock:
                 if self.cancelled:
                     raise Cancelled
                 self._connection = connection
             pid = 0
-            reply = b""
+            reply = bytearray()
             try:
                 with contextlib.suppress(ConnectionError):  # the child has been killed
-                    connection.settimeout(self._trials.timeout)
-                    deadline = time.monotonic() + self._trials.timeout
+                    deadline = time.monotonic() + limits.timeout
+                    connection.settimeout(limits.timeout)
                     pid = int(_line(connection) or 0)
-                    connection.sendall(json.dumps(grammar).encode() + b"\n")
-                    while True:
+                    connection.sendall(request + b"\n")
+                    while not reply.endswith(b"\n"):
                         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
                         data = connection.recv(1 << 16)
                         if not data:
                             break
                         reply += data
-                result = None if not reply else json.loads(reply)
             except TimeoutError:
-                raise TrialError(f"compile within {self._trials.timeout:g} seconds (--grammar-timeout)") from None
-            except ValueError:  # half of a reply
-                result = None
+                raise limits.error(late=True) from None
             finally:
                 with self._lock:
                     self._connection = None
-                if pid and not reply:
+                if pid and not reply.endswith(b"\n"):
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
             if self.cancelled:
                 raise Cancelled
-            if result is None:
-                raise TrialError(
-                    f"compile within {self._trials.memory} bytes (--grammar-memory) and {self._trials.timeout:g} seconds "
-                    "(--grammar-timeout)"
-                )
-            return TrialResult(result["error"], result["bytes"])
+            if not reply.endswith(b"\n"):
+                raise limits.error()
+            return bytes(reply)
 
 
 def _line(connection: socket.socket) -> bytes:

@@ -1,0 +1,135 @@
+"""Lists of key blocks in the Hopper kernel: the producer walks them, and the consumers learn from it which block they have.
+
+A tile's rows lie in one block of queries, whose list the producer reads from global memory, one entry ahead of its use. Beside
+each block of K it writes the block's number to shared memory, and where the bits of a partial block are. Only bits are read by
+the consumers, which need them in the registers that hold the scores. See `fa_serve.block_lists` for what a list is.
+
+A listed block of `block_k` keys is copied in `block_k / block_n` pieces. "Piece" and "place" count these.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+PAIR_LAYOUT = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
+"""A piece's number and bits in the producer's one warp: each thread has both."""
+
+
+class Lists(NamedTuple):
+    """The kernel's arguments about lists. Pointers are None without lists, or without full blocks.
+
+    num, index, full_num, full_index: the tensors of `BlockLists`
+    batch, head:       lists from one sequence and from one list head to the next, 0 if they are shared
+    heads_per_list:    query heads that share a list
+    width, full_width, bits_width: entries of a row of index, of full_index and of the bits
+    """
+
+    num: gl.tensor
+    index: gl.tensor
+    full_num: gl.tensor
+    full_index: gl.tensor
+    batch: gl.tensor
+    head: gl.tensor
+    heads_per_list: gl.tensor
+    width: gl.tensor
+    full_width: gl.tensor
+    bits_width: gl.tensor
+
+
+class TileList(NamedTuple):
+    """The list of one tile.
+
+    index, full_index: its rows of these tensors; full_index is not read if there are no full blocks
+    partial, total:    pieces of partial blocks, and of all blocks
+    bits:              the number of its first piece among all pieces that have bits
+    end:               a piece that lies past the last key
+    """
+
+    index: gl.tensor
+    full_index: gl.tensor
+    partial: gl.tensor
+    total: gl.tensor
+    bits: gl.tensor
+    end: gl.tensor
+
+
+class Piece(NamedTuple):
+    """What is copied at a time.
+
+    number: keys [number * block_n, (number + 1) * block_n) of the sequence
+    bits:   (with lists) the number of the piece among all pieces that have bits, or -1
+    """
+
+    number: gl.tensor
+    bits: gl.tensor
+
+
+@gluon.jit
+def list_of(tile, sequence, lists, var: gl.constexpr):
+    """The list of a tile. Nothing is read if there is no tile, whose sequence may be any number."""
+    PIECES: gl.constexpr = var.block_k // var.tiles.block_n
+    there = tile.row >= 0
+    block = sequence * lists.batch + tile.head // lists.heads_per_list * lists.head + tile.row // var.block_q
+    row = gl.where(there, block, 0).to(gl.int64)
+    partial = gl.load(lists.num + row, mask=there, other=0) * PIECES
+    total = partial
+    full_index = lists.index
+    if lists.full_num is not None:
+        total = partial + gl.load(lists.full_num + row, mask=there, other=0) * PIECES
+        full_index = lists.full_index + row * lists.full_width
+    end = (tile.kv_len + var.tiles.block_n - 1) // var.tiles.block_n
+    bits = row.to(gl.int32) * lists.bits_width * PIECES
+    return TileList(lists.index + row * lists.width, full_index, partial, total, bits, end)
+
+
+@gluon.jit
+def listed_piece(place, of, lists, var: gl.constexpr):
+    """The piece at this place of a list, partial blocks first. Past the end of the list, a piece that no row sees."""
+    PIECES: gl.constexpr = var.block_k // var.tiles.block_n
+    listed = place < of.total
+    if lists.full_num is None:
+        block = gl.load(of.index + place // PIECES, mask=listed, other=0)
+    else:
+        block = gl.load(of.index + place // PIECES, mask=place < of.partial, other=0)
+        behind = gl.maximum(place - of.partial, 0) // PIECES
+        block += gl.load(of.full_index + behind, mask=listed & (place >= of.partial), other=0)
+    number = gl.where(listed, block * PIECES + place % PIECES, of.end)
+    return Piece(number, gl.where(place < of.partial, of.bits + place, -1))
+
+
+@gluon.jit
+def announce_piece(piece, buffer):
+    """Write what the consumers need to know of a piece, before its copy is announced at the barrier."""
+    i = gl.arange(0, 2, layout=PAIR_LAYOUT)
+    buffer.store(gl.where(i == 0, piece.number, piece.bits))
+
+
+@gluon.jit
+def read_piece(buffer, layout: gl.constexpr):
+    """What the producer has written for a piece whose keys have arrived."""
+    pair = buffer.load(layout)
+    i = gl.arange(0, 2, layout=layout)
+    return Piece(gl.sum(gl.where(i == 0, pair, 0), 0), gl.sum(gl.where(i == 1, pair, 0), 0))
+
+
+@gluon.jit
+def keep_by_bits(bits_ptr, piece, first_row, var: gl.constexpr):
+    """Which scores of 64 rows the bits keep, [64, block_n] in the layout of the scores. first_row: in the block of queries.
+
+    A thread has two rows of scores and whole words of each, so the words are loaded into the registers where they are needed.
+    """
+    PIECES: gl.constexpr = var.block_k // var.tiles.block_n
+    WORDS: gl.constexpr = var.tiles.block_n // 32
+    PARENT: gl.constexpr = var.bits_layout
+    LOADED: gl.constexpr = gl.SliceLayout(2, PARENT)
+    rows = first_row + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED)), 1)
+    columns = gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, LOADED)), 0)
+    block = (gl.maximum(piece.bits, 0) // PIECES).to(gl.int64) * (var.block_q * WORDS * PIECES)
+    at = rows * (WORDS * PIECES) + piece.bits % PIECES * WORDS + columns
+    words = gl.load(bits_ptr + block + at, mask=at * 0 + piece.bits >= 0, other=-1)
+    bit = gl.expand_dims(gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, PARENT))), 0), 1)
+    keep = ((gl.expand_dims(words, 2) >> bit) & 1) != 0
+    return gl.convert_layout(keep.reshape([64, var.tiles.block_n]), var.score_layout, assert_trivial=True)
