@@ -208,7 +208,7 @@ class Service:
 
     @contextmanager
     def hold_bytes(self, size: int) -> Iterator[None]:
-        """Count `size` bytes of an answer, which exists already, while the context lasts. Up to LARGE_ANSWER is not counted."""
+        """Count `size` bytes of an answer, which exists already, while the context lasts. Small answers do not count."""
         size = size if size > LARGE_ANSWER else 0
         self._answer_bytes += size
         try:

@@ -53,7 +53,7 @@ class Call:
 
 
 def rotations(layer: nn.Module, call: Call) -> tuple[str, ...]:
-    """Which of ROTATIONS the layer may have, those that are tried first to begin with."""
+    """Which of ROTATIONS the layer may have, in the order in which they are tried."""
     return ("halves", "none") if _sizes(layer, call) is None else ("halves", "neighbours")
 
 

@@ -51,9 +51,9 @@ class StructuredOutput:
             _require(self.length() <= MAX_STRUCTURED, given[0], rule, getattr(self, given[0]))
 
     def length(self, limit: int | None = None) -> int:
-        """At least how many characters the structured output has, without the time to write it out.
+        """A lower bound of the characters of the structured output, which is not written out for it.
 
-        limit: a schema is not counted any further above it; None is MAX_STRUCTURED
+        limit: of a schema, above which counting stops; None is MAX_STRUCTURED
         """
         if isinstance(self.json_schema, Mapping):
             return schema_length(self.json_schema, MAX_STRUCTURED if limit is None else limit)
@@ -205,7 +205,7 @@ _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_pena
 
 
 def schema_length(schema: object, limit: int) -> int:
-    """At least how many characters a schema has in JSON. It is not counted any further above `limit`.
+    """A lower bound of the characters of a schema in JSON. Counting stops above `limit`.
 
     A value takes two characters, its separator included, and a text three more than it has.
     """

@@ -65,7 +65,7 @@ class SamplingVariant(NamedTuple):
     masked: bool = False
 
     def request(self, vocab_size: int) -> Request:
-        """A request whose row it is."""
+        """A request with these parameters."""
         return Request("warm-up", [0], self.params, max_tokens=1, biases=TokenBiases.of(self.params, (), vocab_size))
 
 

@@ -1,6 +1,6 @@
 """An EAGLE-3 head: one decoder layer that guesses a model's next tokens from that model's hidden states.
 
-    head = load_head(folder, model)                  # or a sentence that says why not
+    head = load_head(folder, model)                  # raises an error that says why a head does not fit
     features = head.combine(states)                  # hidden states of three layers -> (total, hidden)
     output = head(input_ids, hidden_states=features, position_ids=positions, logits_to_keep=rows)
     output.logits, output.hidden_states              # the latter takes the place of a feature for the next guess

@@ -37,7 +37,7 @@ from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedMode
 class Layer:
     """One call of attention: the class of the module that makes it, and what it asks for, as a dense prefill.
 
-    latent: the sizes of latent attention, which the engine caches if it can prove the layer; None for another kind
+    latent: the sizes of its latent attention, None for another kind. The engine caches latent keys if it can prove the layer
     """
 
     module: str

@@ -1,4 +1,4 @@
-"""Quantised weights in a model of transformers, loaded as their checkpoint keeps them: linear layers, and where experts are.
+"""Linear layers with quantised weights, and the quantizer that puts quantised layers into a model of transformers.
 
     config = AutoConfig.from_pretrained(path)
     with_quantized_linears(config, None)                   # transformers' loader will make these layers

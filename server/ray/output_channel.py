@@ -1,4 +1,4 @@
-"""What the requests of one front have gained in one replica, for the one stream that carries it there.
+"""What the requests of one front have gained in one replica, for the one stream that carries it to the front.
 
 A stream of Ray for each request would cost a message for each token. With one stream for all requests, a step of the engine is
 one message, as through the pipe of engine/worker.py.
