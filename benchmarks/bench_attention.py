@@ -12,6 +12,7 @@
     python benchmarks/bench_attention.py latent                       # one KV head of 512 + 64 (MLA), GB/s beside the ceiling
     python benchmarks/bench_attention.py sparse                       # block-sparse, beside FlexAttention and dense calls
     python benchmarks/bench_attention.py sparse --head-dims 128 --budget 75       # the cells that 75 seconds allow
+    python benchmarks/bench_attention.py tune_lists                   # tiles of the Hopper kernel with lists
     python benchmarks/bench_attention.py backward                     # gradients over the grid of prefill; SDPA-flash, cuDNN
     python benchmarks/bench_attention.py backward --cells 8192,16384  # the cells whose names contain one of these
     python benchmarks/bench_attention.py tune --head-dims 128         # tiles of the Triton kernel; decode has tune_decode.py
@@ -53,7 +54,7 @@ from backward_problem import backward
 from latent_problem import latent
 from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa, served
 from paged_problem import Problem, pools, uneven
-from sparse_problem import sparse
+from sparse_problem import sparse, tune_lists
 from torch.nn.attention import SDPBackend
 
 import fa_serve
@@ -391,7 +392,7 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = (prefill, varlen, window, decode, mixed, models, chunk, verify, latent, sparse, backward, tune)
+    modes = (prefill, varlen, window, decode, mixed, models, chunk, verify, latent, sparse, tune_lists, backward, tune)
     benches = {mode.__name__: mode for mode in modes}
     parser.add_argument("bench", choices=list(benches))
     parser.add_argument("--backend", default="auto")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from attention_cells import HIDDEN, SPARSE_PARTS, SPARSE_SEQLENS
-from measure import Cells, Results, in_turns, served
+from measure import Cells, Results, in_turns, milliseconds, served
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -152,3 +152,37 @@ def _sparse_cell(results: Results, case: str, problem: SparseProblem, backend: s
     scaled = times["dense"] / mine * problem.part
     shown = f"{mine:9.3f}{flex:9.3f}{times['dense']:9.3f}{problem.part:7.1%}"
     print(f"{case:<28}{shown}{flex / mine:7.2f}{scaled:8.2f}", flush=True)
+
+
+def tune_lists(args: argparse.Namespace) -> None:
+    """Time the Hopper kernel with lists for each tile that fits, over 16k tokens and a quarter of the blocks.
+
+    The branches of `list_tiles` are to quote this table. The first row is the tile that it chooses.
+    """
+    from fa_serve.backends.hopper.forward import plan_forward
+    from fa_serve.backends.hopper.hopper_tiles import list_tiles
+    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+
+    for head_dim in args.head_dims:
+        chosen = list_tiles(head_dim, head_dim, (BLOCK, BLOCK))
+        changes: list[dict[str, int]] = [
+            {},
+            {"rescale_late": not chosen.rescale_late},
+            {"softmax_first": not chosen.softmax_first},
+        ]
+        changes += [{"pingpong": True}, {"stages": 1}, {"stages": 3}, {"block_n": 64, "stages": 2 if head_dim > 128 else 4}]
+        changes += [{"groups": 1, "block_n": 64, "blocks_per_sm": 2}, {"q_stages": 1, "o_parts": 2}]
+        for causal in (False, True):
+            problem = SparseProblem.make(16384, HIDDEN // head_dim, head_dim, 0.25, causal, torch.bfloat16, "cuda")
+            lists = fa_serve.BlockLists.from_blocks(problem.keep, (BLOCK, BLOCK))
+            tensors = AttentionTensors(problem.q, problem.k, problem.v, blocks=lists)
+            options = AttentionOptions(head_dim**-0.5, (-1, 0 if causal else -1), 0.0, 16384, 16384, return_lse=False)
+            print(f"d{head_dim} {'causal' if causal else 'full'}  {chosen}", flush=True)
+            for change in changes:
+                try:
+                    run = plan_forward(tensors, options, replace(chosen, **change))
+                    problem.check(run(tensors)[0], str(change))
+                    shown = f"{milliseconds(partial(run, tensors), 30):9.3f} ms"
+                except Exception as error:  # a tile that does not fit has its error in the table
+                    shown = type(error).__name__
+                print(f"  {shown:<14}{change}", flush=True)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_serve.backends.hopper.gluon_names import async_store, sync_threads
 from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
-from fa_serve.backends.hopper.listed_blocks import Piece, keep_by_bits, read_piece
+from fa_serve.backends.hopper.listed_blocks import Piece, keep_by_bits, load_bits, read_piece
 from fa_serve.backends.hopper.producer import unpack_tile
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -238,7 +238,7 @@ def _limits(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.const
 
 
 @gluon.jit
-def _online_softmax(s, state, piece, limits, args, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr):
+def _online_softmax(s, state, piece, words, limits, args, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr):
     """Update the online softmax by a block of scores (FlashAttention-2, algorithm 1) -> P in `dtype`, the new state.
 
     The maximum of a row is raised only when scores exceed it by more than GROWTH (FlashAttention-4). Any number near the true
@@ -267,7 +267,7 @@ def _online_softmax(s, state, piece, limits, args, dtype: gl.constexpr, masked: 
             if var.has_left:
                 keep = keep & (columns >= gl.expand_dims(limits.first, 1))
             if var.bits:
-                keep = keep & keep_by_bits(args.bits, piece, limits.row % var.block_q, var)
+                keep = keep & keep_by_bits(words, var)
             s = gl.where(keep, s, float("-inf"))
     m = gl.max(s, 1) * scale
     m = gl.where(m - state.m > GROWTH, m, state.m)  # the comparison is false where both are -inf
@@ -306,6 +306,8 @@ def _process_block(
     """
     MASKED: gl.constexpr = var.masked
     VALUE_GROUPS: gl.constexpr = 2 if var.dv1 > 0 else 1
+    piece = _piece(block, block_count, smem, var)
+    words = load_bits(args.bits, piece, limits.row, var)
     _take_turn(group, var)
     if var.tiles.overlap:
         s_token = _issue_scores(tile_count, block_count, smem, group, var)
@@ -318,9 +320,8 @@ def _process_block(
         s_token = _issue_scores(tile_count, block_count, smem, group, var)
         _pass_turn(group, var)
         s = warpgroup_mma_wait(0, deps=[s_token])
-    piece = _piece(block, block_count, smem, var)
     mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
-    p, state = _online_softmax(s, state, piece, limits, args, dtype, MASKED, var)
+    p, state = _online_softmax(s, state, piece, words, limits, args, dtype, MASKED, var)
     if var.tiles.softmax_first:
         _wait_keys(block_count + 1, bars, var, more)
     if var.tiles.overlap:
@@ -452,14 +453,16 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
         limits = _limits(tile, args, group, ROWS, var)
         if not AHEAD:
             _wait_keys(block_count, bars, var)
+        piece = _piece(tile.high - 1, block_count, smem, var)
+        words = load_bits(args.bits, piece, limits.row, var)
+        if not AHEAD:
             _take_turn(group, var)
             s_token = _issue_scores(tile_count, block_count, smem, group, var)
             _pass_turn(group, var)
             s = warpgroup_mma_wait(0, deps=[s_token])
-        piece = _piece(tile.high - 1, block_count, smem, var)
         mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
         acc = _no_output(tile, var)
-        p, state = _online_softmax(s, _first_state(tile, args, ROWS), piece, limits, args, dtype, True, var)
+        p, state = _online_softmax(s, _first_state(tile, args, ROWS), piece, words, limits, args, dtype, True, var)
         if AHEAD:  # noqa: SIM102
             if tile_count > 0:
                 _release_queries(tile_count - 1, bars, var)

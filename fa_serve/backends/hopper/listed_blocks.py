@@ -116,20 +116,29 @@ def read_piece(buffer, layout: gl.constexpr):
 
 
 @gluon.jit
-def keep_by_bits(bits_ptr, piece, first_row, var: gl.constexpr):
-    """Which scores of 64 rows the bits keep, [64, block_n] in the layout of the scores. first_row: in the block of queries.
+def load_bits(bits_ptr, piece, row, var: gl.constexpr):
+    """The bits of 64 rows for a piece, [64, block_n / 32] words, all set if the piece has none; a number without bits.
 
-    A thread has two rows of scores and whole words of each, so the words are loaded into the registers where they are needed.
+    row: the first row of the warpgroup in its sequence. A thread has two rows of scores and whole words of each, so the words
+    are loaded into the registers where they are needed.
     """
-    PIECES: gl.constexpr = var.block_k // var.tiles.block_n
+    PIECES: gl.constexpr = var.block_k // var.tiles.block_n if var.bits else 1
     WORDS: gl.constexpr = var.tiles.block_n // 32
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, var.bits_layout)
+    if var.bits:
+        rows = row % var.block_q + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), 1)
+        columns = gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT)), 0)
+        block = (gl.maximum(piece.bits, 0) // PIECES).to(gl.int64) * (var.block_q * WORDS * PIECES)
+        at = rows * (WORDS * PIECES) + piece.bits % PIECES * WORDS + columns
+        return gl.load(bits_ptr + block + at, mask=at * 0 + piece.bits >= 0, other=-1)
+    else:  # noqa: RET505
+        return row
+
+
+@gluon.jit
+def keep_by_bits(words, var: gl.constexpr):
+    """Which scores the bits of 64 rows keep, [64, block_n] in the layout of the scores."""
     PARENT: gl.constexpr = var.bits_layout
-    LOADED: gl.constexpr = gl.SliceLayout(2, PARENT)
-    rows = first_row + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED)), 1)
-    columns = gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, LOADED)), 0)
-    block = (gl.maximum(piece.bits, 0) // PIECES).to(gl.int64) * (var.block_q * WORDS * PIECES)
-    at = rows * (WORDS * PIECES) + piece.bits % PIECES * WORDS + columns
-    words = gl.load(bits_ptr + block + at, mask=at * 0 + piece.bits >= 0, other=-1)
     bit = gl.expand_dims(gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, PARENT))), 0), 1)
     keep = ((gl.expand_dims(words, 2) >> bit) & 1) != 0
     return gl.convert_layout(keep.reshape([64, var.tiles.block_n]), var.score_layout, assert_trivial=True)

@@ -83,7 +83,7 @@ FAULTS = {
         "_load_values(tile, kv_head, piece, block_count + j - 1,": "_load_values(tile, kv_head, upcoming, block_count + j - 1,"
     },
     "a list that is one piece too short": {"end = gl.maximum(of.total, 1)": "end = gl.maximum(of.total - 1, 1)"},
-    "bits of the wrong rows": {"limits.row % var.block_q": "limits.row % 64"},
+    "bits of the wrong rows": {"row % var.block_q + gl": "row % 64 + gl"},
     "the list of another head": {"tile.head // lists.heads_per_list": "0"},
     "a stage whose number is that of the next": {
         "smem.pieces.index(block_count % var.tiles.stages)": "smem.pieces.index((block_count + 1) % var.tiles.stages)"
