@@ -178,13 +178,13 @@ async def test_one_request_is_pipelined_and_more_end_the_connection(listening, e
 
 async def test_the_time_in_which_the_server_does_not_read_is_not_the_clients(listening, engine):
     """A pipelined body of more than 64 KB waits for the answer before it. Before: both were cut off at the body's deadline."""
-    async with listening(body_timeout=0.4) as connect:
+    async with listening(body_timeout=0.3) as connect:
         engine.gate.clear()
         reader, writer = await connect()
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
         body = b" " * 4_000_000 + BODY
         writer.write(POST + b"Content-Length: %d\r\n" % len(body) + CLOSE + body)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.7)
         engine.gate.set()
         answer = await asyncio.wait_for(reader.read(), 5)
         assert answer.count(b"HTTP/1.1 200 ") == 2
@@ -193,7 +193,7 @@ async def test_the_time_in_which_the_server_does_not_read_is_not_the_clients(lis
         reader, writer = await connect()
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
         writer.write(POST + b"Content-Length: %d\r\n" % len(body) + CLOSE + body[:2_000_000])
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(0.5)
         engine.gate.set()
         begin = asyncio.get_running_loop().time()
         answer = await asyncio.wait_for(reader.read(), 5)
