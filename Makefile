@@ -12,7 +12,8 @@ ARGS   ?=
 JOBS   ?= 2
 EVERY  ?= 17
 LOAD   ?= full
-TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
+# releases of Triton beside that of constraints.txt, with which `make test` runs the same files
+TRITONS ?= 3.7.1 3.8.0 3.9.0
 BENCH  ?= prefill varlen window decode mixed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -58,7 +59,7 @@ fuzz: $(VENV)/.test ## the fuzzer over all routes for FUZZ_SECONDS (600); a fail
 abuse: $(VENV)/.test ## honest streams beside random abuse for an hour (ARGS="--seconds 120")
 	$(BIN)/python benchmarks/abuse.py $(ARGS)
 
-test-triton: $(foreach version,$(TRITONS),$(VENV)/triton-$(version)/.installed) ## the kernels compile with each release of Triton in TRITONS
+test-triton: $(foreach version,$(TRITONS),$(VENV)/triton-$(version)/.installed) ## the kernels compile with the other releases of Triton, those in TRITONS
 	for version in $(TRITONS); do PYTHONPATH=$(VENV)/triton-$$version TRITON_CACHE_DIR=$(VENV)/triton-$$version/cache $(PYTEST) \
 	  tests/backends/test_launch.py tests/backends/test_releases.py tests/backends/hopper/test_listed_blocks_compiled.py; done
 

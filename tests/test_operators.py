@@ -16,6 +16,8 @@ from fa_serve import operators
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 COMPILERS = ("eager", "aot_eager", "inductor")
+# inductor takes the graph of aot_eager; what it does in its own way is to write in place
+NOTHING_WRITTEN = ("eager", "inductor")
 SLOPES = torch.linspace(0.1, 0.9, 4)
 
 
@@ -51,7 +53,7 @@ def _forget_graphs() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("compiler", NOTHING_WRITTEN)
 @pytest.mark.parametrize("function", [DENSE, VARLEN, PAGED], ids=lambda call: call[0].__name__)
 @torch.no_grad()
 def test_attention_is_one_node(function: tuple[Callable[..., Any], dict[str, Any]], compiler: str, dynamic: bool) -> None:
@@ -211,7 +213,7 @@ def test_what_a_graph_cannot_differentiate_is_refused() -> None:
 LISTS = fa_serve.BlockLists.from_blocks(torch.tensor([True, False, True]).view(1, 1, 1, 3), (64, 64))
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("compiler", NOTHING_WRITTEN)
 @pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
 @torch.no_grad()
 def test_block_sparse_calls_are_one_node(layout: str, compiler: str) -> None:

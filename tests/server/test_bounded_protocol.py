@@ -340,8 +340,8 @@ async def test_what_another_parser_may_read_in_another_way_is_refused(listening)
 
 async def test_unusual_requests_get_one_answer(listening):
     async with listening() as connect:
-        for name, (expected, request) in READ.items():
-            statuses, came = await answers(connect, request)
+        given = await asyncio.gather(*(answers(connect, request) for _, request in READ.values()))
+        for (name, (expected, _)), (statuses, came) in zip(READ.items(), given, strict=True):
             assert [status for status in statuses if status != 100] == [expected], (name, statuses)
             assert b"/second" not in came, name
 
