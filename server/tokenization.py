@@ -186,7 +186,8 @@ class Tokenization:
             try:
                 text = await self._request_templates.run(lambda: render(trial), client, cancel=trial.cancel)
             except TrialError as error:
-                raise BadRequest(f"chat_template must {error}.", param="chat_template", code="invalid_value") from None
+                text = f"chat_template must {error}."  # "end within ...", as TrialLimits has it
+                raise BadRequest(text, param="chat_template", code="invalid_value") from None
             return await self._thread_for(len(text)).run(lambda: encode(text), client)
         length = sum(message.length() for message in body.messages or ())
         length += sum(schema_length(tool.parameters(), LONG_TEXT) for tool in tools)
