@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import quantise
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, make_tokenizer
@@ -130,7 +131,42 @@ def write_w4a16(folder: Path) -> Path:
     return _write(QWEN, folder, _compressed(weights, "pack-quantized"), change)
 
 
-WRITERS = {"mxfp4": write_mxfp4, "fp8-block": write_fp8_block, "fp8-channel": write_fp8_channel, "w4a16": write_w4a16}
+def _written_by_columns(name: str, tensor: Tensor, convert: Callable[[Tensor, int], Tensors], packed: int) -> Tensors:
+    """A matrix as `quantise` writes it in groups of 32, of which the last may have fewer columns. packed: columns in a word."""
+    if not _is_linear(name):
+        return {name: tensor}
+    _, k = tensor.shape
+    parts = convert(nn.functional.pad(tensor, (0, -k % 32)), 32)
+    parts["qweight"] = parts["qweight"][: k // packed].contiguous()
+    if "g_idx" in parts:
+        parts["g_idx"] = parts["g_idx"][:k].contiguous()
+    return {name.removesuffix("weight") + part: value for part, value in parts.items()}
+
+
+def write_awq(folder: Path) -> Path:
+    """AutoAWQ's integers of 4 bits with zero points."""
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    config["modules_to_not_convert"] = ["mlp.gate"]
+    return _write(QWEN, folder, config, lambda name, tensor: _written_by_columns(name, tensor, quantise.awq, 1))
+
+
+def write_gptq(folder: Path) -> Path:
+    """AutoGPTQ's integers of 4 bits, symmetric. Routers are left out by the list of what is quantised."""
+    inside = [f"mlp.experts.{i}.{name}_proj" for i in range(4) for name in ("gate", "up", "down")]
+    inside += [f"self_attn.{name}_proj" for name in "qkvo"]
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    config["modules_in_block_to_quantize"] = [[name] for name in inside]
+    return _write(QWEN, folder, config, lambda name, tensor: _written_by_columns(name, tensor, quantise.gptq, 8))
+
+
+WRITERS = {
+    "mxfp4": write_mxfp4,
+    "fp8-block": write_fp8_block,
+    "fp8-channel": write_fp8_channel,
+    "w4a16": write_w4a16,
+    "awq": write_awq,
+    "gptq": write_gptq,
+}
 
 
 def matrices(folder: Path, layer: int) -> tuple[Tensor, Tensor]:

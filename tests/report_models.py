@@ -20,6 +20,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,7 @@ def kept_experts() -> list[dict[str, str]]:
     """For each format of quantised experts: how they are kept, and who computes them, or why they are refused."""
     from fa_serve.hf.quantization_plan import read_config
     from fa_serve.ops.quantized_choice import explain_experts
+    from fa_serve.spec import ParameterError
 
     float8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
     int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
@@ -163,13 +165,16 @@ def kept_experts() -> list[dict[str, str]]:
         "compressed-tensors, 4 bits, act-order": _compressed("pack-quantized", int4 | {"actorder": "group"}),
         "awq": {"quant_method": "awq", "bits": 4},
         "gptq": {"quant_method": "gptq", "bits": 4},
+        "gptq, act-order": {"quant_method": "gptq", "bits": 4, "desc_act": True},
     }
     found = []
     for name, config in configs.items():
-        scheme = read_config(config).scheme_of_experts("model.layers.0.mlp.experts")
-        gpu, cpu = ("refused", "refused") if scheme is None else (explain_experts("cuda"), explain_experts("cpu"))
-        kept = "" if scheme is None else scheme.description
-        found.append({"format": name, "kept": kept, "GPU": gpu, "CPU": cpu})
+        row = {"format": name, "kept": "", "GPU": "refused", "CPU": "refused"}
+        with suppress(ParameterError):
+            scheme = read_config(config).scheme_of_experts("model.layers.0.mlp.experts")
+            assert scheme is not None
+            row |= {"kept": scheme.description, "GPU": explain_experts("cuda"), "CPU": explain_experts("cpu")}
+        found.append(row)
     return found
 
 
@@ -316,11 +321,11 @@ def _quantised(results: dict[str, Any]) -> list[str]:
         "decoder layers of a checkpoint of floats to float8 with a scale for each row.",
         "[Kernels](kernels.md#quantised-weights) has times.",
         "",
-        "The experts of a layer are one such weight. They are loaded where transformers stacks their tensors by the names of",
-        "a linear layer, after the code of the model has been compared with fa_serve's on random floats; a tensor that is",
-        "missing then is named. Tested are gpt-oss with mxfp4 and Qwen 3 MoE with the other formats. Experts multiply",
-        "activations as they are, in deterministic mode too. On a GPU the experts' kernels unpack them; a CPU dequantises",
-        "those that are met.",
+        "The experts of a layer are one such weight. They are loaded where transformers stacks the weights of experts, after",
+        "the code of the model has been compared with fa_serve's on random floats; a tensor that is missing is named.",
+        "Tested are gpt-oss with mxfp4 and Qwen 3 MoE with the other formats. Experts multiply activations as they are, in",
+        "deterministic mode too. On a GPU the experts' kernels unpack them; a CPU dequantises those that are met. Act-order",
+        "gives each expert another order of columns, and is refused.",
         "",
         "| format | weights of experts | GPU | CPU |",
         "|---|---|---|---|",

@@ -11,15 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+import torch
 from safetensors import safe_open
 from torch import nn
 
 from fa_serve.hf.quantized_experts import QuantizedExperts
 from fa_serve.spec import ParameterError
 
-_OTHER_LAYOUTS = ("qweight", "weight_g_idx")
-"""Ends of names of tensors that are not loaded for experts: weights stored column by column, and orders of columns."""
-_QUANTISED = (*_OTHER_LAYOUTS, "weight_packed", "weight_scale", "weight_scale_inv")
+_QUANTISED = {"qweight", "weight_g_idx", "weight_packed", "weight_scale", "weight_scale_inv"}
+"""Names of tensors that quantised matrices have, each in some layout."""
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
@@ -31,8 +31,10 @@ def check_expert_files(files: Sequence[str], model: nn.Module) -> None:
 
     Raises ParameterError that names the first tensor which is wrong or missing.
     """
-    counts = {module.num_experts for module in model.modules() if isinstance(module, QuantizedExperts)}
-    refused = _OTHER_LAYOUTS if counts else _QUANTISED
+    modules = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+    known = {name for module in modules for name in module.scheme.tensors(256, 256, torch.float32)}
+    counts = {module.num_experts for module in modules}
+    refused = tuple(f".{name}" for name in _QUANTISED - known)
     groups: dict[tuple[str, str], dict[int, tuple[str, list[int]]]] = {}
     for key, kind in _headers(files):
         if ".experts." in key and key.endswith(refused):

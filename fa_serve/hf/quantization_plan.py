@@ -44,7 +44,7 @@ class QuantizationPlan:
     def scheme_of_experts(self, name: str) -> Scheme | None:
         """The scheme of a module of experts by its name in the model. A config names the linear layers of each expert.
 
-        Raises ParameterError if they have different schemes.
+        Raises ParameterError if they have different schemes, or one that experts are not computed with.
         """
         linear = nn.Linear(1, 1, device="meta")
         found = {self.scheme_of(f"{name}.0.{projection}", linear) for projection in ("gate_proj", "up_proj", "down_proj")}
@@ -52,7 +52,11 @@ class QuantizationPlan:
             kinds = sorted("not quantised" if scheme is None else scheme.description for scheme in found)
             raise ParameterError(FIELD, f"name one format for all products of {name}", kinds)
         scheme = found.pop()
-        return scheme if scheme is not None and scheme.for_experts else None
+        if scheme is None:
+            return None
+        if (of_experts := scheme.of_experts()) is None:
+            raise ParameterError(FIELD, f"have no act-order for the experts of {name}", scheme.description)
+        return of_experts
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
@@ -112,7 +116,8 @@ def _gptq(config: Mapping[str, Any]) -> QuantizationPlan:
     _require(config, "pack_dtype", (None, "int32"))
     _require(config, "is_marlin_format", (None, False))
     layout = _require(config, "checkpoint_format", ("gptq", "gptq_v2"), config.get("format", "gptq"))
-    scheme = Gptq(_group_size(config.get("group_size", 128), FIELD), layout == "gptq")
+    size = _group_size(config.get("group_size", 128), FIELD)
+    scheme = Gptq(size, layout == "gptq", bool(config.get("desc_act")) and size != -1)
     inside = [name for block in config.get("modules_in_block_to_quantize") or () for name in _listed(block)]
     every = (lambda name, module: True) if config.get("lm_head") else _without(None)
 

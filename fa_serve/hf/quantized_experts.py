@@ -3,21 +3,24 @@
     module = quantize_experts(experts, scheme, dtype)      # takes the place of transformers' module, before weights are loaded
     module.finish("model.layers.0.mlp.experts")            # its tensors become the weights of fa_serve.ops
 
-transformers' loader stacks the tensors of all experts, and those of gate and up one below the other, by the names of a linear
-layer: `experts.0.gate_proj.weight_scale` becomes a part of `experts.gate_up_proj_scale`. gpt-oss' files have stacked tensors.
-So each scheme of a linear layer (weight_formats.py) says what the tensors of experts are called, and reads each matrix of each
-expert. The gate is read from the module that is replaced, and its code is proven with experts of random floats. Left out: which
-experts are quantised (quantization_plan.py), weights that are stored column by column, and static scales of activations, which
-are multiplied as they are.
+transformers has rules by which its loader stacks the weights of all experts, and those of gate and up one below the other.
+`rules_for_experts` makes such rules for the other tensors of quantised matrices: `experts.0.gate_proj.weight_scale` becomes a
+part of `experts.gate_up_proj_scale`, and `experts.0.gate_proj.qzeros` of `experts.gate_up_proj_qzeros`. gpt-oss' files have
+stacked tensors. So each scheme of a linear layer (weight_formats.py) says what the tensors of experts are called, and reads
+each matrix of each expert. The gate is read from the module that is replaced, and its code is proven with experts of random
+floats. Left out: which experts are quantised (quantization_plan.py), act-order, and static scales of activations, because
+experts multiply activations as they are.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightTransform
 
 from fa_serve import ops
 from fa_serve.hf.experts import agrees, gate_of, weights_of
@@ -61,13 +64,13 @@ class QuantizedExperts(nn.Module):
         return (self.width, self.hidden) if projection == "gate_up_proj" else (self.hidden, self.width)
 
     def _tensors(self, projection: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The stacked tensors of a product: (num_experts, matrices * rows of a tensor, ...)."""
+        """The stacked tensors of a product: (num_experts, ...), with the rows of its matrices one below the other."""
         matrices = PROJECTIONS[projection]
         found = {}
         for name, tensor in self.scheme.tensors(*self._sizes(projection), dtype).items():
-            if name.startswith("weight"):
-                rows, *rest = tensor.shape
-                found[_stacked(name, projection)] = tensor.new_empty(self.num_experts, matrices * rows, *rest)
+            shape = list(tensor.shape)
+            shape[_row_axis(self.scheme, tensor)] *= matrices
+            found[stacked_name(name, projection)] = tensor.new_empty(self.num_experts, *shape)
         return found
 
     def finish(self, layer: str) -> None:
@@ -78,7 +81,7 @@ class QuantizedExperts(nn.Module):
             try:
                 found[projection] = self._read(tensors, projection)
             except ParameterError as error:
-                raise ParameterError(f"{layer}.{_stacked(error.field, projection)}", error.rule, error.value) from None
+                raise ParameterError(f"{layer}.{stacked_name(error.field, projection)}", error.rule, error.value) from None
         biases = (self.gate_up_proj_bias, self.down_proj_bias)
         self.weights = ops.ExpertWeights(found["gate_up_proj"], biases[0], found["down_proj"], biases[1], self.gate)
 
@@ -86,13 +89,16 @@ class QuantizedExperts(nn.Module):
         """The matrices of all experts as one weight. Takes what it reads out of `tensors`."""
         matrices = PROJECTIONS[projection]
         sizes = self._sizes(projection)
-        names = [name for name in self.scheme.tensors(*sizes, torch.float32) if name.startswith("weight")]
-        stacked = {name: tensors.pop(_stacked(name, projection)) for name in names}
+        names = self.scheme.tensors(*sizes, torch.float32)
+        stacked = {name: tensors.pop(stacked_name(name, projection)) for name in names}
         parts = []
         for expert in range(self.num_experts):
-            halves = {name: tensor[expert].chunk(matrices) for name, tensor in stacked.items()}
+            own = {name: tensor[expert] for name, tensor in stacked.items()}
+            halves = {name: tensor.chunk(matrices, dim=_row_axis(self.scheme, tensor)) for name, tensor in own.items()}
             for i in range(matrices):
                 parts.append(self.scheme.read({name: half[i] for name, half in halves.items()}, *sizes))
+                if parts[-1].columns is not None:
+                    raise ParameterError("g_idx", "put columns into groups in their order (no act-order)", f"expert {expert}")
         return ops.merge_rows(parts)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -103,9 +109,44 @@ class QuantizedExperts(nn.Module):
         return f"{self.num_experts} of {self.hidden} -> {self.width} -> {self.hidden}, {self.description}"
 
 
-def _stacked(name: str, projection: str) -> str:
+def stacked_name(name: str, projection: str) -> str:
     """The name of a linear layer's tensor where those of all experts are stacked."""
-    return name.replace("weight", projection, 1)
+    return projection + name.removeprefix("weight") if name.startswith("weight") else f"{projection}_{name}"
+
+
+def _row_axis(scheme: Scheme, tensor: Tensor) -> int:
+    """The axis of one expert's tensor along which the rows of its matrices lie."""
+    return min(scheme.row_axis, tensor.dim() - 1)
+
+
+def rules_for_experts(rules: Sequence[WeightTransform], schemes: Iterable[Scheme]) -> list[WeightTransform]:
+    """transformers' rules for the tensors of a checkpoint, and before them ours for those of quantised experts.
+
+    rules:   of a model. Those that stack the tensors `weight` of experts are the pattern of ours
+    schemes: of the model's experts
+    """
+    tensors = {name: (scheme, tensor) for scheme in schemes for name, tensor in scheme.tensors(256, 256, torch.float32).items()}
+    made = []
+    for rule in rules:
+        sources = [source.removesuffix("$") for source in rule.source_patterns]
+        if not isinstance(rule, WeightConverter) or not all(source.endswith(".weight") for source in sources):
+            continue
+        kinds = [type(operation) for operation in rule.operations]
+        if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]):
+            continue
+        for name, (scheme, tensor) in tensors.items():
+            if name == "weight":
+                continue
+            named = WeightConverter(
+                [source.removesuffix("weight") + name for source in sources],
+                [stacked_name(name, target) for target in rule.target_patterns],
+                [MergeModulelist(dim=0), Concatenate(dim=1 + _row_axis(scheme, tensor))][: len(kinds)],
+            )
+            named.scope_prefix = rule.scope_prefix
+            named.base_model_prefix = rule.base_model_prefix
+            made.append(named)
+    # the loader of transformers 5.17 takes the first rule with a pattern that a name begins with
+    return [*sorted(made, key=lambda rule: -len(rule.source_patterns[0])), *rules]
 
 
 def quantize_experts(experts: nn.Module, scheme: Scheme, dtype: torch.dtype) -> QuantizedExperts:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightTransform
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -35,7 +35,7 @@ from fa_serve.hf.expert_files import check_expert_files
 from fa_serve.hf.experts import expert_modules
 from fa_serve.hf.models import NAME
 from fa_serve.hf.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
-from fa_serve.hf.quantized_experts import PROJECTIONS, QuantizedExperts, prove_experts, quantize_experts
+from fa_serve.hf.quantized_experts import PROJECTIONS, QuantizedExperts, prove_experts, quantize_experts, rules_for_experts
 from fa_serve.hf.weight_formats import Rounded, Scheme, check_loaded
 from fa_serve.ops.quantized_choice import explain, explain_experts
 from fa_serve.ops.quantized_weight import quantize_float8
@@ -154,6 +154,14 @@ class Quantizer(HfQuantizer):
         replace_layers(model, plan, dtype or torch.get_default_dtype())
         if source is not None:
             check_expert_files(checkpoint_files or (), model)
+
+    def update_weight_conversions(
+        self, weight_conversions: list[WeightTransform], *model: PreTrainedModel
+    ) -> list[WeightTransform]:
+        """transformers' rules for stacking tensors, and ours. model: is given since transformers 5.18"""
+        source = self.quantization_config.source
+        schemes = [] if source is None else [scheme.of_experts() for _, scheme in read_config(source).schemes]
+        return rules_for_experts(weight_conversions, [scheme for scheme in schemes if scheme is not None])
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         layer, _, name = param_name.rpartition(".")

@@ -14,7 +14,7 @@ integers of more or fewer than 4 bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -43,8 +43,12 @@ class Scheme(Protocol):
         ...
 
     @property
-    def for_experts(self) -> bool:
-        """Whether transformers' loader can stack the tensors of several experts: their rows are those of the weights."""
+    def row_axis(self) -> int:
+        """The axis of tensors along which the rows of the weights lie. Tensors with fewer axes have them along the last."""
+        ...
+
+    def of_experts(self) -> Scheme | None:
+        """The scheme of experts in this format, without scales of activations; None if fa_serve has no such experts."""
         ...
 
     def tensors(self, n: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -96,14 +100,17 @@ class _Int4:
     def by_row(self) -> bool:
         return self.group_size == -1
 
-    @property
-    def for_experts(self) -> bool:
-        return False
-
 
 @dataclass(frozen=True)
 class Awq(_Int4):
     """AutoAWQ's layout "gemm": columns of outputs in words, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+
+    @property
+    def row_axis(self) -> int:
+        return 1
+
+    def of_experts(self) -> Scheme | None:
+        return self
 
     @property
     def description(self) -> str:
@@ -137,9 +144,18 @@ class Gptq(_Int4):
     """AutoGPTQ's layout: columns of inputs in words. Column i is in group g_idx[i].
 
     subtracted: zero points are kept minus 1 ("gptq", not "gptq_v2")
+    ordered:    groups were formed in the order of the activations (act-order)
     """
 
     subtracted: bool
+    ordered: bool = False
+
+    @property
+    def row_axis(self) -> int:
+        return 1
+
+    def of_experts(self) -> Scheme | None:
+        return None if self.ordered else self
 
     @property
     def description(self) -> str:
@@ -177,8 +193,11 @@ class PackQuantized(_Int4):
     ordered: bool
 
     @property
-    def for_experts(self) -> bool:
-        return not self.ordered
+    def row_axis(self) -> int:
+        return 0
+
+    def of_experts(self) -> Scheme | None:
+        return None if self.ordered else self
 
     @property
     def description(self) -> str:
@@ -239,8 +258,11 @@ class Float8:
         return not self.block[1]
 
     @property
-    def for_experts(self) -> bool:
-        return True
+    def row_axis(self) -> int:
+        return 0
+
+    def of_experts(self) -> Scheme | None:
+        return self if self.input_scale is None else replace(self, input_scale=None)
 
     @property
     def description(self) -> str:
@@ -285,7 +307,10 @@ class Mxfp4:
 
     is_packed: bool = True
     by_row: bool = False
-    for_experts: bool = True
+    row_axis: int = 0
+
+    def of_experts(self) -> Scheme | None:
+        return self
 
     @property
     def description(self) -> str:

@@ -27,6 +27,7 @@ CALLS = 3  # later calls launch in another way
 WEIGHTS = {
     "int4-G128": lambda n, k: int4_weight(n, k, group_size=128, dtype=torch.bfloat16),
     "int4-G32-zeros-act-order": lambda n, k: int4_weight(n, k, group_size=32, zeros=True, act_order=True, dtype=torch.float16),
+    "int4-G32-zeros": lambda n, k: int4_weight(n, k, group_size=32, zeros=True, dtype=torch.float16),
     "mxfp4": lambda n, k: float4_weight(n, k),
     "float8-row": lambda n, k: float8_weight(n, k, group_size=k),
     "float8-static": lambda n, k: float8_weight(n, k, group_size=k, input_scale=0.01),
@@ -140,7 +141,7 @@ CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=7.0, offset=1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
-@pytest.mark.parametrize("name", ["mxfp4", "float8-row", "float8-G128", "int4-G128"])
+@pytest.mark.parametrize("name", ["mxfp4", "float8-row", "float8-G128", "int4-G128", "int4-G32-zeros"])
 def test_experts(name: str, dtype: torch.dtype) -> None:
     """gpt-oss' gate and biases, tokens that take every tile, and rows that do not know each other where that is asked."""
     num_experts = 16

@@ -35,9 +35,11 @@ def scheme(config: dict[str, Any], name: str = UP) -> Any:
     [
         (AWQ, Awq(128)),
         (AWQ | {"group_size": -1}, Awq(-1)),
-        (GPTQ, Gptq(128, True)),
-        (GPTQ | {"checkpoint_format": "gptq_v2"}, Gptq(128, False)),
-        (GPTQ | {"format": "gptq_v2"}, Gptq(128, False)),
+        (GPTQ, Gptq(128, True, True)),
+        (GPTQ | {"group_size": -1}, Gptq(-1, True)),
+        (GPTQ | {"desc_act": False}, Gptq(128, True)),
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, Gptq(128, False, True)),
+        (GPTQ | {"format": "gptq_v2"}, Gptq(128, False, True)),
         (FP8, Float8("weight_scale_inv", (128, 128))),
         (
             FP8 | {"weight_block_size": None, "activation_scheme": "static"},
@@ -164,5 +166,18 @@ def test_experts_have_the_scheme_of_their_linear_layers() -> None:
     assert plan.scheme_of_experts("model.layers.0.mlp.experts") is None
     scheme = plan.scheme_of_experts("model.layers.3.mlp.experts")
     assert scheme is plan.scheme_of("model.layers.3.self_attn.q_proj", nn.Linear(1, 1, device="meta"))
-    # the rows of AWQ's tensors are columns of the weights, which transformers cannot stack
-    assert read_config({"quant_method": "awq", "bits": 4}).scheme_of_experts("model.layers.0.mlp.experts") is None
+    static = plan_of_experts({"quant_method": "fp8", "activation_scheme": "static"})
+    assert static == Float8("weight_scale_inv", (0, 0))
+    assert plan_of_experts(AWQ) == Awq(128)
+
+
+def plan_of_experts(config: dict[str, Any]) -> Any:
+    return read_config(config).scheme_of_experts("model.layers.0.mlp.experts")
+
+
+@pytest.mark.parametrize("config", [GPTQ, compressed("pack-quantized", INT4 | {"actorder": "group"})])
+def test_experts_with_act_order_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(
+        ParameterError, match=r"quantization_config must have no act-order for the experts of model.layers.0.mlp"
+    ):
+        plan_of_experts(config)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from dequantisers import of_autoawq, of_autogptq
 from quantised_copies import change_config, load
 from quantised_experts import GPT_OSS, QWEN, WRITERS, dequantised, matrices, original
 from safetensors.torch import load_file, save_file
@@ -27,13 +28,9 @@ KINDS = {
     "fp8-block": "float8 with a scale for each 32 x 32",
     "fp8-channel": "float8 with a scale for each row",
     "w4a16": "4 bits in groups of 32 (compressed-tensors)",
+    "awq": "4 bits in groups of 32 with zero points (AWQ)",
+    "gptq": "4 bits in groups of 32 (GPTQ)",
 }
-
-
-# Later releases stack the matrices of experts in their files, and not the scales beside them. fa_serve refuses the checkpoint.
-STACKED = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) > (5, 17), reason="transformers stacks no scales of experts"
-)
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +46,7 @@ def experts_of(model: torch.nn.Module) -> list[QuantizedExperts]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name if name == "mxfp4" else pytest.param(name, marks=STACKED) for name in WRITERS])
+@pytest.mark.parametrize("name", WRITERS)
 def test_a_forward_is_that_of_the_dequantised_model(checkpoints: Path, name: str) -> None:
     model = load(checkpoints / name, dtype="float32")
     found = experts_of(model)
@@ -67,9 +64,28 @@ def test_mxfp4_has_the_bits_of_transformers(checkpoints: Path) -> None:
             assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16))
 
 
-@STACKED
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_experts_have_the_bits_of_their_tools(checkpoints: Path, name: str) -> None:
+    path = checkpoints / name
+    tensors = load_file(path / "model.safetensors")
+
+    def of_tool(stem: str) -> Tensor:
+        own = {
+            part: tensors[f"{stem}.{part}"] for part in ("qweight", "qzeros", "scales", "g_idx") if f"{stem}.{part}" in tensors
+        }
+        return (of_autoawq(own, 32) if name == "awq" else of_autogptq(own, subtracted=True)).t()
+
+    for layer, module in enumerate(experts_of(load(path, dtype="bfloat16"))):
+        for weight, kinds in ((module.weights.gate_up, ("gate", "up")), (module.weights.down, ("down",))):
+            stems = [f"model.layers.{layer}.mlp.experts.{i}.{kind}_proj" for i in range(4) for kind in kinds]
+            expected = torch.cat([of_tool(stem) for stem in stems])
+            assert torch.equal(weight.dequantize(torch.bfloat16), expected)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "bound"), [("fp8-block", 0.04), ("fp8-channel", 0.04), ("w4a16", 0.15)])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("fp8-block", 0.04), ("fp8-channel", 0.04), ("w4a16", 0.15), ("awq", 0.15), ("gptq", 0.15)]
+)
 def test_matrices_are_near_those_that_were_quantised(checkpoints: Path, name: str, bound: float) -> None:
     """Gates and up values of each expert in their places, with their scales, in the last block of 16 rows too."""
     plain = original(QWEN)
@@ -143,6 +159,37 @@ def test_options_that_are_not_known_are_refused(spoilt) -> None:
     change_config(path, dequantize=True)
     with pytest.raises(ParameterError, match=r"quantization_config.dequantize must be None or False, got True"):
         load(path)
+
+
+def test_act_order_is_refused_by_the_config_and_by_the_files(spoilt) -> None:
+    """Each expert may have another order of columns, and the kernels know one order for all."""
+
+    def swapped(tensors: dict[str, Tensor]) -> None:
+        order = tensors[f"{LAYER}.2.up_proj.g_idx"]
+        order[[0, 40]] = order[[40, 0]]
+
+    path = spoilt("gptq", swapped)
+    with pytest.raises(ParameterError, match=rf"{LAYER}.gate_up_proj_g_idx must put columns into groups in their order"):
+        load(path)
+    change_config(path, desc_act=True)
+    rule = r"quantization_config must have no act-order for the experts of model.layers.0.mlp.experts, got '4 bits in"
+    with pytest.raises(ParameterError, match=rule):
+        load(path)
+    assert str(describe(str(path)).engine).startswith("quantization_config must have no act-order")
+
+
+def test_static_scales_of_activations_are_left_out(spoilt, checkpoints: Path) -> None:
+    def scaled(tensors: dict[str, Tensor]) -> None:
+        names = [name for name in tensors if name.endswith("_scale")]
+        tensors.update({name.replace("weight_scale", "input_scale"): torch.tensor([0.1]) for name in names})
+
+    path = spoilt("fp8-channel", scaled)
+    groups = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]
+    groups["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}
+    change_config(path, config_groups=groups)
+    for found, expected in zip(experts_of(load(path)), experts_of(load(checkpoints / "fp8-channel")), strict=True):
+        assert found.weights.down.input_scale is None
+        assert torch.equal(found.weights.down.dequantize(torch.float32), expected.weights.down.dequantize(torch.float32))
 
 
 def test_products_of_one_layer_have_one_format(spoilt) -> None:

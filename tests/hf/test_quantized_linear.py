@@ -185,7 +185,7 @@ def test_quantised_experts_are_refused_by_the_header(tmp_path: Path) -> None:
     key = "model.layers.0.mlp.experts.0.up_proj.qweight"
     spoil(tmp_path, lambda tensors: tensors.update({key: torch.zeros(8, 4, dtype=torch.int32)}))
     file = tmp_path / "config.json"
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": [r"model.layers.\d+.mlp"]}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": awq}))
     with pytest.raises(
         ParameterError, match=f"model must have no experts with quantised weights in this layout, but its files have {key}"

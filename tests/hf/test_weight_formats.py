@@ -1,14 +1,13 @@
 """The layouts of checkpoints, bit for bit against the dequantisers of the tools that write them.
 
-AutoAWQ and AutoGPTQ are not installed: their dequantisers are written here as their sources have them
-(awq/utils/packing_utils.py, auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py). compressed-tensors' own is called where it is
-installed.
+AutoAWQ and AutoGPTQ are not installed: dequantisers.py has theirs. compressed-tensors' own is called where it is installed.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from dequantisers import of_autoawq, of_autogptq
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -19,7 +18,6 @@ from fa_serve.spec import ParameterError
 N = 48
 K = 320
 SIZES = [32, 64, -1]
-SHIFTS = torch.arange(0, 32, 4)
 
 
 def random_tensors(scheme: Scheme, dtype: torch.dtype = torch.float16, n: int = N, k: int = K) -> dict[str, Tensor]:
@@ -34,26 +32,6 @@ def random_tensors(scheme: Scheme, dtype: torch.dtype = torch.float16, n: int = 
         else:
             found[name] = (torch.rand(wanted.shape, generator=draw) / 64 + 2**-8).to(wanted.dtype)
     return found
-
-
-def of_autoawq(tensors: dict[str, Tensor], group_size: int) -> Tensor:
-    def unpacked(words: Tensor) -> Tensor:
-        numbers = (words[:, :, None] >> SHIFTS[None, None, :]).to(torch.int8).view(words.shape[0], -1)
-        order = torch.arange(numbers.shape[1]).view(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].view(-1)
-        return torch.bitwise_and(numbers[:, order], 15)
-
-    scales, zeros = (x.repeat_interleave(group_size, dim=0) for x in (tensors["scales"], unpacked(tensors["qzeros"])))
-    return (unpacked(tensors["qweight"]) - zeros) * scales
-
-
-def of_autogptq(tensors: dict[str, Tensor], *, subtracted: bool) -> Tensor:
-    wf = SHIFTS[None, :]
-    zeros = torch.bitwise_right_shift(tensors["qzeros"].unsqueeze(2).expand(-1, -1, 8), wf.unsqueeze(0)).to(torch.int16)
-    zeros = torch.bitwise_and(torch.bitwise_and(zeros, 15) + int(subtracted), 15).reshape(tensors["scales"].shape)
-    weight = torch.bitwise_right_shift(tensors["qweight"].unsqueeze(1).expand(-1, 8, -1), wf.unsqueeze(-1)).to(torch.int16)
-    weight = torch.bitwise_and(weight, 15).reshape(-1, weight.shape[2])
-    groups = tensors["g_idx"].long()
-    return tensors["scales"][groups] * (weight - zeros[groups])
 
 
 @pytest.mark.parametrize("group_size", SIZES)
