@@ -313,7 +313,8 @@ def info(
     """Show which attention backend serves each kind of call on this machine, and why the others do not.
 
     With MODEL: show each kind of attention layer of this model instead, and whether the engine runs
-    the model. The exit code is 1 if fa_serve refuses a part of the model, or cannot divide it.
+    the model. The exit code is 1 if fa_serve refuses a part of the model or its quantised weights,
+    or cannot divide it.
     """
     import torch
 
@@ -337,7 +338,8 @@ def info(
     except (ValueError, OSError, ImportError) as error:
         _fail(str(error), code=2)
     show_model(described, console)
-    if any(part.refused for part in described.parts) or isinstance(described.share, str):
+    refused = isinstance(described.weights, str) or isinstance(described.share, str)
+    if refused or any(part.refused for part in described.parts):
         raise typer.Exit(code=1)
 
 

@@ -100,9 +100,12 @@ def show_model(described: Description, console: Console) -> None:
         elif part.untried:
             console.print(f"  not tried: {part.untried}")
     console.print()
-    for kept, layers in described.weights.items():
-        console.print(f"weights: {kept}")
-        console.print(f"  {layers}")
+    if isinstance(described.weights, str):
+        console.print(f"weights: refused: {described.weights}")
+    else:
+        for kept, layers in described.weights.items():
+            console.print(f"weights: {kept}")
+            console.print(f"  {layers}")
     console.print(f"engine: {described.engine or 'runs it'}")
     if isinstance(described.share, str):
         console.print(f"tensor parallel: {described.share}")

@@ -9,6 +9,7 @@ others. Left out: files of other kinds than safetensors, and what stacked tensor
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -35,7 +36,7 @@ def check_expert_files(files: Sequence[str], model: nn.Module) -> None:
     known = {name for module in modules for name in module.scheme.tensors(256, 256, torch.float32)}
     counts = {module.num_experts for module in modules}
     refused = tuple(f".{name}" for name in _QUANTISED - known)
-    groups: dict[tuple[str, str], dict[int, tuple[str, list[int]]]] = {}
+    groups: dict[tuple[str, str], dict[int, tuple[str, tuple[int, ...]]]] = {}
     for key, kind in _headers(files):
         if ".experts." in key and key.endswith(refused):
             rule = f"have no experts with quantised weights in this layout, but its files have {key}"
@@ -43,16 +44,17 @@ def check_expert_files(files: Sequence[str], model: nn.Module) -> None:
         if counts and (found := _OF_EXPERT.fullmatch(key)):
             groups.setdefault((found[1], found[3]), {})[int(found[2])] = kind
     for (experts, name), kinds in groups.items():
-        first = kinds[min(kinds)]
+        ((dtype, shape), _), *_ = Counter(kinds.values()).most_common(1)
         for expert in range(max(counts)):
             key = f"{experts}.{expert}.{name}"
             if expert not in kinds:
                 raise ParameterError("model", f"have the tensor {key} in its files", "a missing tensor")
-            if kinds[expert] != first:
-                raise ParameterError(key, f"have the dtype {first[0]} and the shape {first[1]} of other experts", kinds[expert])
+            if kinds[expert] != (dtype, shape):
+                rule = f"have the dtype {dtype} and the shape {list(shape)} of other experts"
+                raise ParameterError(key, rule, f"{kinds[expert][0]} {list(kinds[expert][1])}")
 
 
-def _headers(files: Sequence[str]) -> Iterator[tuple[str, tuple[str, list[int]]]]:
+def _headers(files: Sequence[str]) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
     """The names of all tensors of experts, with dtypes and shapes, file by file."""
     for file in files:
         if not str(file).endswith(".safetensors"):
@@ -61,4 +63,4 @@ def _headers(files: Sequence[str]) -> Iterator[tuple[str, tuple[str, list[int]]]
             for key in tensors.keys():  # noqa: SIM118 - it is not a dictionary
                 if ".experts." in key:
                     part = tensors.get_slice(key)
-                    yield key, (part.get_dtype(), part.get_shape())
+                    yield key, (part.get_dtype(), tuple(part.get_shape()))

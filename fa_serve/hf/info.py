@@ -100,12 +100,13 @@ class Description:
     """The parts of a model, and why the engine cannot run it (None: it can).
 
     share: what each rank of tensor parallelism holds, or why the model cannot be divided; None for one rank
-    weights: how the weights of linear layers are kept and who computes them, and the layers; empty if that is refused
+    weights: how the weights of linear layers and experts are kept and who computes them, and the layers; empty if the engine
+             does not run the model, or why its quantised weights are refused
     """
 
     parts: list[Part]
     engine: str | None
-    weights: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, str] | str = field(default_factory=dict)
     share: RankShare | str | None = None
 
 
@@ -128,13 +129,17 @@ def describe(
     with torch.device("meta"):
         whole: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=config.dtype or torch.bfloat16)
     parts = {part.name: part for part in (_examine(*each, device, arch) for each in _models(whole))}
-    weights: dict[str, str] = {}
+    weights: dict[str, str] | str = {}
     engine = None
     try:
         check_model(loaded)
-        weights = describe_weights(loaded, device, arch)
-    except (UnsupportedModelError, ParameterError) as error:
+    except UnsupportedModelError as error:
         engine = str(error)
+    else:
+        try:
+            weights = describe_weights(loaded, device, arch)
+        except (UnsupportedModelError, ParameterError) as error:
+            engine = weights = str(error)
     share: RankShare | str | None = None
     if engine is None and tensor_parallel > 1:
         try:

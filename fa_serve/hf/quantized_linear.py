@@ -152,8 +152,20 @@ class Quantizer(HfQuantizer):
         source = self.quantization_config.source
         plan = _rounding(model) if source is None else read_config(source)
         replace_layers(model, plan, dtype or torch.get_default_dtype())
+        own = {f"{layer}.{name}" for layer, module in model.named_modules() for name in getattr(module, "expected", ())}
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name not in own}
         if source is not None:
             check_expert_files(checkpoint_files or (), model)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        """Check the shapes of biases, norms and embeddings: transformers does not check them in a quantised model.
+
+        Raises ParameterError that names the first parameter of another shape.
+        """
+        for name, parameter in model.named_parameters():
+            if (expected := self.shapes.get(name, parameter.shape)) != parameter.shape:
+                raise ParameterError(name, f"have the shape {list(expected)}", list(parameter.shape))
+        return model
 
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], *model: PreTrainedModel

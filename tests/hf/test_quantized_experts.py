@@ -112,7 +112,7 @@ def spoilt(checkpoints: Path, tmp_path: Path):
     """Makes a copy of a checkpoint whose tensors are changed."""
 
     def make(name: str, change=lambda tensors: None) -> Path:
-        path = shutil.copytree(checkpoints / name, tmp_path / name)
+        path = shutil.copytree(checkpoints / name, tmp_path / name, dirs_exist_ok=True)
         tensors = load_file(path / "model.safetensors")
         change(tensors)
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
@@ -124,34 +124,48 @@ def spoilt(checkpoints: Path, tmp_path: Path):
 LAYER = "model.layers.1.mlp.experts"
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        pytest.param(
-            "mxfp4",
-            lambda tensors: tensors.pop(f"{LAYER}.gate_up_proj_scales"),
-            f"model must have the tensor {LAYER}.gate_up_proj_scales in its files, got '1 missing tensors'",
-            id="missing",
-        ),
-        pytest.param(
-            "mxfp4",
-            lambda tensors: tensors.update(
-                {f"{LAYER}.down_proj_blocks": tensors[f"{LAYER}.down_proj_blocks"][:, 1:].contiguous()}
-            ),
-            rf"{LAYER}.down_proj_blocks must have the shape \[4, 64, 1, 16\], got \[4, 63, 1, 16\]",
-            id="shape",
-        ),
-        pytest.param(
-            "mxfp4",
-            lambda tensors: tensors[f"{LAYER}.down_proj_scales"].fill_(255),
-            f"{LAYER}.down_proj_scales must be at most 254, because 255 stands for no number",
-            id="no-number",
-        ),
-    ],
-)
-def test_a_tensor_that_cannot_be_is_named(spoilt, name: str, change, message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        load(spoilt(name, change))
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_spoilt_checkpoint_of_each_format_is_refused_in_one_sentence(spoilt, name: str) -> None:
+    """The sentence names the file, the tensor or the option. `fa-serve serve` prints it and ends with code 1."""
+    stem = "gate_up_proj_" if name == "mxfp4" else "2.up_proj."
+    last = {"mxfp4": "scales", "fp8-block": "weight_scale_inv", "w4a16": "weight_scale", "awq": "qzeros", "gptq": "qzeros"}
+    tensor = f"{LAYER}.{stem}{last.get(name, 'weight')}"
+    linear = "model.layers.0.self_attn.o_proj.bias" if name == "mxfp4" else "model.layers.0.self_attn.q_norm.weight"
+
+    def shortened(tensors: dict[str, Tensor], name: str) -> None:
+        tensors[name] = tensors[name][1:].clone()
+
+    changes = {
+        f"model must have the tensor {tensor} in its files": lambda tensors: tensors.pop(tensor),
+        f"{tensor} must have the ": lambda tensors: shortened(tensors, tensor),
+        f"{linear} must have the shape ": lambda tensors: shortened(tensors, linear),
+    }
+    for message, change in changes.items():
+        with pytest.raises(ParameterError) as error:
+            load(spoilt(name, change))
+        assert str(error.value).startswith(message)
+        assert "\n" not in str(error.value)
+    path = spoilt(name)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(OSError, match=f"the model's file {file} cannot be read: [^\n]*bytes\\)$"):
+        load(path)
+    change_config(path, quant_method="other")
+    with pytest.raises(ParameterError, match=r"quantization_config.quant_method must be one of awq, .*, got 'other'"):
+        load(path)
+
+
+def test_a_scale_that_is_no_number_is_named(spoilt) -> None:
+    path = spoilt("mxfp4", lambda tensors: tensors[f"{LAYER}.down_proj_scales"].fill_(255))
+    with pytest.raises(ParameterError, match=f"{LAYER}.down_proj_scales must be at most 254, because 255 stands for no number"):
+        load(path)
+
+
+@pytest.mark.parametrize("bias", ["gate_up_proj_bias", "down_proj_bias"])
+def test_a_bias_of_another_shape_is_named(spoilt, bias: str) -> None:
+    path = spoilt("mxfp4", lambda tensors: tensors.update({f"{LAYER}.{bias}": torch.zeros(3, 64)}))
+    with pytest.raises(ParameterError, match=rf"{LAYER}.{bias} must have the shape \[4, 64\], got \[3, 64\]"):
+        load(path)
 
 
 def test_options_that_are_not_known_are_refused(spoilt) -> None:

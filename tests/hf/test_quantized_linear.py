@@ -14,7 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from typer.testing import CliRunner
 
+from fa_serve.__main__ import app
 from fa_serve.demo import model_path
 from fa_serve.hf import quantized_linear
 from fa_serve.hf.info import describe
@@ -224,8 +226,10 @@ def test_info_says_what_is_refused_and_what_is_left_to_transformers(folder) -> N
     path = folder("awq")
     change_config(path, bits=8)
     described = describe(str(path))
-    assert described.engine == "quantization_config.bits must be 4, got 8"
-    assert described.weights == {}
+    assert described.engine == described.weights == "quantization_config.bits must be 4, got 8"
+    done = CliRunner().invoke(app, ["info", str(path)])
+    assert done.exit_code == 1
+    assert "weights: refused: quantization_config.bits must be 4, got 8\n" in done.stdout
     config = AutoConfig.from_pretrained(model_path())
     config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (kept,) = describe_weights(config, "cuda", 90)
