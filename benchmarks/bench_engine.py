@@ -2,9 +2,13 @@
 
     python benchmarks/bench_engine.py --shapes qwen06 --peer-path DIR           # A, B, C, D and the start-up; DIR has vLLM
     python benchmarks/bench_engine.py --shapes llama8b --workloads all --budget 400
-    python benchmarks/bench_engine.py profile --shapes llama8b                  # decoding at batch 1, 64 and 256, and a prefill
-    python benchmarks/bench_engine.py profile --shapes llama8b-w4,llama8b-fp8   # the same sizes with quantised weights
+    python benchmarks/bench_engine.py decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite
+    python benchmarks/bench_engine.py profile --shapes llama8b                  # decoding steps kernel by kernel, and a prefill
+    python benchmarks/bench_engine.py decode --shapes deepseek-lite --tiny --device cpu --requests 1     # to try a shape
     python benchmarks/bench_engine.py --shapes tiny --device cpu --requests 4   # to try the script
+
+`decode` prints a decoding step at 1, 16, 64 and 256 sequences beside its floor, the time of a copy of as many bytes as it must
+read (profile_engine.py). It needs no peer, and 20 to 60 s for each shape, most of them to make the weights.
 
 A, B, C, D are in `WORKLOADS` of engine_workloads.py. They are greedy, ignore end tokens, take and return token ids, and use no
 prefix cache. `shared` is 128 requests whose first 2,048 tokens are the same; with it, prefix caches are on for all workloads,
@@ -39,8 +43,8 @@ from pathlib import Path
 from typing import Any
 
 from engine_runs import PARTS
-from engine_workloads import HEADS, SHAPES, SPECULATING, WORKLOADS, say
-from profile_engine import profile
+from engine_workloads import HEADS, SHAPES, SPECULATING, WORKLOADS, make_tiny, say
+from profile_engine import decode, profile
 
 SHARES = {"fa_serve": 4, "vllm": 5, "generate_batch": 4}  # of the time
 PEERS = ("vllm", "generate_batch")
@@ -212,8 +216,10 @@ def settings(items: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"run": run, "profile": profile, **PARTS}
-    parser.add_argument("part", nargs="?", choices=parts, default="run", help="run or profile; the others are run's own")
+    parts = {"run": run, "decode": decode, "profile": profile, **PARTS}
+    parser.add_argument(
+        "part", nargs="?", choices=parts, default="run", help="run, decode or profile; the others are run's own"
+    )
     parser.add_argument("--shapes", type=names(SHAPES), default=["llama8b", "qwen06"])
     parser.add_argument("--workloads", type=names(WORKLOADS), default=["A", "B", "C", "D"])
     parser.add_argument("--peers", type=names(PEERS), default=["vllm"])
@@ -223,6 +229,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="keep models there; the gate is run when one is made")
     parser.add_argument("--requests", type=int, help="so many of each workload's at most")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="the chosen shapes in tiny sizes, to try decode or profile")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of EngineConfig, e.g. eager=true")
     parser.add_argument("--top", type=int, default=8, help="kernels that the profile shows")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -230,6 +237,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.set = settings(args.set)
+    if args.tiny:
+        make_tiny()
     parts[args.part](args)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_workloads import HEADS, LIMIT, SHAPES, TOP_P, WORKLOADS, Workload, make_folder, make_head, make_model
+from engine_workloads import HEADS, LIMIT, SHAPES, TOP_P, WORKLOADS, Workload, make_folder, make_head, make_model, tiny_sizes
 
 
 def tell(name: str, value: float | None = None, note: str = "") -> None:
@@ -29,8 +29,11 @@ def prepare(args: argparse.Namespace) -> None:
     tell("done", 0.0)
 
 
-def gate(args: argparse.Namespace) -> None:
-    """Check that the engine's greedy tokens, with prompts in chunks and in one batch, are those of transformers, one by one."""
+def gate(args: argparse.Namespace, shape: str = "tiny") -> None:
+    """Check that the engine's greedy tokens, with prompts in chunks and in one batch, are those of transformers, one by one.
+
+    shape: whose kind of model is checked, in the sizes of TINY
+    """
     import torch
 
     from fa_serve.engine import Engine, EngineConfig, SamplingParams
@@ -38,7 +41,7 @@ def gate(args: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     # wide weights keep logits far apart, so rounding does not decide
-    model = make_model("tiny", args.device, dtype=torch.float32, initializer_range=0.4, eos_token_id=None)
+    model = make_model(shape, args.device, dtype=torch.float32, initializer_range=0.4, eos_token_id=None, **tiny_sizes(shape))
     draw = random.Random(0)
     prompts = [draw.choices(range(5, 512), k=length) for length in (1, 17, 150, 150, 150, 150)]
     expected = []

@@ -69,6 +69,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
     },
+    "deepseek-lite": {
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+        "max_position_embeddings": 163840,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "model_type": "llama",
         "hidden_size": 64,
@@ -83,9 +105,45 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 # The same sizes with quantised weights, in a format of examples/quantise.py.
-QUANTISED = {"llama8b-fp8": ("llama8b", "fp8"), "llama8b-w4": ("llama8b", "awq"), "tiny-w4": ("tiny", "awq")}
+QUANTISED = {
+    "llama8b-fp8": ("llama8b", "fp8"),
+    "llama8b-w4": ("llama8b", "awq"),
+    "qwen30a3b-fp8": ("qwen30a3b", "fp8-block"),
+    "qwen30a3b-w4": ("qwen30a3b", "awq"),
+    "tiny-w4": ("tiny", "awq"),
+}
 SHAPES |= {name: SHAPES[base] for name, (base, _) in QUANTISED.items()}
-GROUP_SIZE = {"llama8b": 128, "tiny": 32}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "sliding_window": 128,
+}
+"""The sizes that a shape has with --tiny, of which each shape takes those that it has."""
+
+
+def tiny_sizes(shape: str) -> dict[str, int]:
+    """The sizes of TINY that a shape has."""
+    return {name: value for name, value in TINY.items() if name in SHAPES[shape]}
+
+
+def make_tiny() -> None:
+    """Give every shape the sizes of TINY."""
+    for shape in SHAPES:
+        SHAPES[shape] = SHAPES[shape] | tiny_sizes(shape)
 
 
 def uneven(count: int) -> list[tuple[int, int]]:
@@ -162,8 +220,8 @@ def make_folder(shape: str, folder: Path, device: str) -> None:
 
     model = make_model(shape, device, dtype=torch.bfloat16)
     if shape in QUANTISED:
-        base, name = QUANTISED[shape]
-        _example("quantise").write(model, name, folder, GROUP_SIZE[base])
+        _, name = QUANTISED[shape]
+        _example("quantise").write(model, name, folder, 128 if SHAPES[shape]["hidden_size"] % 128 == 0 else 32)
     else:
         model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}, unk_token="w0"))
@@ -220,8 +278,19 @@ def weight_bytes(model: Any) -> int:
     """Bytes of weights that a step reads: all but those of an embedding that is not the head too."""
     embedding = model.get_input_embeddings().weight
     total = sum(x.nbytes for x in model.parameters()) - (0 if model.config.tie_word_embeddings else embedding.nbytes)
-    quantised = [m.weight for m in model.modules() if hasattr(m, "scheme")]
-    return total + sum(x.nbytes for weight in quantised for x in (weight.data, weight.scales, weight.zeros) if x is not None)
+    return total + sum(stored_bytes(weight) for weight in quantised_weights(model))
+
+
+def quantised_weights(model: Any) -> list[Any]:
+    """The quantised weights of the linear layers and of the experts of a model."""
+    linear = [module.weight for module in model.modules() if hasattr(module, "scheme") and hasattr(module, "weight")]
+    experts = [module.weights for module in model.modules() if hasattr(module, "scheme") and hasattr(module, "weights")]
+    return linear + [weight for each in experts for weight in (each.gate_up, each.down)]
+
+
+def stored_bytes(weight: Any) -> int:
+    """Bytes of a quantised weight."""
+    return sum(x.nbytes for x in (weight.data, weight.scales, weight.zeros) if x is not None)
 
 
 def say(text: str) -> None:

@@ -1,8 +1,11 @@
-"""Where the time of an engine's step goes: time of each kernel, idle time of the device, time of the host's functions.
+"""Decoding steps beside their floors, and where the time of a step goes: kernels, idle time, the host's functions.
 
-    python benchmarks/bench_engine.py profile --shapes llama8b       # decoding at batch 1, 64 and 256, and a prefill
+    python benchmarks/bench_engine.py decode --shapes qwen30a3b,deepseek-lite    # a step at batch 1, 16, 64 and 256, its floor
+    python benchmarks/bench_engine.py profile --shapes llama8b                   # the same with kernels, and a prefill
 
-Weights are random and made on the device.
+The floor of a step is the time of a copy of as many bytes as it must read, by the bandwidth of copies in the same run: all
+weights, of experts those that an even routing meets, and the keys and values that each layer sees. Weights are random and made
+on the device.
 """
 
 from __future__ import annotations
@@ -19,9 +22,47 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
-from engine_workloads import LIMIT, QUANTISED, SHAPES, Workload, make_folder, make_model, say, weight_bytes
+from engine_runs import gate
+from engine_workloads import (
+    LIMIT,
+    QUANTISED,
+    Workload,
+    make_folder,
+    make_model,
+    quantised_weights,
+    say,
+    stored_bytes,
+    weight_bytes,
+)
+
+BATCHES = (1, 16, 64, 256)
+LENGTH = 640
+"""Tokens of a sequence in a step that is measured."""
+
+
+def decode(args: argparse.Namespace) -> None:
+    """Print the decoding steps of each shape beside their floors, when a small model of its kind has given the right tokens."""
+    rows = []
+    for shape in args.shapes:
+        end = time.time() + args.budget
+        gate(args, shape)
+        say(f"{shape}: greedy float32 tokens of a small model of this kind are those of model.generate")
+        engine = make_engine(shape, args)
+        bandwidth = copy_bandwidth(args.device)
+        say(f"{shape}: copies at {bandwidth / 1e12:.3g} TB/s")
+        for batch in BATCHES:
+            if batch > (args.requests or BATCHES[-1]) or time.time() > end:
+                say(f"{shape}: batch {batch} is left out")
+                continue
+            wall = decode_step(engine, batch, timed)[0]
+            floor = floor_bytes(engine, batch) / bandwidth * 1e3
+            rows.append(f"| {shape} | {batch} | {wall:.3f} | {floor:.3f} | {wall / floor:.2f} |")
+            say(rows[-1])
+        del engine
+        gc.collect()  # the engine and its cache, before the next one takes what is free
+    say("\n".join(["", f"| shape | sequences of {LENGTH} | step, ms | floor, ms | ratio |", "|---|---|---|---|---|", *rows]))
 
 
 def profile(args: argparse.Namespace) -> None:
@@ -31,12 +72,12 @@ def profile(args: argparse.Namespace) -> None:
         gc.collect()  # the engine and its cache, before the next one takes what is free
 
 
-def profile_shape(shape: str, args: argparse.Namespace) -> None:
+def make_engine(shape: str, args: argparse.Namespace) -> Any:
+    """An engine with a model of this shape."""
     import torch
 
     from fa_serve.engine import Engine, EngineConfig
 
-    end = time.time() + args.budget
     settings = {"device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": 0.85, "prefix_caching": False}
     with TemporaryDirectory() as folder:
         model = None
@@ -45,20 +86,23 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
             settings["model"] = folder
         else:
             model = make_model(shape, args.device, dtype=torch.bfloat16)
-        engine = Engine(EngineConfig(**settings | args.set), model=model)
-    bandwidth = copy_bandwidth() if args.device == "cuda" else float("nan")
-    say(f"{shape}: copies at {bandwidth / 1e12:.2f} TB/s")
-    sizes = SHAPES[shape]
-    token = 4 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]  # bytes of its keys and values
-    for batch in (1, 64, 256):
-        if batch > (args.requests or 256) or time.time() > end:
+        return Engine(EngineConfig(**settings | args.set), model=model)
+
+
+def profile_shape(shape: str, args: argparse.Namespace) -> None:
+    end = time.time() + args.budget
+    engine = make_engine(shape, args)
+    bandwidth = copy_bandwidth(args.device)
+    say(f"{shape}: copies at {bandwidth / 1e12:.3g} TB/s")
+    for batch in BATCHES:
+        if batch > (args.requests or BATCHES[-1]) or time.time() > end:
             say(f"decode {batch}: left out")
             continue
-        step = decode_step(engine, batch)
-        weights = weights_of_step(engine._runner.model, batch)
-        floor = (weights + batch * 640 * token) / bandwidth * 1e3
-        read = f"{weights / 1e9:.2f} GB of weights and the KV cache take {floor:.3f} ms"
-        say(f"decode, batch {batch}, kv 640: {step}; {read}, ratio {step.wall / floor:.2f}")
+        step = decode_step(engine, batch, observe)
+        read = floor_bytes(engine, batch)
+        floor = read / bandwidth * 1e3
+        bytes_read = f"{read / 1e9:.2f} GB of weights and the KV cache take {floor:.3f} ms"
+        say(f"decode, batch {batch}, kv {LENGTH}: {step}; {bytes_read}, ratio {step.wall / floor:.2f}")
         say(step.table(args.top))
     if time.time() < end:
         count = min(16, args.requests or 16)
@@ -68,13 +112,24 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
         say(host_profile(partial(prefill_step, engine, count), 2 * args.top))
 
 
+def floor_bytes(engine: Any, batch: int) -> float:
+    """Bytes that a decoding step of so many sequences of LENGTH tokens must read: weights, and what each layer sees."""
+    runner = engine._runner
+    cached = 0
+    for layer in runner.layers:
+        left = layer.window_size[0]
+        cached += layer.cached_bytes * (LENGTH if left < 0 else min(LENGTH, left + 1))
+    return weights_of_step(runner.model, batch) + batch * cached
+
+
 def weights_of_step(model: Any, tokens: int) -> float:
     """Bytes of the weights that a decoding step of so many sequences reads; an even routing chooses the experts."""
     total: float = weight_bytes(model)
     for module in model.modules():
-        if hasattr(module, "_apply_gate"):
+        if hasattr(module, "num_experts") and (hasattr(module, "_apply_gate") or hasattr(module, "scheme")):
             missed = (1 - model.config.num_experts_per_tok / module.num_experts) ** tokens
-            total -= missed * sum(x.nbytes for x in module.parameters())
+            quantised = sum(stored_bytes(weight) for weight in quantised_weights(module))
+            total -= missed * (quantised + sum(x.nbytes for x in module.parameters()))
     return total
 
 
@@ -115,11 +170,17 @@ class Step:
         return "\n".join(rows)
 
 
-def decode_step(engine: Any, batch: int, steps: int = 20) -> Step:
-    """A step in the middle of decoding; the sequences have about 640 tokens."""
+T = TypeVar("T")
+
+
+def decode_step(engine: Any, batch: int, look: Callable[[Callable[[], object], int], T], steps: int = 20) -> T:
+    """What `look` says of steps in the middle of decoding; the sequences have about LENGTH tokens.
+
+    look: is given a function that runs a step, and how many of them to look at
+    """
     from fa_serve.engine import SamplingParams
 
-    prompts = Workload([(640 - steps, 1)] * batch).prompts(f"profile {batch}", engine.vocab_size)
+    prompts = Workload([(LENGTH - steps, 1)] * batch).prompts(f"profile {batch}", engine.vocab_size)
     for row, prompt in enumerate(prompts):
         engine.add_request(f"decode-{row}", prompt, SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
     started: set[str] = set()
@@ -127,12 +188,12 @@ def decode_step(engine: Any, batch: int, steps: int = 20) -> Step:
         started |= {output.request_id for output in engine.step() if output.token_ids}
     for _ in range(5):
         engine.step()
-    step = observe(engine.step, steps)
+    seen = look(engine.step, steps)
     for row in range(batch):
         engine.abort(f"decode-{row}")
     while engine.has_unfinished():
         engine.step()
-    return step
+    return seen
 
 
 def prefill_step(engine: Any, count: int) -> Step:
@@ -150,10 +211,8 @@ def prefill_step(engine: Any, count: int) -> Step:
     return observe(step, 5)
 
 
-def observe(step: Callable[[], object], steps: int) -> Step:
-    """Time `steps` steps without the profiler, then profile as many."""
-    import torch
-
+def timed(step: Callable[[], object], steps: int) -> tuple[float, float]:
+    """Milliseconds of a step, and those of the host without waiting for results."""
     from fa_serve.engine.results import PendingResult
 
     read = PendingResult.read
@@ -172,7 +231,14 @@ def observe(step: Callable[[], object], steps: int) -> Step:
         step()
     wall = time.perf_counter() - start
     PendingResult.read = read  # type: ignore[method-assign]
+    return wall * 1e3 / steps, (wall - waited) * 1e3 / steps
 
+
+def observe(step: Callable[[], object], steps: int) -> Step:
+    """Time `steps` steps without the profiler, then profile as many."""
+    import torch
+
+    wall, host = timed(step, steps)
     on_gpu = torch.cuda.is_available()
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
@@ -197,8 +263,7 @@ def observe(step: Callable[[], object], steps: int) -> Step:
     for begin, end in sorted(spans):
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
-    each = 1e3 / steps
-    return Step(wall * each, busy * each / 1e6, (wall - waited) * each, kernels, calls, steps)
+    return Step(wall, busy / 1e3 / steps, host, kernels, calls, steps)
 
 
 def short(name: str) -> str:
@@ -207,11 +272,18 @@ def short(name: str) -> str:
     return name[:78]
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(device: str) -> float:
     """Bytes per second, read and written, of a large copy."""
     import torch
+
+    if device == "cpu":  # to try the script
+        source = torch.zeros(1 << 26, dtype=torch.uint8)
+        start = time.perf_counter()
+        for _ in range(8):
+            source.clone()
+        return 16 * source.nbytes / (time.perf_counter() - start)
     from measure import milliseconds
 
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) * 1e3

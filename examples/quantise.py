@@ -16,7 +16,9 @@ llm-compressor, GPTQModel and AutoAWQ lose less. The formats:
     fp8-static       compressed-tensors: float8 with one scale for a matrix and one for its input
     fp8-block        DeepSeek's: float8 with a scale for each 128 x 128 numbers
 
-Linear layers inside of decoder layers are quantised. Left out: mixtures of experts, and models that do not fit into memory.
+Linear layers inside of decoder layers are quantised, and experts that a checkpoint names gate_proj, up_proj and down_proj
+(Qwen, DeepSeek, GLM, OLMoE). Experts with act-order are refused when the copy is loaded. Left out: experts of other names
+(Mixtral, gpt-oss), and models that do not fit into memory.
 """
 
 from __future__ import annotations
@@ -170,12 +172,29 @@ def write(loaded: Any, name: str, out: Path, group_size: int) -> None:
         if isinstance(module, nn.Linear) and id(module) in inside:
             del tensors[f"{layer}.weight"]
             tensors |= {f"{layer}.{part}": tensor for part, tensor in convert(module.weight.detach()).items()}
+        elif hasattr(module, "gate_up_proj") and module.gate_up_proj.dim() == 3:
+            del tensors[f"{layer}.gate_up_proj"], tensors[f"{layer}.down_proj"]
+            for name, matrix in matrices_of_experts(module).items():
+                tensors |= {f"{layer}.{name}.{part}": tensor for part, tensor in convert(matrix).items()}
     out.mkdir(parents=True, exist_ok=True)
     loaded.config.save_pretrained(out)
     loaded.generation_config.save_pretrained(out)
     file = out / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}, indent=2) + "\n")
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, out / "model.safetensors", {"format": "pt"})
+
+
+def matrices_of_experts(experts: Any) -> dict[str, Tensor]:
+    """The matrices of a module of experts by their names in a checkpoint, such as "3.up_proj"."""
+    if getattr(experts, "is_transposed", False) or getattr(experts, "has_bias", False):
+        raise ValueError(
+            f"the experts of {type(experts).__name__} are transposed or have biases, which this script does not write"
+        )
+    found = {}
+    for i, (gate_up, down) in enumerate(zip(experts.gate_up_proj, experts.down_proj, strict=True)):
+        gate, up = gate_up.chunk(2)
+        found |= {f"{i}.gate_proj": gate, f"{i}.up_proj": up, f"{i}.down_proj": down}
+    return found
 
 
 def _is_tied(model: Any) -> bool:

@@ -30,6 +30,7 @@ import report_latent
 HERE = Path(__file__).parent
 FAMILIES = HERE / "results" / "families.json"
 UPSTREAM = HERE / "upstream" / "results.json"
+LOADING = HERE / "results" / "load_memory.json"
 PAGE = HERE.parent / "docs" / "models.md"
 GPUS = {"H200": 90, "A100": 80}
 # The tests of a family, by the name of their column on the page.
@@ -289,6 +290,7 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
         types = [name for name, why in results["census"].items() if why == reason]
         lines.append(f"| {reason} | {', '.join(types)} |")
     lines += _quantised(results)
+    lines += _loading(json.loads(LOADING.read_text()))
     lines += _upstream(upstream)
     return "\n".join(lines) + "\n"
 
@@ -335,6 +337,24 @@ def _quantised(results: dict[str, Any]) -> list[str]:
         f"{', '.join(by_loader['transformers'])} to transformers, whose modules run in layers that are not fused. A",
         "checkpoint in another format is refused with its name, as are options such as 3 bits:",
         f"{', '.join(by_loader['refused'])}.",
+    ]
+
+
+def _loading(found: dict[str, Any]) -> list[str]:
+    columns = ("model", "format", "floats", "file", "held", "peak")
+    return [
+        "",
+        "### Memory while loading",
+        "",
+        f"`python benchmarks/load_memory.py` on the {found['device']}, in MiB: about 130 million weights, dense or with",
+        "eight experts in each layer. `floats` is what its weights take in bfloat16, `held` what the loaded model takes, and",
+        "`peak` the most that loading needed at once beside the mapped file. Weights whose bytes stay as they are remain in",
+        "the mapped file and need nothing else; experts are stacked, and 4-bit weights are packed again, layer by layer. With",
+        "`--device cuda` the script measures the memory of a GPU, which has not been done yet.",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|---" * len(columns) + "|",
+        *["| " + " | ".join(str(row[column]) for column in columns) + " |" for row in found["rows"]],
     ]
 
 

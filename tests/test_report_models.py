@@ -8,8 +8,10 @@ import pytest
 import transformers
 from hf_families import FAMILIES
 from hf_multimodal import MODELS
+from load_memory import all_formats
 from report_models import (
     COLUMNS,
+    LOADING,
     PAGE,
     UPSTREAM,
     experts,
@@ -56,6 +58,13 @@ def test_the_table_of_quantised_weights_is_what_the_code_does() -> None:
     known = formats_of_transformers()
     assert {method: loader for method, loader in results["formats"].items() if method in known} == known, AGAIN
     assert {"awq", "compressed-tensors", "fp8", "gptq", "mxfp4"} == {m for m, loader in known.items() if loader == "fa_serve"}
+
+
+def test_loading_makes_no_full_precision_copy_of_any_format() -> None:
+    rows = json.loads(LOADING.read_text())["rows"]
+    assert {row["format"] for row in rows} == set(all_formats("dense"))
+    quantised = [row for row in rows if row["format"] != "bfloat16"]
+    assert all(row["peak"] <= row["held"] + 0.1 * row["floats"] for row in quantised)
 
 
 def test_every_refused_model_has_a_reason() -> None:

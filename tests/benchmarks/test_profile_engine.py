@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
+
+import engine_workloads
 import pytest
-from profile_engine import weights_of_step
+import torch
+from engine_workloads import SHAPES, make_tiny, tiny_sizes
+from profile_engine import decode, floor_bytes, weights_of_step
+from quantised_copies import load
+from quantised_experts import write_awq
 from tiny_models import make_model
+
+from fa_serve.engine import Engine, EngineConfig
 
 
 def test_weights_of_a_dense_model_are_all_but_the_embedding() -> None:
@@ -21,3 +31,37 @@ def test_weights_of_a_mixture_are_those_of_the_experts_that_are_met() -> None:
     assert weights_of_step(model, 1) == pytest.approx(others + experts / 2)
     assert weights_of_step(model, 2) == pytest.approx(others + experts * 3 / 4)
     assert weights_of_step(model, 64) == pytest.approx(others + experts)
+
+
+def test_weights_of_quantised_experts_are_those_of_the_experts_that_are_met(tmp_path: Path) -> None:
+    """2 of 4 experts: one token meets half of them."""
+    model = load(write_awq(tmp_path))
+    experts = [w for layer in model.model.layers for w in (layer.mlp.experts.weights.gate_up, layer.mlp.experts.weights.down)]
+    total = sum(x.nbytes for w in experts for x in (w.data, w.scales, w.zeros))
+    assert weights_of_step(model, 1000) - weights_of_step(model, 1) == pytest.approx(total / 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers"),
+    [
+        # keys and values of 2 heads of 64 in each layer; one of two layers sees 128 tokens
+        pytest.param("gptoss20b", 2 * 2 * 64 * (640 + 128), id="window"),
+        pytest.param("deepseek-lite", 2 * (32 + 16) * 640, id="latent"),
+    ],
+)
+def test_the_floor_has_the_keys_and_values_that_layers_see(shape: str, numbers: int) -> None:
+    model = engine_workloads.make_model(shape, "cpu", dtype=torch.float32, **tiny_sizes(shape))
+    engine = Engine(EngineConfig(device="cpu", num_pages=64, max_model_len=1024), model=model)
+    assert floor_bytes(engine, 3) == weights_of_step(engine._runner.model, 3) + 3 * 4 * numbers
+
+
+def test_one_command_prints_steps_beside_their_floors(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(engine_workloads, "SHAPES", dict(SHAPES))
+    monkeypatch.setitem(engine_workloads.TINY, "num_hidden_layers", 1)
+    make_tiny()
+    args = Namespace(shapes=["qwen30a3b-w4"], device="cpu", budget=60.0, requests=1, set={"num_pages": 256})
+    decode(args)
+    said = capsys.readouterr().out
+    assert "qwen30a3b-w4: greedy float32 tokens of a small model of this kind are those of model.generate" in said
+    assert "| qwen30a3b-w4 | 1 | " in said
+    assert "batch 256 is left out" in said
