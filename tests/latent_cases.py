@@ -26,6 +26,7 @@ class LatentCase:
     dtype: torch.dtype = torch.float32
     num_splits: int = 0
     head_major: bool = False
+    float8: bool = False
     causal: bool = True
 
 
@@ -40,9 +41,15 @@ def make_latent(case: LatentCase, device: str = "cpu") -> tuple[Tensor, Tensor, 
     q = draw(sum(case.q_lens), num_heads, case.dims[0])
     keys = [draw(n, num_kv_heads, case.dims[0]) for n in case.kv_lens]
     cache, _, block_table, seqused_k = make_paged(keys, keys, case.page_size)
+    options: dict[str, Any] = {}
+    if case.float8:
+        descale = torch.linspace(0.01, 0.02, num_kv_heads).to(device)
+        cache = (cache.float() / descale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        keys = [(k.float() / descale[:, None]).to(torch.float8_e4m3fn).double() * descale[:, None] for k in keys]
+        options = {"k_descale": descale, "v_descale": descale}
     if case.head_major:
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
-    options = {
+    options |= {
         "block_table": block_table,
         "seqused_k": seqused_k,
         "cu_seqlens_q": cu_seqlens(case.q_lens, device),
@@ -92,5 +99,8 @@ CASES = [
     LatentCase(q_lens=(1,), kv_lens=(300,), page_size=128),
     LatentCase(q_lens=(2, 2), kv_lens=(20, 9), causal=False),
     LatentCase(q_lens=(1, 19, 0, 30, 1), kv_lens=(50, 34, 3, 30, 5), heads=(6, 1)),
+    LatentCase(float8=True),
+    LatentCase(float8=True, dtype=torch.float16, dims=(72, 64), heads=(24, 1), kv_lens=(33, 90, 0), num_splits=2),
+    LatentCase(float8=True, q_lens=(1, 19), kv_lens=(20, 19), heads=(2, 2), dims=(24, 16), head_major=True),
     LatentCase(q_lens=(33, 1), kv_lens=(40, 17), heads=(6, 2), dims=(24, 16), head_major=True),
 ]

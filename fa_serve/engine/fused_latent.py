@@ -70,7 +70,14 @@ class LatentAttention:
         q_rope = rotate(q_rope, step.cos, step.sin, self.pairing)
         keys[..., rank:] = rotate(k_rope[:, None], step.cos, step.sin, self.pairing)
         # both parts of a key are written by one launch, as if the second one were its value
-        store_kv(keys[..., :rank], keys[..., rank:], step.k_cache[..., :rank], step.k_cache[..., rank:], step.slot_mapping)
+        store_kv(
+            keys[..., :rank],
+            keys[..., rank:],
+            step.k_cache[..., :rank],
+            step.k_cache[..., rank:],
+            step.slot_mapping,
+            **step.descale,
+        )
         if step.fresh:
             return self._plain(q_nope, q_rope, keys, step)
         return self._absorbed(q_nope, q_rope, keys, step)

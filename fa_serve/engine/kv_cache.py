@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fa_serve.hf import LayerCall, OneSequence, paged_forward
@@ -74,27 +74,52 @@ def check_num_pages(num_pages: int, size: int, page_size: int, num_layers: int, 
 
 
 class _Ranges(OneSequence):
-    """Attends to one sequence, and notes each head's largest key and value."""
+    """Attends to one sequence, and notes each head's largest key and value, or the largest number of the latent keys.
 
-    def __init__(self) -> None:
+    layers: what each layer caches
+    """
+
+    def __init__(self, layers: Sequence[AttentionSpec]) -> None:
+        self.layers = layers
         self.largest: dict[int, tuple[Tensor, Tensor]] = {}
+        self.outputs: dict[nn.Module, Tensor] = {}
+
+    def note(self, module: nn.Module, args: object, output: Tensor) -> None:
+        """A hook of the modules that make latent vectors and rotated keys. A rotation makes numbers larger by 2^0.5 at most."""
+        self.outputs[module] = output
 
     def attend(self, call: LayerCall) -> Tensor:
-        largest = call.key[0].float().abs().amax(dim=(1, 2)), call.value[0].float().abs().amax(dim=(1, 2))
-        self.largest[cast(int, call.module.layer_idx)] = largest
+        index = cast(int, call.module.layer_idx)
+        if self.layers[index].values_in_keys:
+            attention = cast(Any, call.module)
+            parts = self.outputs[attention.kv_a_layernorm], self.outputs[attention.kv_a_proj_with_mqa]
+            numbers = torch.cat([parts[0].flatten(), parts[1][..., parts[0].shape[-1] :].flatten()])
+            largest = numbers.float().abs().amax()[None]
+            self.largest[index] = largest, largest
+        else:
+            self.largest[index] = call.key[0].float().abs().amax(dim=(1, 2)), call.value[0].float().abs().amax(dim=(1, 2))
         return super().attend(call)
 
 
 @torch.inference_mode()
-def descales(model: PreTrainedModel, vocab: int, num_tokens: int = 256) -> list[tuple[Tensor, Tensor]]:
+def descales(
+    model: PreTrainedModel, vocab: int, layers: Sequence[AttentionSpec], num_tokens: int = 256
+) -> list[tuple[Tensor, Tensor]]:
     """(k_descale, v_descale) by layer: what stored float8 keys and values are multiplied by, (num_kv_heads,) float32 each.
 
     One forward over random tokens decides: the largest absolute value that it meets is stored as HEADROOM, which is half of
-    what float8_e4m3fn holds. Values of more than twice that size are saturated.
+    what float8_e4m3fn holds. Values of more than twice that size are saturated. Latent keys have one number for both, because
+    their values are a part of them.
+
+    layers: what each layer caches
     """
     ids = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(model.device)
-    ranges = _Ranges()
+    ranges = _Ranges(layers)
+    names = (".kv_a_layernorm", ".kv_a_proj_with_mqa")
+    hooks = [m.register_forward_hook(ranges.note) for name, m in model.named_modules() if name.endswith(names)]
     paged_forward(model, ids, torch.arange(num_tokens, device=model.device), ranges, ids[:1] * 0)
+    for hook in hooks:
+        hook.remove()
     scaled = [tuple(x.clamp(min=1e-6) / HEADROOM for x in ranges.largest[layer]) for layer in sorted(ranges.largest)]
     return cast(list[tuple[Tensor, Tensor]], scaled)
 

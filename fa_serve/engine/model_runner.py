@@ -87,7 +87,7 @@ class ModelRunner:
         self._options: dict[str, Any] = {"num_splits": NUM_SPLITS} if config.deterministic else {}
         if config.kv_cache_dtype == "fp8":
             self.layers = [replace(layer, kv_dtype=torch.float8_e4m3fn) for layer in self.layers]
-            self._options["descales"] = kv_cache.descales(model, self.vocab_size)
+            self._options["descales"] = kv_cache.descales(model, self.vocab_size, self.layers)
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
         self._graphs: StepGraphs | None = None
         self._counts: TokenCounts | None = None
@@ -105,6 +105,8 @@ class ModelRunner:
         fused = fusion.fuse(self.model)
         fuse_routers(self.model)
         self.layers = fusion.cached_layers(self.model, self.layers)
+        if "descales" in self._options and any(layer.values_in_keys for layer in self.layers):
+            self._options["descales"] = kv_cache.descales(self.model, self.vocab_size, self.layers)
         return fused
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:

@@ -49,15 +49,11 @@ def latent_sizes(attention: nn.Module, num_heads: int, head_dim: int) -> LatentS
 
 
 def latent_spec(spec: AttentionSpec, sizes: LatentSizes) -> AttentionSpec:
-    """What a layer asks of attention on the engine's cache if it caches latent keys; `spec` is what it asks without them.
-
-    The cache has the dtype of the model: float8 is for keys and values of heads.
-    """
+    """What a layer asks of attention on the engine's cache if it caches latent keys; `spec` is what it asks without them."""
     return replace(
         spec,
         num_kv_heads=1,
         head_dim=sizes.rank + sizes.rope,
         head_dim_v=sizes.rank,
-        kv_dtype=spec.dtype,
         values_in_keys=True,
     )

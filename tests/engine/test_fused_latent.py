@@ -96,13 +96,23 @@ def test_layers_that_are_not_fused_cache_heads(make_engine, settings) -> None:
     assert [c.token_ids for c in engine.generate(asked, GREEDY)] == expected(family, asked)
 
 
-def test_a_float8_cache_keeps_latent_keys_as_they_are(make_engine) -> None:
-    """They are fewer than the float8 numbers of all heads would be."""
+def test_a_float8_cache_of_latent_keys_loses_no_more_than_one_of_heads(make_engine) -> None:
+    """Log-probabilities of a prompt in chunks, which reads the cache, beside those of the model."""
     family = LATENT[0]
-    asked = prompts()[:2]
-    engine = make_engine(model=family.build(), kv_cache_dtype="fp8")
-    assert engine._runner.kv_caches[0][0].dtype == torch.float32
-    assert [c.token_ids for c in engine.generate(asked, GREEDY)] == expected(family, asked)
+    prompt = prompts()[-1] * 3
+    with torch.no_grad():
+        exact = family.build()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    wanted = exact[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    errors = {}
+    for fusion in (True, False):
+        engine = make_engine(model=family.build(), kv_cache_dtype="fp8", fusion=fusion, max_num_batched_tokens=7)
+        k_cache = engine._runner.kv_caches[0][0]
+        assert k_cache.dtype == torch.float8_e4m3fn
+        assert (k_cache.shape[2] == 1) == fusion
+        found = engine.generate([prompt], params)[0].prompt_logprobs[1:]
+        errors[fusion] = float((torch.tensor([x.logprob for x in found]) - wanted).abs().mean())
+    assert 0 < errors[True] <= 2 * errors[False] < 0.5
 
 
 def test_queries_that_are_scaled_by_position_keep_the_layers_own_code(make_engine, caplog) -> None:

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hf_families import BY_NAME
 from tiny_models import VOCAB, make_model
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams, kv_cache
 from fa_serve.hf import attention_layers, patch
+from fa_serve.hf.latent_layers import latent_sizes, latent_spec
 
 
 def test_a_page_has_the_bytes_of_its_tensors() -> None:
@@ -24,7 +26,7 @@ def test_a_page_has_the_bytes_of_its_tensors() -> None:
 def test_descales_store_the_largest_number_as_the_headroom() -> None:
     model = make_model()
     patch(model)
-    descales = kv_cache.descales(model, VOCAB)
+    descales = kv_cache.descales(model, VOCAB, attention_layers(model))
     assert [(k.shape, v.shape) for k, v in descales] == [((2,), (2,))] * 2
     assert all((x > 0).all() for pair in descales for x in pair)
     # the first layer's keys of the same tokens, by hand
@@ -33,6 +35,26 @@ def test_descales_store_the_largest_number_as_the_headroom() -> None:
     with torch.no_grad():
         values = layer.self_attn.v_proj(layer.input_layernorm(model.model.embed_tokens(ids))).view(256, 2, 16)
     torch.testing.assert_close(descales[0][1] * kv_cache.HEADROOM, values.abs().amax(dim=(0, 2)))
+
+
+def test_latent_keys_have_one_descale_by_the_largest_of_their_numbers() -> None:
+    """The vector behind its norm, and the key that is rotated, of the first layer."""
+    model = BY_NAME["deepseek-v3"].build()
+    patch(model)
+    sizes = [latent_sizes(layer.self_attn, 4, 24) for layer in model.model.layers]
+    layers = [latent_spec(spec, size) for spec, size in zip(attention_layers(model), sizes, strict=True)]
+    descales = kv_cache.descales(model, model.config.vocab_size, layers)
+    ids = torch.randint(model.config.vocab_size, (256,), generator=torch.Generator().manual_seed(0))
+    first = model.model.layers[0]
+    with torch.no_grad():
+        latent, key = first.self_attn.kv_a_proj_with_mqa(first.input_layernorm(model.model.embed_tokens(ids))).split(
+            [sizes[0].rank, sizes[0].rope], dim=1
+        )
+        numbers = torch.cat([first.self_attn.kv_a_layernorm(latent), key], dim=1)
+    k_descale, v_descale = descales[0]
+    torch.testing.assert_close(k_descale * kv_cache.HEADROOM, numbers.abs().amax()[None])
+    assert torch.equal(k_descale, v_descale)
+    assert not first.self_attn.kv_a_layernorm._forward_hooks
 
 
 def test_available_memory_is_that_of_this_machine() -> None:

@@ -10,7 +10,9 @@ One kernel serves all calls, with the programs of either of two kinds:
 - decoding, also of up to 16 queries per sequence, cuts the keys into splits as in `decode`, which `splits._combine` merges;
 - prompts with a cached beginning have a program for each tile of rows, which a prefix sum on the device finds.
 
-Left out: windows, softcap, sinks and float8 caches (`unsupported`), and keys whose values lie elsewhere (`decode`, `forward`).
+A float8 cache is widened to the dtype of the queries. `decode` widens it to float16 and divides bfloat16 queries by powers of
+two, which needs fewer instructions; here it would spill registers in the inner loop. Left out: windows, softcap and sinks
+(`unsupported`), and keys whose values lie elsewhere (`decode`, `forward`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from fa_serve import spec as facts
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.launch import Launch, launch_options, multiprocessors
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
+from fa_serve.backends.triton.float8_conversions import widen
 from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, online_softmax_update, wait_for_previous_kernel
 from fa_serve.backends.triton.splits import (
@@ -54,6 +57,7 @@ class LatentVariant:
     aligned:    the strides of pages and tokens are multiples of 16
     precision:  input precision of the products
     ptx:        inline PTX is available
+    converts:   float16 numbers become bfloat16 numbers by one instruction
     tile_block: the width of the prefix sum that finds a prompt's tile, 0 for decoding
     """
 
@@ -65,6 +69,7 @@ class LatentVariant:
     aligned: bool
     precision: str
     ptx: bool
+    converts: bool
     tile_block: int
 
 
@@ -81,6 +86,14 @@ def _find_rows(tile, cu_q_ptr, batch, skip_q, var: tl.constexpr):
     ends = tl.cumsum(tiles, 0)
     seq = tl.minimum(tl.sum((ends <= tile).to(tl.int32), 0), batch)
     return seq, (tl.sum(tl.where(index == seq, ends, 0), 0) - 1 - tile) * var.split.block_m
+
+
+@triton.jit
+def _widened(x, dtype: tl.constexpr, var: tl.constexpr):
+    """A tile of the cache in the dtype of the queries."""
+    if x.dtype == tl.float8e4nv and dtype == tl.bfloat16 and not var.converts:
+        return x.to(tl.float32).to(dtype)
+    return widen(x, dtype, var.ptx)
 
 
 @triton.jit
@@ -115,7 +128,8 @@ def _walk(q, span, k_ptr, table_ptr, positions, kv_len, factor, window_right, st
         row_ptrs = k_ptr + key_offsets(page, block, offs_n, stride_page, stride_token, var)[:, None]
         c = tl.load(row_ptrs + offs_c[None, :], mask=owned[:, None] & (offs_c < DIM_C)[None, :], other=0.0)
         r = tl.load(row_ptrs + (DIM_C + offs_r)[None, :], mask=owned[:, None] & (offs_r < var.rest)[None, :], other=0.0)
-        s = tl.dot(q_r, tl.trans(r), input_precision=var.precision)
+        c = _widened(c, q_c.dtype, var)
+        s = tl.dot(q_r, tl.trans(_widened(r, q_r.dtype, var)), input_precision=var.precision)
         s = tl.dot(q_c, tl.trans(c), s, input_precision=var.precision)
         if block >= inner_end:
             keep = owned[None, :]
@@ -153,6 +167,8 @@ def _latent(
     table_ptr,
     used_k_ptr,
     cu_q_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
     max_k,
     batch,
     units,
@@ -204,6 +220,10 @@ def _latent(
 
     kv64 = head_kv.to(tl.int64)
     k_ptr += kv64 * stride_kh
+    descale_v = 1.0
+    if k_descale_ptr is not None:
+        scale *= tl.load(k_descale_ptr + head_kv)
+        descale_v = tl.load(v_descale_ptr + head_kv)
     offs_c = tl.arange(0, var.split.block_dv)
     offs_r = tl.arange(0, var.block_rest)
     offs_m = tl.arange(0, BLOCK_M)
@@ -243,7 +263,7 @@ def _latent(
                 var,
             )
             inverse, lse = finish_softmax(row_max, row_sum)
-            out = acc * inverse[:, None]
+            out = acc * (inverse * descale_v)[:, None]
             whole = True
             if splits_ptr is not None:
                 whole = num_splits == 1
@@ -259,8 +279,6 @@ def _latent(
 
 def unsupported(spec: AttentionSpec) -> str | None:
     """Why this kernel does not serve a call whose values are the first numbers of its keys, or None."""
-    if spec.kv_dtype != spec.dtype:
-        return f"reads values in keys of q's dtype only, got {facts.dtype_name(spec.kv_dtype)}"
     named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
     found = [name for name in named if getattr(spec, name)]
     if spec.window_size[0] >= 0:
@@ -313,7 +331,17 @@ class _LatentPlan:
         if tiles is None:
             sms = multiprocessors(q.device, 8)
             tiles = latent_tiles(
-                arch, sms, q.element_size(), dim_v, groups, k.shape[2], batch, max_q, options.max_seqlen_k, options.num_splits
+                arch,
+                sms,
+                q.element_size(),
+                dim_v,
+                groups,
+                k.shape[2],
+                batch,
+                max_q,
+                options.max_seqlen_k,
+                options.num_splits,
+                float8=k.element_size() == 1,
             )
         if not decodes:
             tiles = tiles.without_splits()
@@ -365,7 +393,8 @@ class _LatentPlan:
         if self._latent is not None:
             splits = None if self._combine is None else q.new_empty(self._split_size, dtype=torch.float32)
             lengths = (tensors.block_table, tensors.keys, tensors.cu_seqlens_q)
-            self._latent((q, tensors.k, result, lse, splits, *lengths), self._max_k)
+            descales = (tensors.k_descale, tensors.v_descale)
+            self._latent((q, tensors.k, result, lse, splits, *lengths, *descales), self._max_k)
             if self._combine is not None:
                 self._combine((result, lse, splits, *lengths[1:]), self._max_k)
         if tensors.out is not None and result is not tensors.out:
@@ -407,7 +436,8 @@ def _variant(
         page_size=k.shape[1],
         has_right=options.window_size[1] >= 0 and max(options.max_seqlen_q, 1) > 1,
         aligned=all(stride % 16 == 0 for stride in k.stride()[:2]),
-        precision="ieee" if k.dtype == torch.float32 else "tf32",
+        precision="ieee" if tensors.q.dtype == torch.float32 else "tf32",
         ptx=arch >= 89,
+        converts=arch >= 90,
         tile_block=tile_block,
     )

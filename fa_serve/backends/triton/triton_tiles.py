@@ -299,18 +299,22 @@ def latent_tiles(
     max_seqlen_q: int,
     max_seqlen_k: int,
     num_splits: int,
+    *,
+    float8: bool = False,
 ) -> DecodeTiles:
     """The tile of one call of latent attention, with arguments as in `decode_tiles`. Queries are the rows of every tile.
 
     They are compiled but not measured: the most rows, then the most keys, without spills in the inner loop and within the
     shared memory of each GPU. With 64 rows, 128 query heads read each key twice, the second time from the L2 cache. With 64
     rows on sm100, and with 128 on sm90, the accumulator spills.
+
+    float8: the cache is float8_e4m3fn. Without wgmma, 32 keys are then converted one by one and spill
     """
     rows = groups if num_splits else groups * max_seqlen_q
     most = 16 if itemsize == 4 or arch == 0 else 64 if arch == 90 else 32
     block_m = min(most, max(16, 1 << (rows - 1).bit_length()))
     small = arch not in (80, 90, 100, 103) and padded_dim(head_dim_v) > 256  # at most 99 KiB of shared memory
-    block_n = 16 if itemsize == 4 or small else 32
+    block_n = 16 if itemsize == 4 or small or (float8 and arch != 90) else 32
     in_registers = itemsize == 4 and arch == 0
     num_stages = 1 if itemsize == 4 or arch == 0 else 2
     tiles = DecodeTiles(block_m, block_n, 4 if in_registers else 8, num_stages, num_splits, balanced=False)

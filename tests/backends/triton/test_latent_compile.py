@@ -22,6 +22,7 @@ SHARED_BUDGET = {  # bytes one program may ask for
     "gfx942": 64 << 10,
 }
 SPILL_BUDGET = {"sm90": 344, "gfx942": 76}  # bytes per thread, none of them in the inner loop; gfx942 in float32
+FLOAT8_SPILL_BUDGET = {"sm89": 88, "sm90": 344, "sm100": 80}  # with a float8 cache
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Shape:
     rank: int = 512
     rope: int = 64
     dtype: torch.dtype = torch.bfloat16
+    float8: bool = False
     max_seqlen_q: int = 1
     page_size: int = 16
     num_splits: int = 0
@@ -37,7 +39,8 @@ class Shape:
 
     def __str__(self) -> str:
         kind = "decode" if self.decodes else "prompt"
-        return f"{kind}-H{self.heads}-R{self.rank}-Q{self.max_seqlen_q}-P{self.page_size}-{str(self.dtype)[6:]}"
+        dtype = str(self.dtype)[6:] + "-float8" * self.float8
+        return f"{kind}-H{self.heads}-R{self.rank}-Q{self.max_seqlen_q}-P{self.page_size}-{dtype}"
 
 
 OTHERS = [
@@ -45,6 +48,9 @@ OTHERS = [
     ("sm86", Shape(max_seqlen_q=256, decodes=False)),
     ("sm90", Shape(max_seqlen_q=256, decodes=False)),
     ("sm90", Shape(page_size=64, num_splits=4)),
+    ("sm89", Shape(float8=True)),
+    ("sm90", Shape(float8=True)),
+    ("sm100", Shape(float8=True)),
     ("gfx942", Shape(heads=16, dtype=torch.float32)),
 ]
 
@@ -56,13 +62,17 @@ def many_sms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compile_latent(target: str, shape: Shape) -> list[Kernel]:
     batch = 3
-    cache = torch.zeros(4, shape.page_size, 1, shape.rank + shape.rope, dtype=shape.dtype)
+    dtype = torch.float8_e4m3fn if shape.float8 else shape.dtype
+    cache = torch.zeros(4, shape.page_size, 1, shape.rank + shape.rope, dtype=dtype)
+    descale = torch.ones(1) if shape.float8 else None
     with compiling_for(target) as kernels:
         run_plan(
             lambda tensors, options: plan_latent(tensors, options, decodes=shape.decodes),
             torch.zeros(batch * shape.max_seqlen_q, shape.heads, shape.rank + shape.rope, dtype=shape.dtype),
             cache,
             cache[..., : shape.rank],
+            k_descale=descale,
+            v_descale=descale,
             block_table=torch.zeros(batch, 64, dtype=torch.int32),
             seqused_k=torch.zeros(batch, dtype=torch.int32),
             cu_seqlens_q=torch.zeros(batch + 1, dtype=torch.int32),
@@ -82,8 +92,9 @@ def test_latent(target: str, shape: Shape) -> None:
     """What a split needs once may spill: the rows of its result are written to one of two places."""
     kernels = compile_latent(target, shape)
     assert [kernel.name for kernel in kernels] == ["_latent", "_combine"][: 1 + shape.decodes]
+    budget = FLOAT8_SPILL_BUDGET if shape.float8 else SPILL_BUDGET
     for kernel in kernels:
-        assert kernel.spill_bytes <= SPILL_BUDGET.get(target, 0), f"{kernel.name} spills {kernel.spill_bytes} bytes per thread"
+        assert kernel.spill_bytes <= budget.get(target, 0), f"{kernel.name} spills {kernel.spill_bytes} bytes per thread"
         assert kernel.shared_bytes <= SHARED_BUDGET[target], f"{kernel.name} wants {kernel.shared_bytes} bytes"
         if kernel.spill_bytes and target != "gfx942":
             assert kernel.hot_loop["LDL"] == kernel.hot_loop["STL"] == 0, f"{kernel.name} spills in its inner loop"
