@@ -7,7 +7,7 @@
 
 tests/results/families.json holds the outcomes of tests/hf/test_families.py and tests/hf/test_multimodal.py, the backends that
 serve the layers of each architecture in its published sizes, whether fa_serve takes each model of transformers, and what
-`report_experts.py` and `report_latent.py` find.
+`report_experts.py`, `report_latent.py` and `report_fusion.py` find.
 tests/upstream/results.json holds the outcomes of transformers' own tests, which tests/upstream/run.py writes.
 """
 
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import report_experts
+import report_fusion
 import report_latent
 
 HERE = Path(__file__).parent
@@ -210,7 +211,13 @@ def collect() -> dict[str, Any]:
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     found = {"versions": versions, "families": outcomes(), "layers": layers(), "census": census()}
     found["latent"] = latent(found["census"])
-    return found | {"experts": experts()} | weights()
+    found |= {"experts": experts()} | weights()
+    return found | {"engine": report_fusion.architectures(concerned(found))}
+
+
+def concerned(results: dict[str, Any]) -> list[str]:
+    """The architectures of transformers that have experts or latent attention."""
+    return sorted({*results["experts"]["mixtures"], *results["latent"]["types"]})
 
 
 def weights() -> dict[str, Any]:
@@ -273,6 +280,7 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
             lines.append(f"| {name} | {row['layers']} | {row['asks']} | {row['prefill']} | {row['decode']} |")
     lines += report_latent.page(results["latent"])
     lines += report_experts.page(results["experts"])
+    lines += report_fusion.page(results["engine"])
     counts = Counter(results["census"].values())
     lines += [
         "",
@@ -390,6 +398,7 @@ def main() -> None:
         results = json.loads(FAMILIES.read_text()) if args.experts or args.latent else collect()
         if args.experts:
             results |= {"experts": experts()} | weights()
+            results |= {"engine": report_fusion.architectures(concerned(results))}
         if args.latent:
             results |= {"latent": latent(results["census"]), "layers": layers()}
         FAMILIES.parent.mkdir(exist_ok=True)

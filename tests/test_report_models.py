@@ -9,11 +9,13 @@ import transformers
 from hf_families import FAMILIES
 from hf_multimodal import MODELS
 from load_memory import all_formats
+from report_fusion import architectures
 from report_models import (
     COLUMNS,
     LOADING,
     PAGE,
     UPSTREAM,
+    concerned,
     experts,
     formats_of_transformers,
     kept_experts,
@@ -65,6 +67,18 @@ def test_loading_makes_no_full_precision_copy_of_any_format() -> None:
     assert {row["format"] for row in rows} == set(all_formats("dense"))
     quantised = [row for row in rows if row["format"] != "bfloat16"]
     assert all(row["peak"] <= row["held"] + 0.1 * row["floats"] for row in quantised)
+
+
+def test_the_table_of_architectures_is_what_the_engine_does() -> None:
+    results = json.loads(RESULTS.read_text())
+    if results["versions"]["transformers"] != transformers.__version__:
+        pytest.skip("the page is about another release of transformers")
+    rows = results["engine"]
+    assert sorted(rows) == concerned(results), AGAIN
+    live = architectures(["mixtral", "deepseek_v3", "granitemoe", "axk2", "jamba"])
+    assert live == {name: rows[name] for name in live}, AGAIN
+    assert [row["layers"] for row in live.values()] == ["fused", "fused", "unfused", "refused", "refused"]
+    assert all(row["reason"] for row in rows.values() if row["layers"] != "fused")
 
 
 def test_every_refused_model_has_a_reason() -> None:
