@@ -126,7 +126,8 @@ def _reasons() -> Iterator[list[str]]:
 
 
 def _short(reason: str) -> str:
-    return " ".join(reason.replace("|", "/").replace("`", "").split()).partition(", so fa_serve")[0].partition("; without rotary")[0][:160]
+    text = " ".join(reason.replace("|", "/").replace("`", "").split())
+    return text.partition(", so fa_serve")[0].partition("; with")[0][:160]
 
 
 def _tiny(name: str) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,10 @@ class LayerStep(NamedTuple):
     descale: dict[str, Any]
 
 
+Tables = Literal["twice", "once"]
+"""How often rows of cos and sin have each angle: transformers repeats them for both halves of a head, except in gpt-oss."""
+
+
 class FusedAttention(Protocol):
     """The attention of a fused layer, without its output projection."""
 
@@ -71,7 +75,7 @@ class HeadsAttention:
     num_heads, head_dim: of the queries
     q_norm, k_norm: norms of queries and keys, of each head or of all heads together; None where there are none
     qkv:    the merged projection
-    rotary: whether queries and keys are rotated
+    tables: of the rotary embedding, which have each angle twice or once; None if queries and keys are not rotated
     """
 
     num_heads: int
@@ -79,7 +83,7 @@ class HeadsAttention:
     q_norm: ops.Norm | None
     k_norm: ops.Norm | None
     qkv: Product
-    rotary: bool
+    tables: Tables | None
 
     def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
         qkv = ops.linear(x, self.qkv.weight, self.qkv.bias, norm=norm)
@@ -90,8 +94,9 @@ class HeadsAttention:
         num_kv_heads = step.k_cache.shape[2]
         parts = [self.num_heads, num_kv_heads, num_kv_heads]
         options = dict(step.descale)
-        if self.rotary:
-            options |= {"cos": step.cos, "sin": step.sin}
+        if self.tables is not None:
+            angles = step.cos.shape[1] // (2 if self.tables == "twice" else 1)
+            options |= {"cos": step.cos[:, :angles], "sin": step.sin[:, :angles]}
         if self.q_norm is not None and self.k_norm is not None:
             if self.q_norm.weight.shape[0] == self.head_dim:
                 options |= {"q_norm": self.q_norm, "k_norm": self.k_norm}

@@ -19,17 +19,20 @@ from torch import Tensor, nn
 
 from fa_serve import ops
 from fa_serve.engine.fused_latent import LatentAttention
-from fa_serve.engine.fused_layer import FusedAttention, FusedLayer, HeadsAttention, Product
+from fa_serve.engine.fused_layer import FusedAttention, FusedLayer, HeadsAttention, Product, Tables, cos_and_sin
 from fa_serve.hf import PartOfSum
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes
 from fa_serve.hf.quantized_linear import QuantizedLinear
 
 ROTATIONS = {
     "halves": "with rotary embedding",
+    "half tables": "with rotary embedding from half as many angles",
     "neighbours": "with rotary embedding of neighbours",
     "none": "without rotary embedding",
 }
 """What a layer may do to queries and keys, and how messages say it."""
+TABLES: dict[str, Tables] = {"halves": "twice", "half tables": "once"}
+"""Of ROTATIONS, those of heads, and the tables that they are given."""
 
 
 class NotFusedError(Exception):
@@ -54,7 +57,11 @@ class Call:
 
 def rotations(layer: nn.Module, call: Call) -> tuple[str, ...]:
     """Which of ROTATIONS the layer may have, those that are tried first to begin with."""
-    return ("halves", "none") if _sizes(layer, call) is None else ("halves", "neighbours")
+    if _sizes(layer, call) is not None:
+        return ("halves", "neighbours")
+    cos, _ = cos_and_sin(call.kwargs["position_embeddings"])
+    fits = 2 * cos.shape[1] <= call.heads[0].shape[2]
+    return ("halves", "half tables", "none") if fits else ("halves", "none")
 
 
 def _sizes(layer: nn.Module, call: Call) -> LatentSizes | None:
@@ -115,7 +122,7 @@ def _heads(attention: Any, call: Call, rotation: str) -> FusedAttention:
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         qkv=_merge(attention, *qkv),
-        rotary=rotation == "halves",
+        tables=TABLES.get(rotation),
     )
 
 

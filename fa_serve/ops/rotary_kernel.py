@@ -214,7 +214,7 @@ def _plan(
     qkv: Tensor, cos: Tensor | None, k_cache: Tensor, v_cache: Tensor, num_heads: int, eps: float, offset: float
 ) -> Launch:
     _, page_size, num_kv_heads, dim = k_cache.shape
-    rotary_dim = dim - dim % 2 if cos is None else cos.shape[1]
+    rotary_dim = dim - dim % 2 if cos is None else 2 * cos.shape[1]
     heads = num_heads + 2 * num_kv_heads
     # Measured on one H200, us with 8, 16, 32 heads of 128 in a program: 8192 tokens of 32 heads 58.2, 53.8, 49.3; 256 tokens of
     # 32 heads 4.1, 3.8, 3.4; 8192 tokens of 48 heads 61.6, 56.5, 56.9; 64 tokens of 48 heads 2.6, 2.5, 2.9. No number of warps

@@ -112,17 +112,21 @@ def _matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def _rotate(out: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
-    """Rotate the first cos.shape[1] elements of each head of x (total, heads, dim) and write x into `out`."""
+    """Rotate the first 2 * cos.shape[1] elements of each head of x (total, heads, dim) and write x into `out`."""
     if cos is None or sin is None:
         out.copy_(x)
         return
-    rotary_dim = cos.shape[1]
+    rotary_dim = 2 * cos.shape[1]
     if rotary_dim < x.shape[2]:
         out[..., rotary_dim:] = x[..., rotary_dim:]
         out = out[..., :rotary_dim]
         x = x[..., :rotary_dim]
     first, second = x.chunk(2, dim=2)
-    torch.addcmul(x * _wide(cos).unsqueeze(1), torch.cat([-second, first], dim=2), _wide(sin).unsqueeze(1), out=out)
+    cos = _wide(cos).unsqueeze(1)
+    sin = _wide(sin).unsqueeze(1)
+    turned = torch.addcmul(first * cos, second, sin, value=-1)  # x and out may be the same memory
+    torch.addcmul(second * cos, first, sin, out=out[..., rotary_dim // 2 :])
+    out[..., : rotary_dim // 2] = turned
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:

@@ -49,7 +49,7 @@ def make_layer(**fields: object) -> FusedLayer:
         "qkv": Product(draw(WIDTH, HIDDEN), draw(WIDTH)),
         "q_norm": None,
         "k_norm": None,
-        "rotary": True,
+        "tables": "twice",
     }
     heads |= {name: fields.pop(name) for name in heads.keys() & fields.keys()}
     parts |= {
@@ -83,7 +83,7 @@ def equation(layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     q = norm_heads(q, attention.q_norm)
     k = norm_heads(k, attention.k_norm)
     v = v.view(TOTAL, -1, HEAD_DIM)
-    if attention.rotary:
+    if attention.tables is not None:
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
     h = nn.functional.linear(attend(q, k, v).flatten(1), *layer.o[:2])
@@ -108,11 +108,24 @@ CASES = {
     },
     "norms of each head": lambda: {"q_norm": norm(HEAD_DIM), "k_norm": norm(HEAD_DIM)},
     "norms of all heads": lambda: {"q_norm": norm(NUM_HEADS * HEAD_DIM), "k_norm": norm(NUM_KV_HEADS * HEAD_DIM)},
-    "not rotary": lambda: {"rotary": False},
+    "not rotary": lambda: {"tables": None},
     "multiplier": lambda: {"multiplier": 0.25},
     "another mlp": lambda: {"gate_up": None, "down": None, "mlp": nn.Tanh(), "before_mlp": norm()},
     "another mlp, norm after": lambda: {"gate_up": None, "down": None, "mlp": nn.Tanh(), "after_mlp": norm()},
 }
+
+
+def test_tables_may_have_each_angle_once() -> None:
+    """As gpt-oss gives them."""
+    angles = draw(TOTAL, HEAD_DIM // 2)
+    cos = angles.cos()
+    sin = angles.sin()
+    caches = [torch.zeros(2, 4, NUM_KV_HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(2)]
+    x = draw(TOTAL, HIDDEN)
+    layer = make_layer(tables="once")
+    expected, _, _ = equation(layer, x, cos.repeat(1, 2), sin.repeat(1, 2))
+    step = LayerStep(cos, sin, *caches, torch.arange(TOTAL), attend, False, {})
+    torch.testing.assert_close(layer.compute(x.clone(), step), expected)
 
 
 @pytest.mark.parametrize("case", CASES)

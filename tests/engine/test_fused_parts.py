@@ -39,9 +39,12 @@ def test_kinds_of_attention_are_built_for_the_rotations_they_may_have() -> None:
     call = call_of((4, 16), (2, 16), (2, 16))
     attention = build(llama, call, "none").attention
     assert isinstance(attention, HeadsAttention)
-    assert (attention.num_heads, attention.head_dim, attention.rotary) == (4, 16, False)
-    assert build(llama, call, "halves").attention.rotary
-    assert rotations(llama, call) == ("halves", "none")
+    assert (attention.num_heads, attention.head_dim, attention.tables) == (4, 16, None)
+    assert build(llama, call, "halves").attention.tables == "twice"
+    assert build(llama, call, "half tables").attention.tables == "once"
+    for angles, tried in ((16, ("halves", "none")), (8, ("halves", "half tables", "none"))):
+        call.kwargs["position_embeddings"] = (torch.zeros(1, 7, angles), torch.zeros(1, 7, angles))
+        assert rotations(llama, call) == tried, "a head of 16 has at most 8 angles"
     layer = V3.build().model.layers[0]
     assert rotations(layer, latent_call()) == ("halves", "neighbours")
     fused = build(layer, latent_call(), "neighbours")

@@ -33,8 +33,9 @@ FUSED = (
     "gemma2",
     "gemma3",
     "deepseek-v3",
+    "gpt-oss",
 )
-OWN = ("starcoder2", "cohere2", "gpt-oss", "gpt2", "opt")
+OWN = ("starcoder2", "cohere2", "gpt2", "opt")
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 

@@ -99,8 +99,7 @@ def test_rotary_store_kv(heads: int, kv_heads: int, dim: int, rotary: int | None
         cos = sin = None
         if rotary:
             angles = inputs(total, rotary // 2, dtype=torch.float32, seed=seed + 20).repeat(1, 2)
-            cos = angles.cos().to(dtype)
-            sin = angles.sin().to(dtype)
+            cos, sin = (x.to(dtype)[:, : rotary // 2] for x in (angles.cos(), angles.sin()))
         k_cache, v_cache = (torch.zeros(4, kv_heads, 16, dim, dtype=dtype, device="cuda").transpose(1, 2) for _ in "kv")
         exact = qkv.double()
         exact_caches = k_cache.double(), v_cache.double()

@@ -38,7 +38,7 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
 
     def rotary_store_kv(all_heads: int, num_heads: int, dim: int, rotary_dim: int, norm: Norm | None) -> None:
         caches = [bf16(2, 8, 16, dim).transpose(1, 2) for _ in "kv"]
-        angles = bf16(3, rotary_dim)
+        angles = bf16(3, rotary_dim)[:, : rotary_dim // 2]
         qkv = bf16(3, all_heads * dim)
         launch_rotary_store_kv(qkv, *caches, slots, num_heads, angles, angles, norm, norm, None, None)
 

@@ -85,12 +85,12 @@ def test_rotary_store_kv(dim: int, rotary: int | None, norm: bool, dtype: torch.
     exact_k = k.double() if k_norm is None else exact_norm(k, k_norm)
     cos = sin = None
     if rotary:
-        angles = randn(3, rotary // 2, dtype=torch.float32, seed=3).repeat(1, 2)
+        angles = randn(3, rotary // 2, dtype=torch.float32, seed=3)
         cos = angles.cos().to(dtype)
         sin = angles.sin().to(dtype)
         for x in (exact_q, exact_k):
             turned = torch.view_as_complex(torch.stack(x[..., :rotary].chunk(2, dim=-1), dim=-1))
-            turned = turned * torch.complex(cos.double(), sin.double())[:, None, : rotary // 2]
+            turned = turned * torch.complex(cos.double(), sin.double())[:, None]
             x[..., :rotary] = torch.cat([turned.real, turned.imag], dim=-1)
     k_cache = torch.full((2, 4, kv_heads, dim), 7.0, dtype=dtype)
     v_cache = torch.full((2, kv_heads, 4, dim), 7.0, dtype=dtype).transpose(1, 2)
