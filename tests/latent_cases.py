@@ -45,7 +45,9 @@ def make_latent(case: LatentCase, device: str = "cpu") -> tuple[Tensor, Tensor, 
     if case.float8:
         descale = torch.linspace(0.01, 0.02, num_kv_heads).to(device)
         cache = (cache.float() / descale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-        keys = [(k.float() / descale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn).double() * descale[:, None] for k in keys]
+        keys = [
+            (k.float() / descale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn).double() * descale[:, None] for k in keys
+        ]
         options = {"k_descale": descale, "v_descale": descale}
     if case.head_major:
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
