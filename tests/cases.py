@@ -235,7 +235,10 @@ def check(case: Case, backend: str, dtype: torch.dtype, device: str = "cpu", lay
         return torch.cat([x.reshape(-1, x.shape[-1]) for x in parts])
 
     assert all(out.dtype == dtype for out in outs)
-    assert_matches_reference(rows(outs), rows([exact[0] for (exact, _), _ in expected]), rows([e[0] for _, e in expected]))
+    exacts = rows([exact[0] for (exact, _), _ in expected])
+    # the oracle computes in float64, so there its own rounding counts as well
+    roundings = 2 if dtype == torch.float64 else 1
+    assert_matches_reference(rows(outs), exacts, rows([e[0] for _, e in expected]), roundings=roundings)
     for ((_, lse), _), actual in zip(expected, lses, strict=True):
         assert_lse_matches(actual, lse[0], case.softcap)
 

@@ -34,7 +34,7 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
         except MemoryError:
             raise
         except Exception as error:  # what a client's program can raise
-            return json.dumps({"error": str(error)[:MAX_REASON]}).encode()
+            return json.dumps({"error": f"{error!s:.{MAX_REASON}}"}).encode()
         [text], _ = rendered  # of one conversation, and where its answers are
         return json.dumps({"text": text[: max_chars + 1]}).encode()
 
