@@ -89,8 +89,8 @@ class Template:
             else:
                 text = self._render_on_trial(messages, tools, variables, trial)
         except FAILURES as error:
-            message = f"The chat template refuses these messages: {error!s:.{MAX_REASON}}."
-            raise BadRequest(message, param="messages") from None
+            refusal = f"The chat template refuses these messages: {error!s:.{MAX_REASON}}."
+            raise BadRequest(refusal, param="messages") from None
         prompt = str(text)
         _require_unusual_roles(messages, prompt)
         return prompt
