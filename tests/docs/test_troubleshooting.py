@@ -70,6 +70,11 @@ def test_a_quoted_message_is_in_the_source(quote: str) -> None:
     assert any(wanted.search(text) for text in literals()), f"no message in the source reads {quote!r}"
 
 
+def test_a_quote_is_more_than_a_name() -> None:
+    """A name alone would stand for every message that has it, and hide one that the page leaves out."""
+    assert [quote for quote in quotes() if " " not in quote] == []
+
+
 def messages(path: Path) -> list[tuple[int, str]]:
     """The messages that a module raises to its users."""
     checks = str(path).endswith(TENSOR_CHECKS)
