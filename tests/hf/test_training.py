@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,9 @@ def test_200_steps_end_where_eager_attention_ends() -> None:
 
 
 def _checkpointed(model: torch.nn.Module) -> Callable[..., Tensor]:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    # transformers has renamed it after 5.17
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     return lambda **given: model(**given).loss
 
 
