@@ -8,16 +8,21 @@ Left out: the kernels (quantized_kernel.py), of which the caller launches that o
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from fa_serve import spec
+from fa_serve.backends.hopper import RELEASES
+from fa_serve.backends.launch import multiprocessors
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.ops_backend import Norm
-from fa_serve.ops.quantized_choice import choose, converts_float8
-from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantized_linear
+from fa_serve.ops.quantized_choice import Kernel, choose, converts_float8, kernel_of
+from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantized_linear, launch_quantized_row
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.torch_ops import product
+
+_COMPILES_GLUON = triton.__version__.startswith(RELEASES) and not triton.knobs.runtime.interpret
 
 
 def has_kernels(weight: QuantizedWeight) -> bool:
@@ -41,8 +46,49 @@ def quantized_product(
     if norm is not None:
         x = launch_rms_norm(x, norm, None, None)
     if way == "kernel":
-        return launch_quantized_linear(x, weight, bias, residual, alpha)
+        return _packed_product(x, weight, bias, residual, alpha)
     return product(x, dequantize(weight, x.dtype), bias, residual, alpha)
+
+
+def quantized_row(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    norm: Norm | None,
+    activation: str | None,
+    residual: Tensor | None,
+    alpha: float,
+) -> Tensor:
+    """The product of `fa_serve.ops.linear` for one token on a GPU, with weights for which `has_kernels` is true. One launch."""
+    if _kernel(x, weight) == "portable":
+        return launch_quantized_row(x, weight, bias, norm, activation, residual, alpha)
+    from fa_serve.ops.quantized_few_kernel import few_tile, launch_quantized_few
+
+    tile = few_tile(multiprocessors(x.device, 1), 1, *weight.shape)
+    return launch_quantized_few(x, weight, bias, norm, activation, residual, alpha, tile)
+
+
+def _packed_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float) -> Tensor:
+    """x @ weight.T + bias, (m, n), with weights that are unpacked in registers."""
+    kernel = _kernel(x, weight)
+    num_sms = multiprocessors(x.device, 1)
+    if kernel == "few" and x.shape[0] > 0:
+        from fa_serve.ops.quantized_few_kernel import few_tile, launch_quantized_few
+
+        tile = few_tile(num_sms, x.shape[0], *weight.shape)
+        return launch_quantized_few(x, weight, bias, None, None, residual, alpha, tile)
+    if kernel == "wgmma":
+        from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma, wgmma_tile
+
+        return launch_quantized_wgmma(x, weight, bias, residual, alpha, wgmma_tile(num_sms, x.shape[0], *weight.shape))
+    return launch_quantized_linear(x, weight, bias, residual, alpha)
+
+
+def _kernel(x: Tensor, weight: QuantizedWeight) -> Kernel:
+    """Which kernel multiplies x with a weight that stays packed."""
+    arch = spec.arch_of(x.device) if _COMPILES_GLUON and not weight.data.data_ptr() % 16 else 0
+    n, k = weight.shape
+    return kernel_of(weight.values, (n, k), weight.group_size, x.shape[0], x.dtype, weight.scales.dtype, arch)
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
