@@ -1,4 +1,4 @@
-"""Products of quantised weights with up to 16 tokens on Hopper, in Gluon: weights from registers to `mma.sync`.
+"""Products of quantised weights with up to 8 tokens on Hopper, in Gluon: weights from registers to `mma.sync`.
 
 A program has 16 or 32 rows of weights, and each of its warps sums other columns of them. A thread copies words to shared memory
 asynchronously, several steps ahead, and reads back those that it copied, so warps never wait for each other before the end. Two
@@ -29,16 +29,15 @@ from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.activation_kernel import ACTIVATION_KINDS, activate
 from fa_serve.ops.ops_backend import Norm
 from fa_serve.ops.quantized_primitives import kernel_tensors, kernel_values, weight_facts
-from fa_serve.ops.quantized_weight import QuantizedWeight
+from fa_serve.ops.quantized_weight import QuantizedWeight, Values
 
 
 class FewTile(NamedTuple):
-    """block_n rows of weights by block_m tokens; each of num_warps warps has its own blocks of 32 words of a row.
+    """block_n rows of weights by 8 tokens; each of num_warps warps has its own blocks of 32 words of a row.
 
     num_stages: blocks of a warp that are copied or used at a time
     """
 
-    block_m: int
     block_n: int
     num_warps: int
     num_stages: int
@@ -232,16 +231,16 @@ def _quantized_few(
     GATED: gl.constexpr,
     KIND: gl.constexpr,
     ONE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """out = activation of x @ weights + bias, plus what is asked for, as `quantized_kernel._quantized_row` computes it.
 
-    ONE:   whether M is 1; a norm is applied only then
+    ONE:   whether M, which is at most 8, is 1; a norm is applied only then, and float8 weights are multiplied only then
     GATED: the weights have 2 * N rows. The first half of a program's rows are gates, the other the rows that they multiply.
     """
+    BLOCK_M: gl.constexpr = 8
     WARPS: gl.constexpr = gl.num_warps()
     HALF: gl.constexpr = x_ptr.dtype.element_ty == gl.float16
     WIDTH: gl.constexpr = 128 if VALUES == 0 else 256
@@ -335,20 +334,18 @@ def _quantized_few(
                     x = gl.permute(gl.reshape(x, [WARPS, 2, 4, 2, 2, BLOCK_M]), (0, 1, 3, 2, 4, 5))
                 x = gl.convert_layout(gl.reshape(x, [WARPS, 32, BLOCK_M]), b_layout)
                 w = gl.convert_layout(weights_of_run(found, opaque, run, VALUES, HALF), a_layout)
-                if GROUP < K or VALUES != 0:
-                    total = mma_v2(w, x, total)
-                else:
+                if VALUES == 0:
                     acc = mma_v2(w, x, acc)
-                if VALUES != 0:
+                else:
+                    total = mma_v2(w, x, total)
                     sums = mma_v2(ones, x, sums)
             if VALUES != 0:
                 if zeros_ptr is not None:
                     total -= (zeros[part].to(gl.float32) + 16.0) * sums
                 else:
                     total -= 24.0 * sums
-            if GROUP < K:
-                acc += scales[part].to(gl.float32) * total
-            elif VALUES != 0:
+                if GROUP < K:
+                    total *= scales[part].to(gl.float32)
                 acc += total
         scales = next_scales
         zeros = next_zeros
@@ -431,7 +428,6 @@ def launch_quantized_few(
                 gated,
                 ACTIVATION_KINDS[activation or "silu"],
                 m == 1,
-                tile.block_m,
                 tile.block_n,
                 tile.num_stages,
                 True,
@@ -444,9 +440,20 @@ def launch_quantized_few(
     return out
 
 
-def few_tile(num_sms: int, m: int, n: int, k: int) -> FewTile:
-    """The tile of the product of m tokens with n rows of weights."""
+def few_tile(num_sms: int, m: int, n: int, values: Values) -> FewTile:
+    """The tile of the product of m tokens with n rows of weights.
+
+    Measured on one H200, in us, with weights outside of the L2 cache. 4-bit weights of 28672 x 4096: one token takes 26.9 with 4
+    warps and 2 stages, 27.2 with 3 stages, 35.4 with 8 warps; with a norm and a gate 29.8, 31.5 and 39.7. 8 tokens take 37.8 with
+    32 rows, 41.4 with 16. Smaller weights and float8 were measured in an earlier form of the kernel only, in which blocks of 4-bit
+    weights had 128 columns: one token takes 19.6 with 8 warps and 26.1 with 4 for 4096 x 14336, 10.7 and 10.5 for 6144 x 4096, and 8.4
+    and 9.0 for 4096 x 4096. Float8 weights had the blocks that they have now: 25.6 and 30.5 for 4096 x 14336, 15.2 and 13.2 for
+    6144 x 4096, 45.3 and 42.3 for 28672 x 4096. Times of 8 tokens with 8 warps have not been measured for smaller weights.
+    """
     programs = triton.cdiv(n, 16)
-    if m > 8 and programs >= 8 * num_sms:
-        return FewTile(16, 32, 4, 3)
-    return FewTile(8 if m <= 8 else 16, 16, 8 if programs <= 2 * num_sms else 4, 3)
+    if m > 1 and programs >= 8 * num_sms:
+        return FewTile(32, 4, 2)
+    warps = 8 if programs <= 2 * num_sms else 4
+    if values == "float8":
+        return FewTile(16, warps, 4)
+    return FewTile(16, warps, 3 if warps == 8 else 2)

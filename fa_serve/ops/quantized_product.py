@@ -64,7 +64,7 @@ def quantized_row(
         return launch_quantized_row(x, weight, bias, norm, activation, residual, alpha)
     from fa_serve.ops.quantized_few_kernel import few_tile, launch_quantized_few
 
-    tile = few_tile(multiprocessors(x.device, 1), 1, *weight.shape)
+    tile = few_tile(multiprocessors(x.device, 1), 1, weight.shape[0], weight.values)
     return launch_quantized_few(x, weight, bias, norm, activation, residual, alpha, tile)
 
 
@@ -75,12 +75,12 @@ def _packed_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, res
     if kernel == "few" and x.shape[0] > 0:
         from fa_serve.ops.quantized_few_kernel import few_tile, launch_quantized_few
 
-        tile = few_tile(num_sms, x.shape[0], *weight.shape)
+        tile = few_tile(num_sms, x.shape[0], weight.shape[0], weight.values)
         return launch_quantized_few(x, weight, bias, None, None, residual, alpha, tile)
     if kernel == "wgmma":
         from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma, wgmma_tile
 
-        return launch_quantized_wgmma(x, weight, bias, residual, alpha, wgmma_tile(num_sms, x.shape[0], *weight.shape))
+        return launch_quantized_wgmma(x, weight, bias, residual, alpha, wgmma_tile(num_sms, *weight.shape))
     return launch_quantized_linear(x, weight, bias, residual, alpha)
 
 

@@ -1,4 +1,4 @@
-"""Products of 4-bit weights with about 17 to 128 tokens on Hopper, in Gluon: unpacked weights from registers to `wgmma`.
+"""Products of 4-bit weights with 33 to 64 tokens on Hopper, in Gluon: unpacked weights from registers to `wgmma`.
 
 A program computes a tile of all columns, or of one of several ranges of them, whose sums a second kernel adds in their order. The
 words of a block of 256 columns and the input's columns are copied to shared memory asynchronously, some blocks ahead. A
@@ -28,19 +28,13 @@ from fa_serve.ops.quantized_weight import QuantizedWeight
 
 
 class WgmmaTile(NamedTuple):
-    """block_n rows of weights by block_m tokens, computed by num_warps warps, each with at least 16 rows.
+    """block_n rows of weights by 64 tokens, computed by a warp for each 16 rows.
 
-    num_stages: blocks of 256 columns that are copied or used at a time
-    splits:     ranges of columns that are summed by different programs
-    registers:  the most registers of a thread, so that two programs fit on a multiprocessor; None is no limit
+    splits: ranges of columns that are summed by different programs
     """
 
-    block_m: int
     block_n: int
-    num_warps: int
-    num_stages: int
     splits: int
-    registers: int | None = None
 
 
 @gluon.constexpr_function
@@ -161,12 +155,14 @@ def _quantized_wgmma(
     N: gl.constexpr,
     K: gl.constexpr,
     GROUP: gl.constexpr,
-    BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SPLITS: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
-    """As `quantized_kernel._quantized_linear`: with SPLITS > 1 out is (SPLITS, M, N) float32, without bias and residual."""
+    """As `quantized_kernel._quantized_linear`: with SPLITS > 1 out is (SPLITS, M, N) float32, without bias and residual.
+
+    M is at most 64.
+    """
+    BLOCK_M: gl.constexpr = 64
     WARPS: gl.constexpr = gl.num_warps()
     HALF: gl.constexpr = x_ptr.dtype.element_ty == gl.float16
     BLOCKS: gl.constexpr = (K + 255) // 256
@@ -181,27 +177,22 @@ def _quantized_wgmma(
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     w_shared: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    tiles_m = gl.cdiv(M, BLOCK_M)
-    token = gl.program_id(0) % tiles_m * BLOCK_M
-    split = gl.program_id(0) // tiles_m % SPLITS
-    row = gl.program_id(0) // tiles_m // SPLITS * BLOCK_N
+    split = gl.program_id(0) % SPLITS
+    row = gl.program_id(0) // SPLITS * BLOCK_N
     first = split * SPAN
     count = gl.minimum(SPAN, BLOCKS - first)
     # rows and tokens that do not exist are the last ones, and are not stored
     w_rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, w_copy)), N - 1)
     w_words = gl.arange(0, 32, layout=gl.SliceLayout(0, w_copy))
     w_ptrs = data_ptr + gl.expand_dims(w_rows * (BLOCKS * 32), 1) + gl.expand_dims(w_words, 0)
-    x_rows = gl.minimum(token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_copy)), M - 1)
+    x_rows = gl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_copy)), M - 1)
     columns = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, x_copy)), 0)
     x_ptrs = x_ptr + gl.expand_dims(x_rows * K, 1) + columns
     groups = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, pair_layout)), N - 1) * GROUPS
-    words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, 32], w_shared)
-    tokens = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [2 * STAGES, BLOCK_M, 128], x_shared)
-    for stage in gl.static_range(STAGES - 1):
-        copy_block(words, tokens, stage, w_ptrs, x_ptrs, columns, first + stage, stage < count, K)
+    words = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 32], w_shared)
+    tokens = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [4, BLOCK_M, 128], x_shared)
+    copy_block(words, tokens, 0, w_ptrs, x_ptrs, columns, first, count > 0, K)
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=mma)
-    stage = 0
-    into = STAGES - 1
     for step in range(0, count):
         block = first + step
         scales = load_parts(scales_ptr, groups, block * 256, 0.0, GROUPS, GROUP, PARTS, HALF)
@@ -211,20 +202,18 @@ def _quantized_wgmma(
             zeros = ()
             for _ in gl.static_range(PARTS):
                 zeros += (gl.full([BLOCK_N, 1], 0x4E004E00 if HALF else 0x41C041C0, gl.int32, layout=pair_layout),)
-        async_copy.wait_group(STAGES - 2)
+        async_copy.wait_group(0)
         fence_async_shared()
         sync_threads()
-        ahead = step + STAGES - 1
-        copy_block(words, tokens, into, w_ptrs, x_ptrs, columns, first + ahead, ahead < count, K)
+        stage = step % 2
+        copy_block(words, tokens, 1 - stage, w_ptrs, x_ptrs, columns, block + 1, step + 1 < count, K)
         found = words.index(stage).load(w_layout)
         for half in gl.static_range(2):
             w = gl.convert_layout(weights_of_half(found, zeros, scales, pair_layout, half == 1, HALF), a_layout)
             acc = warpgroup_mma(w, tokens.index(2 * stage + half).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        into = gl.where(into == STAGES - 1, 0, into + 1)
     o_row = gl.expand_dims(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma)), 1)
-    o_token = gl.expand_dims(token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma)), 0)
+    o_token = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma)), 0)
     stored = (o_row < N) & (o_token < M)
     if bias_ptr is not None:
         acc += gl.load(bias_ptr + o_row, mask=o_row < N, other=0.0).to(gl.float32)
@@ -250,10 +239,10 @@ def launch_quantized_wgmma(
     if run is None:
         launch = Launch(
             _quantized_wgmma,
-            triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n) * tile.splits,
+            triton.cdiv(n, tile.block_n) * tile.splits,
             varying=(m, alpha),
-            fixed=(n, k, weight.group_size, tile.block_m, tile.block_n, tile.splits, tile.num_stages),
-            options={"num_warps": tile.num_warps, "maxnreg": tile.registers},
+            fixed=(n, k, weight.group_size, tile.block_n, tile.splits),
+            options={"num_warps": tile.block_n // 16},
         )
         run = PLANS.add(key, launch)
     if tile.splits == 1:
@@ -264,11 +253,16 @@ def launch_quantized_wgmma(
     return launch_sum_splits(sums, bias, residual, out, alpha)
 
 
-def wgmma_tile(num_sms: int, m: int, n: int, k: int) -> WgmmaTile:
-    """The tile of the product of m tokens with n rows of weights."""
-    block_m = 64
-    programs = triton.cdiv(m, block_m) * triton.cdiv(n, 128)
+def wgmma_tile(num_sms: int, n: int, k: int) -> WgmmaTile:
+    """The tile of the product of 33 to 64 tokens with n rows of weights.
+
+    This form of the kernel has been tested on an H200 and has not been timed. In an earlier form with the same rows, tokens, warps
+    and splits, and with four stages of 128 columns instead of two of 256, 64 tokens took 44.8 us with 128 rows and 51.3 with 64 rows
+    for 28672 x 4096, with one range of columns; with four ranges 14.2 and 16.2 for 6144 x 4096, 30.7 and 25.6 for 4096 x 14336.
+    """
+    block_n = 128 if 4 * triton.cdiv(n, 128) >= num_sms else 64
+    programs = triton.cdiv(n, block_n)
     splits = 1
-    while splits < 8 and programs * splits < num_sms and k >= 2048 * splits:
+    while splits < 4 and programs * splits < num_sms and k >= 2048 * splits:
         splits *= 2
-    return WgmmaTile(block_m, 128, 8, 2, splits, 128)
+    return WgmmaTile(block_n, splits)
