@@ -4,9 +4,10 @@
     explain(is_packed=True, by_row=False, dtype=torch.bfloat16, device="cuda", arch=90)      # for people
 
 A few tokens take the kernel that unpacks weights in registers. Many tokens take the unpacked matrix and PyTorch's product,
-because unpacking once is then cheap beside the product. Hopper has kernels of its own for some numbers of few tokens. Float8 weights with a scale for each row are multiplied with
-activations that are rounded to float8 as well, on GPUs where `torch._scaled_mm` does that. Input in float32 is never rounded.
-This module imports no Triton, so that `fa-serve info` runs anywhere. Left out: the products (quantized_product.py).
+because unpacking once is then cheap beside the product. Other kernels serve some numbers of few tokens on Hopper. Float8
+weights with a scale for each row are multiplied with activations that are rounded to float8 as well, on GPUs where
+`torch._scaled_mm` does that. Input in float32 is never rounded. This module imports no Triton, so that `fa-serve info` runs
+anywhere. Left out: the products (quantized_product.py).
 """
 
 from __future__ import annotations
@@ -70,11 +71,12 @@ def kernel_of(
     scales:     dtype of the weights' scales
     arch:       90 on Hopper where Gluon compiles the kernels written in it, else anything else
 
-    In us on one H200, by the Hopper kernel and by the portable one, with weights outside of the L2 cache. 4-bit weights in groups of
-    128, 28672 x 4096: one token 26.9, 40.9, with a norm and a gate 29.8, 54.8; 8 tokens 37.8, 58.8; 16 tokens 60.0, 60.0. In earlier
-    forms of the kernels, 64 tokens: 28672 x 4096 44.8, 74.7; 4096 x 14336 25.6, 44.1; 6144 x 4096 14.2, 20.6. One token with float8
-    weights that have a scale for each row, in an earlier form as well: 42.3, 54.9; 25.6, 45.2; 13.2, 15.6. Float8 weights in
-    blocks have not been compared for one token, and lose with 16: 64.2, 57.4; 60.0, 34.2; 19.3, 15.3.
+    In us on one H200, by the Hopper kernel and by the portable one, with weights outside of the L2 cache. 4-bit weights in
+    groups of 128, 28672 x 4096: one token 26.9, 40.9, with a norm and a gate 29.8, 54.8; 8 tokens 37.8, 58.8; 16 tokens 60.0,
+    60.0. In earlier forms of the kernels (other layouts of words, other stages), 64 tokens: 28672 x 4096 44.8, 74.7; 4096 x
+    14336 25.6, 44.1; 6144 x 4096 14.2, 20.6. One token with float8 weights that have a scale for each row, in an earlier form
+    as well: 42.3, 54.9; 25.6, 45.2; 13.2, 15.6. Float8 weights in blocks have not been compared for one token, and lose with
+    16: 64.2, 57.4; 60.0, 34.2; 19.3, 15.3.
     """
     n, k = shape
     if arch != 90 or dtype not in HALVES or n * k >= _MOST_WEIGHTS:
@@ -84,7 +86,7 @@ def kernel_of(
     # a part of a block of 256 columns has one group
     if values != "int4" or not (group_size >= k or group_size % 256 == 0 or group_size in (32, 64, 128)):
         return "portable"
-    if num_tokens <= FEW_TOKENS:
+    if 0 < num_tokens <= FEW_TOKENS:
         return "few" if k <= _FEW_COLUMNS else "portable"
     # scales are rounded to the input's dtype, and float16 may not hold scales of another one
     exact = dtype == torch.bfloat16 or scales == dtype
@@ -102,13 +104,12 @@ def explain(is_packed: bool, by_row: bool, dtype: torch.dtype, device: str, arch
     dequantized = "PyTorch with dequantised weights"
     if device != "cuda" or not (is_packed or converts_float8(arch)):
         return dequantized
-    hopper = ""
-    if arch == 90 and dtype in HALVES and (is_packed or by_row):
-        hopper = f" (kernels for Hopper: up to {FEW_TOKENS}, and {WGMMA_TOKENS[0]} to {WGMMA_TOKENS[-1]})"
-        if not is_packed:
-            hopper = " (kernel for Hopper: one token)"
     if choose(is_packed, by_row, 2, dtype, arch) == "scaled_mm":
+        hopper = " (kernel for Hopper)" if arch == 90 else ""
         return f"triton for one token{hopper}, torch._scaled_mm for more"
+    hopper = ""
+    if is_packed and arch == 90 and dtype in HALVES:
+        hopper = f" (kernels for Hopper: up to {FEW_TOKENS}, and {WGMMA_TOKENS[0]} to {WGMMA_TOKENS[-1]})"
     return f"triton for few tokens{hopper}, {dequantized} for more"
 
 

@@ -3,13 +3,14 @@
 A program has 16 or 32 rows of weights, and each of its warps sums other columns of them. A thread copies words to shared memory
 asynchronously, several steps ahead, and reads back those that it copied, so warps never wait for each other before the end. Two
 instructions make a pair of bfloat16 or float16 numbers of 4-bit values: bits are moved below the exponent of 16, so that the
-numbers are 16 + value, exactly. What that adds to a sum is (16 + zero point) times the sum of the inputs, which a product with ones
-gives. A pair of float8 numbers takes four instructions: their bits are moved below the exponent and multiplied by a power of two.
-NaN, which no checkpoint has, becomes 480.
+numbers are 16 + value, exactly. What that adds to a sum is (16 + zero point) times the sum of the inputs, which a product with
+ones gives. A pair of float8 numbers takes four instructions: their bits are moved below the exponent and multiplied by a power
+of two. NaN, which no checkpoint has, becomes 480.
 
 Tensor cores add products in any order of the columns, so a thread multiplies the columns that it has, and the input is
-rearranged: `column_of` says how. One token is kept in shared memory, with its norm applied, and is gathered there once. Left out:
-the portable kernels (quantized_kernel.py), which serve everything else, and when this kernel is used (quantized_choice.py).
+rearranged: `column_of` says how. One token is kept in shared memory, with its norm applied, and is gathered there once. Left
+out: the portable kernels (quantized_kernel.py), which serve everything else, and when this kernel is used
+(quantized_choice.py).
 """
 
 from __future__ import annotations
@@ -209,6 +210,12 @@ def store_token(
         token.index(step).store(x)
 
 
+@gluon.jit
+def row_of(row, N: gl.constexpr, STORED: gl.constexpr):
+    """Which row of weights a program's row is. Rows that do not exist are the last one, and are not stored."""
+    return gl.minimum(gl.program_id(0) * STORED + row % STORED, N - 1) + row // STORED * N
+
+
 @gluon.jit(do_not_specialize=["M"])
 def _quantized_few(
     x_ptr,
@@ -247,7 +254,6 @@ def _quantized_few(
     BLOCKS: gl.constexpr = (K + WIDTH - 1) // WIDTH
     STEPS: gl.constexpr = (BLOCKS + WARPS - 1) // WARPS
     PARTS: gl.constexpr = WIDTH // GROUP if GROUP < WIDTH else 1
-    ROWS: gl.constexpr = 2 * N if GATED else N
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     STORED: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -263,7 +269,7 @@ def _quantized_few(
     w_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, w_layout))))
     w_part = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, w_layout))))
     w_word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(0, w_layout))))
-    w_row = row_of(w_row, N, GATED, STORED, ROWS)
+    w_row = row_of(w_row, N, STORED)
     w_block = gl.expand_dims(along(w_warp, 0), 3)
     w_ptrs = data_ptr + w_block * 32 + gl.expand_dims(along(w_part, 1), 3) * 16
     w_ptrs = w_ptrs + gl.expand_dims(along(w_row, 2), 3) * (BLOCKS * 32)
@@ -277,7 +283,7 @@ def _quantized_few(
         async_copy.commit_group()
 
     g_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
-    g_row = along(row_of(g_row, N, GATED, STORED, ROWS), 1)
+    g_row = along(row_of(g_row, N, STORED), 1)
     g_start = along(gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma))) * WIDTH, 0)
     scales = ()
     zeros = ()
@@ -354,7 +360,7 @@ def _quantized_few(
 
     y = gl.sum(acc, 0)
     rows = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))
-    rows = gl.expand_dims(row_of(rows, N, GATED, STORED, ROWS), 1)
+    rows = gl.expand_dims(row_of(rows, N, STORED), 1)
     if GROUP >= K:
         y *= gl.load(scales_ptr + rows).to(gl.float32)
     if bias_ptr is not None:
@@ -370,17 +376,6 @@ def _quantized_few(
     if residual_ptr is not None:
         y = gl.load(residual_ptr + tokens * N + row, mask=stored, other=0.0).to(gl.float32) + alpha * y
     gl.store(out_ptr + tokens * N + row, y.to(out_ptr.dtype.element_ty), mask=stored)
-
-
-@gluon.jit
-def row_of(row, N: gl.constexpr, GATED: gl.constexpr, STORED: gl.constexpr, ROWS: gl.constexpr):
-    """Which row of weights a program's row is. Rows that do not exist are the last one, and are not stored."""
-    first = gl.program_id(0) * STORED
-    if GATED:
-        found = gl.minimum(first + row % STORED, N - 1) + row // STORED * N
-    else:
-        found = gl.minimum(first + row, ROWS - 1)
-    return found
 
 
 def launch_quantized_few(
@@ -443,12 +438,13 @@ def launch_quantized_few(
 def few_tile(num_sms: int, m: int, n: int, values: Values) -> FewTile:
     """The tile of the product of m tokens with n rows of weights.
 
-    Measured on one H200, in us, with weights outside of the L2 cache. 4-bit weights of 28672 x 4096: one token takes 26.9 with 4
-    warps and 2 stages, 27.2 with 3 stages, 35.4 with 8 warps; with a norm and a gate 29.8, 31.5 and 39.7. 8 tokens take 37.8 with
-    32 rows, 41.4 with 16. Smaller weights and float8 were measured in an earlier form of the kernel only, in which blocks of 4-bit
-    weights had 128 columns: one token takes 19.6 with 8 warps and 26.1 with 4 for 4096 x 14336, 10.7 and 10.5 for 6144 x 4096, and 8.4
-    and 9.0 for 4096 x 4096. Float8 weights had the blocks that they have now: 25.6 and 30.5 for 4096 x 14336, 15.2 and 13.2 for
-    6144 x 4096, 45.3 and 42.3 for 28672 x 4096. Times of 8 tokens with 8 warps have not been measured for smaller weights.
+    Measured on one H200, in us, with weights outside of the L2 cache. 4-bit weights of 28672 x 4096: one token takes 26.9 with
+    4 warps and 2 stages, 27.2 with 3 stages, 35.4 with 8 warps; with a norm and a gate 29.8, 31.5 and 39.7. 8 tokens take 37.8
+    with 32 rows, 41.4 with 16. Smaller weights and float8 were measured in an earlier form of the kernel only, in which blocks
+    of 4-bit weights had 128 columns: one token takes 19.6 with 8 warps and 26.1 with 4 for 4096 x 14336, 10.7 and 10.5 for 6144
+    x 4096, and 8.4 and 9.0 for 4096 x 4096. Float8 weights had the blocks that they have now: 25.6 and 30.5 for 4096 x 14336,
+    15.2 and 13.2 for 6144 x 4096, 45.3 and 42.3 for 28672 x 4096. Times of 8 tokens with 8 warps have not been measured for
+    smaller weights.
     """
     programs = triton.cdiv(n, 16)
     if m > 1 and programs >= 8 * num_sms:

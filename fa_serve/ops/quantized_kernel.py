@@ -10,7 +10,7 @@ result does not change from one call to the next. Left out: activations in float
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton

@@ -1,9 +1,9 @@
 """Products of 4-bit weights with 33 to 64 tokens on Hopper, in Gluon: unpacked weights from registers to `wgmma`.
 
-A program computes a tile of all columns, or of one of several ranges of them, whose sums a second kernel adds in their order. The
-words of a block of 256 columns and the input's columns are copied to shared memory asynchronously, some blocks ahead. A
-thread reads neighbouring pairs of words, makes pairs of numbers 16 + value of them (see quantized_few_kernel.py), subtracts
-16 + zero point, which is exact, and multiplies by the scale in the input's dtype. The weights are then rounded, as those of the
+A program computes a tile of all columns, or of one of several ranges of them, whose sums a second kernel adds in their order.
+The words of a block of 256 columns and the input's columns are copied to shared memory asynchronously, one block ahead. A
+thread reads neighbouring pairs of words, makes pairs of numbers 16 + value of them (see quantized_few_kernel.py), subtracts 16 and
+the zero point, which is exact, and multiplies by the scale in the input's dtype. The weights are then rounded, as those of the
 unpacked matrix are. Left out: an input in another order of columns, which the caller rearranges.
 """
 
@@ -109,7 +109,7 @@ def weights_of_half(words, zeros, scales, LAYOUT: gl.constexpr, UPPER: gl.conste
         scale, _ = gl.broadcast(scales[(FIRST + run) * PARTS // 8], t)
         zero, _ = gl.broadcast(zeros[(FIRST + run) * PARTS // 8], t)
         pairs += (weight_pairs(t, zero, scale, run, HALF),)
-    joined = gl.join(gl.join(pairs[0], pairs[2]), gl.join(pairs[1], pairs[3]))
+    joined = gl.join(gl.join(pairs[0], pairs[2]), gl.join(pairs[1], pairs[3]))  # type: ignore[misc]
     dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     lower = joined.to(gl.int16).to(dtype, bitcast=True)
     upper = (joined >> 16).to(gl.int16).to(dtype, bitcast=True)
@@ -256,9 +256,10 @@ def launch_quantized_wgmma(
 def wgmma_tile(num_sms: int, n: int, k: int) -> WgmmaTile:
     """The tile of the product of 33 to 64 tokens with n rows of weights.
 
-    This form of the kernel has been tested on an H200 and has not been timed. In an earlier form with the same rows, tokens, warps
-    and splits, and with four stages of 128 columns instead of two of 256, 64 tokens took 44.8 us with 128 rows and 51.3 with 64 rows
-    for 28672 x 4096, with one range of columns; with four ranges 14.2 and 16.2 for 6144 x 4096, 30.7 and 25.6 for 4096 x 14336.
+    This form of the kernel has been tested on an H200 and has not been timed. In an earlier form with the same rows, tokens,
+    warps and splits, and with four stages of 128 columns instead of two of 256, 64 tokens took 44.8 us with 128 rows and 51.3
+    with 64 rows for 28672 x 4096, with one range of columns; with four ranges 14.2 and 16.2 for 6144 x 4096, 30.7 and 25.6 for
+    4096 x 14336.
     """
     block_n = 128 if 4 * triton.cdiv(n, 128) >= num_sms else 64
     programs = triton.cdiv(n, block_n)

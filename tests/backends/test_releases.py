@@ -75,8 +75,9 @@ def test_the_portable_kernels(target: str) -> None:
 
 
 def test_products_of_quantised_weights_on_hopper() -> None:
-    """The loops have as many instructions for a weight as those that were measured, and registers suffice."""
-    n, k = 512, 2048
+    """All tiles of the kernels for Hopper: they multiply with tensor cores, and registers suffice."""
+    n = 512
+    k = 2048
     int4 = int4_weight(n, k, group_size=128, zeros=True, dtype=torch.bfloat16)
     float8 = float8_weight(n, k, group_size=k)
     x = torch.zeros(64, k, dtype=torch.bfloat16)

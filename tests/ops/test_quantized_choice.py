@@ -35,7 +35,7 @@ def test_the_way(packed: bool, by_row: bool, tokens: int, dtype: torch.dtype, ar
     [
         (True, False, "cpu", 0, "PyTorch with dequantised weights"),
         (True, False, "cuda", 80, "triton for few tokens, PyTorch with dequantised weights for more"),
-        (False, True, "cuda", 90, "triton for one token (kernel for Hopper: one token), torch._scaled_mm for more"),
+        (False, True, "cuda", 90, "triton for one token (kernel for Hopper), torch._scaled_mm for more"),
         (
             True,
             False,
@@ -59,7 +59,7 @@ def test_many_tokens_unpack_the_matrix_once() -> None:
 INT4 = {"values": "int4", "shape": (28672, 4096), "group_size": 128, "scales": torch.bfloat16}
 FLOAT8 = {"values": "float8", "shape": (6144, 4096), "group_size": 4096, "scales": torch.float32}
 FLOAT4 = INT4 | {"values": "float4", "group_size": 32}
-BY_TOKENS = {1: "few", 8: "few", 9: "portable", 32: "portable", 33: "wgmma", 64: "wgmma", 65: "portable"}
+BY_TOKENS = {0: "portable", 1: "few", 8: "few", 9: "portable", 32: "portable", 33: "wgmma", 64: "wgmma", 65: "portable"}
 NONE = dict.fromkeys((1, 8, 33, 64), "portable")
 
 

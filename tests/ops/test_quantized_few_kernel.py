@@ -29,11 +29,14 @@ INT4 = {
 @pytest.mark.parametrize("name", INT4)
 def test_products_of_4_bit_weights(name: str, m: int, dtype: torch.dtype) -> None:
     """Rows and columns that do not fill a tile, with a bias and a residual."""
-    n, k = 37, 1300
+    n = 37
+    k = 1300
     weight = int4_weight(n, k, dtype=dtype, **INT4[name])
-    x, bias, residual = randn(m, k, dtype=dtype), randn(n, dtype=dtype, seed=1), randn(m, n, dtype=dtype, seed=2)
-    wide = (x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
-    exact, eager = EXACT.linear(*wide), EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5)
+    x = randn(m, k, dtype=dtype)
+    bias = randn(n, dtype=dtype, seed=1)
+    residual = randn(m, n, dtype=dtype, seed=2)
+    exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
+    eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5)
     with emulated(quantized_few_kernel):
         y = launch_quantized_few(x, weight, bias, None, None, residual, 0.5, FewTile(32 if m > 1 else 16, 4, 2))
     assert_matches_reference(y, exact, eager)
@@ -42,12 +45,14 @@ def test_products_of_4_bit_weights(name: str, m: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("name", ["int4", "float8"])
 def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype) -> None:
-    n, k = 21, 1152
+    n = 21
+    k = 1152
     if name == "int4":
         weight = int4_weight(2 * n, k, group_size=64, zeros=True, act_order=True, dtype=dtype)
     else:
         weight = float8_weight(2 * n, k, group_size=k)
-    x, norm = 100 * randn(1, k, dtype=dtype), randn(k, dtype=dtype, seed=3)
+    x = 100 * randn(1, k, dtype=dtype)
+    norm = randn(k, dtype=dtype, seed=3)
     activation = ops.ACTIVATIONS[0]
     exact = EXACT.linear(x.double(), weight, None, Norm(norm.double(), 1e-5, 1.0), activation, None, 1.0)
     eager = EXACT.linear(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0)

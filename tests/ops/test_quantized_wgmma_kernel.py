@@ -20,6 +20,7 @@ WEIGHTS = {
     "G32-zeros-act-order": {"group_size": 32, "zeros": True, "act_order": True},
     "G512-zeros": {"group_size": 512, "zeros": True},
     "row": {"group_size": 4096},
+    "G128-scales-in-float16": {"group_size": 128, "dtype": torch.float16},
 }
 
 
@@ -27,11 +28,15 @@ WEIGHTS = {
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products(name: str, dtype: torch.dtype) -> None:
     """Rows, tokens and columns that do not fill a tile, with a bias and a residual."""
-    m, n, k = 33, 101, 1304
-    weight = int4_weight(n, k, dtype=dtype, **WEIGHTS[name])
-    x, bias, residual = randn(m, k, dtype=dtype), randn(n, dtype=dtype, seed=1), randn(m, n, dtype=dtype, seed=2)
-    wide = (x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
-    exact, eager = EXACT.linear(*wide), EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5)
+    m = 33
+    n = 101
+    k = 1304
+    weight = int4_weight(n, k, **({"dtype": dtype} | WEIGHTS[name]))
+    x = randn(m, k, dtype=dtype)
+    bias = randn(n, dtype=dtype, seed=1)
+    residual = randn(m, n, dtype=dtype, seed=2)
+    exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
+    eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5)
     with emulated(quantized_wgmma_kernel):
         y = launch_quantized_wgmma(x, weight, bias, residual, 0.5, WgmmaTile(64, 1))
     assert_matches_reference(y, exact, eager)
