@@ -96,7 +96,7 @@ class _Copies:
         self.open: list[Callable[[], None]] = []
         self.groups: list[list[Callable[[], None]]] = []
 
-    def async_copy_global_to_shared(self, target: _Shared, source: _Pointer, mask: Any = None) -> None:
+    def copy_to_shared(self, target: _Shared, source: _Pointer, mask: Any = None) -> None:
         self.open.append(lambda: target.store(source.load(mask)))
 
     def commit_group(self) -> None:
@@ -227,9 +227,8 @@ def emulated(module: types.ModuleType) -> Iterator[None]:
         pointers = [None if x is None else _Pointer(x) for x in tensors]
         for program in range(self._grid[0]):
             language = _language(program, self._options["num_warps"])
-            with mock.patch.multiple(
-                module, gl=language, **({"async_copy": _Copies()} if hasattr(module, "async_copy") else {})
-            ):
+            copies = _Copies()
+            with mock.patch.multiple(module, gl=language, async_copy=copies, copy_to_shared=copies.copy_to_shared):
                 self._kernel(*pointers, *late, *self._numbers)
 
     replaced = functions | {name: x for name, x in others.items() if hasattr(module, name)}

@@ -24,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from fa_serve.backends.hopper.gluon_names import copy_to_shared
 from fa_serve.backends.launch import Launch, launch_options
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
@@ -277,9 +278,7 @@ def _quantized_few(
     ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, 2, BLOCK_N, 16], w_shared)
     # no kernel writes weights, so they may be loaded before the previous kernel ends
     for stage in gl.static_range(STAGES - 1):
-        async_copy.async_copy_global_to_shared(
-            ring.index(stage), w_ptrs + stage * (WARPS * 32), mask=w_block + stage * WARPS < BLOCKS
-        )
+        copy_to_shared(ring.index(stage), w_ptrs + stage * (WARPS * 32), mask=w_block + stage * WARPS < BLOCKS)
         async_copy.commit_group()
 
     g_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
@@ -311,7 +310,7 @@ def _quantized_few(
         async_copy.wait_group(STAGES - 2)
         found = words_of_runs(ring.index(stage).load(w_layout), VALUES)
         ahead = (step + STAGES - 1) * WARPS
-        async_copy.async_copy_global_to_shared(ring.index(into), w_ptrs + ahead * 32, mask=w_block + ahead < BLOCKS)
+        copy_to_shared(ring.index(into), w_ptrs + ahead * 32, mask=w_block + ahead < BLOCKS)
         async_copy.commit_group()
         next_start = g_start + (step + 1) * (WARPS * WIDTH)
         next_scales = scales

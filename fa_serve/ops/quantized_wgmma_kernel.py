@@ -2,9 +2,9 @@
 
 A program computes a tile of all columns, or of one of several ranges of them, whose sums a second kernel adds in their order.
 The words of a block of 256 columns and the input's columns are copied to shared memory asynchronously, one block ahead. A
-thread reads neighbouring pairs of words, makes pairs of numbers 16 + value of them (see quantized_few_kernel.py), subtracts 16 and
-the zero point, which is exact, and multiplies by the scale in the input's dtype. The weights are then rounded, as those of the
-unpacked matrix are. Left out: an input in another order of columns, which the caller rearranges.
+thread reads neighbouring pairs of words, makes pairs of numbers 16 + value of them (see quantized_few_kernel.py), subtracts 16
+and the zero point, which is exact, and multiplies by the scale in the input's dtype. The weights are then rounded, as those of
+the unpacked matrix are. Left out: an input in another order of columns, which the caller rearranges.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from fa_serve.backends.hopper.gluon_names import sync_threads
+from fa_serve.backends.hopper.gluon_names import copy_to_shared, sync_threads
 from fa_serve.backends.launch import Launch
 from fa_serve.backends.plan import PLANS
 from fa_serve.ops.quantized_kernel import launch_sum_splits
@@ -132,12 +132,10 @@ def load_parts(
 @gluon.jit
 def copy_block(words, tokens, stage, w_ptrs, x_ptrs, columns, block, inside, K: gl.constexpr):
     """Begin to copy a block of 256 columns: its words, and twice 128 columns of the input. Columns from K on are 0."""
-    async_copy.async_copy_global_to_shared(words.index(stage), w_ptrs + block * 32, mask=inside)
+    copy_to_shared(words.index(stage), w_ptrs + block * 32, mask=inside)
     for half in gl.static_range(2):
         start = block * 256 + 128 * half
-        async_copy.async_copy_global_to_shared(
-            tokens.index(2 * stage + half), x_ptrs + start, mask=inside & (columns + start < K)
-        )
+        copy_to_shared(tokens.index(2 * stage + half), x_ptrs + start, mask=inside & (columns + start < K))
     async_copy.commit_group()
 
 
