@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.ops.quantized_kernel import launch_dequantize
-from fa_serve.ops.quantized_weight import QuantizedWeight, quantize_float8
+from fa_serve.ops.quantized_weight import quantize_float8
 from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
