@@ -30,13 +30,7 @@ from fa_serve.backends.launch import Launch, launch_options, multiprocessors, wi
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.float8_conversions import widen
 from fa_serve.backends.triton.key_pages import key_offsets, read_pages
-from fa_serve.backends.triton.primitives import (
-    LOG2E,
-    finish_softmax,
-    online_softmax_update,
-    softmax_update_by_columns,
-    wait_for_previous_kernel,
-)
+from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, online_softmax_update, wait_for_previous_kernel
 from fa_serve.backends.triton.splits import (
     COUNTS,
     SplitCounts,
@@ -65,7 +59,6 @@ class LatentVariant:
     precision:  input precision of the products
     ptx:        inline PTX is available
     converts:   float16 numbers become bfloat16 numbers by one instruction
-    by_rows:    queries are the rows of scores; else keys are
     tile_block: the width of the prefix sum that finds a prompt's tile, 0 for decoding
     """
 
@@ -78,7 +71,6 @@ class LatentVariant:
     precision: str
     ptx: bool
     converts: bool
-    by_rows: bool
     tile_block: int
 
 
@@ -121,7 +113,7 @@ def _walk(q, span, k_ptr, table_ptr, positions, kv_len, factor, window_right, st
     offs_c = tl.arange(0, BLOCK_C)
     offs_r = tl.arange(0, var.block_rest)
     offs_n = tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_M, BLOCK_C] if var.by_rows else [BLOCK_C, BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     inner_end = kv_len // BLOCK_N
@@ -138,27 +130,15 @@ def _walk(q, span, k_ptr, table_ptr, positions, kv_len, factor, window_right, st
         c = tl.load(row_ptrs + offs_c[None, :], mask=owned[:, None] & (offs_c < DIM_C)[None, :], other=0.0)
         r = tl.load(row_ptrs + (DIM_C + offs_r)[None, :], mask=owned[:, None] & (offs_r < var.rest)[None, :], other=0.0)
         c = _widened(c, q_c.dtype, var)
-        r = _widened(r, q_r.dtype, var)
-        if var.by_rows:
-            s = tl.dot(q_r, tl.trans(r), input_precision=var.precision)
-            s = tl.dot(q_c, tl.trans(c), s, input_precision=var.precision)
-        else:
-            s = tl.dot(r, tl.trans(q_r), input_precision=var.precision)
-            s = tl.dot(c, tl.trans(q_c), s, input_precision=var.precision)
+        s = tl.dot(q_r, tl.trans(_widened(r, q_r.dtype, var)), input_precision=var.precision)
+        s = tl.dot(q_c, tl.trans(c), s, input_precision=var.precision)
         if block >= inner_end:
-            keys = cols[None, :] if var.by_rows else cols[:, None]
-            keep = keys < kv_len
+            keep = owned[None, :]
             if var.has_right:
-                keep = keep & (keys <= (positions[:, None] if var.by_rows else positions[None, :]) + window_right)
+                keep = keep & (cols[None, :] <= positions[:, None] + window_right)
             s = tl.where(keep, s, float("-inf"))
-        if var.by_rows:
-            p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
-            acc = tl.dot(p.to(c.dtype), c, acc * alpha[:, None], input_precision=var.precision)
-        else:
-            p, row_max, row_sum, alpha = softmax_update_by_columns(s, factor, row_max, row_sum)
-            acc = tl.dot(tl.trans(c), p.to(c.dtype), acc * alpha[None, :], input_precision=var.precision)
-    if not var.by_rows:
-        acc = tl.trans(acc)
+        p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
+        acc = tl.dot(p.to(c.dtype), c, acc * alpha[:, None], input_precision=var.precision)
     return acc, row_max, row_sum
 
 
@@ -383,11 +363,7 @@ class _LatentPlan:
             ),
             strides=(*k.stride()[:3], *out_strides, *q.stride()[:2]),
             fixed=(variant,),
-            options={
-                **launch_options(variant.split.pdl, tiles.num_warps),
-                "num_stages": tiles.num_stages,
-                **({"maxnreg": tiles.registers} if tiles.registers else {}),
-            },
+            options={**launch_options(variant.split.pdl, tiles.num_warps), "num_stages": tiles.num_stages},
         )
         if tiles.balanced or tiles.splits > 1:
             self._split_size = counts.buffer_size(variant.split)
@@ -414,11 +390,6 @@ class _LatentPlan:
 def _takes(out: Tensor | None) -> bool:
     """Whether the kernel can write to this tensor."""
     return out is not None and out.stride(2) == 1
-
-
-def _queries_are_rows(tiles: DecodeTiles) -> bool:
-    """Whether scores have queries as rows. Keys as rows, for few queries, are not measured yet."""
-    return tiles.block_m > 0
 
 
 def _variant(
@@ -449,6 +420,5 @@ def _variant(
         precision="ieee" if tensors.q.dtype == torch.float32 else "tf32",
         ptx=arch >= 89,
         converts=arch >= 90,
-        by_rows=_queries_are_rows(tiles),
         tile_block=tile_block,
     )
