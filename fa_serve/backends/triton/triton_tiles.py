@@ -1,8 +1,8 @@
 """Which tiles the portable kernels use: pure functions of what the host knows. Nothing is tuned on the serving path.
 
-`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `latent_tiles` for latent attention,
-`combine_tiles` for merging splits, and `sparse_tiles` for block-sparse calls. Each branch carries the measurement behind it.
-`bench_attention.py tune` and `tune_decode.py` in benchmarks/ repeat them.
+`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for merging splits, and
+`sparse_tiles` for block-sparse calls; `latent.latent_tiles` stands beside its kernel. Each branch carries the measurement behind
+it. `bench_attention.py tune` and `tune_decode.py` in benchmarks/ repeat them.
 """
 
 from __future__ import annotations
@@ -285,59 +285,6 @@ def _decode_resources(
     if block_m > 16 or arch not in (90, 100):
         found = _Resources(min(found.block_n, 64), max(found.num_warps, 4), 2 if block_m > 16 else 4, 0, 2)
     return found
-
-
-@lru_cache(maxsize=4096)
-def latent_tiles(
-    arch: int,
-    num_sms: int,
-    itemsize: int,
-    head_dim_v: int,
-    groups: int,
-    num_kv_heads: int,
-    batch: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_splits: int,
-    *,
-    float8: bool = False,
-) -> DecodeTiles:
-    """The tile of one call of latent attention, with arguments as in `decode_tiles`. Queries are the rows of every tile.
-
-    Each tile has the most rows, then the most keys, with which the compiled inner loop does not spill registers and fits in the
-    shared memory of the GPU. The accumulator spills with 64 rows on sm100 and with 128 on sm90. With 64 rows, 128 query heads read
-    each key twice, the second time from the L2 cache. Only sm90 is measured, on one H200: us for 64 x 8192, 1 x 131072 and 128 (16
-    heads: 16) x 1024 keys, with 8 warps. With 2 stages, the keys of a block arrive while nothing else runs.
-
-        128 heads, bfloat16: 32 keys, 3 stages 600 | 158 | 192; 2 stages 752 | 193 | 234; 64 keys, 2 stages 592 | 158 | 181, but they
-                             spill in the inner loop
-        16 heads, bfloat16:  64 keys, 3 stages 186 | 61 | 18; 32 keys, 5 stages 254 | 82 | 20; 2 stages 355 | 120 | 21
-        128 heads, float8:   32 keys, 4 stages 803 | 206 | 243; 2 stages 930 | 238 | 277
-        16 heads, float8:    64 keys, 4 stages 371 | 108 | 22; 32 keys, 4 stages 462 | 135 | 25
-
-    float8: the cache is float8_e4m3fn. Without wgmma, 32 keys are then converted one by one and spill
-    """
-    rows = groups if num_splits else groups * max_seqlen_q
-    most = 16 if itemsize == 4 or arch == 0 else 64 if arch == 90 else 32
-    block_m = min(most, max(16, 1 << (rows - 1).bit_length()))
-    small = arch not in (80, 90, 100, 103) and padded_dim(head_dim_v) > 256  # at most 99 KiB of shared memory
-    block_n = 16 if itemsize == 4 or small or (float8 and arch != 90) else 32
-    in_registers = itemsize == 4 and arch == 0
-    num_stages = 1 if itemsize == 4 or arch == 0 else 2
-    if arch == 90 and itemsize == 2:
-        block_n = 32 if block_m == 64 else 64
-        num_stages = 4 if float8 else 3
-    tiles = DecodeTiles(block_m, block_n, 4 if in_registers else 8, num_stages, num_splits, balanced=False)
-    if num_splits:
-        return tiles
-    units = num_kv_heads * triton.cdiv(groups * max_seqlen_q, block_m)
-    max_blocks = triton.cdiv(max_seqlen_k, block_n)
-    if max_blocks <= 1:
-        return tiles.without_splits()
-    wave = max(1, num_sms // units)  # one program of this size lives on an SM
-    if batch == 1:
-        return replace(tiles, splits=min(wave, max_blocks))
-    return replace(tiles, splits=wave, balanced=True, min_blocks=2)
 
 
 def _pipeline_bytes(arch: int) -> int:
