@@ -108,13 +108,8 @@ def sparse(args: argparse.Namespace) -> None:
     """Block-sparse calls in milliseconds, beside compiled FlexAttention on the same blocks and our dense call.
 
     The last column is the speed over dense, times the part that is kept: 1.00 if time falls with the blocks and nothing else.
-    A few small calls are compared with float64 first, and some rows of each cell. `--backend hopper` takes the Hopper kernel
-    even while `auto` does not. `--peers` does not apply.
+    A few small calls are compared with float64 first, and some rows of each cell. `--peers` does not apply.
     """
-    if args.backend == "hopper":
-        from fa_serve.backends import hopper
-
-        hopper.SERVES_LISTS = True
     results = Results("sparse" if args.backend == "auto" else f"sparse_{args.backend}", args.out)
     cells = Cells(args.cells, args.budget)
     where = {"dtype": torch.float32, "device": "cpu"} if args.tiny else {"dtype": torch.bfloat16, "device": "cuda"}

@@ -207,6 +207,8 @@ class Answer(ABC):
     def _estimate(self, size: int) -> None:
         """The answer will have about `size` bytes. Raises BadRequest above the limit."""
         self._size_estimate = size
+        if size <= self._service.settings.max_answer_bytes:
+            return
         fields = [name for name in SIZE_FIELDS if getattr(self._body, name, None)]
         cause = next((name for name in fields if "logprobs" in name), fields[0] if fields else self._prompt_field)
         self._service.require_size(size, cause, [self._prompt_field, *fields])
@@ -219,7 +221,7 @@ class Answer(ABC):
     def _job(self) -> Job:
         body = self._body
         fields = RequestFields(
-            names=frozenset(type(body).model_fields),
+            names=body.KNOWN,
             prompt=self._prompt_field,
             constraint=None if self._constraint is None else self._constraint.field,
             narrows=bool(body.allowed_token_ids or body.logit_bias),

@@ -15,11 +15,11 @@ import hmac
 import logging
 import re
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote
 
@@ -134,8 +134,8 @@ def _host_name(header: str) -> str:
 
 def _is_address(name: str) -> bool:
     try:
-        ip_address(name)
-    except ValueError:
+        socket.inet_pton(socket.AF_INET6 if ":" in name else socket.AF_INET, name)
+    except (OSError, ValueError):
         return False
     return True
 

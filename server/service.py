@@ -133,7 +133,7 @@ class Service:
         """Why an engine that is loaded and has not died does not answer at the moment, or None."""
         if not self.running or self.engine.is_restarting:
             return None
-        return stall_reason(self.engine.pulse(), self.settings.step_timeout)
+        return self._stall()
 
     def refusal_reason(self) -> str | None:
         """Why requests are refused at the moment, or None."""
@@ -141,7 +141,11 @@ class Service:
             return "the model is being loaded"
         if self.engine.is_restarting:
             return "the engine has died and is being restarted"
-        return "the server is shutting down" if self.draining else self.death_reason() or self.stall_reason()
+        return "the server is shutting down" if self.draining else self.death_reason() or self._stall()
+
+    def _stall(self) -> str | None:
+        """Why a running engine does not answer, or None."""
+        return stall_reason(self.engine.pulse(), self.settings.step_timeout)
 
     def require_ready(self) -> None:
         if reason := self.refusal_reason():

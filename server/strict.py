@@ -27,6 +27,13 @@ class StrictModel(BaseModel):
 
     UNSUPPORTED: ClassVar[Unsupported] = {}
     PART_OF_A_CONVERSATION: ClassVar[bool] = False
+    KNOWN: ClassVar[frozenset[str]] = frozenset()  # the names of all fields in JSON, and of those in UNSUPPORTED
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        # kept, because pydantic computes model_fields anew for each access
+        cls.KNOWN = frozenset(field.alias or name for name, field in cls.model_fields.items()) | cls.UNSUPPORTED.keys()
 
     @model_validator(mode="before")
     @classmethod
@@ -34,12 +41,10 @@ class StrictModel(BaseModel):
         if not isinstance(data, dict):
             return data
         if cls.PART_OF_A_CONVERSATION and info.context and info.context.get("lenient"):
-            known = cls._known()
-            data = {name: value for name, value in data.items() if name in known}
-        if len(data) > len(cls.model_fields) + len(cls.UNSUPPORTED):
+            data = {name: value for name, value in data.items() if name in cls.KNOWN}
+        if len(data) > len(cls.KNOWN):
             # pydantic would make an error for each of a million unknown fields
-            known = cls._known()
-            unknown = next(name for name in data if name not in known)
+            unknown = next(name for name in data if name not in cls.KNOWN)
             raise PydanticCustomError("unknown_field", "{field} is unknown", {"field": unknown})
         kept = dict(data)
         for field in data.keys() & cls.UNSUPPORTED.keys():
@@ -48,10 +53,6 @@ class StrictModel(BaseModel):
                 context = {"field": field, "rule": "is not supported by this server"}
                 raise PydanticCustomError("unsupported", "{field} {rule}", context)
         return kept
-
-    @classmethod
-    def _known(cls) -> set[str]:
-        return {field.alias or name for name, field in cls.model_fields.items()} | cls.UNSUPPORTED.keys()
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -116,7 +116,7 @@ def batch_arrays(
         rows["prompt_targets"] = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in targets])
     sampling = sampling_arrays(requests, (positions[sampled] + lead + 1).tolist(), vocab_size, penalties=not drafting)
     if batch.num_drafts and "repetition" in sampling:
-        sampling |= draft_arrays([chunk.drafts for chunk in chunks if chunk.samples], vocab_size)
+        sampling |= draft_arrays([chunk.drafts for chunk in chunks if chunk.num_samples], vocab_size)
     return BatchArrays(
         inputs=inputs,
         sampling=sampling,

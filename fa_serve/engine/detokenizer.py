@@ -48,7 +48,7 @@ class TextStream:
         self._skip = skip_special_tokens
         self._decoder = DecodeStream(ids=context, skip_special_tokens=self._skip)
         self._unsettled: list[int] = []
-        self._stop = stop or StopStrings()
+        self._stop = stop or None  # asked once, because this decides what a token costs the host
         self._state = 0  # of the stop strings, at the end of the text
         self._held = ""
         self.stop_string: str | None = None
@@ -57,7 +57,7 @@ class TextStream:
         """The text that this token settles. When a stop string is complete, the text has ended."""
         new = self._decode(token)
         text = self._held + new
-        if not (self._stop and may_stop):
+        if self._stop is None or not may_stop:
             self._state = 0
             self._held = ""
             return text

@@ -112,7 +112,7 @@ class DraftModel:
             batch = ScheduledBatch()
             for sequence, _ in drawing:  # its newest draft is on the device
                 start = self._num_positions(sequence) + num_drawn - 1
-                batch.append(Chunk(sequence, sequence.slot, start, 1, samples=True))
+                batch.append(Chunk(sequence, sequence.slot, start, 1, num_samples=1))
         for sequences, pending in results:
             for (sequence, _), token in zip(sequences, pending.read().tokens, strict=True):
                 self._drafts.setdefault(sequence, []).append(token)
@@ -139,7 +139,7 @@ class DraftModel:
                 batch.admitted.append(sequence)
             self._caches[sequence] = DraftCache(sequence.pages, start + length)
             samples = start + length == self._num_positions(sequence)
-            batch.append(Chunk(sequence, sequence.slot, start, length, samples))
+            batch.append(Chunk(sequence, sequence.slot, start, length, int(samples)))
             if samples:
                 drawing.append((sequence, count))
         return batch, drawing

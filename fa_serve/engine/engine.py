@@ -324,7 +324,7 @@ class Engine:
         if step.structured:
             ends = self._ranks.decide("grammars", partial(grammar_ends, gained, self._output_states))
         return [
-            self._output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0), step.mask_seconds)
+            self._output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0) if ends else 0, step.mask_seconds)
             for x, tokens in gained.items()
         ]
 
@@ -342,17 +342,17 @@ class Engine:
         """
         begin = time.monotonic()
         state = self._output_states[sequence.request.request_id]
-        if tokens and sequence.num_output_tokens == len(tokens):
+        if tokens and not state.times.num_steps:
             self._counters.note_first_token(sequence)
-        text, num_kept = state.push(tokens, grammar_end)
+        text, kept = state.push(tokens, grammar_end)
         if state.complete:
-            self._scheduler.stop(sequence, len(tokens) - num_kept)
-        self._counters.num_output_tokens += num_kept
+            self._scheduler.stop(sequence, len(tokens) - len(kept))
+        self._counters.num_output_tokens += len(kept)
         if sequence.finished:
             text += state.flush()
             del self._output_states[sequence.request.request_id]
         state.times.end_step(begin, time.monotonic(), len(tokens), mask_seconds)
-        return state.output(text, tokens[:num_kept], logprobs)
+        return state.output(text, kept, logprobs)
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: undo it, and give steps half as many tokens from now on."""

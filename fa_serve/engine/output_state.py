@@ -2,8 +2,8 @@
 
     state = OutputState(sequence, TextStream(tokenizer, prompt), matcher)
     num_complete = state.follow(tokens)      # with a grammar
-    text, num_kept = state.push(tokens, num_complete)
-    output = state.output(text, tokens, logprobs)
+    text, kept = state.push(tokens, num_complete)
+    output = state.output(text, kept, logprobs)
 
 The scheduler's half, tokens and pages, is `SequenceState`, which this class only reads.
 """
@@ -53,25 +53,27 @@ class OutputState:
                     return number
         return 0
 
-    def push(self, tokens: Sequence[int], grammar_end: int = 0) -> tuple[str, int]:
-        """The text that the sequence's last tokens settle, and how many of them belong to the answer.
+    def push(self, tokens: Sequence[int], grammar_end: int = 0) -> tuple[str, Sequence[int]]:
+        """The text that the sequence's last tokens settle, and those of them that belong to the answer.
 
         grammar_end: how many of them complete the answer by its grammar, as `follow` returns it
         """
         text = ""
-        request = self.sequence.request
-        num_before = self.sequence.num_output_tokens - len(tokens)
+        stream = self.stream
+        end_ids = self.sequence.request.end_ids
+        min_tokens = self.sequence.request.params.min_tokens
+        num_held = min_tokens - (self.sequence.num_output_tokens - len(tokens)) if min_tokens else 0
         for number, token in enumerate(tokens, 1):
-            if token in request.end_ids:
+            if token in end_ids:
                 continue
-            if self.stream is not None:
-                text += self.stream.push(token, num_before + number > request.params.min_tokens)
-                self.complete = self.stream.stop_string is not None
+            if stream is not None:
+                text += stream.push(token, number > num_held)
+                self.complete = stream.stop_string is not None
             if number == grammar_end:
                 self.complete = True
             if self.complete:
-                return text, number
-        return text, len(tokens)
+                return text, tokens[:number]
+        return text, tokens
 
     def flush(self) -> str:
         """The text that was held back because a stop string might have begun. The answer has ended."""

@@ -128,8 +128,9 @@ class SamplingParams:
     def _check_types(self) -> None:
         for name in _INTEGERS:
             value = getattr(self, name)
-            if type(value) is not int:  # the usual case makes no call, because a server does this for each request
-                _require(_is_integer(value) or (value is None and name in _OPTIONAL), name, "be an integer", value)
+            # the usual cases make no call, because a server does this for each request
+            if type(value) is not int and not (value is None and name in _OPTIONAL):
+                _require(_is_integer(value), name, "be an integer", value)
         for name in _NUMBERS:
             value = getattr(self, name)
             if type(value) is not float:
@@ -160,14 +161,15 @@ class SamplingParams:
         _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "be a 64-bit integer or None", self.seed)
 
     def _check_tokens(self) -> None:
-        bias = self.logit_bias or {}
-        small = isinstance(bias, Mapping) and len(bias) <= MAX_IDS
-        _require(small, "logit_bias", f"be a mapping of at most {MAX_IDS} token ids", bias)
-        numbers = all(_is_integer(t) and _is_number(b) and t >= 0 and abs(b) <= 100 for t, b in bias.items())
-        _require(numbers, "logit_bias", "map token ids that are not negative to numbers from -100 to 100", bias)
+        bias = self.logit_bias
+        if bias is not None:
+            small = isinstance(bias, Mapping) and len(bias) <= MAX_IDS
+            _require(small, "logit_bias", f"be a mapping of at most {MAX_IDS} token ids", bias)
+            numbers = all(_is_integer(t) and _is_number(b) and t >= 0 and abs(b) <= 100 for t, b in bias.items())
+            _require(numbers, "logit_bias", "map token ids that are not negative to numbers from -100 to 100", bias)
         for name in ("allowed_token_ids", "bad_token_ids", "stop_token_ids"):
             ids = getattr(self, name)
-            if ids is None and name == "allowed_token_ids":
+            if ids == () or (ids is None and name == "allowed_token_ids"):
                 continue
             integers = isinstance(ids, tuple | list) and all(map(_is_integer, ids))
             _require(integers, name, "be a tuple of token ids, which are integers", ids)

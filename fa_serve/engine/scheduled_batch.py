@@ -27,10 +27,10 @@ WITHOUT_TOKEN = {
 class Chunk:
     """Tokens start .. start + length - 1 of one sequence.
 
-    samples: whether the chunk reaches the last token, so that the step samples the next one
+    num_samples: tokens that the step samples: none if the chunk ends before the last token, else one after the last known
+            token and one after each draft
     num_prompt_logits: number of tokens, from the first of the chunk on, whose logits are wanted for `prompt_logprobs`
-    drafts: guesses of the tokens after the last one, which are computed as the last tokens of the chunk; the step then samples
-            one token after the last known one and one after each draft
+    drafts: guesses of the tokens after the last one, which are computed as the last tokens of the chunk
     postponed: the samples are not used, and a later step computes the last known token again
     """
 
@@ -38,32 +38,22 @@ class Chunk:
     slot: int
     start: int
     length: int
-    samples: bool
+    num_samples: int
     num_prompt_logits: int = 0
     drafts: Sequence[int] = ()
     postponed: bool = False
 
-    @property
-    def num_samples(self) -> int:
-        """Tokens that the step samples for this chunk."""
-        return self.samples + len(self.drafts)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the chunk is the last token of a sequence, and its drafts."""
-        return self.length == self.samples + len(self.drafts)
-
     def numbers(self) -> tuple[int, ...]:
         """Numbers for the ranks' digest. Ranks whose schedules differ get different numbers."""
         pages = self.sequence.pages
-        return (self.slot, self.start, self.length, self.samples, len(pages), pages[-1] if pages else -1, *self.drafts)
+        return (self.slot, self.start, self.length, self.num_samples, len(pages), pages[-1] if pages else -1, *self.drafts)
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
     """What one step computes. `admitted` are the sequences that have been given a slot for this step.
 
-    num_prompt_tokens: tokens of chunks that do not only decode
+    num_prompt_tokens: tokens of chunks that are more than the last token of a sequence and its drafts
     max_tokens, max_prompt_tokens: what these numbers may be, for the scheduler
     """
 
@@ -90,7 +80,7 @@ class ScheduledBatch:
         self.chunks.append(chunk)
         self.num_tokens += chunk.length
         self.num_drafts += len(chunk.drafts)
-        if not chunk.decodes:
+        if chunk.length != chunk.num_samples:
             self.num_prompt_tokens += chunk.length
             self.num_prompt_logits += chunk.num_prompt_logits
 

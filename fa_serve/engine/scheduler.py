@@ -104,7 +104,7 @@ class Scheduler:
 
     def commit(
         self, batch: ScheduledBatch, tokens: Sequence[int], seconds: float | None = None
-    ) -> dict[SequenceState, list[int]]:
+    ) -> dict[SequenceState, Sequence[int]]:
         """Take in the sampled tokens of a step, `num_samples` for each chunk, in order.
 
         seconds: how long the step has held up sequences that decode; it only decides the sizes of later chunks
@@ -114,35 +114,32 @@ class Scheduler:
         """
         if self.prompt_share is not None and seconds is not None:
             self.prompt_share.record(batch.num_tokens - batch.num_prompt_tokens, batch.num_prompt_tokens, seconds)
-        gained: dict[SequenceState, list[int]] = {}
+        gained: dict[SequenceState, Sequence[int]] = {}
         first = 0
         for chunk in batch.chunks:
-            last = first + chunk.num_samples
-            draws = tokens[first:last]
-            first = last
+            num_samples = chunk.num_samples
+            if not num_samples:
+                continue
+            draws = tokens[first : first + num_samples]
+            first += num_samples
             sequence = chunk.sequence
-            if not draws or chunk.postponed or sequence.finished:
+            if chunk.postponed or sequence.finished:
                 continue
             accepted = 0
             if chunk.drafts:
                 accepted = num_accepted(chunk.drafts, draws)
                 self.speculation.record(sequence, len(chunk.drafts), accepted)
-            sequence.receive(accepted)
-            new_tokens: list[int] = []
+                draws = draws[: accepted + 1]
+            new_tokens, end = sequence.up_to_its_end(draws)
+            sequence.receive(new_tokens, accepted)
             gained[sequence] = new_tokens
-            for token in draws[: accepted + 1]:
-                if token < 0:
-                    self._end_without_token(sequence, token)
-                    break
-                sequence.append(token)
-                new_tokens.append(token)
-                self._prefix.offer(sequence)
-                if token in sequence.request.end_ids:
-                    self.finish(sequence, "stop")
-                elif sequence.num_output_tokens >= sequence.request.max_tokens:
-                    self.finish(sequence, "length")
-                if sequence.finished:
-                    break
+            self._prefix.offer(sequence)
+            if end is None:
+                continue
+            if end < 0:
+                self._end_without_token(sequence, end)
+            else:
+                self.finish(sequence, "stop" if end in sequence.request.end_ids else "length")
         return gained
 
     def abort(self, request_id: str) -> SequenceState | None:
@@ -180,7 +177,7 @@ class Scheduler:
             if sequence.finished:
                 continue
             self._prefix.withdraw(sequence, chunk.start)
-            if chunk.samples and not chunk.postponed:
+            if chunk.num_samples and not chunk.postponed:
                 sequence.receive()
             self._requeue(sequence)
 
@@ -277,7 +274,7 @@ class Scheduler:
 
     def _admit_waiting(self, batch: ScheduledBatch) -> None:
         """Schedule waiting sequences, in turn, until one of them has to wait."""
-        while self.waiting and self._slots:
+        while self.waiting and self._slots and batch.room:
             sequence = self.waiting.first()
             if not self._length(batch, sequence) or not self._admit(sequence):
                 break
@@ -317,10 +314,10 @@ class Scheduler:
         return first.num_pending > 0 or (bool(self._slots) and self._fits(first, self._growth()))
 
     def _length(self, batch: ScheduledBatch, sequence: SequenceState) -> int:
-        """How many tokens of the sequence fit into the step."""
+        """How many tokens of the sequence fit into the step, which has room for one."""
         missing = sequence.num_tokens - sequence.num_computed
         if missing == 1:
-            return min(batch.room, 1)
+            return 1
         length = min(missing, batch.prompt_room)
         if sequence.num_prompt_logits(length):
             length = min(length, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
@@ -330,10 +327,11 @@ class Scheduler:
         """Add the sequence's next `length` tokens and its drafts to the step."""
         start = sequence.num_computed
         samples = start + length == sequence.num_tokens
+        num_drafts = len(drafts)
+        num_samples = 1 + num_drafts if samples else 0
         num_prompt_logits = sequence.num_prompt_logits(length)
-        total = length + len(drafts)
-        batch.append(Chunk(sequence, sequence.slot, start, total, samples, num_prompt_logits, drafts))
-        sequence.advance(length, samples, len(drafts))
+        batch.append(Chunk(sequence, sequence.slot, start, length + num_drafts, num_samples, num_prompt_logits, drafts))
+        sequence.advance(length, samples, num_drafts)
         self._prefix.offer(sequence)
         if self.window is not None:
             self._release_behind(sequence, start - self.window)

@@ -6,6 +6,7 @@ A test holds this (tests/engine/test_sequence.py). The client's half, text and l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fa_serve.engine.errors import RequestError
@@ -96,6 +97,16 @@ class SequenceState:
             return 0
         return max(min(length, self.num_prompt_tokens - 1 - self.num_computed), 0)
 
+    def up_to_its_end(self, draws: Sequence[int]) -> tuple[Sequence[int], int | None]:
+        """The draws that the answer gains, and the draw that ends it: its last token, or a number that stands for none."""
+        num_left = self.request.max_tokens - (len(self.tokens) - self.num_prompt_tokens)
+        for number, draw in enumerate(draws, 1):
+            if draw < 0:
+                return draws[: number - 1], draw
+            if draw in self.request.end_ids or number >= num_left:
+                return draws[:number], draw
+        return draws, None
+
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -143,12 +154,14 @@ class SequenceState:
         self.num_pending += samples
         self.num_drafts = num_drafts
 
-    def receive(self, num_accepted: int = 0) -> None:
+    def receive(self, tokens: Sequence[int] = (), num_accepted: int = 0) -> None:
         """The outcome of a step that samples is known, or will never be known because the step was rolled back.
 
-        num_accepted: its first drafts were right, so that their keys and values are those of the next tokens
+        tokens: those that the answer gains
+        num_accepted: the first drafts of the step were right, so that their keys and values are those of the next tokens
         """
         self.num_pending -= 1
+        self.tokens += tokens
         if self.num_drafts:  # else there are none, or the sequence was preempted meanwhile
             self.num_computed += num_accepted
             self.num_drafts = 0
@@ -157,10 +170,6 @@ class SequenceState:
         """The step in flight samples nothing after the last known token, which will be computed again."""
         self.receive()
         self.num_computed -= 1
-
-    def append(self, token: int) -> None:
-        """A token that was sampled."""
-        self.tokens.append(token)
 
     def drop_last(self, count: int) -> None:
         """The last tokens do not belong to the answer, because it has ended before them."""

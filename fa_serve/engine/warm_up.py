@@ -132,5 +132,5 @@ def largest_batch(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
         sequence.start(slot, [0] * -(-length // config.page_size), num_shared=0, page_size=config.page_size)
         batch.admitted.append(sequence)
         num_prompt_logits = min(length - len(drafts) - 1, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
-        batch.append(Chunk(sequence, slot, 0, length, True, num_prompt_logits, drafts))
+        batch.append(Chunk(sequence, slot, 0, length, 1 + len(drafts), num_prompt_logits, drafts))
     return batch

@@ -32,7 +32,7 @@ def test_a_chunk_of_a_prompt_beside_a_decoding_sequence() -> None:
     decoding = make_sequence("a", [1, 2, 3, 4, 5], slot=3, pages=[9, 7], logprobs=2)
     decoding.advance(5, samples=True)  # the sampled token is still on the device
     prompt = make_sequence("b", [11, 12, 13, 14, 15], slot=0, pages=[2, 3], prompt_logprobs=0)
-    arrays = make_arrays(Chunk(decoding, 3, 5, 1, True), Chunk(prompt, 0, 0, 3, False, num_prompt_logits=3))
+    arrays = make_arrays(Chunk(decoding, 3, 5, 1, 1), Chunk(prompt, 0, 0, 3, 0, num_prompt_logits=3))
     assert {name: array.tolist() for name, array in arrays.inputs.items()} == {
         "input_ids": [-4, 11, 12, 13],
         "position_ids": [5, 0, 1, 2],
@@ -55,16 +55,16 @@ def test_a_chunk_of_a_prompt_beside_a_decoding_sequence() -> None:
 
 def test_what_counts_as_decoding_and_as_fresh() -> None:
     sequence = make_sequence("a", [1, 2, 3], slot=0, pages=[0])
-    assert make_arrays(Chunk(sequence, 0, 2, 1, True)).decoding
-    assert not make_arrays(Chunk(sequence, 0, 1, 1, False)).decoding, "a chunk of one token samples nothing"
-    assert make_arrays(Chunk(sequence, 0, 0, 3, True)).fresh
-    assert not make_arrays(Chunk(sequence, 0, 1, 2, True)).fresh
-    assert not make_arrays(Chunk(sequence, 0, 0, 3, True), deterministic=True).fresh
+    assert make_arrays(Chunk(sequence, 0, 2, 1, 1)).decoding
+    assert not make_arrays(Chunk(sequence, 0, 1, 1, 0)).decoding, "a chunk of one token samples nothing"
+    assert make_arrays(Chunk(sequence, 0, 0, 3, 1)).fresh
+    assert not make_arrays(Chunk(sequence, 0, 1, 2, 1)).fresh
+    assert not make_arrays(Chunk(sequence, 0, 0, 3, 1), deterministic=True).fresh
 
 
 def test_in_deterministic_mode_each_token_of_a_prompt_is_a_sequence() -> None:
     sequence = make_sequence("a", [1, 2, 3], slot=2, pages=[0])
-    arrays = make_arrays(Chunk(sequence, 2, 0, 3, True), deterministic=True)
+    arrays = make_arrays(Chunk(sequence, 2, 0, 3, 1), deterministic=True)
     assert arrays.inputs["slots"].tolist() == [2, 2, 2]
     assert arrays.inputs["seqused_k"].tolist() == [1, 2, 3]
     assert arrays.inputs["cu_seqlens_q"].tolist() == [0, 1, 2, 3]
@@ -75,7 +75,7 @@ def test_in_deterministic_mode_each_token_of_a_prompt_is_a_sequence() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_names_and_dtypes_are_those_of_the_graphs(deterministic) -> None:
     sequence = make_sequence("a", [1, 2, 3], slot=2, pages=[0])
-    inputs = make_arrays(Chunk(sequence, 2, 0, 3, True), deterministic=deterministic).inputs
+    inputs = make_arrays(Chunk(sequence, 2, 0, 3, 1), deterministic=deterministic).inputs
     expected = padding(Shape(4, 4, 4, 4))
     assert {name: array.dtype for name, array in inputs.items()} == {name: array.dtype for name, array in expected.items()}
 
@@ -84,7 +84,7 @@ def test_names_and_dtypes_are_those_of_the_graphs(deterministic) -> None:
 def test_a_chunk_with_drafts_has_a_row_for_each_of_its_tokens(deterministic) -> None:
     plain = make_sequence("a", [1, 2, 3], slot=1, pages=[0])
     guessed = make_sequence("b", [4, 5, 6, 7], slot=2, pages=[1, 2], presence_penalty=1.0, logprobs=1)
-    arrays = make_arrays(Chunk(plain, 1, 2, 1, True), Chunk(guessed, 2, 3, 3, True, drafts=[8, 9]), deterministic=deterministic)
+    arrays = make_arrays(Chunk(plain, 1, 2, 1, 1), Chunk(guessed, 2, 3, 3, 3, drafts=[8, 9]), deterministic=deterministic)
     assert arrays.inputs["input_ids"].tolist() == [3, 7, 8, 9]
     assert arrays.inputs["position_ids"].tolist() == [2, 3, 4, 5]
     assert arrays.inputs["slot_mapping"].tolist() == [2, 7, 8, 9]
@@ -103,7 +103,7 @@ def test_a_chunk_with_drafts_has_a_row_for_each_of_its_tokens(deterministic) -> 
 def test_drafts_beside_a_chunk_that_does_not_sample() -> None:
     prompt = make_sequence("a", [1, 2, 3, 4], slot=0, pages=[0])
     guessed = make_sequence("b", [4, 5, 6], slot=2, pages=[1, 2])
-    arrays = make_arrays(Chunk(prompt, 0, 0, 3, False), Chunk(guessed, 2, 2, 2, True, drafts=[8]))
+    arrays = make_arrays(Chunk(prompt, 0, 0, 3, 0), Chunk(guessed, 2, 2, 2, 2, drafts=[8]))
     assert arrays.inputs["logits_indices"].tolist() == [3, 4]
     assert arrays.sequences == [guessed, guessed]
     assert not arrays.decoding

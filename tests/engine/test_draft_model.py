@@ -232,7 +232,7 @@ def test_a_token_that_the_sampler_did_not_find_ends_a_draft(make_engine, draft, 
 def test_what_a_cache_holds() -> None:
     sequence = SequenceState(Request("a", [1, 2, 3], SamplingParams(), 9))
     for token in (4, 5, 6):
-        sequence.append(token)
+        sequence.tokens.append(token)
     assert DraftCache([], 0).num_known(sequence) == 0
     assert DraftCache([], 4, [5, 7]).num_known(sequence) == 5, "the second draft was wrong"
     assert DraftCache([], 4, [5, 6, 8]).num_known(sequence) == 5, "the last token is always computed"

@@ -153,7 +153,7 @@ def steps_until_done(scheduler: Scheduler, sequence: SequenceState, limit: int =
     for step in range(limit):
         if sequence.finished:
             return step
-        scheduler.commit(batch := scheduler.schedule(), [3] * sum(chunk.samples for chunk in batch.chunks))
+        scheduler.commit(batch := scheduler.schedule(), [3] * sum(chunk.num_samples for chunk in batch.chunks))
     return limit
 
 
@@ -168,7 +168,7 @@ def test_a_client_whose_sequences_fill_all_pages_holds_up_nobody(steps_before, p
     for serial in range(60):
         scheduler.add(make_request(f"flood-{serial}", [4, serial], 300, serial, client="flood", rank=-1000.0))
     for _ in range(steps_before):
-        scheduler.commit(batch := scheduler.schedule(), [3] * sum(chunk.samples for chunk in batch.chunks))
+        scheduler.commit(batch := scheduler.schedule(), [3] * sum(chunk.num_samples for chunk in batch.chunks))
     for serial in range(3):  # one after the other
         other = scheduler.add(make_request(f"other-{serial}", [serial + 5] * prompt, 4, 100 + serial, client="other"))
         assert steps_until_done(scheduler, other) <= 8

@@ -26,11 +26,11 @@ def make_state(tokenizer, **params) -> OutputState:
 def test_a_stop_string_completes_an_answer_after_min_tokens(tokenizer) -> None:
     state = make_state(tokenizer, stop=("q",), min_tokens=1)
     letter = tokenizer.backend_tokenizer.token_to_id("q")
-    state.sequence.append(letter)
-    assert (state.push([letter]), state.complete) == (("q", 1), False), "min_tokens is not exceeded"
-    state.sequence.append(letter)
-    state.sequence.append(letter)
-    assert (state.push([letter] * 2), state.complete) == (("", 1), True), "the second one is too much"
+    state.sequence.tokens.append(letter)
+    assert (state.push([letter]), state.complete) == (("q", [letter]), False), "min_tokens is not exceeded"
+    state.sequence.tokens.append(letter)
+    state.sequence.tokens.append(letter)
+    assert (state.push([letter] * 2), state.complete) == (("", [letter]), True), "the second one is too much"
     assert state.flush() == ""
     assert state.output("", [letter], None).stop_string is None, "the sequence has not ended yet"
     state.sequence.finish("stop")

@@ -183,7 +183,9 @@ def test_random_traffic(arrivals, budget, target, depth) -> None:
         batch = run.step()
         if count:
             assert batch.num_prompt_tokens <= limit
-            assert sum(chunk.decodes for chunk in batch.chunks) >= count, "each sequence that decodes has a place"
+            assert sum(chunk.length == chunk.num_samples for chunk in batch.chunks) >= count, (
+                "each sequence that decodes has a place"
+            )
             assert batch.num_prompt_tokens >= min(MIN_PROMPT_TOKENS, budget - 8, missing), "prompts starve"
         else:
             assert batch.num_tokens == min(budget, waiting), "nothing decodes, so prompts get the whole step"

@@ -34,7 +34,7 @@ def test_a_step_verifies_the_drafts_of_a_sequence() -> None:
     (sequence,) = decoding(scheduler, make_request("a", [0, 0, 0, 0, 0], 8))
     batch = scheduler.schedule()
     (chunk,) = batch.chunks
-    assert (chunk.start, chunk.length, chunk.samples, chunk.num_samples, chunk.drafts) == (5, 5, True, 5, [1, 2, 2, 2])
+    assert (chunk.start, chunk.length, chunk.num_samples, chunk.drafts) == (5, 5, 5, [1, 2, 2, 2])
     assert (batch.num_tokens, batch.num_drafts, len(sequence.pages)) == (5, 4, 3)
     assert not scheduler.schedule(), "how many drafts are right is not known yet"
     assert scheduler.needs_results()

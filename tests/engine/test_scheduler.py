@@ -137,12 +137,12 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_sequences() -> None:
     lengths = []
     for _ in range(4):
         batch = scheduler.schedule()
-        lengths.append([(chunk.sequence.request.request_id, chunk.length, chunk.samples) for chunk in batch.chunks])
+        lengths.append([(chunk.sequence.request.request_id, chunk.length, chunk.num_samples) for chunk in batch.chunks])
         scheduler.commit(batch, device.launch(batch))
-    assert lengths[0] == [("a", 2, True), ("b", 4, False)]
-    assert lengths[1] == [("a", 1, True), ("b", 5, False)]
-    assert lengths[2] == [("a", 1, True), ("b", 2, True)]
-    assert lengths[3] == [("a", 1, True), ("b", 1, True)]
+    assert lengths[0] == [("a", 2, 1), ("b", 4, 0)]
+    assert lengths[1] == [("a", 1, 1), ("b", 5, 0)]
+    assert lengths[2] == [("a", 1, 1), ("b", 2, 1)]
+    assert lengths[3] == [("a", 1, 1), ("b", 1, 1)]
 
 
 def test_the_latest_request_is_preempted_and_continues_where_it_was() -> None:
@@ -416,7 +416,7 @@ def test_no_page_that_a_kernel_may_still_read_is_released(window, keys_per_tile,
         assert len(held) == len(set(held))
         assert chunk.sequence.num_released * page_size <= first_read, "a page with keys that are read was released"
         assert (chunk.sequence.num_released + 1) * page_size > first_read, "a page without keys that are read is still held"
-        scheduler.commit(batch, [0] * chunk.samples)
+        scheduler.commit(batch, [0] * chunk.num_samples)
         scheduler.check_integrity()
 
 

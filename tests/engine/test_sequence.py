@@ -78,7 +78,7 @@ def test_only_the_scheduler_changes_sequences() -> None:
         "x.tokens.append(3)",
         "sequence.pages += [1]",
         "sequence.finish('stop')",
-        "answer.sequence.append(3)",
+        "answer.sequence.receive([3])",
     ],
 )
 def test_a_planted_change_is_found(line: str) -> None:
@@ -102,8 +102,7 @@ def test_the_life_of_a_sequence() -> None:
     assert (sequence.num_computed, sequence.num_cached_tokens, sequence.num_offered) == (2, 2, 1)
     sequence.advance(1, samples=True)
     assert (sequence.num_tokens, sequence.num_output_tokens) == (4, 0), "one token is pending"
-    sequence.receive()
-    sequence.append(9)
+    sequence.receive([9])
     assert (sequence.tokens, sequence.num_tokens, sequence.num_output_tokens) == ([1, 2, 3, 9], 4, 1)
     sequence.release_before(1)
     assert sequence.held_pages == [8]

@@ -195,7 +195,7 @@ def make_sequence(tokens: list[int], max_tokens: int = 100, **params: object) ->
     """A decoding sequence: two tokens of prompt, and a last token that has not been computed."""
     sequence = SequenceState(Request("a", tokens[:2], SamplingParams(**params), max_tokens))
     for token in tokens[2:]:
-        sequence.append(token)
+        sequence.tokens.append(token)
     sequence.start(0, [], num_shared=0, page_size=4)
     sequence.advance(len(tokens) - 1, samples=False)
     return sequence
@@ -237,7 +237,7 @@ def test_wrong_drafts_pause_a_sequence_longer_and_longer() -> None:
         guesses.record(sequence, 7, 0)
         before = len(sequence.tokens)
         while not guesses.draft(sequence, 1, 9):
-            sequence.append(1)
+            sequence.tokens.append(1)
             sequence.advance(1, samples=False)
         pauses.append(len(sequence.tokens) - before)
     assert pauses == [2, 4, 8, 16, 32, 64, 64, MAX_PAUSE]
@@ -254,8 +254,7 @@ def test_waiting_in_vain_counts_as_a_wrong_draft() -> None:
     sequence = make_sequence([1, 2, 3, 4, 9, 1, 2, 3])
     sequence.advance(1, samples=True)
     assert guesses.waits(sequence, 1)
-    sequence.receive()
-    sequence.append(8)
+    sequence.receive([8])
     assert guesses.draft(sequence, 1, 9) == []
     assert guesses._histories[sequence].failures == 1
 

@@ -1,11 +1,7 @@
-"""Lists of key blocks in the Hopper kernel: the cases of the portable kernel, long lists, equal bits, pages, and graphs.
-
-Calls with a block_mask are served by this kernel when `hopper.SERVES_LISTS` is True, which these tests set for themselves.
-"""
+"""Lists of key blocks in the Hopper kernel: the cases of the portable kernel, long lists, equal bits, pages, and graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,8 +9,6 @@ import torch
 from block_sparse_cases import BASE, CASES, PAGED, SparseCase, check_sparse
 
 import fa_serve
-from fa_serve.backends import hopper
-from fa_serve.backends.plan import PLANS
 from fa_serve.spec import FEW_QUERIES
 from fa_serve.testing import make_qkv
 
@@ -22,18 +16,10 @@ if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 
-@pytest.fixture(autouse=True)
-def lists_are_served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(hopper, "SERVES_LISTS", True)
-    PLANS.clear()
-    yield
-    PLANS.clear()
-
-
 def served(case: SparseCase) -> bool:
     whole_pages = case.layout != "paged" or case.page_size % 16 == 0
     many = max(case.lengths_q, default=0) > FEW_QUERIES and case.num_splits == 0
-    return many and whole_pages and not (case.alibi or case.chunk or case.float8)
+    return many and whole_pages and case.head_dim <= 256 and not (case.alibi or case.chunk or case.float8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -28,12 +28,6 @@ RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 """The releases of Triton in whose Gluon the kernel compiles, see `gluon_names`."""
 
 
-SERVES_LISTS = False
-"""Whether calls with a `block_mask` are served. Lists are emulated and compiled, but no GPU has run them: this becomes True
-when tests/gpu/test_hopper_lists_gpu.py has passed on a Hopper GPU. That test and `bench_attention.py sparse --backend hopper`
-set it for themselves."""
-
-
 class HopperBackend:
     """The Hopper kernel as a backend of attention."""
 
@@ -66,8 +60,6 @@ class HopperBackend:
             return "supports no ALiBi, and alibi_slopes were given"
         if spec.attention_chunk:
             return "supports windows but no attention_chunk, and one was given"
-        if spec.block_mask and not SERVES_LISTS:
-            return "has not been run with lists of blocks on a GPU yet; the portable kernels serve a block_mask"
         if spec.block_mask and spec.needs_grad:
             return "has no backward pass for a block_mask, and an input requires gradients"
         if spec.layout == "paged" and spec.needs_grad:

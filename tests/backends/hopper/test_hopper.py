@@ -10,7 +10,6 @@ import triton
 from hopper_cases import Case
 from hopper_emulator import emulated
 
-from fa_serve.backends import hopper
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.plan import AttentionTensors
 from fa_serve.spec import AttentionSpec
@@ -52,7 +51,7 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"head_dim": 264, "head_dim_v": 128}, "got 264/128"),
         ({"mask": "bool"}, "explicit mask"),
         ({"alibi": True}, "no ALiBi"),
-        ({"block_mask": True}, "the portable kernels serve a block_mask"),
+        ({"block_mask": True, "needs_grad": True}, "no backward pass for a block_mask"),
         ({"attention_chunk": True}, "no attention_chunk"),
         ({"op": "backward"}, "portable kernels compute the gradients"),
         ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
@@ -64,11 +63,8 @@ def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -
     assert words in reason
 
 
-def test_lists_are_served_once_they_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = replace(H200, block_mask=True)
-    monkeypatch.setattr(hopper, "SERVES_LISTS", True)
-    assert HopperBackend().supports(listed) is None
-    assert "no backward pass for a block_mask" in str(HopperBackend().supports(replace(listed, needs_grad=True)))
+def test_serves_lists_of_blocks() -> None:
+    assert HopperBackend().supports(replace(H200, block_mask=True)) is None
 
 
 def test_refuses_another_release_of_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
