@@ -386,6 +386,9 @@ def latent_tiles(
     if arch == 90 and itemsize == 2:
         block_n = 32 if block_m == 64 and float8 else 64
         num_stages = 4 if float8 else 2 if prefetch else 3
+    width = 512
+    if plain:
+        width = 256 if prefetch else 64 if arch else 128  # 64 spill on gfx942
     tiles = LatentTiles(
         block_m,
         block_n,
@@ -393,7 +396,7 @@ def latent_tiles(
         num_stages=num_stages,
         splits=num_splits,
         balanced=False,
-        width=256 if prefetch else 64 if plain else 512,
+        width=width,
         prefetch=prefetch,
     )
     if num_splits:
