@@ -328,7 +328,7 @@ def test_a_client_that_holds_every_slot_gives_one_to_a_client_that_has_none() ->
     assert own[2].tokens[2:] == expected_output([1, 2], 40, frozenset())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(
         st.lists(st.tuples(st.integers(1, 30), st.integers(1, 300)), min_size=1, max_size=15), min_size=2, max_size=4
