@@ -2,8 +2,8 @@
 
 A key has 512 + 64 numbers in DeepSeek's models, of which the first 512 are its value, and all query heads share one KV head. So
 16 to 128 query heads are rows of one problem, and a key that a program has loaded serves both products. The head size is no
-power of two, so the two parts of keys and queries have tiles of their own: S = Q_c C^T + Q_r R^T and O = P C. Queries are the
-rows of all tiles, because 64 rows fill a wgmma and C is then read from shared memory by both products.
+power of two, so each part of keys and queries has separate tiles: S = Q_c C^T + Q_r R^T and O = P C. Queries are the rows of
+all tiles, because 64 rows fill a wgmma and C is then read from shared memory by both products.
 
 C is loaded in slices of columns. A thread then holds numbers of fewer keys, and computes fewer addresses: with 16 heads, 8
 slices of 64 columns take 389 instructions for a block of 64 keys, and one of 512 columns takes 724.
@@ -160,7 +160,7 @@ def _walk(q_r, q_c, span, k_ptr, table_ptr, positions, kv_len, factor, window_ri
     for block in tl.range(begin, end):
         cols = block * BLOCK_N + offs_n
         if var.prefetch:
-            # The pages are read anew, with indices of their own, because this needs fewer registers than `next_page` would.
+            # The pages are read again, because `next_page` here keeps more registers alive: the loop reloads 15 instead of 3.
             ahead = (block + 1) * BLOCK_N + offs_n
             ahead_page = tl.load(table_ptr + ahead // var.page_size, mask=ahead < kv_len, other=0)
             _prefetch(k_ptr + key_offsets(ahead_page, block + 1, offs_n, stride_page, stride_token, var), DIM_C + var.rest)
