@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import triton
 
@@ -47,6 +48,9 @@ class BackwardTiles:
     queries: TileConfig
 
 
+T = TypeVar("T", bound="DecodeTiles")
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
     """Tiles of the decoding kernel: block_m packed query rows by block_n keys.
@@ -71,7 +75,7 @@ class DecodeTiles:
         """Scores have queries as rows; with fewer rows they have keys as rows."""
         return self.block_m >= 64
 
-    def without_splits(self) -> DecodeTiles:
+    def without_splits(self: T) -> T:
         """The same tiles for programs that walk over all keys of their rows."""
         return replace(self, splits=1, balanced=False, min_blocks=1)
 
