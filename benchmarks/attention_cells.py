@@ -62,6 +62,7 @@ VERIFY_CELLS = ((2, 4096, 32), (4, 4096, 32), (4, 1024, 128), (8, 4096, 32), (8,
 LATENT_HEADS = (128, 64, 16)
 # queries, keys, sequences: decoding, verified drafts, a chunk behind cached keys
 LATENT_CELLS = ((1, 8192, 64), (1, 131072, 1), (1, 1024, 128), (4, 4096, 32), (2048, 18432, 1))
+LATENT_FLOAT8_CELLS = LATENT_CELLS[:3]
 
 SPARSE_SEQLENS = (16384, 65536)
 SPARSE_PARTS = (0.1, 0.25)

@@ -9,7 +9,7 @@
     python benchmarks/bench_attention.py models                       # heads, head sizes and options of 20 models, four batches
     python benchmarks/bench_attention.py chunk                        # 64 to 2048 queries behind 1k to 64k keys, paged
     python benchmarks/bench_attention.py verify                       # 2 to 16 queries per sequence, as in speculative decoding
-    python benchmarks/bench_attention.py latent                       # one KV head of 512 + 64 (MLA), GB/s beside the ceiling
+    python benchmarks/bench_attention.py latent                       # one KV head of 512 + 64 (MLA), also float8; GB/s
     python benchmarks/bench_attention.py sparse                       # block-sparse, beside FlexAttention and dense calls
     python benchmarks/bench_attention.py sparse --head-dims 128 --budget 75       # the cells that 75 seconds allow
     python benchmarks/bench_attention.py tune_lists                   # tiles of the Hopper kernel with lists
@@ -23,8 +23,8 @@ is microseconds of one call inside a CUDA graph, because a captured step runs th
 paged call. The peer of a float8 cell is our bfloat16 call, timed once before. Ours and the other peers are measured three times
 in turn, after pauses, and the median counts. A wrong result reports no speed. A run replaces the results of the last run.
 
-`--cells` and `--budget` are for sparse and backward, whose last lines name the cells that were left out for lack of time. With
-`--tiny` they run small cells on a CPU in float32, which shows only that they run.
+`--cells` and `--budget` are for latent, sparse and backward, whose last lines name the cells that were left out for lack of
+time. With `--tiny` they run small cells on a CPU in float32, which shows only that they run.
 """
 
 from __future__ import annotations
@@ -404,8 +404,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no cell is begun")
     parser.add_argument("--tiny", action="store_true", help="small cells on a CPU in float32")
     args = parser.parse_args()
-    if args.bench not in ("sparse", "backward") and (args.cells or args.tiny or args.budget < math.inf):
-        parser.error(f"--cells, --budget and --tiny are for sparse and backward, got {args.bench}")
+    if args.bench not in ("latent", "sparse", "backward") and (args.cells or args.tiny or args.budget < math.inf):
+        parser.error(f"--cells, --budget and --tiny are for latent, sparse and backward, got {args.bench}")
     torch.manual_seed(0)
     benches[args.bench](args)
 

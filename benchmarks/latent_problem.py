@@ -1,8 +1,8 @@
 """One step of latent attention over a paged cache: its tensors, our call, its check against float64, and the benchmark.
 
-bench_attention.py calls `latent`; tests/benchmarks runs the check on a CPU. A key has 512 + 64 numbers, the first
-512 of which are its value, and all query heads share one KV head. Pages lie in random order, and whatever no sequence owns is
-NaN.
+bench_attention.py calls `latent`; tests/benchmarks runs the check and the benchmark on a CPU. A key has 512 + 64 numbers, the
+first 512 of which are its value, and all query heads share one KV head. Pages lie in random order, and whatever no sequence
+owns is NaN.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from attention_cells import LATENT_CELLS, LATENT_HEADS
-from measure import Results, graph_microseconds, in_turns, read_bandwidth
+from attention_cells import LATENT_CELLS, LATENT_FLOAT8_CELLS, LATENT_HEADS
+from measure import Cells, Results, graph_microseconds, in_turns, read_bandwidth
 from torch import Tensor
 
 import fa_serve
 from fa_serve.backends.reference import attention_reference
-from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention, make_paged
+from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention
 
 RANK = 512
 ROPE = 64
 SCALE = 192**-0.5
 """That of DeepSeek's heads of 128 + 64 numbers."""
+DESCALE = 0.5
+"""A float8 cache is multiplied by this power of two, so that its keys are exact in every dtype."""
 
 
 @dataclass
@@ -39,20 +41,36 @@ class LatentProblem:
 
     @classmethod
     def make(
-        cls, lengths: Sequence[int], heads: int, queries: int, dtype: torch.dtype, device: str, page_size: int = 16
+        cls,
+        lengths: Sequence[int],
+        heads: int,
+        queries: int,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        page_size: int = 16,
+        float8: bool = False,
     ) -> LatentProblem:
-        """Random numbers. heads: query heads"""
-        keys = [torch.randn(n, 1, RANK + ROPE, device=device).to(dtype) for n in lengths]
-        empty = [k[..., :0] for k in keys]
-        cache, _, block_table, seqused_k = make_paged(keys, empty, page_size)
+        """Random numbers. heads: query heads; float8: the cache is float8_e4m3fn"""
+        counts = [-(-n // page_size) for n in lengths]
+        order = torch.randperm(sum(counts) + 3, dtype=torch.int32, device=device)
+        cache = torch.empty(len(order), page_size, 1, RANK + ROPE, dtype=dtype, device=device).normal_()
+        cache[order[sum(counts) :].long()] = float("nan")
+        table = torch.full((len(lengths), max(counts)), 2**28, dtype=torch.int32, device=device)
+        for row, pages in enumerate(order[: sum(counts)].split(counts)):
+            table[row, : len(pages)] = pages
+            cache[int(pages[-1]), (lengths[row] - 1) % page_size + 1 :] = float("nan")
         options = {
-            "block_table": block_table,
-            "seqused_k": seqused_k,
+            "block_table": table,
+            "seqused_k": torch.tensor(lengths, dtype=torch.int32, device=device),
             "cu_seqlens_q": cu_seqlens([queries] * len(lengths), device),
             "max_seqlen_q": queries,
             "max_seqlen_k": max(lengths),
             "softmax_scale": SCALE,
         }
+        if float8:
+            cache = cache.to(torch.float8_e4m3fn)
+            options |= {name: torch.full((1,), DESCALE, device=device) for name in ("k_descale", "v_descale")}
         q = torch.randn(len(lengths) * queries, heads, RANK + ROPE, device=device).to(dtype)
         return cls(q, cache, list(lengths), queries, options)
 
@@ -70,24 +88,29 @@ class LatentProblem:
         return call
 
     def check(self, out: Tensor, what: str, rows: int = 2) -> None:
-        """Compare the first and the last of the sequences, `rows` queries of each; AssertionError if one breaks the 2x rule."""
-        count = len(self.lengths)
+        """Compare the last `rows` queries of the first and of the last sequence; AssertionError if they break the 2x rule.
+
+        The heads of one query are the queries of one call of the oracle, because they share all keys. With heads as heads, it
+        would copy the keys for each of them, which for 128 heads and 131,072 keys is 77 GB.
+        """
         page_size = self.cache.shape[1]
         ours = []
         exacts = []
         eagers = []
-        for index in sorted({0, count - 1}):
+        for index in sorted({0, len(self.lengths) - 1}):
             n = self.lengths[index]
             pages = self.options["block_table"][index, : -(-n // page_size)].long()
-            keys = self.cache[pages].flatten(0, 1)[:n][None]
-            last = (index + 1) * self.queries
-            own = slice(last - min(rows, self.queries), last)
-            options = {"softmax_scale": SCALE, "window_size": (-1, 0)}
-            queries = self.q[own][None]
-            exact, _ = attention_reference(queries.double(), keys.double(), keys[..., :RANK].double(), **options)
-            exacts.append(exact[0])
-            eagers.append(eager_attention(queries, keys, keys[..., :RANK], **options)[0])
-            ours.append(out[own])
+            keys = self.cache[pages].flatten(0, 1)[:n].to(self.q.dtype)[None]
+            if "k_descale" in self.options:
+                keys *= DESCALE
+            for back in range(min(rows, self.queries)):
+                row = (index + 1) * self.queries - 1 - back
+                seen = keys[:, : n - back]
+                queries = self.q[row][None, :, None]
+                exact, _ = attention_reference(queries.double(), seen.double(), seen[..., :RANK].double(), softmax_scale=SCALE)
+                exacts.append(exact[0])
+                eagers.append(eager_attention(queries, seen, seen[..., :RANK], softmax_scale=SCALE)[0])
+                ours.append(out[row][:, None])
         assert_matches_reference(torch.cat(ours), torch.cat(exacts), torch.cat(eagers), what)
 
     @property
@@ -105,24 +128,36 @@ class LatentProblem:
 def latent(args: argparse.Namespace) -> None:
     """Latent attention over pages. The last columns are GB/s of keys, their part of the read bandwidth, and TFLOPS.
 
-    A few small calls are compared with float64 first, and two sequences of each cell. `--peers` does not apply.
+    A few small calls are compared with float64 first, and two sequences of each cell. `--peers` does not apply. With `--tiny`
+    nothing is known of the read bandwidth.
     """
+    dtype, device = (torch.float32, "cpu") if args.tiny else (torch.bfloat16, "cuda")
     results = Results("latent", args.out)
     for queries in (1, 3, 40):
-        gated = LatentProblem.make([333, 1000, 77], 128, queries, torch.bfloat16, "cuda")
-        gated.check(gated.ours(args.backend)(), f"gate of {queries} queries", rows=queries)
-    bandwidth = read_bandwidth()
-    results.add("read_bandwidth", "TB/s", bandwidth, {})
-    print(f"the gate holds; read bandwidth {bandwidth:.2f} TB/s\n{'case':<28}{'us':>9}{'GB/s':>9}{'of it':>8}{'TFLOPS':>9}")
-    for heads in LATENT_HEADS:
-        for queries, keys, batch in LATENT_CELLS:
-            case = f"h{heads}_{queries}_of_{keys}x{batch}"
-            problem = LatentProblem.make([keys] * batch, heads, queries, torch.bfloat16, "cuda")
-            ours = problem.ours(args.backend)
-            problem.check(ours(), case)
-            us = in_turns({"ours": ours}, graph_microseconds)["ours"]
-            results.add(case, "us", us, {})
-            rate = problem.bytes_read / us * 1e-3
-            flops = problem.operations / us * 1e-6
-            print(f"{case:<28}{us:9.1f}{rate:9.0f}{rate / bandwidth * 1e-3:8.1%}{flops:9.0f}", flush=True)
+        for float8 in (False, True):
+            gated = LatentProblem.make([333, 1000, 77], 4 if args.tiny else 128, queries, dtype, device, float8=float8)
+            gated.check(gated.ours(args.backend)(), f"gate of {queries} queries, float8 {float8}", rows=3)
+    print("the gate holds")
+    bandwidth = float("nan")
+    if not args.tiny:
+        bandwidth = read_bandwidth()
+        results.add("read_bandwidth", "TB/s", bandwidth, {})
+    print(f"read bandwidth {bandwidth:.2f} TB/s\n{'case':<28}{'us':>9}{'GB/s':>9}{'of it':>8}{'TFLOPS':>9}")
+    cells = Cells(args.cells, args.budget)
+    for heads in (4,) if args.tiny else LATENT_HEADS:
+        grids = ([(1, 70, 3), (2, 50, 1)], [(1, 70, 3)]) if args.tiny else (LATENT_CELLS, LATENT_FLOAT8_CELLS)
+        for float8, grid in zip((False, True), grids, strict=True):
+            for queries, keys, batch in grid:
+                case = f"h{heads}_{queries}_of_{keys}x{batch}" + "_float8" * float8
+                if not cells.takes(case):
+                    continue
+                problem = LatentProblem.make([keys] * batch, heads, queries, dtype, device, float8=float8)
+                ours = problem.ours(args.backend)
+                problem.check(ours(), case)
+                us = in_turns({"ours": ours}, graph_microseconds)["ours"]
+                results.add(case, "us", us, {})
+                rate = problem.bytes_read / us * 1e-3
+                flops = problem.operations / us * 1e-6
+                print(f"{case:<28}{us:9.1f}{rate:9.0f}{rate / bandwidth * 1e-3:8.1%}{flops:9.0f}", flush=True)
+    cells.report()
     results.write()

@@ -78,7 +78,12 @@ def in_turns(
 
 
 def graph_microseconds(call: Callable[[], object], calls: int = 4, rep: int = 40) -> float:
-    """Median device time of one call inside a CUDA graph of several calls, which is what a captured decode step costs."""
+    """Median device time of one call inside a CUDA graph of several calls, which is what a captured decode step costs.
+
+    Without a GPU, the host time of one call.
+    """
+    if not torch.cuda.is_available():
+        return milliseconds(call) * 1e3
     for _ in range(3):
         call()
     torch.cuda.synchronize()

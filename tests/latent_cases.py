@@ -105,4 +105,7 @@ CASES = [
     LatentCase(float8=True, dtype=torch.float16, dims=(72, 64), heads=(24, 1), kv_lens=(33, 90, 0), num_splits=2),
     LatentCase(float8=True, q_lens=(1, 19), kv_lens=(20, 19), heads=(2, 2), dims=(24, 16), head_major=True),
     LatentCase(q_lens=(33, 1), kv_lens=(40, 17), heads=(6, 2), dims=(24, 16), head_major=True),
+    # more than one slice of columns, the last of which is not full
+    LatentCase(q_lens=(1, 2), kv_lens=(33, 60), dtype=torch.float16, dims=(160, 144), heads=(10, 1)),
+    LatentCase(q_lens=(19, 1), kv_lens=(21, 3), dtype=torch.float16, dims=(160, 144), heads=(2, 1)),
 ]

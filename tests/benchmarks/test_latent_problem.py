@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import latent_problem
 import pytest
 import torch
 from latent_problem import LatentProblem
@@ -22,3 +23,17 @@ def test_bytes_and_operations() -> None:
     problem = LatentProblem.make([3, 5], 4, 2, torch.bfloat16, "cpu")
     assert problem.bytes_read == 8 * 576 * 2
     assert problem.operations == 2 * (2 + 3 + 4 + 5) * 4 * 1088
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_the_check_copies_no_keys_for_heads(float8: bool, monkeypatch) -> None:
+    """Every head of a query is a query of one call with one head, behind which no key is hidden that the query sees."""
+    torch.manual_seed(0)
+    problem = LatentProblem.make([33, 50], 4, 3, torch.float32, "cpu", float8=float8)
+    reference = latent_problem.attention_reference
+    calls = []
+    monkeypatch.setattr(
+        latent_problem, "attention_reference", lambda *qkv, **rest: calls.append(qkv) or reference(*qkv, **rest)
+    )
+    problem.check(problem.ours()(), "ours", rows=2)
+    assert [(*q.shape[1:3], *k.shape[1:3]) for q, k, _ in calls] == [(4, 1, n, 1) for n in (33, 32, 50, 49)]

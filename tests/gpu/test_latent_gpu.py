@@ -21,8 +21,10 @@ SIZES = [
     replace(DEEPSEEK, q_lens=(4, 4, 3), kv_lens=(900, 4, 2000), heads=(40, 1), page_size=64),
     replace(DEEPSEEK, q_lens=(300, 1, 0, 2), kv_lens=(1500, 700, 9, 40), heads=(64, 1)),
     replace(DEEPSEEK, q_lens=(1, 1), kv_lens=(1000, 30), num_splits=4, head_major=True),
+    replace(DEEPSEEK, q_lens=(1,) * 4, kv_lens=(3000, 0, 1, 513), heads=(20, 1)),
     LatentCase(q_lens=(1, 20), kv_lens=(500, 300), heads=(40, 1), dims=(288, 256)),
     replace(DEEPSEEK, q_lens=(1,) * 3, kv_lens=(3000, 1, 513), float8=True),
+    replace(DEEPSEEK, q_lens=(1,) * 3, kv_lens=(2000, 1, 513), heads=(16, 1), float8=True),
     replace(DEEPSEEK, q_lens=(300, 2), kv_lens=(1500, 700), heads=(64, 1), float8=True, page_size=64),
 ]
 

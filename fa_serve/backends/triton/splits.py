@@ -226,15 +226,18 @@ def lse_of_splits(splits_ptr, sequences, splits, units, unit_rows, var: tl.const
 
 
 @triton.jit
-def store_rows(out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, strides, var: tl.constexpr):
-    """Store packed rows where their token and their query head are. strides: of out by token and head, of lse by head."""
+def store_rows(out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, strides, var: tl.constexpr, SLICE: tl.constexpr = 0):
+    """Store packed rows where their token and their query head are. strides: of out by token and head, of lse by head.
+
+    SLICE: which of the slices of columns `out` is, if it does not have all columns; lse is stored with the first
+    """
     stride_ot, stride_oh, stride_lh = strides
-    offs_dv = tl.arange(0, var.block_dv)
+    offs_dv = SLICE * out.shape[1] + tl.arange(0, out.shape[1])
     token = row0.to(tl.int64) + rows // var.groups
     head = kv64 * var.groups + rows % var.groups
     out_ptrs = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + offs_dv[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (offs_dv < var.dim_v)[None, :])
-    if lse_ptr is not None:
+    if SLICE == 0 and lse_ptr is not None:
         tl.store(lse_ptr + head * stride_lh + token, lse, mask=live)
 
 

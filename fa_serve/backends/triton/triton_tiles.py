@@ -1,14 +1,15 @@
 """Which tiles the portable kernels use: pure functions of what the host knows. Nothing is tuned on the serving path.
 
-`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `latent_tiles` for latent attention,
-`combine_tiles` for merging splits, and `sparse_tiles` for block-sparse calls. Each branch carries the measurement behind it.
-`bench_attention.py tune` and `tune_decode.py` in benchmarks/ repeat them.
+`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for merging splits, and
+`sparse_tiles` for block-sparse calls; `latent.latent_tiles` stands beside its kernel. Each branch carries the measurement
+behind it. `bench_attention.py tune` and `tune_decode.py` in benchmarks/ repeat them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import triton
 
@@ -47,6 +48,9 @@ class BackwardTiles:
     queries: TileConfig
 
 
+T = TypeVar("T", bound="DecodeTiles")
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
     """Tiles of the decoding kernel: block_m packed query rows by block_n keys.
@@ -71,7 +75,7 @@ class DecodeTiles:
         """Scores have queries as rows; with fewer rows they have keys as rows."""
         return self.block_m >= 64
 
-    def without_splits(self) -> DecodeTiles:
+    def without_splits(self: T) -> T:
         """The same tiles for programs that walk over all keys of their rows."""
         return replace(self, splits=1, balanced=False, min_blocks=1)
 
@@ -285,49 +289,6 @@ def _decode_resources(
     if block_m > 16 or arch not in (90, 100):
         found = _Resources(min(found.block_n, 64), max(found.num_warps, 4), 2 if block_m > 16 else 4, 0, 2)
     return found
-
-
-@lru_cache(maxsize=4096)
-def latent_tiles(
-    arch: int,
-    num_sms: int,
-    itemsize: int,
-    head_dim_v: int,
-    groups: int,
-    num_kv_heads: int,
-    batch: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_splits: int,
-    *,
-    float8: bool = False,
-) -> DecodeTiles:
-    """The tile of one call of latent attention, with arguments as in `decode_tiles`. Queries are the rows of every tile.
-
-    Not measured yet. Each tile has the most rows, then the most keys, with which the compiled inner loop does not spill
-    registers and fits in the shared memory of the GPU. The accumulator spills with 64 rows on sm100 and with 128 on sm90. With
-    64 rows, 128 query heads read each key twice, the second time from the L2 cache.
-
-    float8: the cache is float8_e4m3fn. Without wgmma, 32 keys are then converted one by one and spill
-    """
-    rows = groups if num_splits else groups * max_seqlen_q
-    most = 16 if itemsize == 4 or arch == 0 else 64 if arch == 90 else 32
-    block_m = min(most, max(16, 1 << (rows - 1).bit_length()))
-    small = arch not in (80, 90, 100, 103) and padded_dim(head_dim_v) > 256  # at most 99 KiB of shared memory
-    block_n = 16 if itemsize == 4 or small or (float8 and arch != 90) else 32
-    in_registers = itemsize == 4 and arch == 0
-    num_stages = 1 if itemsize == 4 or arch == 0 else 2
-    tiles = DecodeTiles(block_m, block_n, 4 if in_registers else 8, num_stages, num_splits, balanced=False)
-    if num_splits:
-        return tiles
-    units = num_kv_heads * triton.cdiv(groups * max_seqlen_q, block_m)
-    max_blocks = triton.cdiv(max_seqlen_k, block_n)
-    if max_blocks <= 1:
-        return tiles.without_splits()
-    wave = max(1, num_sms // units)  # one program of this size lives on an SM
-    if batch == 1:
-        return replace(tiles, splits=min(wave, max_blocks))
-    return replace(tiles, splits=wave, balanced=True, min_blocks=2)
 
 
 def _pipeline_bytes(arch: int) -> int:

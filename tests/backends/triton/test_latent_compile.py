@@ -12,8 +12,9 @@ from fa_serve.backends.triton import latent
 from fa_serve.backends.triton.latent import plan_latent
 from fa_serve.testing import run_plan
 
-SPILL_BUDGET = {"sm90": 344, "gfx942": 76}  # bytes per thread, none of them in the inner loop; gfx942 in float32
-FLOAT8_SPILL_BUDGET = {"sm89": 88, "sm90": 344, "sm100": 80}  # with a float8 cache
+SPILL_BUDGET = {"sm90": 376, "gfx942": 76}  # bytes per thread, none of them written in the inner loop; gfx942 in float32
+FLOAT8_SPILL_BUDGET = {"sm89": 88, "sm90": 352, "sm100": 80}  # with a float8 cache
+RELOADS = 7  # numbers that 64 rows read back in an inner loop of 900 instructions on sm90, because nothing changes them
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ OTHERS = [
     ("sm86", Shape(max_seqlen_q=256, decodes=False)),
     ("sm90", Shape(max_seqlen_q=256, decodes=False)),
     ("sm90", Shape(page_size=64, num_splits=4)),
+    ("sm90", Shape(heads=20)),
     ("sm89", Shape(float8=True)),
     ("sm90", Shape(float8=True)),
     ("sm100", Shape(float8=True)),
@@ -88,12 +90,25 @@ def test_latent(target: str, shape: Shape) -> None:
         assert kernel.spill_bytes <= budget.get(target, 0), f"{kernel.name} spills {kernel.spill_bytes} bytes per thread"
         assert kernel.shared_bytes <= SHARED_BYTES[target], f"{kernel.name} wants {kernel.shared_bytes} bytes"
         if kernel.spill_bytes and target != "gfx942":
-            assert kernel.hot_loop["LDL"] == kernel.hot_loop["STL"] == 0, f"{kernel.name} spills in its inner loop"
+            reloads = RELOADS if target == "sm90" and not shape.float8 else 0
+            assert kernel.hot_loop["STL"] == 0, f"{kernel.name} spills in its inner loop"
+            assert kernel.hot_loop["LDL"] <= reloads, (
+                f"{kernel.name} reads {kernel.hot_loop['LDL']} spilled registers in its loop"
+            )
 
 
 def test_hopper_multiplies_from_shared_memory_and_copies_ahead() -> None:
-    """Both products are wgmma, and a block of 32 keys of 576 numbers is copied by 16 bytes at a time while another is used."""
+    """Both products are wgmma, and a block of 64 keys of 576 numbers is copied by 16 bytes at a time while another is used."""
     kernel = compile_latent("sm90", Shape())[0]
     assert kernel.hot_loop["HGMMA"] > 0
-    assert kernel.hot_loop["LDGSTS"] == 32 * 576 * 2 // (256 * 16)
+    assert kernel.hot_loop["LDGSTS"] == 64 * 576 * 2 // (256 * 16)
     assert "griddepcontrol.wait" in kernel.binary.asm["ptx"]
+    assert "prefetch.global.L2" in kernel.binary.asm["ptx"]
+
+
+def test_slices_of_columns_take_few_addresses() -> None:
+    """389 instructions for a block of 64 keys; with all columns in one slice it takes 724."""
+    kernel = compile_latent("sm90", Shape(heads=16))[0]
+    assert kernel.spill_bytes == 0
+    assert kernel.hot_loop["LDGSTS"] == 64 * 576 * 2 // (256 * 16)
+    assert kernel.hot_loop.total() < 450

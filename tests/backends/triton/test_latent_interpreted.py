@@ -13,8 +13,7 @@ from latent_cases import CASES, LatentCase, assert_right, check_latent, make_lat
 
 import fa_serve
 from fa_serve.backends.triton import latent
-from fa_serve.backends.triton.latent import plan_latent
-from fa_serve.backends.triton.triton_tiles import DecodeTiles
+from fa_serve.backends.triton.latent import LatentTiles, plan_latent
 from fa_serve.testing import cu_seqlens, run_plan
 
 
@@ -64,7 +63,7 @@ def test_sequences_of_another_kernel_are_left_alone(decodes: bool) -> None:
     out = torch.full((22, 4, 40), 7.0)[..., :24]
     bounds = {"max_seqlen_q": 2} if decodes else {"skip_q": 2}
     given = options | bounds | {"window_size": (-1, 0), "softcap": 0.0, "out": out}
-    tiles = DecodeTiles(16, 16, 4, 1, 3, balanced=True, min_blocks=2)
+    tiles = LatentTiles(16, 16, 4, 1, 3, balanced=True, min_blocks=2)
     run_plan(partial(plan_latent, decodes=decodes), q, cache, cache[..., :24], tiles=tiles, **given)
     ours = torch.ones(22, dtype=torch.bool)
     ours[1:20] = False
