@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from measure import Results, graph_microseconds
+from measure import Results, graph_microseconds, read_bandwidth
 from torch import Tensor
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
@@ -89,15 +89,12 @@ class Machine:
 
 
 def measure_machine(tiny: bool) -> Machine:
-    """Bandwidth of copying 1 GiB and rate of a product of 8192 x 8192, both in a graph; a CPU has nominal ones."""
+    """Bandwidth of reading 4 GiB and rate of a product of 8192 x 8192, both in a graph; a CPU has nominal ones."""
     if tiny:
         return Machine("cpu", 1e8, 1e8)
-    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    bandwidth = 2 * x.nbytes / graph_microseconds(lambda: y.copy_(x), calls=1) * 1e6
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     rate = 2 * 8192**3 / graph_microseconds(lambda: square @ square, calls=1) * 1e6
-    return Machine("cuda", bandwidth, rate)
+    return Machine("cuda", read_bandwidth() * 1e12, rate)
 
 
 def random_weight(form: str, n: int, k: int, device: str) -> QuantizedWeight:

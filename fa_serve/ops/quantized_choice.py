@@ -4,9 +4,10 @@
     explain(is_packed=True, by_row=False, dtype=torch.bfloat16, device="cuda", arch=90)      # for people
 
 A few tokens take the kernel that unpacks weights in registers. Many tokens take the unpacked matrix and PyTorch's product,
-because unpacking once is then cheap beside the product. Float8 weights with a scale for each row are multiplied with
-activations that are rounded to float8 as well, on GPUs where `torch._scaled_mm` does that. Input in float32 is never rounded.
-This module imports no Triton, so that `fa-serve info` runs anywhere. Left out: the products (quantized_product.py).
+because unpacking once is then cheap beside the product. Other kernels serve some numbers of few tokens on Hopper. Float8
+weights with a scale for each row are multiplied with activations that are rounded to float8 as well, on GPUs where
+`torch._scaled_mm` does that. Input in float32 is never rounded. This module imports no Triton, so that `fa-serve info` runs
+anywhere. Left out: the products (quantized_product.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from typing import Literal
 
 import torch
 
+from fa_serve.ops.quantized_weight import Values
+
 Way = Literal["kernel", "scaled_mm", "dequantized"]
+Kernel = Literal["portable", "few", "wgmma"]
+"""Which kernel unpacks weights in registers: the portable ones (quantized_kernel.py), or those for Hopper."""
 
 SCALED_MM_ARCHS = (89, 90, 100, 103)
 """Compute capabilities, times ten, for which PyTorch has a product of float8 with a scale for each row and column."""
@@ -45,6 +50,49 @@ def choose(is_packed: bool, by_row: bool, num_tokens: int, dtype: torch.dtype, a
     return "kernel" if num_tokens <= KERNEL_TOKENS else "dequantized"
 
 
+HALVES = (torch.float16, torch.bfloat16)
+"""Dtypes of inputs that the kernels for Hopper multiply."""
+FEW_TOKENS = 8
+"""The most tokens that the Hopper kernel for few tokens multiplies with 4-bit weights."""
+WGMMA_TOKENS = range(33, 65)
+"""The numbers of tokens that the Hopper kernel with `wgmma` multiplies with 4-bit weights."""
+_FEW_COLUMNS = 32768  # one token is kept in shared memory
+_MOST_WEIGHTS = 1 << 33  # words are counted in 32 bits
+
+
+def kernel_of(
+    values: Values, shape: tuple[int, int], group_size: int, num_tokens: int, dtype: torch.dtype, scales: torch.dtype, arch: int
+) -> Kernel:
+    """Which kernel multiplies quantised weights that stay packed.
+
+    values:     the kind of the weights' values
+    shape:      (n, k) of the weights
+    dtype:      of the input
+    scales:     dtype of the weights' scales
+    arch:       90 on Hopper where Gluon compiles the kernels written in it, else anything else
+
+    In us on one H200, by the Hopper kernel and by the portable one, with weights outside of the L2 cache. 4-bit weights in
+    groups of 128, 28672 x 4096: one token 26.9, 40.9, with a norm and a gate 29.8, 54.8; 8 tokens 37.8, 58.8; 16 tokens 60.0,
+    60.0. In earlier forms of the kernels (other layouts of words, other stages), 64 tokens: 28672 x 4096 44.8, 74.7; 4096 x
+    14336 25.6, 44.1; 6144 x 4096 14.2, 20.6. One token with float8 weights that have a scale for each row, in an earlier form
+    as well: 42.3, 54.9; 25.6, 45.2; 13.2, 15.6. Float8 weights in blocks have not been compared for one token, and lose with
+    16: 64.2, 57.4; 60.0, 34.2; 19.3, 15.3. 8 tokens have been compared for 28672 x 4096 only.
+    """
+    n, k = shape
+    if arch != 90 or dtype not in HALVES or n * k >= _MOST_WEIGHTS:
+        return "portable"
+    if values == "float8":
+        return "few" if num_tokens == 1 and group_size >= k and k % 128 == 0 and k <= _FEW_COLUMNS else "portable"
+    # a part of a block of 256 columns has one group
+    if values != "int4" or not (group_size >= k or group_size % 256 == 0 or group_size in (32, 64, 128)):
+        return "portable"
+    if 0 < num_tokens <= FEW_TOKENS:
+        return "few" if k <= _FEW_COLUMNS else "portable"
+    # scales are rounded to the input's dtype, and float16 may not hold scales of another one
+    exact = dtype == torch.bfloat16 or scales == dtype
+    return "wgmma" if num_tokens in WGMMA_TOKENS and k % 8 == 0 and exact else "portable"
+
+
 def converts_float8(arch: int) -> bool:
     """Whether Triton converts float8_e4m3fn on this architecture. Otherwise PyTorch does."""
     return arch >= 89
@@ -52,13 +100,17 @@ def converts_float8(arch: int) -> bool:
 
 def explain(is_packed: bool, by_row: bool, dtype: torch.dtype, device: str, arch: int) -> str:
     """Who computes products with such a weight on a device, by the number of tokens. The arguments are those of
-    `choose`."""
+    `choose`. Kernels for Hopper are named for the usual sizes of groups and the releases of Triton that have them."""
     dequantized = "PyTorch with dequantised weights"
     if device != "cuda" or not (is_packed or converts_float8(arch)):
         return dequantized
     if choose(is_packed, by_row, 2, dtype, arch) == "scaled_mm":
-        return "triton for one token, torch._scaled_mm for more"
-    return f"triton for few tokens, {dequantized} for more"
+        hopper = " (kernel for Hopper)" if arch == 90 else ""
+        return f"triton for one token{hopper}, torch._scaled_mm for more"
+    hopper = ""
+    if is_packed and arch == 90 and dtype in HALVES:
+        hopper = f" (kernels for Hopper: up to {FEW_TOKENS}, and {WGMMA_TOKENS[0]} to {WGMMA_TOKENS[-1]})"
+    return f"triton for few tokens{hopper}, {dequantized} for more"
 
 
 def explain_experts(device: str) -> str:

@@ -10,7 +10,7 @@ result does not change from one call to the next. Left out: activations in float
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,6 +37,7 @@ from fa_serve.ops.quantized_primitives import (
     source_columns,
     unit_columns,
     unpacked_run,
+    weight_facts,
 )
 from fa_serve.ops.quantized_weight import BLOCK, QuantizedWeight
 
@@ -260,22 +261,6 @@ def _dequantize(
             tl.store(out_ptr + offsets, w.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def _facts(x: Tensor, weight: QuantizedWeight) -> tuple[Any, ...]:
-    """Everything about an input and a weight that a plan depends on, and that launches of one plan share."""
-    zeros = weight.zeros
-    return (
-        x.shape,
-        x.dtype,
-        x.get_device(),
-        weight.shape,
-        weight.group_size,
-        weight.data.dtype,
-        weight.scales.dtype,
-        zeros is None,
-        weight.columns is None,
-    )
-
-
 def launch_quantized_row(
     x: Tensor,
     weight: QuantizedWeight,
@@ -293,7 +278,7 @@ def launch_quantized_row(
     out = x.new_empty(1, n) if residual is None else residual
     key = (
         "quantized_row",
-        *_facts(x, weight),
+        *weight_facts(x, weight),
         activation,
         eps,
         offset,
@@ -345,8 +330,7 @@ def launch_quantized_linear(
     if m == 0:
         return out
     tile = linear_tile(multiprocessors(x.device, 1), m, n, k, x.element_size())
-    key = ("quantized_linear", *_facts(x, weight), alpha, None if bias is None else bias.dtype, residual is None)
-    split = tile.splits > 1
+    key = ("quantized_linear", *weight_facts(x, weight), alpha, None if bias is None else bias.dtype, residual is None)
     run = PLANS.get(key)
     if run is None:
         parts = count_parts(weight, BLOCK)
@@ -368,15 +352,29 @@ def launch_quantized_linear(
             options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         )
         run = PLANS.add(key, launch)
-    if not split:
+    if tile.splits == 1:
         run((x, *kernel_tensors(weight), bias, residual, out))
         return out
     sums = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
     run((x, *kernel_tensors(weight), None, None, sums))
-    key = ("sum_splits", *key)
+    return launch_sum_splits(sums, bias, residual, out, alpha)
+
+
+def launch_sum_splits(sums: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, alpha: float) -> Tensor:
+    """out, (m, n): the sum of sums, (splits, m, n) float32, and what `launch_quantized_linear` adds to it. One launch."""
+    splits, m, n = sums.shape
+    key = (
+        "sum_splits",
+        sums.shape,
+        sums.get_device(),
+        out.dtype,
+        alpha,
+        None if bias is None else bias.dtype,
+        residual is None,
+    )
     run = PLANS.get(key)
     if run is None:
-        fixed = (n, tile.splits, 512)
+        fixed = (n, splits, 512)
         launch = Launch(_sum_splits, triton.cdiv(m * n, 512), varying=(m, alpha), fixed=fixed, options={"num_warps": 4})
         run = PLANS.add(key, launch)
     run((sums, bias, residual, out))
@@ -387,7 +385,7 @@ def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """What `QuantizedWeight.dequantize` computes. One launch, and no memory but the result."""
     n, k = weight.shape
     out = torch.empty(n, k, dtype=dtype, device=weight.device)
-    key = ("dequantize", *_facts(out, weight))
+    key = ("dequantize", *weight_facts(out, weight))
     run = PLANS.get(key)
     if run is None:
         fixed = (n, k, weight.group_size, kernel_values(weight), count_parts(weight, BLOCK), run_width(weight), 32)

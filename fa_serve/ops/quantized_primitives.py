@@ -9,6 +9,7 @@ columns, and GROUP the columns that share a scale. This module leaves out kernel
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -27,6 +28,21 @@ def kernel_values(weight: QuantizedWeight) -> int:
 def kernel_tensors(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """What kernels read of a weight: data, scales, zeros and columns."""
     return weight.data, weight.scales, weight.zeros, weight.columns
+
+
+def weight_facts(x: Tensor, weight: QuantizedWeight) -> tuple[Any, ...]:
+    """Everything about an input and a weight that a plan depends on, and that launches of one plan share."""
+    return (
+        x.shape,
+        x.dtype,
+        x.get_device(),
+        weight.shape,
+        weight.group_size,
+        weight.data.dtype,
+        weight.scales.dtype,
+        weight.zeros is None,
+        weight.columns is None,
+    )
 
 
 def unit_columns(weight: QuantizedWeight) -> int:

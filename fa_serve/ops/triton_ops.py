@@ -13,8 +13,7 @@ from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.ops_backend import Norm, Weight
-from fa_serve.ops.quantized_kernel import launch_quantized_row
-from fa_serve.ops.quantized_product import dequantize, has_kernels, quantized_product
+from fa_serve.ops.quantized_product import dequantize, has_kernels, quantized_product, quantized_row
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
 from fa_serve.ops.routing_kernel import launch_route
@@ -71,7 +70,7 @@ class TritonOps:
     ) -> Tensor:
         x = x.contiguous()
         if x.shape[0] == 1 and has_kernels(weight):
-            return launch_quantized_row(x, weight, bias, norm, activation, residual, alpha)
+            return quantized_row(x, weight, bias, norm, activation, residual, alpha)
         y = quantized_product(x, weight, bias, norm, residual, alpha)
         return y if activation is None else launch_act_and_mul(y, activation)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 from cross_compile import compiling_for
+from quantized import float8_weight, int4_weight
 
 from fa_serve.backends import launch
 from fa_serve.backends.hopper import HopperBackend
@@ -17,6 +18,8 @@ from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
+from fa_serve.ops.quantized_few_kernel import few_tile, launch_quantized_few
+from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma, wgmma_tile
 from fa_serve.spec import AttentionSpec
 from fa_serve.testing import cu_seqlens, make_qkv, run_plan
 
@@ -69,3 +72,24 @@ def test_the_portable_kernels(target: str) -> None:
     assert kernels[-1].name == "_block_sparse"
     assert kernels[-1].instructions["LDGSTS"] > 0, "keys and values are not copied ahead of their use"
     assert all(kernel.spill_bytes <= 32 for kernel in kernels)
+
+
+def test_products_of_quantised_weights_on_hopper() -> None:
+    """All tiles of the kernels for Hopper: they multiply with tensor cores, and registers suffice."""
+    n = 512
+    k = 2048
+    int4 = int4_weight(n, k, group_size=128, zeros=True, dtype=torch.bfloat16)
+    float8 = float8_weight(n, k, group_size=k)
+    x = torch.zeros(64, k, dtype=torch.bfloat16)
+    with compiling_for("sm90") as kernels:
+        for weight, m in ((int4, 1), (int4, 8), (float8, 1)):
+            launch_quantized_few(x[:m], weight, None, None, None, None, 1.0, few_tile(132, m, n, weight.values))
+        launch_quantized_few(x[:8], int4, None, None, None, None, 1.0, few_tile(132, 8, 28672, "int4"))
+        launch_quantized_wgmma(x, int4, None, None, 1.0, wgmma_tile(132, 28672, k))
+        launch_quantized_wgmma(x, int4, None, None, 1.0, wgmma_tile(132, 4096, k))
+    names = ["_quantized_few"] * 4 + ["_quantized_wgmma", "_quantized_wgmma", "_sum_splits"]
+    assert [kernel.name for kernel in kernels] == names
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+    assert all(kernel.instructions["HMMA"] > 0 for kernel in kernels[:4])
+    assert all(kernel.instructions["HGMMA"] > 0 for kernel in kernels[4:6])
+    assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"

@@ -13,8 +13,10 @@ from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
 from fa_serve.ops import ExpertWeights, Gate
 from fa_serve.ops.experts_kernel import grouped_tile, reads_by_rows
-from fa_serve.ops.quantized_choice import KERNEL_TOKENS
+from fa_serve.ops.quantized_choice import KERNEL_TOKENS, kernel_of
+from fa_serve.ops.quantized_few_kernel import few_tile
 from fa_serve.ops.quantized_kernel import linear_tile
+from fa_serve.ops.quantized_wgmma_kernel import wgmma_tile
 
 LIMITS = {"max_num_seqs": 256, "max_tokens": 4096, "max_keys": 8192}
 
@@ -125,8 +127,16 @@ def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys)
     assert max(planned) > 0.9 * max_tokens
     by_kernel = range(1, min(max_tokens, KERNEL_TOKENS) + 1)
     for n, k in ((64, 64), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
-        met = {linear_tile(132, m, n, k, 2) for m in planned if m <= KERNEL_TOKENS}
-        assert {linear_tile(132, m, n, k, 2) for m in by_kernel} == met
+        # portable and Hopper's, with and without the tokens that Hopper's kernels take
+        for arch in (80, 90):
+
+            def launched(m: int, n: int = n, k: int = k, arch: int = arch) -> object:
+                kernel = kernel_of("int4", (n, k), 128, m, torch.bfloat16, torch.bfloat16, arch)
+                if kernel == "few":
+                    return kernel, m == 1, few_tile(132, m, n, "int4")
+                return (kernel, wgmma_tile(132, n, k)) if kernel == "wgmma" else linear_tile(132, m, n, k, 2)
+
+            assert {launched(m) for m in by_kernel} == {launched(m) for m in planned if m <= KERNEL_TOKENS}
     for num_experts, top_k in ((8, 2), (64, 6), (128, 8), (256, 8)):
         weight = torch.empty(num_experts, 16, 16, device="meta")
         experts = ExpertWeights(weight, None, weight, None, Gate("silu"))

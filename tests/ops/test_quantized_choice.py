@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_serve.ops.quantized_choice import KERNEL_TOKENS, choose, explain
+from fa_serve.ops.quantized_choice import KERNEL_TOKENS, choose, explain, kernel_of
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,14 @@ def test_the_way(packed: bool, by_row: bool, tokens: int, dtype: torch.dtype, ar
     [
         (True, False, "cpu", 0, "PyTorch with dequantised weights"),
         (True, False, "cuda", 80, "triton for few tokens, PyTorch with dequantised weights for more"),
-        (False, True, "cuda", 90, "triton for one token, torch._scaled_mm for more"),
+        (False, True, "cuda", 90, "triton for one token (kernel for Hopper), torch._scaled_mm for more"),
+        (
+            True,
+            False,
+            "cuda",
+            90,
+            "triton for few tokens (kernels for Hopper: up to 8, and 33 to 64), PyTorch with dequantised weights for more",
+        ),
         (False, False, "cuda", 90, "triton for few tokens, PyTorch with dequantised weights for more"),
         (False, True, "cuda", 80, "PyTorch with dequantised weights"),
     ],
@@ -47,3 +54,35 @@ def test_people_are_told(packed: bool, by_row: bool, device: str, arch: int, tex
 def test_many_tokens_unpack_the_matrix_once() -> None:
     assert choose(True, False, KERNEL_TOKENS, torch.bfloat16, 90) == "kernel"
     assert choose(True, False, KERNEL_TOKENS + 1, torch.bfloat16, 90) == "dequantized"
+
+
+INT4 = {"values": "int4", "shape": (28672, 4096), "group_size": 128, "scales": torch.bfloat16}
+FLOAT8 = {"values": "float8", "shape": (6144, 4096), "group_size": 4096, "scales": torch.float32}
+FLOAT4 = INT4 | {"values": "float4", "group_size": 32}
+BY_TOKENS = {0: "portable", 1: "few", 8: "few", 9: "portable", 32: "portable", 33: "wgmma", 64: "wgmma", 65: "portable"}
+NONE = dict.fromkeys((1, 8, 33, 64), "portable")
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype", "arch", "kernels"),
+    [
+        pytest.param(INT4, torch.bfloat16, 90, BY_TOKENS, id="int4"),
+        pytest.param(INT4 | {"group_size": 32}, torch.bfloat16, 90, BY_TOKENS, id="int4-G32"),
+        pytest.param(INT4 | {"group_size": 4096}, torch.bfloat16, 90, BY_TOKENS, id="int4-row"),
+        pytest.param(INT4 | {"group_size": 96}, torch.bfloat16, 90, NONE, id="int4-G96"),
+        pytest.param(INT4, torch.float16, 90, {8: "few", 64: "portable"}, id="float16-and-bfloat16-scales"),
+        pytest.param(INT4 | {"scales": torch.float16}, torch.float16, 90, BY_TOKENS, id="float16"),
+        pytest.param(INT4 | {"shape": (64, 4100)}, torch.bfloat16, 90, {8: "few", 64: "portable"}, id="unaligned-tokens"),
+        pytest.param(INT4 | {"shape": (64, 65536)}, torch.bfloat16, 90, {8: "portable", 64: "wgmma"}, id="wide"),
+        pytest.param(INT4 | {"shape": (1 << 18, 1 << 15)}, torch.bfloat16, 90, NONE, id="addresses-beyond-32-bits"),
+        pytest.param(INT4, torch.float32, 90, NONE, id="float32"),
+        pytest.param(INT4, torch.bfloat16, 100, NONE, id="sm100"),
+        pytest.param(INT4, torch.bfloat16, 0, NONE, id="another-release-of-triton"),
+        pytest.param(FLOAT4, torch.bfloat16, 90, NONE, id="float4"),
+        pytest.param(FLOAT8, torch.bfloat16, 90, {1: "few", 2: "portable"}, id="float8-row"),
+        pytest.param(FLOAT8 | {"group_size": 128}, torch.bfloat16, 90, NONE, id="float8-blocks"),
+        pytest.param(FLOAT8 | {"shape": (64, 4112)}, torch.bfloat16, 90, NONE, id="float8-odd-row"),
+    ],
+)
+def test_the_kernel_of_packed_weights(weight: dict, dtype: torch.dtype, arch: int, kernels: dict[int, str]) -> None:
+    assert {tokens: kernel_of(num_tokens=tokens, dtype=dtype, arch=arch, **weight) for tokens in kernels} == kernels

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from quantized import float8_weight, int4_weight
 from torch import Tensor
 
 from fa_serve import ops, spec
-from fa_serve.ops import quantized_product, triton_ops
+from fa_serve.ops import quantized_few_kernel, quantized_product, quantized_wgmma_kernel, triton_ops
 from fa_serve.ops.triton_ops import TritonOps
 
 
@@ -48,10 +50,17 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(quantized_product, name, stand_in(name, function))
     monkeypatch.setattr(torch, "_scaled_mm", stand_in("_scaled_mm", scaled_mm))
     monkeypatch.setattr(triton_ops, "launch_act_and_mul", stand_in("launch_act_and_mul", ops.act_and_mul))
-    row = stand_in(
-        "launch_quantized_row", lambda x, w, b, n, a, r, s: ops.linear(x, w, b, norm=n, activation=a, residual=r, alpha=s)
-    )
-    monkeypatch.setattr(triton_ops, "launch_quantized_row", row)
+
+    def row(x, w, b, n, a, r, s, tile=None) -> Tensor:
+        return ops.linear(x, w, b, norm=n, activation=a, residual=r, alpha=s)
+
+    def several(x, w, b, r, alpha, tile) -> Tensor:
+        return ops.linear(x, w, b, residual=r, alpha=alpha)
+
+    monkeypatch.setattr(quantized_product, "launch_quantized_row", stand_in("launch_quantized_row", row))
+    monkeypatch.setattr(quantized_few_kernel, "launch_quantized_few", stand_in("launch_quantized_few", row))
+    monkeypatch.setattr(quantized_wgmma_kernel, "launch_quantized_wgmma", stand_in("launch_quantized_wgmma", several))
+    monkeypatch.setattr(quantized_product, "multiprocessors", lambda device, default: 132)
     monkeypatch.setattr(triton_ops, "launch_invariant_linear", stand_in("launch_invariant_linear", ops.invariant_linear))
     return calls
 
@@ -59,16 +68,33 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("weight", "tokens", "names"),
     [
-        (int4_weight(64, 128, group_size=32, zeros=True), 1, ["launch_quantized_row"]),
-        (int4_weight(64, 128, group_size=32, zeros=True), 3, ["launch_rms_norm", "launch_quantized_linear"]),
+        (int4_weight(64, 128, group_size=32, zeros=True), 1, ["launch_quantized_few"]),
+        (int4_weight(64, 128, group_size=32, zeros=True), 3, ["launch_rms_norm", "launch_quantized_few"]),
+        (int4_weight(64, 128, group_size=32, zeros=True), 9, ["launch_rms_norm", "launch_quantized_linear"]),
+        (int4_weight(64, 128, group_size=32, zeros=True), 40, ["launch_rms_norm", "launch_quantized_wgmma"]),
+        (int4_weight(64, 96, group_size=48), 1, ["launch_quantized_row"]),
         (int4_weight(64, 128, group_size=32, zeros=True), 600, ["launch_rms_norm", "launch_dequantize"]),
-        (float8_weight(64, 128, group_size=128), 1, ["launch_quantized_row"]),
+        (float8_weight(64, 128, group_size=128), 1, ["launch_quantized_few"]),
+        (float8_weight(64, 128, group_size=64), 1, ["launch_quantized_row"]),
         (float8_weight(64, 128, group_size=128), 3, ["launch_quantize_rows", "_scaled_mm"]),
         (float8_weight(64, 128, group_size=128, input_scale=0.02), 600, ["launch_quantize_rows", "_scaled_mm"]),
         (float8_weight(64, 128, group_size=64), 3, ["launch_rms_norm", "launch_quantized_linear"]),
         (float8_weight(64, 136, group_size=136), 3, ["launch_rms_norm", "launch_quantized_linear"]),
     ],
-    ids=["int4-1", "int4-3", "int4-600", "float8-1", "float8-3", "float8-static-600", "float8-groups-3", "float8-odd-3"],
+    ids=[
+        "int4-1",
+        "int4-3",
+        "int4-9",
+        "int4-40",
+        "int4-groups-1",
+        "int4-600",
+        "float8-1",
+        "float8-groups-1",
+        "float8-3",
+        "float8-static-600",
+        "float8-groups-3",
+        "float8-odd-3",
+    ],
 )
 @pytest.mark.parametrize("end", ["bias", "residual", "gate"])
 def test_what_is_launched_and_computed(hopper: list[str], weight, tokens: int, names: list[str], end: str) -> None:
@@ -101,3 +127,19 @@ def test_float8_before_ada_is_dequantised_by_pytorch(hopper: list[str], monkeypa
     x = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
     assert torch.equal(TritonOps().linear(x, weight, None, None, None, None, 1.0), ops.linear(x, weight))
     assert hopper == []
+
+
+@pytest.mark.parametrize("reason", ["release", "address"])
+def test_portable_kernels_where_those_for_hopper_cannot_run(
+    hopper: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another release of Triton, and with weights whose address is not a multiple of 16 bytes."""
+    weight = int4_weight(64, 128, group_size=32)
+    if reason == "release":
+        monkeypatch.setattr(quantized_product, "_COMPILES_GLUON", False)
+    else:
+        data = torch.empty(weight.data.numel() + 1, dtype=torch.int32)[1:].view_as(weight.data)
+        weight = replace(weight, data=data.copy_(weight.data))
+    for tokens in (1, 3, 40):
+        TritonOps().linear(torch.ones(tokens, 128).bfloat16(), weight, None, None, None, None, 1.0)
+    assert hopper == ["launch_quantized_row", "launch_quantized_linear", "launch_quantized_linear"]

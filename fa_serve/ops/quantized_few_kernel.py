@@ -1,0 +1,454 @@
+"""Products of quantised weights with up to 8 tokens on Hopper, in Gluon: weights from registers to `mma.sync`.
+
+A program has 16 or 32 rows of weights, and each of its warps sums other columns of them. A thread copies words to shared memory
+asynchronously, several steps ahead, and reads back those that it copied, so warps never wait for each other before the end. Two
+instructions make a pair of bfloat16 or float16 numbers of 4-bit values: bits are moved below the exponent of 16, so that the
+numbers are 16 + value, exactly. What that adds to a sum is (16 + zero point) times the sum of the inputs, which a product with
+ones gives. A pair of float8 numbers takes four instructions: their bits are moved below the exponent and multiplied by a power
+of two. NaN, which no checkpoint has, becomes 480.
+
+Tensor cores add products in any order of the columns, so a thread multiplies the columns that it has, and the input is
+rearranged: `column_of` says how. One token is kept in shared memory, with its norm applied, and is gathered there once. Left
+out: the portable kernels (quantized_kernel.py), which serve everything else, and when this kernel is used
+(quantized_choice.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from fa_serve.backends.hopper.gluon_names import copy_to_shared
+from fa_serve.backends.launch import Launch, launch_options
+from fa_serve.backends.plan import PLANS
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
+from fa_serve.ops.activation_kernel import ACTIVATION_KINDS, activate
+from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.quantized_primitives import kernel_tensors, kernel_values, weight_facts
+from fa_serve.ops.quantized_weight import QuantizedWeight, Values
+
+
+class FewTile(NamedTuple):
+    """block_n rows of weights by 8 tokens; each of num_warps warps has its own blocks of 32 words of a row.
+
+    num_stages: blocks of a warp that are copied or used at a time
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@gluon.jit
+def column_of(position, VALUES: gl.constexpr):
+    """The column that is multiplied at a position. Positions are permuted inside of 32 columns for 4 bits, of 128 for float8.
+
+    A thread reads words 4t to 4t + 3 of 16 neighbouring ones, where t is its number among four. Its share of 32 positions is 8t
+    to 8t + 7.
+    """
+    thread = (position >> 3) & 3
+    if VALUES == 0:
+        run = (position >> 5) & 3
+        column = (position & ~127) + (run >> 1) * 64 + thread * 16 + (run & 1) * 8 + (position & 7)
+    else:
+        column = (position & ~31) + ((position >> 2) & 1) * 16 + thread * 4 + (position & 3)
+    return column
+
+
+@gluon.jit
+def pairs_of_int4(words, opaque, RUN: gl.constexpr, HALF: gl.constexpr):
+    """int32: two numbers 16 + value, of the bits 4 * RUN to 4 * RUN + 3 of each half of words. HALF: whether in float16.
+
+    opaque: 1, which the compiler cannot know. So it leaves `(t & mask) | exponent` in one instruction.
+    """
+    if HALF:
+        t = words << (6 - 4 * RUN) if RUN < 2 else words >> (4 * RUN - 6)
+        t = (t & 0x03C003C0) | (0x4C004C00 * opaque)
+    else:
+        t = words << 3 if RUN == 0 else words >> (4 * RUN - 3)
+        t = (t & 0x00780078) | (0x41804180 * opaque)
+    return t
+
+
+@gluon.jit
+def pairs_of_float8(words, UPPER: gl.constexpr, HALF: gl.constexpr):
+    """int32: two numbers of the lower or the upper two bytes of words, exact. HALF: whether in float16."""
+    SELECT: gl.constexpr = "0xb3a2" if UPPER else "0x9180"
+    MOVE: gl.constexpr = (
+        "shl.b32 t, t, 7; and.b32 t, t, 0xbf80bf80; mul.rn.f16x2 $0, t, $2; }"
+        if HALF
+        else "shl.b32 t, t, 4; and.b32 t, t, 0x87f087f0; mul.rn.bf16x2 $0, t, $2; }"
+    )
+    ASM: gl.constexpr = "{ .reg .b32 t; prmt.b32 t, $1, 0, " + SELECT + "; " + MOVE
+    # 2^8 or 2^120, twice: what the exponents differ by
+    factor = 0x5C005C00 if HALF else 0x7B807B80
+    return gl.inline_asm_elementwise(ASM, "=r,r,r", [words, factor], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def both_numbers(pairs, HALF: gl.constexpr):
+    """[...] int32 -> [..., 2]: the numbers in the lower and in the upper half."""
+    dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
+    lower = pairs.to(gl.int16).to(dtype, bitcast=True)
+    upper = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.join(lower, upper)
+
+
+@gluon.jit
+def words_of_runs(words, VALUES: gl.constexpr):
+    """[warps, 2, BLOCK_N, 16] words -> a tuple of those that `weights_of_run` takes.
+
+    For 4 bits: [warps, BLOCK_N, 16] of 128 columns, twice, in which halves of a word are neighbouring columns.
+    For float8: [warps, BLOCK_N, 4, 2] of 32 columns, four times.
+    """
+    A: gl.constexpr = words.shape[0]
+    B: gl.constexpr = words.shape[2]
+    split = gl.reshape(words, [A, 2, B, 4, 2, 2])
+    if VALUES == 0:
+        split = gl.permute(split, (0, 2, 3, 5, 4, 1))
+        first, second = gl.split(split)
+        first_even, first_odd = gl.split(first)
+        second_even, second_odd = gl.split(second)
+        found = (first_even, first_odd, second_even, second_odd)
+    else:
+        even, odd = gl.split(split)
+        found = ()
+        for part in gl.static_range(2):
+            if part == 0:
+                t = gl.inline_asm_elementwise(
+                    "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+                )
+            else:
+                t = gl.inline_asm_elementwise(
+                    "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+                )
+            found += (gl.reshape(gl.permute(t, (0, 2, 1, 4, 3)), [A, B, 16]),)
+    return found
+
+
+@gluon.jit
+def weights_of_run(found, opaque, RUN: gl.constexpr, VALUES: gl.constexpr, HALF: gl.constexpr):
+    """[warps, BLOCK_N, 32]: the numbers at positions 32 * RUN to 32 * RUN + 31 of a block."""
+    if VALUES == 0:
+        words = found[RUN]
+        pairs = gl.join(pairs_of_float8(words, False, HALF), pairs_of_float8(words, True, HALF))
+        numbers = gl.permute(both_numbers(pairs, HALF), (0, 1, 3, 4, 2, 5))
+    else:
+        words = found[RUN // 4]
+        numbers = both_numbers(pairs_of_int4(words, opaque, RUN % 4, HALF), HALF)
+    return gl.reshape(numbers, [words.shape[0], words.shape[1], 32])
+
+
+@gluon.jit
+def along(x, DIM: gl.constexpr):
+    """A vector as dimension DIM of three."""
+    if DIM == 0:
+        y = gl.expand_dims(gl.expand_dims(x, 1), 2)
+    elif DIM == 1:
+        y = gl.expand_dims(gl.expand_dims(x, 0), 2)
+    else:
+        y = gl.expand_dims(gl.expand_dims(x, 0), 1)
+    return y
+
+
+@gluon.jit
+def load_groups(ptr, offsets, start, K: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr):
+    """PARTS tensors of [warps, BLOCK_N, 1]: scales or zero points of the equal parts of the blocks from columns `start` on.
+
+    offsets: [1, BLOCK_N, 1], those of the rows
+    start:   [warps, 1, 1]
+    """
+    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
+    found = ()
+    for part in gl.static_range(PARTS):
+        group = gl.minimum((start + part * (BLOCK // PARTS)) // GROUP, GROUPS - 1)
+        found += (gl.load(ptr + offsets + group),)
+    return found
+
+
+@gluon.jit
+def store_token(
+    token,
+    x_ptr,
+    columns_ptr,
+    norm_ptr,
+    eps,
+    offset,
+    K: gl.constexpr,
+    VALUES: gl.constexpr,
+    WIDTH: gl.constexpr,
+    STEPS: gl.constexpr,
+):
+    """Write one row of inputs to shared memory (STEPS, warps, block) in the order of positions, with its norm applied."""
+    WARPS: gl.constexpr = token.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, layout)), 1)
+    position = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)), 0)
+    column = column_of(warp * WIDTH + position, VALUES)
+    factor = 1.0
+    if norm_ptr is not None:
+        squares = gl.zeros([WARPS, WIDTH], gl.float32, layout=layout)
+        for step in range(0, STEPS):
+            at = column + step * (WARPS * WIDTH)
+            x = gl.load(x_ptr + at, mask=at < K, other=0.0).to(gl.float32)
+            squares += x * x
+        factor = gl.rsqrt(gl.sum(gl.sum(squares, 1), 0) / K + eps)
+    for step in range(0, STEPS):
+        at = column + step * (WARPS * WIDTH)
+        source = at
+        if columns_ptr is not None:
+            source = gl.load(columns_ptr + at, mask=at < K, other=0)
+        x = gl.load(x_ptr + source, mask=at < K, other=0.0)
+        if norm_ptr is not None:
+            weight = gl.load(norm_ptr + source, mask=at < K, other=0.0).to(gl.float32) + offset
+            x = (x.to(gl.float32) * factor * weight).to(x_ptr.dtype.element_ty)
+        token.index(step).store(x)
+
+
+@gluon.jit
+def row_of(row, N: gl.constexpr, STORED: gl.constexpr):
+    """Which row of weights a program's row is. Rows that do not exist are the last one, and are not stored."""
+    return gl.minimum(gl.program_id(0) * STORED + row % STORED, N - 1) + row // STORED * N
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _quantized_few(
+    x_ptr,
+    data_ptr,
+    scales_ptr,
+    zeros_ptr,
+    columns_ptr,
+    norm_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    M,
+    eps,
+    offset,
+    alpha,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    VALUES: gl.constexpr,
+    GATED: gl.constexpr,
+    KIND: gl.constexpr,
+    ONE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """out = activation of x @ weights + bias, plus what is asked for, as `quantized_kernel._quantized_row` computes it.
+
+    ONE:   whether M, which is at most 8, is 1; a norm is applied only then, and float8 weights are multiplied only then
+    GATED: the weights have 2 * N rows. The first half of a program's rows are gates, the other the rows that they multiply.
+    """
+    BLOCK_M: gl.constexpr = 8
+    WARPS: gl.constexpr = gl.num_warps()
+    HALF: gl.constexpr = x_ptr.dtype.element_ty == gl.float16
+    WIDTH: gl.constexpr = 128 if VALUES == 0 else 256
+    BLOCKS: gl.constexpr = (K + WIDTH - 1) // WIDTH
+    STEPS: gl.constexpr = (BLOCKS + WARPS - 1) // WARPS
+    PARTS: gl.constexpr = WIDTH // GROUP if GROUP < WIDTH else 1
+    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
+    STORED: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    w_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 8, 4], [WARPS, 1, 1, 1], [3, 2, 1, 0])
+    # of one token a thread has 8 neighbouring positions, of several tokens 4 neighbouring columns of each 16
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 8 if ONE else 4, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
+    w_shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    opaque = gl.num_programs(1)
+
+    w_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, w_layout))))
+    w_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, w_layout))))
+    w_part = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, w_layout))))
+    w_word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(0, w_layout))))
+    w_row = row_of(w_row, N, STORED)
+    w_block = gl.expand_dims(along(w_warp, 0), 3)
+    w_ptrs = data_ptr + w_block * 32 + gl.expand_dims(along(w_part, 1), 3) * 16
+    w_ptrs = w_ptrs + gl.expand_dims(along(w_row, 2), 3) * (BLOCKS * 32)
+    w_ptrs = w_ptrs + gl.expand_dims(along(w_word, 2), 0)
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, 2, BLOCK_N, 16], w_shared)
+    # no kernel writes weights, so they may be loaded before the previous kernel ends
+    for stage in gl.static_range(STAGES - 1):
+        copy_to_shared(ring.index(stage), w_ptrs + stage * (WARPS * 32), mask=w_block + stage * WARPS < BLOCKS)
+        async_copy.commit_group()
+
+    g_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
+    g_row = along(row_of(g_row, N, STORED), 1)
+    g_start = along(gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma))) * WIDTH, 0)
+    scales = ()
+    zeros = ()
+    if GROUP < K:
+        scales = load_groups(scales_ptr, g_row * GROUPS, g_start, K, GROUP, WIDTH, PARTS)
+    if zeros_ptr is not None:
+        zeros = load_groups(zeros_ptr, g_row * GROUPS, g_start, K, GROUP, WIDTH, PARTS)
+
+    wait_for_previous_kernel(PDL)
+    x_warp = along(gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, x_layout))), 0)
+    x_column = x_warp * WIDTH + along(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, x_layout))), 1)
+    x_token = gl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, x_layout))), M - 1)
+    x_token = along(x_token, 2) * K
+    if ONE:
+        token_shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        token = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STEPS, WARPS, WIDTH], token_shared)
+        store_token(token, x_ptr, columns_ptr, norm_ptr, eps, offset, K, VALUES, WIDTH, STEPS)
+
+    none = gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=mma)
+    ones = gl.full([WARPS, BLOCK_N, 32], 1.0, x_ptr.dtype.element_ty, layout=a_layout)
+    acc = none
+    stage = 0
+    into = STAGES - 1
+    for step in range(0, STEPS):
+        async_copy.wait_group(STAGES - 2)
+        found = words_of_runs(ring.index(stage).load(w_layout), VALUES)
+        ahead = (step + STAGES - 1) * WARPS
+        copy_to_shared(ring.index(into), w_ptrs + ahead * 32, mask=w_block + ahead < BLOCKS)
+        async_copy.commit_group()
+        next_start = g_start + (step + 1) * (WARPS * WIDTH)
+        next_scales = scales
+        next_zeros = zeros
+        if GROUP < K:
+            next_scales = load_groups(scales_ptr, g_row * GROUPS, next_start, K, GROUP, WIDTH, PARTS)
+        if zeros_ptr is not None:
+            next_zeros = load_groups(zeros_ptr, g_row * GROUPS, next_start, K, GROUP, WIDTH, PARTS)
+        for part in gl.static_range(PARTS):
+            total = none
+            sums = none
+            for run in gl.static_range(part * (WIDTH // 32 // PARTS), (part + 1) * (WIDTH // 32 // PARTS)):
+                if ONE:
+                    x = token.index(step).slice(32 * run, 32, dim=1).load(gl.SliceLayout(2, x_layout))
+                    x, _ = gl.broadcast(gl.expand_dims(x, 2), x_token)
+                    x = gl.permute(gl.reshape(x, [WARPS, 4, 4, 2, BLOCK_M]), (0, 2, 1, 3, 4))
+                else:
+                    at = x_column + (step * (WARPS * WIDTH) + 32 * run)
+                    source = at
+                    if columns_ptr is not None:
+                        source = gl.load(columns_ptr + at, mask=at < K, other=0)
+                    if K % (WARPS * WIDTH) == 0:
+                        x = gl.load(x_ptr + (x_token + source))
+                    else:
+                        x = gl.load(x_ptr + (x_token + source), mask=(at < K) & (x_token >= 0), other=0.0)
+                    x = gl.permute(gl.reshape(x, [WARPS, 2, 4, 2, 2, BLOCK_M]), (0, 1, 3, 2, 4, 5))
+                x = gl.convert_layout(gl.reshape(x, [WARPS, 32, BLOCK_M]), b_layout)
+                w = gl.convert_layout(weights_of_run(found, opaque, run, VALUES, HALF), a_layout)
+                if VALUES == 0:
+                    acc = mma_v2(w, x, acc)
+                else:
+                    total = mma_v2(w, x, total)
+                    sums = mma_v2(ones, x, sums)
+            if VALUES != 0:
+                if zeros_ptr is not None:
+                    total -= (zeros[part].to(gl.float32) + 16.0) * sums
+                else:
+                    total -= 24.0 * sums
+                if GROUP < K:
+                    total *= scales[part].to(gl.float32)
+                acc += total
+        scales = next_scales
+        zeros = next_zeros
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        into = gl.where(into == STAGES - 1, 0, into + 1)
+
+    y = gl.sum(acc, 0)
+    rows = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))
+    rows = gl.expand_dims(row_of(rows, N, STORED), 1)
+    if GROUP >= K:
+        y *= gl.load(scales_ptr + rows).to(gl.float32)
+    if bias_ptr is not None:
+        y += gl.load(bias_ptr + rows).to(gl.float32)
+    if GATED:
+        gate, up = gl.split(gl.permute(gl.reshape(y, [2, STORED, BLOCK_M]), (1, 2, 0)))
+        y = activate(gate, KIND) * up
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 1], [STORED, 32 // STORED], [1, WARPS], [0, 1])
+    y = gl.convert_layout(y, out_layout)
+    row = gl.expand_dims(gl.program_id(0) * STORED + gl.arange(0, STORED, layout=gl.SliceLayout(1, out_layout)), 1)
+    tokens = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, out_layout)), 0)
+    stored = (row < N) & (tokens < M)
+    if residual_ptr is not None:
+        y = gl.load(residual_ptr + tokens * N + row, mask=stored, other=0.0).to(gl.float32) + alpha * y
+    gl.store(out_ptr + tokens * N + row, y.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+def launch_quantized_few(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    norm: Norm | None,
+    activation: str | None,
+    residual: Tensor | None,
+    alpha: float,
+    tile: FewTile,
+) -> Tensor:
+    """Arguments and result are those of `fa_serve.ops.linear`, with all tensors contiguous. One launch.
+
+    norm: None for several tokens
+    """
+    norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
+    gated = activation is not None
+    m, k = x.shape
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = x.new_empty(m, n) if residual is None else residual
+    key = (
+        "quantized_few",
+        *weight_facts(x, weight),
+        activation,
+        eps,
+        offset,
+        alpha,
+        None if norm_weight is None else norm_weight.dtype,
+        None if bias is None else bias.dtype,
+        residual is None,
+        tile,
+    )
+    run = PLANS.get(key)
+    if run is None:
+        launch = Launch(
+            _quantized_few,
+            triton.cdiv(n, tile.block_n // 2 if gated else tile.block_n),
+            varying=(m, eps, offset, alpha),
+            fixed=(
+                n,
+                k,
+                weight.group_size,
+                kernel_values(weight),
+                gated,
+                ACTIVATION_KINDS[activation or "silu"],
+                m == 1,
+                tile.block_n,
+                tile.num_stages,
+                True,
+            ),
+            options=launch_options(True, tile.num_warps),
+        )
+        run = PLANS.add(key, launch)
+    data, *others = kernel_tensors(weight)
+    run((x, data.view(torch.int32), *others, norm_weight, bias, residual, out))
+    return out
+
+
+def few_tile(num_sms: int, m: int, n: int, values: Values) -> FewTile:
+    """The tile of the product of m tokens with n rows of weights.
+
+    Measured on one H200, in us, with weights outside of the L2 cache. 4-bit weights of 28672 x 4096: one token takes 26.9 with
+    4 warps and 2 stages, 27.2 with 3 stages, 35.4 with 8 warps; with a norm and a gate 29.8, 31.5 and 39.7. 8 tokens take 37.8
+    with 32 rows, 41.4 with 16. Smaller weights and float8 were measured in an earlier form of the kernel only, in which blocks
+    of 4-bit weights had 128 columns: one token takes 19.6 with 8 warps and 26.1 with 4 for 4096 x 14336, 10.7 and 10.5 for 6144
+    x 4096, and 8.4 and 9.0 for 4096 x 4096. Float8 weights had the blocks that they have now: 25.6 and 30.5 for 4096 x 14336,
+    15.2 and 13.2 for 6144 x 4096, 45.3 and 42.3 for 28672 x 4096. Times of 8 tokens with 8 warps have not been measured for
+    smaller weights.
+    """
+    programs = triton.cdiv(n, 16)
+    if m > 1 and programs >= 8 * num_sms:
+        return FewTile(32, 4, 2)
+    warps = 8 if programs <= 2 * num_sms else 4
+    if values == "float8":
+        return FewTile(16, warps, 4)
+    return FewTile(16, warps, 3 if warps == 8 else 2)

@@ -1,0 +1,73 @@
+"""The source of the Hopper kernel for 33 to 64 tokens, emulated on a CPU, against float64; and its tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gluon_emulator import emulated
+from quantized import int4_weight
+from rounded_once import dtype_id, randn
+from torch import Tensor
+
+from fa_serve.ops import quantized_wgmma_kernel
+from fa_serve.ops.quantized_wgmma_kernel import WgmmaTile, launch_quantized_wgmma, wgmma_tile
+from fa_serve.ops.torch_ops import TorchOps
+from fa_serve.testing import assert_matches_reference
+
+EXACT = TorchOps()
+WEIGHTS = {
+    "G128": {"group_size": 128},
+    "G32-zeros-act-order": {"group_size": 32, "zeros": True, "act_order": True},
+    "G512-zeros": {"group_size": 512, "zeros": True},
+    "row": {"group_size": 4096},
+    "G128-scales-in-float16": {"group_size": 128, "dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products(name: str, dtype: torch.dtype) -> None:
+    """Rows, tokens and columns that do not fill a tile, with a bias and a residual."""
+    m = 33
+    n = 101
+    k = 1304
+    weight = int4_weight(n, k, **({"dtype": dtype} | WEIGHTS[name]))
+    x = randn(m, k, dtype=dtype)
+    bias = randn(n, dtype=dtype, seed=1)
+    residual = randn(m, n, dtype=dtype, seed=2)
+    exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
+    eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5)
+    with emulated(quantized_wgmma_kernel):
+        y = launch_quantized_wgmma(x, weight, bias, residual, 0.5, WgmmaTile(64, 1))
+    assert_matches_reference(y, exact, eager)
+
+
+def test_ranges_of_columns_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 blocks of columns leave the last of 4 ranges empty, and 8 blocks fill all, the last one in part."""
+
+    def sum_splits(sums: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, alpha: float) -> Tensor:
+        assert sums.shape == (4, 64, 128)
+        return sums.sum(0).to(out.dtype)
+
+    monkeypatch.setattr(quantized_wgmma_kernel, "launch_sum_splits", sum_splits)
+    for k in (1200, 1816):
+        weight = int4_weight(128, k, group_size=128, dtype=torch.bfloat16)
+        x = randn(64, k, dtype=torch.bfloat16)
+        with emulated(quantized_wgmma_kernel):
+            y = launch_quantized_wgmma(x, weight, None, None, 1.0, WgmmaTile(128, 4))
+        matrix = weight.dequantize(torch.float64)
+        assert_matches_reference(y, x.double() @ matrix.t(), x @ matrix.bfloat16().t())
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "tile"),
+    [
+        (28672, 4096, WgmmaTile(128, 1)),
+        (6144, 4096, WgmmaTile(128, 4)),
+        (4096, 14336, WgmmaTile(64, 4)),
+        (4096, 2048, WgmmaTile(64, 2)),
+        (64, 1024, WgmmaTile(64, 1)),
+    ],
+)
+def test_tiles_are_those_that_were_measured(n: int, k: int, tile: WgmmaTile) -> None:
+    assert wgmma_tile(132, n, k) == tile
