@@ -17,8 +17,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +55,8 @@ class Mixture:
 SILU = ops.Gate("silu")
 CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=7.0, offset=1.0)
 MIXTURES = {"qwen30a3b": Mixture(128, 8, 2048, 768, SILU), "gptoss20b": Mixture(32, 4, 2880, 2880, CLAMPED)}
-SHAPES = {"6144x4096": (6144, 4096), "28672x4096": (28672, 4096), "4096x14336": (4096, 14336)}
+SHAPES = {"6144x4096": (6144, 4096), "28672x4096": (28672, 4096), "4096x14336": (4096, 14336), "4096x4096": (4096, 4096)}
+BEYOND_CACHE = 160_000_000  # bytes
 TINY_MIXTURES = {"tiny": Mixture(4, 2, 288, 64, CLAMPED)}
 TINY_SHAPES = {"64x288": (64, 288)}
 
@@ -76,10 +77,10 @@ class Machine:
         """Least time in us."""
         return max(num_bytes / self.bandwidth, operations / self.rate) * 1e6
 
-    def microseconds(self, call: Callable[[], object]) -> float:
-        """The time of one call: inside a CUDA graph, or on a CPU the least of three by the clock."""
+    def microseconds(self, call: Callable[[], object], calls: int = 4) -> float:
+        """The time of one of several calls inside a CUDA graph, or on a CPU the least time of one by the clock."""
         if self.device == "cuda":
-            return graph_microseconds(call)
+            return graph_microseconds(call, calls)
         times = []
         for _ in range(3):
             start = time.perf_counter()
@@ -257,12 +258,33 @@ def bench_quantized(machine: Machine, results: Results, tiny: bool) -> None:
         matrix = torch.randn(n, k, device=machine.device, dtype=machine.dtype) * k**-0.5
         for form in ("int4", "fp8-row", "fp8-block", "mxfp4"):
             weight = random_weight(form, n, k, machine.device)
-            for tokens in (1, 3) if tiny else (1, 2, 16, 64, 128, 256):
+            weights = _beyond_cache(weight, num_bytes(weight))
+            matrices = _beyond_cache(matrix, matrix.nbytes)
+            for tokens in (1, 3) if tiny else (1, 4, 8, 16, 48, 64, 128, 256):
                 x = torch.randn(tokens, k, device=machine.device, dtype=machine.dtype)
                 bound = machine.bound(num_bytes(weight), 2.0 * tokens * n * k)
-                linear = machine.microseconds(partial(torch.nn.functional.linear, x, matrix))
-                ours = machine.microseconds(partial(ops.linear, x, weight))
+                linear = machine.microseconds(_in_turn(torch.nn.functional.linear, x, matrices), len(matrices))
+                ours = machine.microseconds(_in_turn(ops.linear, x, weights), len(weights))
                 _add(f"{shape} {form} {tokens}", ours, {"bound": bound, "linear": linear}, results)
+
+
+def _in_turn(product: Callable[..., object], x: Tensor, weights: list[ops.Weight]) -> Callable[[], object]:
+    """Each call is a product with the next of the weights."""
+    turns = cycle(weights)
+    return lambda: product(x, next(turns))
+
+
+def _beyond_cache(weight: ops.Weight, size: int) -> list[ops.Weight]:
+    """Copies of a weight of so many bytes, together larger than any L2 cache. On a CPU there is one."""
+    count = max(2, -(-BEYOND_CACHE // size)) if weight.device.type == "cuda" else 1
+    if isinstance(weight, Tensor):
+        return [weight, *(weight.clone() for _ in range(count - 1))]
+    tensors = ("data", "scales", "zeros", "columns")
+    given = {name: getattr(weight, name) for name in tensors}
+    return [
+        weight,
+        *(replace(weight, **{name: None if x is None else x.clone() for name, x in given.items()}) for _ in range(count - 1)),
+    ]
 
 
 def _add(case: str, ours: float, peers: dict[str, float], results: Results) -> None:

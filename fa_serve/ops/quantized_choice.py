@@ -71,12 +71,14 @@ def kernel_of(
     scales:     dtype of the weights' scales
     arch:       90 on Hopper where Gluon compiles the kernels written in it, else anything else
 
-    In us on one H200, by the Hopper kernel and by the portable one, with weights outside of the L2 cache. 4-bit weights in
-    groups of 128, 28672 x 4096: one token 26.9, 40.9, with a norm and a gate 29.8, 54.8; 8 tokens 37.8, 58.8; 16 tokens 60.0,
-    60.0. In earlier forms of the kernels (other layouts of words, other stages), 64 tokens: 28672 x 4096 44.8, 74.7; 4096 x
-    14336 25.6, 44.1; 6144 x 4096 14.2, 20.6. One token with float8 weights that have a scale for each row, in an earlier form
-    as well: 42.3, 54.9; 25.6, 45.2; 13.2, 15.6. Float8 weights in blocks have not been compared for one token, and lose with
-    16: 64.2, 57.4; 60.0, 34.2; 19.3, 15.3. 8 tokens have been compared for 28672 x 4096 only.
+    In us on one H200, by the Hopper kernel and by the portable one, with weights outside of the L2 cache, for 28672 x 4096,
+    4096 x 14336, 6144 x 4096 and 4096 x 4096. 4-bit weights in groups of 128:
+    one token   27.0, 40.9; 17.7, 29.4;  7.9, 10.0;  7.6,  9.1; the first with a norm and a gate 29.8, 54.8
+    8 tokens    38.5, 58.7; 31.9, 31.6; 15.1, 15.6;  9.1, 12.5; the first with 16 tokens 60.0, 60.0
+    48 tokens   58.7, 72.9; 32.8, 39.9; 20.1, 19.2; 13.4, 14.3
+    64 tokens   55.6, 75.8; 26.0, 45.2; 20.7, 20.1; 10.6, 14.8
+    Float8 weights that have a scale for each row, one token: 39.5, 56.6; 24.2, 44.1; 12.4, 16.1. Float8 weights in blocks have
+    not been compared for one token, and lose with 16, in an earlier form of the kernel: 64.2, 57.4; 60.0, 34.2; 19.3, 15.3.
     """
     n, k = shape
     if arch != 90 or dtype not in HALVES or n * k >= _MOST_WEIGHTS:

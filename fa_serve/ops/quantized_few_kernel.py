@@ -439,11 +439,11 @@ def few_tile(num_sms: int, m: int, n: int, values: Values) -> FewTile:
 
     Measured on one H200, in us, with weights outside of the L2 cache. 4-bit weights of 28672 x 4096: one token takes 26.9 with
     4 warps and 2 stages, 27.2 with 3 stages, 35.4 with 8 warps; with a norm and a gate 29.8, 31.5 and 39.7. 8 tokens take 37.8
-    with 32 rows, 41.4 with 16. Smaller weights and float8 were measured in an earlier form of the kernel only, in which blocks
-    of 4-bit weights had 128 columns: one token takes 19.6 with 8 warps and 26.1 with 4 for 4096 x 14336, 10.7 and 10.5 for 6144
-    x 4096, and 8.4 and 9.0 for 4096 x 4096. Float8 weights had the blocks that they have now: 25.6 and 30.5 for 4096 x 14336,
-    15.2 and 13.2 for 6144 x 4096, 45.3 and 42.3 for 28672 x 4096. Times of 8 tokens with 8 warps have not been measured for
-    smaller weights.
+    with 32 rows, 41.4 with 16. Numbers of warps were compared for smaller weights in an earlier form of the kernel only, in
+    which blocks of 4-bit weights had 128 columns: one token takes 19.6 with 8 warps and 26.1 with 4 for 4096 x 14336, 10.7 and
+    10.5 for 6144 x 4096, and 8.4 and 9.0 for 4096 x 4096. Float8 weights had the blocks that they have now: 25.6 and 30.5 for
+    4096 x 14336, 15.2 and 13.2 for 6144 x 4096, 45.3 and 42.3 for 28672 x 4096. The times of the selected tiles are in
+    `quantized_choice.kernel_of`.
     """
     programs = triton.cdiv(n, 16)
     if m > 1 and programs >= 8 * num_sms:

@@ -254,10 +254,10 @@ def launch_quantized_wgmma(
 def wgmma_tile(num_sms: int, n: int, k: int) -> WgmmaTile:
     """The tile of the product of 33 to 64 tokens with n rows of weights.
 
-    This form of the kernel has been tested on an H200 and has not been timed. In an earlier form with the same rows, tokens,
-    warps and splits, and with four stages of 128 columns instead of two of 256, 64 tokens took 44.8 us with 128 rows and 51.3
-    with 64 rows for 28672 x 4096, with one range of columns; with four ranges 14.2 and 16.2 for 6144 x 4096, 30.7 and 25.6 for
-    4096 x 14336.
+    Rows and ranges were compared on one H200 in an earlier form, with four stages of 128 columns instead of two of 256. 64
+    tokens took 44.8 us with 128 rows and 51.3 with 64 rows for 28672 x 4096, with one range of columns; with four ranges 14.2
+    and 16.2 for 6144 x 4096, without the addition of the ranges' sums, 30.7 and 25.6 for 4096 x 14336. This form takes 55.6,
+    20.7 and 26.0 with the selected tiles, so four stages of words in another order are worth another look.
     """
     block_n = 128 if 4 * triton.cdiv(n, 128) >= num_sms else 64
     programs = triton.cdiv(n, block_n)

@@ -315,5 +315,6 @@ def test_the_caches_of_both_models_fit(tmp_path: Path) -> None:
     engine = make_engine(num_pages=None, gpu_memory_utilization=0.3, max_model_len=256, speculative=f"draft={tmp_path}")
     assert pages is not None
     assert engine.config.num_pages is not None
-    assert 0.4 < engine.config.num_pages / pages <= 0.51
+    # what other processes take of the GPU changes between the two engines, by some percent
+    assert 0.4 < engine.config.num_pages / pages < 0.6
     assert len(engine.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 24
