@@ -50,6 +50,9 @@ def gradients(rank: int, meeting_point: str) -> list[Tensor]:
             layer = Layer()
             parallel = DistributedDataParallel(layer)  # it averages only while it lives
             parallel(batch()[rank : rank + 1]).backward()
+            del parallel
+        # a rank whose peer has left, or whose group ends before its users, may abort while its threads end
+        dist.barrier()
         return [p.grad for p in layer.parameters() if p.grad is not None]
     finally:
         dist.destroy_process_group()
