@@ -123,6 +123,8 @@ def test_data_parallel_training(tmp_path: Path) -> None:
         assert other.wait(60) == 0
     finally:
         other.kill()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     alone = data_parallel.Layer()
     sum(alone(row[None]) / data_parallel.RANKS for row in data_parallel.batch()).backward()
     assert len(actual) == 5
