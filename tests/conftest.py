@@ -1,4 +1,5 @@
-"""What holds for every test: no network, one thread per worker, and fresh memory that is poisoned.
+"""What holds for every test: no network, one thread per worker, fresh memory that is poisoned, and interpreted kernels that
+stay inside their tensors.
 
 Files called `test_*_interpreted.py` run Triton's kernels on a CPU. They are collected only under TRITON_INTERPRET=1, and then
 no other file is, because Triton reads the variable when it is imported. `tests/gpu` is collected only where there is a GPU.
@@ -73,3 +74,15 @@ def served(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess
     served = start_server("--dtype", "float32")
     yield served
     served.end()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_in_bounds() -> Iterator[None]:
+    """An interpreted kernel that accesses memory outside its tensors raises."""
+    if not INTERPRETED:
+        yield
+        return
+    from interpreter_bounds import checked_accesses
+
+    with checked_accesses():
+        yield

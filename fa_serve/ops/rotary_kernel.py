@@ -18,6 +18,7 @@ from fa_serve.backends.launch import Launch, launch_options, power_of_2
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.ops_backend import Norm
+from fa_serve.spec import ParameterError
 
 
 class CacheStrides(NamedTuple):
@@ -215,6 +216,8 @@ def _plan(
 ) -> Launch:
     _, page_size, num_kv_heads, dim = k_cache.shape
     rotary_dim = dim - dim % 2 if cos is None else 2 * cos.shape[1]
+    if rotary_dim > dim:
+        raise ParameterError("cos", f"have at most head_dim / 2 = {dim // 2} columns", tuple(cos.shape))
     heads = num_heads + 2 * num_kv_heads
     # Measured on one H200, us with 8, 16, 32 heads of 128 in a program: 8192 tokens of 32 heads 58.2, 53.8, 49.3; 256 tokens of
     # 32 heads 4.1, 3.8, 3.4; 8192 tokens of 48 heads 61.6, 56.5, 56.9; 64 tokens of 48 heads 2.6, 2.5, 2.9. No number of warps

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
+from fa_serve.spec import ParameterError
 
 
 def wide(x: Tensor | None) -> Tensor | None:
@@ -83,3 +84,12 @@ def test_a_float8_cache_stores_scaled_and_saturated_numbers() -> None:
     launch_rotary_store_kv(qkv, k_cache, v_cache, torch.arange(6), heads, None, None, None, None, k_descale, v_descale)
     for cache, x, descale in ((k_cache, k, k_descale), (v_cache, v, v_descale)):
         assert torch.equal(cache.float().flatten(0, 1), (x / descale[:, None]).clamp(-448, 448))
+
+
+def test_angles_of_more_elements_than_a_head_are_refused() -> None:
+    """The kernel would rotate into the next head, and beyond the tensor after the last one."""
+    qkv = torch.zeros(2, 3 * 8)
+    caches = torch.zeros(2, 1, 4, 1, 8)
+    angles = torch.zeros(2, 8)
+    with pytest.raises(ParameterError, match=r"cos must have at most head_dim / 2 = 4 columns, got \(2, 8\)"):
+        launch_rotary_store_kv(qkv, caches[0], caches[1], torch.tensor([0, 1]), 1, angles, angles, None, None, None, None)

@@ -71,9 +71,9 @@ def rotary_store_kv(
     dim: int = 8,
     padding: int = 0,
     dtype: torch.dtype = torch.float32,
-    rotary: int | None = None,
-    rotary_padding: int = 0,
-    rotary_dtype: torch.dtype = torch.float32,
+    half: int | None = None,
+    half_padding: int = 0,
+    cos_dtype: torch.dtype = torch.float32,
     norm_dtype: torch.dtype | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
@@ -85,7 +85,7 @@ def rotary_store_kv(
 ) -> None:
     qkv = zeros(total, (num_heads + 2 * kv_heads) * dim + padding, dtype=dtype)
     qkv = qkv[:, : qkv.shape[1] - padding]
-    angles = None if rotary is None else zeros(total, rotary + rotary_padding, dtype=rotary_dtype)[:, :rotary]
+    angles = None if half is None else zeros(total, half + half_padding, dtype=cos_dtype)[:, :half]
     norm = None if norm_dtype is None else Norm(zeros(dim, dtype=norm_dtype), eps, offset)
     descale = torch.ones(kv_heads) if cache_dtype == FLOAT8 else None
     k_cache, v_cache = (
@@ -186,10 +186,10 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"dim": 16},
         {"padding": 8},
         {"dtype": BF16, "cache_dtype": torch.float32},
-        {"rotary": 8},
-        {"rotary": 4},
-        {"rotary": 4, "rotary_padding": 4},
-        {"rotary": 8, "rotary_dtype": BF16},
+        {"half": 4},
+        {"half": 2},
+        {"half": 2, "half_padding": 2},
+        {"half": 4, "cos_dtype": BF16},
         {"norm_dtype": torch.float32},
         {"norm_dtype": BF16},
         {"norm_dtype": torch.float32, "eps": 1e-5},
