@@ -15,6 +15,8 @@
     python benchmarks/bench_attention.py tune_lists                   # tiles of the Hopper kernel with lists
     python benchmarks/bench_attention.py backward                     # gradients over the grid of prefill; SDPA-flash, cuDNN
     python benchmarks/bench_attention.py backward --cells 8192,16384  # the cells whose names contain one of these
+    python benchmarks/bench_attention.py fp8                          # errors, needles and TFLOPS of float8 products
+    python benchmarks/bench_attention.py tune_fp8                     # their tiles
     python benchmarks/bench_attention.py tune --head-dims 128         # tiles of the Triton kernel; decode has tune_decode.py
 
 The prefill grid is that of the FlashAttention papers: 16k tokens in all, hidden size 2048, bfloat16. TFLOPS count 4 * batch *
@@ -23,8 +25,8 @@ is microseconds of one call inside a CUDA graph, because a captured step runs th
 paged call. The peer of a float8 cell is our bfloat16 call, timed once before. Ours and the other peers are measured three times
 in turn, after pauses, and the median counts. A wrong result reports no speed. A run replaces the results of the last run.
 
-`--cells` and `--budget` are for latent, sparse and backward, whose last lines name the cells that were left out for lack of
-time. With `--tiny` they run small cells on a CPU in float32, which shows only that they run.
+`--cells` and `--budget` are for latent, sparse, backward and fp8, whose last lines name the cells that were left out for lack
+of time. With `--tiny` they run small cells on a CPU in float32, which shows only that they run.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from attention_cells import (
     tflops,
 )
 from backward_problem import backward
+from float8_problem import fp8, tune_fp8
 from latent_problem import latent
 from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa, served
 from paged_problem import Problem, pools, uneven
@@ -392,8 +395,8 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = (prefill, varlen, window, decode, mixed, models, chunk, verify, latent, sparse, tune_lists, backward, tune)
-    benches = {mode.__name__: mode for mode in modes}
+    modes = (prefill, varlen, window, decode, mixed, models, chunk, verify, latent, sparse, backward, fp8)
+    benches = {mode.__name__: mode for mode in (*modes, tune, tune_lists, tune_fp8)}
     parser.add_argument("bench", choices=list(benches))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peers", default="flash,cudnn,fa3")
@@ -404,8 +407,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no cell is begun")
     parser.add_argument("--tiny", action="store_true", help="small cells on a CPU in float32")
     args = parser.parse_args()
-    if args.bench not in ("latent", "sparse", "backward") and (args.cells or args.tiny or args.budget < math.inf):
-        parser.error(f"--cells, --budget and --tiny are for latent, sparse and backward, got {args.bench}")
+    if args.bench not in ("latent", "sparse", "backward", "fp8") and (args.cells or args.tiny or args.budget < math.inf):
+        parser.error(f"--cells, --budget and --tiny are for latent, sparse, backward and fp8, got {args.bench}")
     torch.manual_seed(0)
     benches[args.bench](args)
 

@@ -19,6 +19,10 @@ Conventions shared by all:
 - `block_mask` makes the call block-sparse: each block of queries attends to the key blocks of a list, and a kernel reads no
   other keys. It is a `fa_serve.BlockLists`, a `BlockMask` of FlexAttention without a mask_mod, or its four tensors for blocks
   of 128. `causal` and `window_size` apply to the blocks of the lists.
+- `precision`: "bf16" computes in q's dtype. On Hopper, calls without pages and block_mask also have "qk8", which rounds q and k
+  to float8 before q k^T, and "fp8", which rounds the probabilities and v as well (see `backends.hopper.float8_inputs`). Calls
+  of up to FEW_QUERIES queries behind more keys are limited by memory, not by products: they keep q's dtype. The reference
+  computes exactly at every precision.
 - `sinks` (num_heads,): one more logit per head in the denominator of the softmax, without a value.
 - `lse`: float32, the natural logarithm of the softmax denominator including the sink (float64 from the reference for float64
   input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
@@ -44,6 +48,7 @@ from fa_serve.backends.plan import AttentionTensors, StoreTensors
 from fa_serve.block_lists import as_block_lists
 from fa_serve.dispatch import Options, Result, run_block_sparse, run_dense, run_paged, run_store, run_varlen
 from fa_serve.operators import is_traced
+from fa_serve.spec import Precision
 
 
 @overload
@@ -61,6 +66,7 @@ def attention(
     sinks: Tensor | None = ...,
     mask: Tensor | None = ...,
     block_mask: Any = ...,
+    precision: Precision = ...,
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
     backend: str = ...,
@@ -80,6 +86,7 @@ def attention(
     sinks: Tensor | None = ...,
     mask: Tensor | None = ...,
     block_mask: Any = ...,
+    precision: Precision = ...,
     return_lse: Literal[True],
     out: Tensor | None = ...,
     backend: str = ...,
@@ -98,6 +105,7 @@ def attention(
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
     block_mask: Any = None,
+    precision: Precision = "bf16",
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -122,6 +130,7 @@ def attention(
         tuple(window_size),
         float(softcap),
         attention_chunk,
+        precision,
         return_lse,
         backend,
     )
@@ -155,6 +164,7 @@ def attention_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     block_mask: Any = None,
+    precision: Precision = "bf16",
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -174,6 +184,7 @@ def attention_varlen(
         tuple(window_size),
         float(softcap),
         attention_chunk,
+        precision,
         return_lse,
         backend,
     )
@@ -213,6 +224,7 @@ def attention_paged(
     v_descale: Tensor | None = None,
     num_splits: int = 0,
     block_mask: Any = None,
+    precision: Precision = "bf16",
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -238,6 +250,7 @@ def attention_paged(
         tuple(window_size),
         float(softcap),
         attention_chunk,
+        precision,
         return_lse,
         backend,
     )

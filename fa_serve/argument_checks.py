@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.block_lists import BLOCK_SIZES, WORD, BlockLists
-from fa_serve.spec import Layout, ParameterError, dtype_name
+from fa_serve.spec import Layout, ParameterError, Precision, dtype_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FAR = 1 << 29  # a window beyond any length; kernels add lengths to it in 32 bits
@@ -84,6 +84,11 @@ def effective_chunk(attention_chunk: int, window_size: tuple[int, int], max_seql
             "attention_chunk", f"be 0 unless the call is causal without a window (-1, 0), here {window_size}", attention_chunk
         )
     return 0 if attention_chunk >= max_seqlen_k else attention_chunk
+
+
+def check_precision(precision: Precision) -> None:
+    if precision not in ("bf16", "qk8", "fp8"):
+        raise ParameterError("precision", 'be "bf16", "qk8" or "fp8"', precision)
 
 
 def check_alibi(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> None:

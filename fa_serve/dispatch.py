@@ -27,6 +27,7 @@ from fa_serve.argument_checks import (
     check_mask,
     check_no_block_mask,
     check_out,
+    check_precision,
     check_qkv,
     check_store,
     effective_chunk,
@@ -47,10 +48,10 @@ from fa_serve.backends.plan import (
     facts,
     growing_facts,
 )
-from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, arch_of
+from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, Precision, arch_of
 
-Options = tuple[bool, float | None, tuple[int, ...], float, int, bool, str]
-"""causal, softmax_scale, window_size, softcap, attention_chunk, return_lse and backend, as they were given."""
+Options = tuple[bool, float | None, tuple[int, ...], float, int, Precision, bool, str]
+"""causal, softmax_scale, window_size, softcap, attention_chunk, precision, return_lse and backend, as they were given."""
 Result = tuple[Tensor, Tensor | None]
 """out, and lse if it was asked for."""
 
@@ -136,7 +137,7 @@ def run_store(tensors: StoreTensors, backend: str) -> None:
 
 def run_backward(tensors: BackwardTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Gradients:
     """The gradients of a call of `fa_serve.attention` or, with cu_seqlens, `fa_serve.attention_varlen`, which was checked."""
-    causal, scale, window_size, softcap, chunk, _, _ = given
+    causal, scale, window_size, softcap, chunk, _, _, _ = given
     options = softmax_options(tensors.q, causal, scale, window_size, softcap, tensors.sinks)
     chunk = effective_chunk(chunk, options.window_size, max_seqlen_k)
     layout: Layout = "dense" if tensors.cu_seqlens_q is None else "varlen"
@@ -153,7 +154,7 @@ def _plan(chosen: Backend, spec: AttentionSpec, tensors: AttentionTensors, optio
 
 def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
     q, k, v, sinks, mask = tensors[:5]
-    causal, scale, window_size, softcap, chunk, return_lse, backend = given
+    causal, scale, window_size, softcap, chunk, precision, return_lse, backend = given
     check_qkv("dense", q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}")
@@ -169,16 +170,16 @@ def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
     over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
     few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not needs_grad(tensors)
     op: Op = "decode" if few and over_keys else "attention"
-    spec = _spec("dense", op, tensors, options, chunk)
+    spec = _spec("dense", op, tensors, options, chunk, precision)
     if backend == "auto" and over_keys and divides_keys(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
         spec = replace(spec, op="decode")
-    complete = AttentionOptions(*options, q.shape[1], k.shape[1], return_lse, attention_chunk=chunk)
+    complete = AttentionOptions(*options, q.shape[1], k.shape[1], return_lse, attention_chunk=chunk, precision=spec.precision)
     return _plan(select_backend(spec, backend), spec, tensors, complete)
 
 
 def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Run:
     q, k, v, sinks = tensors[:4]
-    causal, scale, window_size, softcap, chunk, return_lse, backend = given
+    causal, scale, window_size, softcap, chunk, precision, return_lse, backend = given
     assert tensors.cu_seqlens_q is not None
     assert tensors.keys is not None
     check_qkv("varlen", q, k, v)
@@ -190,14 +191,16 @@ def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int
     check_alibi(tensors.alibi_slopes, q, tensors.cu_seqlens_q.shape[0] - 1)
     check_block_lists(tensors.blocks, q, k, tensors.cu_seqlens_q.shape[0] - 1, max_seqlen_q)
     check_out(tensors.out, q, v)
-    spec = _spec("varlen", "attention", tensors, options, chunk)
-    complete = AttentionOptions(*options, max_seqlen_q, max_seqlen_k, return_lse, attention_chunk=chunk)
+    spec = _spec("varlen", "attention", tensors, options, chunk, precision)
+    complete = AttentionOptions(
+        *options, max_seqlen_q, max_seqlen_k, return_lse, attention_chunk=chunk, precision=spec.precision
+    )
     return _plan(select_backend(spec, backend), spec, tensors, complete)
 
 
 def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: Options) -> Run:
     q, k_cache, v_cache, sinks = tensors[:4]
-    causal, scale, window_size, softcap, chunk, return_lse, backend = given
+    causal, scale, window_size, softcap, chunk, precision, return_lse, backend = given
     assert tensors.cu_seqlens_q is not None
     assert tensors.keys is not None
     assert tensors.block_table is not None
@@ -221,7 +224,7 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
     check_block_lists(tensors.blocks, q, k_cache, batch, max_seqlen_q)
     check_out(tensors.out, q, v_cache)
     decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or k_cache.dtype != q.dtype
-    spec = _spec("paged", "decode" if decodes else "attention", tensors, options, chunk)
+    spec = _spec("paged", "decode" if decodes else "attention", tensors, options, chunk, precision)
     unequal = q.shape[0] < batch * max_seqlen_q
     if backend == "auto" and not unequal and divides_keys(spec, batch, max_seqlen_q, length, _multiprocessors(q)):
         spec = replace(spec, op="decode")
@@ -261,7 +264,15 @@ def _plan_store(tensors: StoreTensors, backend: str) -> Run:
     return select_backend(spec, backend).plan(spec, tensors, None)
 
 
-def _spec(layout: Layout, op: Op, tensors: AttentionTensors, options: SoftmaxOptions, chunk: int) -> AttentionSpec:
+def _spec(
+    layout: Layout,
+    op: Op,
+    tensors: AttentionTensors,
+    options: SoftmaxOptions,
+    chunk: int,
+    precision: Precision = "bf16",
+) -> AttentionSpec:
+    check_precision(precision)
     q, k, v, sinks, mask = tensors[:5]
     paged = layout == "paged"
     return AttentionSpec(
@@ -286,6 +297,7 @@ def _spec(layout: Layout, op: Op, tensors: AttentionTensors, options: SoftmaxOpt
         op=op,
         whole_rows=not paged or (_has_whole_rows(k) and _has_whole_rows(v)),
         values_in_keys=paged and _has_values_in_keys(k, v),
+        precision=precision if op == "attention" else "bf16",
     )
 
 

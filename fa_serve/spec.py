@@ -25,6 +25,7 @@ import torch
 Layout = Literal["dense", "varlen", "paged"]
 ParameterCode = Literal["invalid_value", "context_length_exceeded", "no_tokenizer", "duplicate_request_id", "unsupported"]
 Op = Literal["attention", "decode", "store_kv", "backward"]
+Precision = Literal["bf16", "qk8", "fp8"]
 FEW_QUERIES = 16
 """Up to this many queries per sequence, splitting the keys gains time. More queries fill the tiles of a kernel by
 themselves."""
@@ -98,6 +99,7 @@ class AttentionSpec:
     alibi:       a bias that falls linearly with the distance of query and key
     attention_chunk: queries attend within chunks of a fixed length only
     block_mask:  queries attend to the key blocks of a list (see `block_lists`)
+    precision:   precision of the products of "attention", as in `fa_serve.attention`
     values_in_keys: (paged) the values are the first head_dim_v numbers of the keys, in the same memory (latent attention)
     """
 
@@ -122,6 +124,7 @@ class AttentionSpec:
     attention_chunk: bool = False
     block_mask: bool = False
     values_in_keys: bool = False
+    precision: Precision = "bf16"
 
     @property
     def cached_bytes(self) -> int:
@@ -144,6 +147,8 @@ class AttentionSpec:
             parts.append(f"window {self.window_size}")
         named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask", "needs_grad", "values_in_keys")
         parts += [name for name in named if getattr(self, name)]
+        if self.precision != "bf16":
+            parts.append(f"precision {self.precision}")
         if self.mask:
             parts.append(f"{self.mask} mask")
         if self.page_size:

@@ -13,6 +13,8 @@ import fa_serve
 from fa_serve import dispatch
 from fa_serve.backends.plan import PlanTable
 from fa_serve.dispatch import _has_whole_rows
+from fa_serve.spec import Precision
+from fa_serve.testing import make_qkv
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +34,7 @@ ALIKE: dict[str, dict[str, Any]] = {
     "chunk": {"causal": True, "attention_chunk": 3},
     "sinks": {"sinks": torch.tensor([3.0, -1.0, 0.5, 2.0])},
     "lse": {"return_lse": True},
+    "precision": {"precision": "fp8", "backend": "reference"},
     "blocks": {"block_mask": fa_serve.BlockLists.from_blocks(torch.zeros(1, 1, 1, 1) > 0)},
     "backend": {"backend": "reference"},
     "out": {"out": torch.zeros(10, 4, 16)},
@@ -141,3 +144,18 @@ def test_which_caches_have_whole_rows(strides: tuple[int, ...], whole: bool) -> 
     cache = torch.zeros(20_000, dtype=torch.bfloat16).as_strided((3, 16, 2, 64), strides)
     assert _has_whole_rows(cache) == whole
     assert not _has_whole_rows(cache.as_strided(cache.shape, strides, storage_offset=4))
+
+
+@pytest.mark.parametrize("precision", ["qk8", "fp8"])
+def test_few_queries_keep_the_dtype_of_q_and_many_are_refused_where_nothing_multiplies_float8(precision: Precision) -> None:
+    q, k, v = make_qkv(1, 20, 40, 2, 2, 64)
+    few = fa_serve.attention(q[:, :1], k, v, causal=True, precision=precision)
+    assert torch.equal(few, fa_serve.attention(q[:, :1], k, v, causal=True))
+    with pytest.raises(fa_serve.UnsupportedError, match=f"sdpa: computes in q's dtype, got precision '{precision}'"):
+        fa_serve.attention(q, k, v, causal=True, precision=precision)
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    q, k, v = make_qkv(1, 20, 40, 2, 2, 64)
+    with pytest.raises(fa_serve.ParameterError, match="""precision must be "bf16", "qk8" or "fp8", got 'int8'"""):
+        fa_serve.attention(q, k, v, precision="int8")  # type: ignore[call-overload]

@@ -27,7 +27,7 @@ def divides_keys(spec: AttentionSpec, batch: int, seqlen_q: int, seqlen_k: int, 
     """
     if spec.arch != 90 or spec.dtype.itemsize != 2 or max(spec.head_dim, spec.head_dim_v) > 128:
         return False
-    if spec.needs_grad or spec.attention_chunk or spec.block_mask:
+    if spec.needs_grad or spec.attention_chunk or spec.block_mask or spec.precision != "bf16":
         return False
     left, _ = spec.window_size
     keys = seqlen_k if left < 0 else min(seqlen_k, left + seqlen_q)

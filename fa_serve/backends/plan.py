@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.block_lists import BlockLists
-from fa_serve.spec import FEW_QUERIES
+from fa_serve.spec import FEW_QUERIES, Precision
 
 MAX_PLANS = 4096
 
@@ -186,6 +186,7 @@ class AttentionOptions:
     deterministic: (op "backward") the gradient of a mask repeats in every bit, which needs memory for all scores
     attention_chunk: keys per chunk, 0 without chunks; window_size is (-1, 0) with them. The query at position p, counted from
                  the sequence's first key, sees the keys from p // attention_chunk * attention_chunk to p
+    precision:   as in `fa_serve.attention`
     """
 
     softmax_scale: float
@@ -198,6 +199,7 @@ class AttentionOptions:
     skip_q: int = 0
     deterministic: bool = False
     attention_chunk: int = 0
+    precision: Precision = "bf16"
 
     @property
     def left(self) -> int:

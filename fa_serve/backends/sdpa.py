@@ -43,6 +43,8 @@ class SdpaBackend:
     def supports(self, spec: AttentionSpec) -> str | None:
         if spec.layout == "paged" and spec.needs_grad:
             return "cannot differentiate through a paged cache, and an input requires gradients"
+        if spec.precision != "bf16":
+            return f"computes in q's dtype, got precision {spec.precision!r}"
         return None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:

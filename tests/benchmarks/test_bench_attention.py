@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import backward_problem
@@ -58,4 +59,15 @@ def test_a_wrong_result_ends_the_bench(bench: str, tmp_path: Path, monkeypatch) 
 def test_options_of_other_benches_are_refused(tmp_path: Path, monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit):
         run("prefill", tmp_path, monkeypatch)
-    assert "are for latent, sparse and backward, got prefill" in capsys.readouterr().err
+    assert "are for latent, sparse, backward and fp8, got prefill" in capsys.readouterr().err
+
+
+def test_the_ideas_of_float8_inputs_lower_the_error(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_attention.py", "fp8", "--tiny", "--head-dims", "128", "--out", str(tmp_path)])
+    bench_attention.main()
+    printed = capsys.readouterr().out
+    errors = {name: float(value) for name, value in re.findall(r"([a-z0-9 ]+) (\d\.\d+e-\d+)", printed)}
+    errors = {name.strip(): value for name, value in errors.items()}
+    assert errors["bf16"] < 0.1 * errors["both ideas"]
+    assert errors["both ideas"] < 0.8 * errors["no rotation"] < 0.8 * errors["neither"]
+    assert "needles found: bf16 100%" in printed

@@ -3,13 +3,14 @@
 forward         the kernel and its plan, for dense, packed and paged keys
 producer        the warp that copies to shared memory; `consumer` holds the warpgroups that compute
 listed_blocks   lists of key blocks, which the producer walks
+float8_inputs   float8 copies of q, k and v, which a kernel of its own makes; `float8_scales` undoes their scales
 kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
 tile_schedule   which tile comes next
 hopper_tiles    the shape of tiles
 descriptors     how the copy engine addresses tensors
 gluon_names     what releases of Triton call by different names
 
-Left out: decoding, float8 caches, explicit masks and the backward pass, which the portable kernels have.
+Left out: decoding, caches in float8, explicit masks and the backward pass, which the portable kernels have.
 
 Gluon is Triton's experimental layer and changes with every release. The modules with kernels are therefore imported only when a
 call is planned, after `supports` has seen a release that they are written for.
@@ -62,6 +63,8 @@ class HopperBackend:
             return "supports windows but no attention_chunk, and one was given"
         if spec.block_mask and spec.needs_grad:
             return "has no backward pass for a block_mask, and an input requires gradients"
+        if spec.precision != "bf16" and (reason := _cannot_quantize(spec)):
+            return reason
         if spec.layout == "paged" and spec.needs_grad:
             return "has no backward pass through a paged cache, and an input requires gradients"
         return None
@@ -71,6 +74,20 @@ class HopperBackend:
         from fa_serve.backends.hopper.forward import plan_forward
 
         return plan_forward(tensors, options)
+
+
+def _cannot_quantize(spec: AttentionSpec) -> str | None:
+    """Why the products cannot be float8, or None."""
+    if spec.layout == "paged" or spec.block_mask:
+        return f"multiplies float8 without pages and block_mask only, got precision {spec.precision!r}"
+    widest = 256 if spec.precision == "qk8" else 128
+    if spec.head_dim != spec.head_dim_v or spec.head_dim not in (64, 128, widest):
+        sizes = "64, 128 and 256" if spec.precision == "qk8" else "64 and 128"
+        got = dims(spec.head_dim, spec.head_dim_v)
+        return f"has head sizes of {sizes} with precision {spec.precision!r}, got {got}"
+    if spec.needs_grad:
+        return f"has no backward pass with precision {spec.precision!r}, and an input requires gradients"
+    return None
 
 
 def _cannot_page(spec: AttentionSpec) -> str | None:

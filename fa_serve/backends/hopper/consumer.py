@@ -21,8 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_serve.backends.hopper.float8_scales import as_column, block_scale, change_of_units, tile_factors
 from fa_serve.backends.hopper.gluon_names import async_store, sync_threads
-from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
+from fa_serve.backends.hopper.kernel_types import BLOCK_KEYS, RAGGED, Tile
 from fa_serve.backends.hopper.listed_blocks import Piece, keep_by_bits, load_bits, read_piece
 from fa_serve.backends.hopper.producer import unpack_tile
 
@@ -37,6 +38,8 @@ FIRST_NAMED_BARRIER = gl.constexpr(8)
 GROWTH = gl.constexpr(8.0)
 """How far a row's scores may exceed its maximum before the maximum follows, in powers of 2. P is then at most 256, which
 float16 can hold."""
+FLOAT8_SHIFT = gl.constexpr(8.0)
+"""Float8 probabilities are multiplied by 2 to this power: 256 is the greatest, and those down to 2^-17 of it are not lost."""
 
 
 def _rescale_assembly(count: int) -> str:
@@ -174,33 +177,78 @@ def _rescale(acc, alpha, var: gl.constexpr):
 
 
 @gluon.jit
+def _promote(acc, alpha, product, layout: gl.constexpr):
+    """O * alpha + P V for a part of O."""
+    return acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1) + product
+
+
+@gluon.jit
+def _issue_float8_values(p, acc, alpha, v, v1, var: gl.constexpr):
+    """Start P V of a block: its last part is a number of its own, and `_wait_values` adds it to O in float32.
+
+    The tensor cores add float8 products in about 14 bits, which many blocks would not survive. Registers have no room for two
+    parts of such a product, so the first of two parts is finished here.
+    """
+    BLOCK_N: gl.constexpr = var.tiles.block_n
+    DV0: gl.constexpr = var.dv0
+    DV1: gl.constexpr = var.dv1
+    O_LAYOUT: gl.constexpr = var.output_layout
+    O1_LAYOUT: gl.constexpr = var.second_output_layout
+    SECOND: gl.constexpr = var.second_probability_layout
+    first = gl.zeros([64, DV0], gl.float32, layout=O_LAYOUT)
+    first = warpgroup_mma(p, v.reshape([DV0, BLOCK_N]).permute((1, 0)), first, use_acc=False, is_async=True)
+    second = acc.second
+    if DV1 > 0:
+        first = _promote(acc.first, alpha, warpgroup_mma_wait(0, deps=[first]), O_LAYOUT)
+        second = gl.zeros([64, DV1], gl.float32, layout=O1_LAYOUT)
+        p = gl.convert_layout(p, SECOND, assert_trivial=True)
+        second = warpgroup_mma(p, v1.reshape([DV1, BLOCK_N]).permute((1, 0)), second, use_acc=False, is_async=True)
+    return Output(first, second)
+
+
+@gluon.jit
 def _issue_values(p, acc, alpha, block_count, smem, bars, var: gl.constexpr):
     """Start O += P V once the block of V has arrived: one product for each part of V."""
     BLOCK_N: gl.constexpr = var.tiles.block_n
     DV0: gl.constexpr = var.dv0
     DV1: gl.constexpr = var.dv1
-    SECOND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=var.second_output_layout, k_width=2)
+    SECOND: gl.constexpr = var.second_probability_layout
     stage = block_count % var.tiles.stages
     mbarrier.wait(bars.v_full.index(stage), (block_count // var.tiles.stages) & 1)
-    v = smem.v.index(stage).reshape([BLOCK_N, DV0])
-    if var.tiles.rescale_late:
-        acc = _rescale(acc, alpha, var)
-    first = warpgroup_mma(p, v, acc.first, is_async=True)
-    second = acc.second
-    if var.dv1 > 0:
-        v1 = smem.v1.index(stage).reshape([BLOCK_N, DV1])
-        second = warpgroup_mma(gl.convert_layout(p, SECOND, assert_trivial=True), v1, second, is_async=True)
-    return Output(first, second)
+    if var.float8_values:
+        return _issue_float8_values(p, acc, alpha, smem.v.index(stage), smem.v1.index(stage), var)
+    else:  # noqa: RET505
+        v = smem.v.index(stage).reshape([BLOCK_N, DV0])
+        if var.tiles.rescale_late:
+            acc = _rescale(acc, alpha, var)
+        first = warpgroup_mma(p, v, acc.first, is_async=True)
+        second = acc.second
+        if var.dv1 > 0:
+            v1 = smem.v1.index(stage).reshape([BLOCK_N, DV1])
+            second = warpgroup_mma(gl.convert_layout(p, SECOND, assert_trivial=True), v1, second, is_async=True)
+        return Output(first, second)
 
 
 @gluon.jit
-def _wait_values(pending: gl.constexpr, token, var: gl.constexpr):
-    """Wait for O += P V while at most `pending` products that were issued after it run on."""
-    if var.dv1 > 0:
-        first, second = warpgroup_mma_wait(pending, deps=[token.first, token.second])
-        return Output(first, second)
-    else:  # noqa: RET505
-        return Output(warpgroup_mma_wait(pending, deps=[token.first]), token.second)
+def _wait_values(pending: gl.constexpr, token, acc, alpha, var: gl.constexpr):
+    """Wait for O += P V while at most `pending` products that were issued after it run on.
+
+    acc, alpha: O before the product and the factor that it lacks, which only float8 values need here
+    """
+    O_LAYOUT: gl.constexpr = var.output_layout
+    O1_LAYOUT: gl.constexpr = var.second_output_layout
+    first = token.first
+    second = token.second
+    if var.float8_values:
+        if var.dv1 > 0:
+            second = _promote(acc.second, alpha, warpgroup_mma_wait(pending, deps=[second]), O1_LAYOUT)
+        else:
+            first = _promote(acc.first, alpha, warpgroup_mma_wait(pending, deps=[first]), O_LAYOUT)
+    elif var.dv1 > 0:
+        first, second = warpgroup_mma_wait(pending, deps=[first, second])
+    else:
+        first = warpgroup_mma_wait(pending, deps=[first])
+    return Output(first, second)
 
 
 @gluon.jit
@@ -238,23 +286,23 @@ def _limits(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.const
 
 
 @gluon.jit
-def _online_softmax(s, state, piece, words, limits, args, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr):
+def _online_softmax(s, state, piece, words, limits, scale, args, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr):
     """Update the online softmax by a block of scores (FlashAttention-2, algorithm 1) -> P in `dtype`, the new state.
+
+    scale: what turns products into exponents of 2, a number or [64]
 
     The maximum of a row is raised only when scores exceed it by more than GROWTH (FlashAttention-4). Any number near the true
     maximum keeps the result exact, and O seldom has to be rescaled.
     """
     BLOCK_N: gl.constexpr = var.tiles.block_n
     S_LAYOUT: gl.constexpr = var.score_layout
-    O_LAYOUT: gl.constexpr = var.output_layout
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    scale = args.scale
+    P_LAYOUT: gl.constexpr = var.probability_layout
+    GROWS: gl.constexpr = 0.0 if var.float8_values else GROWTH
     block = piece.number
     if var.softcap:
         # one instruction with a relative error of 2^-11; PyTorch rounds the product, the quotient and the tanh to 16 bits
-        s = gl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [s * args.scale], dtype=gl.float32, is_pure=True, pack=1
-        )
+        x = s * as_column(scale, var)
+        s = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
         scale = args.softcap
     if masked:
         # one loop body with a uniform branch: two loops would have to unpack and pack P between them
@@ -270,16 +318,24 @@ def _online_softmax(s, state, piece, words, limits, args, dtype: gl.constexpr, m
                 keep = keep & keep_by_bits(words, var)
             s = gl.where(keep, s, float("-inf"))
     m = gl.max(s, 1) * scale
-    m = gl.where(m - state.m > GROWTH, m, state.m)  # the comparison is false where both are -inf
+    m = gl.where(m - state.m > GROWS, m, state.m)  # the comparison is false where both are -inf
     safe = m
     if masked:
         safe = gl.where(m == float("-inf"), 0.0, m)  # a row that has seen no key yet; -inf - -inf would be NaN
-    p = gl.exp2(s * scale - gl.expand_dims(safe, 1))
+    shift = safe
+    if var.float8_values:
+        shift = safe - FLOAT8_SHIFT
+    p = gl.exp2(s * (scale if var.softcap else as_column(scale, var)) - gl.expand_dims(shift, 1))
     alpha = gl.exp2(state.m - safe)
     parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, SUM_LAYOUT), assert_trivial=True)
     l = state.l * gl.expand_dims(rescale, 1) + gl.convert_layout(parts, SUM_LAYOUT, assert_trivial=True)  # noqa: E741
-    return gl.convert_layout(p.to(dtype), P_LAYOUT), Softmax(m, l, alpha)
+    p = p.to(dtype)
+    if var.float8_values:
+        # A thread has pairs of neighbours and takes groups of four: of every 16 columns, (8 h + 2 t + i) becomes 4 t + 2 h + i.
+        # The rows of V are stored in this order.
+        p = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, BLOCK_N])
+    return gl.convert_layout(p, P_LAYOUT), Softmax(m, l, alpha)
 
 
 @gluon.jit
@@ -292,6 +348,7 @@ def _process_block(
     block,
     more,
     limits,
+    factors,
     smem,
     bars,
     args,
@@ -308,6 +365,10 @@ def _process_block(
     VALUE_GROUPS: gl.constexpr = 2 if var.dv1 > 0 else 1
     piece = _piece(block, block_count, smem, var)
     words = load_bits(args.bits, piece, limits.row, var)
+    scale = block_scale(block, factors, var)
+    alpha = state.alpha
+    if var.float8_values:
+        units = change_of_units(block, factors, var)
     _take_turn(group, var)
     if var.tiles.overlap:
         s_token = _issue_scores(tile_count, block_count, smem, group, var)
@@ -316,20 +377,22 @@ def _process_block(
         s = warpgroup_mma_wait(VALUE_GROUPS, deps=[s_token])
     else:
         o_token = _issue_values(p, acc, state.alpha, block_count - 1, smem, bars, var)
-        acc = _wait_values(0, o_token, var)
+        acc = _wait_values(0, o_token, acc, alpha, var)
         s_token = _issue_scores(tile_count, block_count, smem, group, var)
         _pass_turn(group, var)
         s = warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
-    p, state = _online_softmax(s, state, piece, words, limits, args, dtype, MASKED, var)
+    p, state = _online_softmax(s, state, piece, words, limits, scale, args, dtype, MASKED, var)
+    if var.float8_values:
+        state = Softmax(state.m, state.l, state.alpha * units)
     if var.tiles.softmax_first:
         _wait_keys(block_count + 1, bars, var, more)
     if var.tiles.overlap:
-        acc = _wait_values(0, o_token, var)
+        acc = _wait_values(0, o_token, acc, alpha, var)
     mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
     if not var.tiles.softmax_first:
         _wait_keys(block_count + 1, bars, var, more)
-    if not var.tiles.rescale_late:
+    if not var.tiles.rescale_late and not var.float8_values:
         acc = _rescale(acc, state.alpha, var)
     return acc, p, state
 
@@ -353,7 +416,7 @@ def _copy_output(values, tile, row, column: gl.constexpr, width: gl.constexpr, b
 
 
 @gluon.jit
-def _write_output(acc, state, tile, tile_count, desc, smem, args, dtype: gl.constexpr, group: gl.constexpr, var: gl.constexpr):
+def _write_output(acc, state, tile, tile_count, desc, smem, factors, args, group: gl.constexpr, var: gl.constexpr):
     """Divide O by its sum, start its copy, through the queries' buffer or a separate one, and write lse."""
     S_LAYOUT: gl.constexpr = var.score_layout
     O_LAYOUT: gl.constexpr = var.output_layout
@@ -361,10 +424,15 @@ def _write_output(acc, state, tile, tile_count, desc, smem, args, dtype: gl.cons
     WIDTH: gl.constexpr = var.o_width
     DV0: gl.constexpr = var.dv0
     DV1: gl.constexpr = var.dv1
+    dtype: gl.constexpr = desc.o.dtype
     row = tile.row + 64 * group
     empty = state.m == float("-inf")
     total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
     inverse = gl.where(empty, 0.0, 1.0 / total)
+    logarithm = gl.log2(total)
+    if var.float8_values:
+        inverse = inverse * gl.load(factors.v + tile.low * var.tiles.block_n // BLOCK_KEYS)
+        logarithm = logarithm - FLOAT8_SHIFT
     first = acc.first * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
     second = acc.second
     if DV1 > 0:
@@ -383,7 +451,7 @@ def _write_output(acc, state, tile, tile_count, desc, smem, args, dtype: gl.cons
         _wait_output_copies()
         _copy_output(right, tile, row, WIDTH, WIDTH, smem.o.index(group), desc.o, var.varlen)
     if args.lse is not None:
-        lse = gl.where(empty, float("-inf"), (state.m + gl.log2(total)) * LN2)
+        lse = gl.where(empty, float("-inf"), (state.m + logarithm) * LN2)
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
         if var.varlen:
             base = args.lse + tile.head.to(gl.int64) * args.lse_stride + tile.origin
@@ -401,14 +469,15 @@ def _release_queries(tile_count, bars, var: gl.constexpr):
 
 
 @gluon.jit
-def _first_state(tile, args, layout: gl.constexpr):
+def _first_state(tile, args, layout: gl.constexpr, var: gl.constexpr):
     """The softmax before any key. A sink is a key without a value, so maximum and sum start with it."""
     m = gl.full([64], float("-inf"), gl.float32, layout=layout)
     l = gl.zeros([64, 4], gl.float32, layout=SUM_LAYOUT)  # noqa: E741
     if args.sinks is not None:
         m = gl.full([64], 0.0, gl.float32, layout=layout) + gl.load(args.sinks + tile.head).to(gl.float32) * LOG2E
         first = gl.arange(0, 4, layout=gl.SliceLayout(0, SUM_LAYOUT)) == 0
-        l = l + gl.expand_dims(gl.where(first, 1.0, 0.0), 0)  # noqa: E741
+        ONE: gl.constexpr = 2.0**FLOAT8_SHIFT if var.float8_values else 1.0
+        l = l + gl.expand_dims(gl.where(first, ONE, 0.0), 0)  # noqa: E741
     return Softmax(m, l, gl.full([64], 1.0, gl.float32, layout=layout))
 
 
@@ -436,7 +505,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
     RESIDENT: gl.constexpr = var.tiles.schedule != 0
     AHEAD: gl.constexpr = RESIDENT and var.tiles.q_stages > 1 and var.tiles.overlap
     SCORE_GROUPS: gl.constexpr = 2 if var.d1 > 0 else 1
-    dtype: gl.constexpr = desc.q.dtype
+    dtype: gl.constexpr = desc.v.dtype
     if group == var.tiles.groups - 1:
         _pass_turn(group, var)
     tile_count = 0
@@ -451,10 +520,12 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
         s = warpgroup_mma_wait(0, deps=[s_token])
     while tile.row >= 0:
         limits = _limits(tile, args, group, ROWS, var)
+        factors = tile_factors(tile, args, group, ROWS, var)
         if not AHEAD:
             _wait_keys(block_count, bars, var)
         piece = _piece(tile.high - 1, block_count, smem, var)
         words = load_bits(args.bits, piece, limits.row, var)
+        scale = block_scale(tile.high - 1, factors, var)
         if not AHEAD:
             _take_turn(group, var)
             s_token = _issue_scores(tile_count, block_count, smem, group, var)
@@ -462,7 +533,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             s = warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
         acc = _no_output(tile, var)
-        p, state = _online_softmax(s, _first_state(tile, args, ROWS), piece, words, limits, args, dtype, True, var)
+        p, state = _online_softmax(s, _first_state(tile, args, ROWS, var), piece, words, limits, scale, args, dtype, True, var)
         if AHEAD:  # noqa: SIM102
             if tile_count > 0:
                 _release_queries(tile_count - 1, bars, var)
@@ -478,6 +549,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
                 tile.high - 1 - j,
                 j + 1 < blocks,
                 limits,
+                factors,
                 smem,
                 bars,
                 args,
@@ -495,18 +567,18 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             # if no tile is left, this multiplies what the buffers hold, and nothing uses the product
             s_token = _issue_scores(tile_count, block_count, smem, group, var)
             _pass_turn(group, var)
-            acc = _wait_values(SCORE_GROUPS, o_token, var)
+            acc = _wait_values(SCORE_GROUPS, o_token, acc, state.alpha, var)
             mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
-            _write_output(acc, state, tile, tile_count - 1, desc, smem, args, dtype, group, var)
+            _write_output(acc, state, tile, tile_count - 1, desc, smem, factors, args, group, var)
             s = warpgroup_mma_wait(0, deps=[s_token])
             tile = upcoming
         else:
             if RESIDENT and var.tiles.o_parts > 0:
                 _release_queries(tile_count - 1, bars, var)
             o_token = _issue_values(p, acc, state.alpha, block_count - 1, smem, bars, var)
-            acc = _wait_values(0, o_token, var)
+            acc = _wait_values(0, o_token, acc, state.alpha, var)
             mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
-            _write_output(acc, state, tile, tile_count - 1, desc, smem, args, dtype, group, var)
+            _write_output(acc, state, tile, tile_count - 1, desc, smem, factors, args, group, var)
             if RESIDENT:
                 if var.tiles.o_parts == 0:
                     _release_queries(tile_count - 1, bars, var)

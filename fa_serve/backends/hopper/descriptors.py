@@ -7,7 +7,9 @@ kernel sees a tensor: the bounds given there are enforced by the hardware, which
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -16,40 +18,60 @@ from fa_serve.backends.hopper.kernel_types import RAGGED
 from fa_serve.backends.launch import View
 
 _LAYOUTS = {
-    (dtype, rank, width): gl.NVMMASharedLayout(min(2 * width, 128), 16, rank=rank)
-    for dtype in (torch.float16, torch.bfloat16)
+    (dtype, rank, width): gl.NVMMASharedLayout(min(dtype.itemsize * width, 128), 8 * dtype.itemsize, rank=rank)
+    for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
     for rank in (4, 5)
     for width in (16, 32, 64, 128, 256)
+    if dtype.itemsize * width >= 32
 }
 
 
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """The layout of a new tensor."""
+    return Layout(shape, tuple([math.prod(shape[i:]) for i in range(1, len(shape) + 1)]), dtype)
+
+
+def permuted(x: Layout, *order: int) -> Layout:
+    """The layout of `x.permute(order)`."""
+    return Layout(tuple([x.shape[i] for i in order]), tuple([x.strides[i] for i in order]), x.dtype)
+
+
 @lru_cache(maxsize=4096)
-def copy_engine_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The strides to encode for a tensor of 2-byte elements, or None if the copy engine cannot address it.
+def copy_engine_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 2) -> tuple[int, ...] | None:
+    """The strides to encode for a tensor of elements of `itemsize` bytes, or None if the copy engine cannot address it.
 
     The stride of a dimension of size 1 has no meaning and may be anything; it is replaced by a stride that is accepted.
     """
-    outer = tuple(8 if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True))
-    return None if strides[-1] != 1 or any(stride & 7 or not stride for stride in outer) else (*outer, 1)
+    unit = 16 // itemsize
+    outer = tuple(unit if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True))
+    return None if strides[-1] != 1 or any(stride % unit or not stride for stride in outer) else (*outer, 1)
 
 
 @lru_cache(maxsize=512)
-def dense_view(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> View:
+def dense_view(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, width: int) -> View:
     """A tensor (batch, seqlen, heads, dim) in boxes of `rows` tokens by `width` columns, bounded by seqlen and dim."""
-    encoded = copy_engine_strides(shape, strides)
+    encoded = copy_engine_strides(shape, strides, dtype.itemsize)
     assert encoded is not None
     return View(shape, encoded, (1, rows, 1, width), _LAYOUTS[dtype, 4, width])
 
 
 @lru_cache(maxsize=512)
-def ragged_view(shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> View:
+def ragged_view(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, width: int) -> View:
     """A tensor (total, heads, dim) in boxes of `rows` tokens by `width` columns, bounded by the end of each sequence.
 
     Row r of the sequence [start, start + length) is addressed as (2^30, start + length, 2^30 - length + r): the bound 2^30
     of the third coordinate stops at the sequence's end, and 2^30 times the first stride, 2^34 - stride, cancels the rest
     modulo 2^64 bytes. After Triton's tools/ragged_tma.py.
     """
-    encoded = copy_engine_strides(shape, strides)
+    encoded = copy_engine_strides(shape, strides, dtype.itemsize)
     assert encoded is not None
     row, head, last = encoded
     bounds = (0x7FFF0000, 0x7FFF0000, RAGGED.value, *shape[1:])

@@ -38,17 +38,19 @@ from triton.experimental.gluon import language as gl
 
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.hopper.consumer import consumer
-from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
+from fa_serve.backends.hopper.descriptors import Layout, contiguous, copy_engine_strides, dense_view, ragged_view
+from fa_serve.backends.hopper.float8_inputs import Quantizer
 from fa_serve.backends.hopper.hopper_tiles import (
     Schedule,
     TileConfig,
+    float8_tiles,
     forward_tiles,
     head_group,
     key_columns,
     list_tiles,
     value_columns,
 )
-from fa_serve.backends.hopper.kernel_types import ConsumerArgs, Descriptors, ProducerArgs, Variant
+from fa_serve.backends.hopper.kernel_types import BLOCK_KEYS, ConsumerArgs, Descriptors, ProducerArgs, Scales, Variant
 from fa_serve.backends.hopper.listed_blocks import Lists
 from fa_serve.backends.hopper.producer import producer
 from fa_serve.backends.hopper.shared_memory import allocate_barriers, allocate_buffers
@@ -72,6 +74,7 @@ class Numbers(NamedTuple):
     table_stride:        entries of the block table from one sequence to the next, 0 without one
     k_pitch, v_pitch:    tokens from one page of the cache to the next, 0 without pages
     list_*, *_width:     see `listed_blocks.Lists`; 0 without lists
+    scale_stride:        see `kernel_types.Scales`; 0 without float8
     """
 
     scale: float
@@ -96,9 +99,11 @@ class Numbers(NamedTuple):
     list_width: int = 0
     full_width: int = 0
     bits_width: int = 0
+    scale_stride: int = 0
 
 
 _NO_LISTS = (None,) * 5
+_NO_SCALES = [None] * 3
 
 
 @gluon.jit(
@@ -113,6 +118,9 @@ _NO_LISTS = (None,) * 5
         "full_num_ptr",
         "full_index_ptr",
         "bits_ptr",
+        "q_scale_ptr",
+        "k_scale_ptr",
+        "v_scale_ptr",
     ],
 )
 def _attention_forward(
@@ -134,6 +142,9 @@ def _attention_forward(
     full_num_ptr,
     full_index_ptr,
     bits_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     scale,
     softcap,
     lse_stride,
@@ -156,6 +167,7 @@ def _attention_forward(
     list_width,
     full_width,
     bits_width,
+    scale_stride,
     var: gl.constexpr,
 ):
     REGISTERS: gl.constexpr = var.registers
@@ -213,6 +225,7 @@ def _attention_forward(
         left=left,
         right=right,
         bits=bits_ptr,
+        scales=Scales(q=q_scale_ptr, k=k_scale_ptr, v=v_scale_ptr, stride=scale_stride, heads_per_kv=heads_per_kv),
     )
     if var.tiles.groups == 1:
         gl.warp_specialize(
@@ -262,41 +275,40 @@ def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: Ti
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3]) if options.return_lse else None
     if 0 in (*q.shape[:2], *k.shape[:2]):
         return _run_without_keys(out_shape, lse_shape)
-    out_strides = _contiguous_strides(out_shape) if tensors.out is None else tensors.out.stride()
-    given = [_Layout(x.shape, x.stride()) for x in (q, k, v)] + [_Layout(out_shape, out_strides)]
-    copied = tuple([copy_engine_strides(*layout) is None for layout in given])
-    layouts = [_Layout(x.shape, _contiguous_strides(x.shape)) if copy else x for x, copy in zip(given, copied, strict=True)]
+    given = [Layout(x.shape, x.stride(), x.dtype) for x in (q, k, v)]
+    given.append(contiguous(out_shape, q.dtype) if tensors.out is None else Layout(out_shape, tensors.out.stride(), q.dtype))
+    copied = tuple([copy_engine_strides(layout.shape, layout.strides) is None for layout in given])
+    sequences = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
+    layouts = [contiguous(x.shape, x.dtype) if copy else x for x, copy in zip(given, copied, strict=True)]
+    quantizer = None
+    if options.precision != "bf16":
+        quantizer = Quantizer(layouts[:3], sequences, tensors.cu_seqlens_q is not None, options.precision)
+        layouts[:3] = quantizer.layouts
     problem = _Problem(
         q=layouts[0],
         k=layouts[1],
         v=layouts[2],
         out=layouts[3],
-        dtype=q.dtype,
         device=q.device,
         packed=tensors.cu_seqlens_q is not None,
-        batch=q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1,
+        batch=sequences,
         paged=tensors.block_table is not None,
         table_stride=0 if tensors.block_table is None else tensors.block_table.stride(0),
         options=options,
         blocks=tensors.blocks,
+        scale_stride=0 if quantizer is None else quantizer.groups,
     )
-    run = _run_launches(_plan_launches(problem, tiles), out_shape, lse_shape)
+    run = _run_launches(_plan_launches(problem, tiles), quantizer, out_shape, lse_shape)
     return (lambda tensors: _run_on_copies(run, tensors, copied)) if any(copied) else run
-
-
-class _Layout(NamedTuple):
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 class _Problem(NamedTuple):
     """What the launches depend on. q, k, v and out are laid out so that the copy engine can address them."""
 
-    q: _Layout
-    k: _Layout
-    v: _Layout
-    out: _Layout
-    dtype: torch.dtype
+    q: Layout
+    k: Layout
+    v: Layout
+    out: Layout
     device: torch.device
     packed: bool
     batch: int
@@ -304,6 +316,7 @@ class _Problem(NamedTuple):
     table_stride: int
     options: AttentionOptions
     blocks: BlockLists | None
+    scale_stride: int
 
     @property
     def num_heads(self) -> int:
@@ -341,10 +354,12 @@ class _Launches(NamedTuple):
 def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
     options = problem.options
     left, right = options.window_size
-    head_dims = (problem.q.shape[-1], problem.v.shape[-1])
+    head_dims = (problem.q.shape[-1], problem.out.shape[-1])
     blocks = problem.blocks
     if tiles is None and blocks is not None:
         tiles = list_tiles(*head_dims, blocks.block_size)
+    elif tiles is None and options.precision != "bf16":
+        tiles = float8_tiles(*head_dims, options.window_size, options.precision)
     elif tiles is None:
         lengths = (options.max_seqlen_q, options.max_seqlen_k)
         tiles = forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
@@ -352,7 +367,7 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
     var = Variant(
         tiles,
         *key_columns(head_dims[0]),
-        *value_columns(head_dims[1]),
+        *value_columns(head_dims[1], options.precision),
         varlen=problem.packed,
         has_left=left >= 0,
         has_right=right >= 0,
@@ -361,6 +376,7 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
         block_q=0 if blocks is None else blocks.block_size[0],
         block_k=0 if blocks is None else blocks.block_size[1],
         bits=blocks is not None and blocks.partial_bits is not None,
+        precision=options.precision,
     )
     assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
     counts = _count_tiles(problem, tiles)
@@ -379,8 +395,9 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
     )
     if not problem.packed:
         return _Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC)
+    group = BLOCK_KEYS.value if var.float8_keys else 1
     table = table_launch(
-        counts.per_head, problem.batch, options.window_size, tiles.block_m, tiles.block_n, options.skip_q, problem.paged
+        counts.per_head, problem.batch, options.window_size, tiles.block_m, tiles.block_n, options.skip_q, problem.paged, group
     )
     return _Launches(attention, table, counts.per_head)
 
@@ -389,7 +406,7 @@ def _count_tiles(problem: _Problem, tiles: TileConfig) -> _TileCounts:
     options = problem.options
     batch = problem.batch
     num_m = -(-options.max_seqlen_q // tiles.block_m)
-    kv_bytes = 2 * (problem.k.shape[-1] + problem.v.shape[-1]) * options.max_seqlen_k
+    kv_bytes = 2 * (problem.k.shape[-1] + problem.out.shape[-1]) * options.max_seqlen_k
     if problem.packed:
         per_head = max_tile_count(problem.q.shape[0], batch, options.max_seqlen_q, tiles.block_m, options.skip_q)
         # tiles of several sequences run at a time: tiles of the same length usually belong to a few sequences
@@ -421,6 +438,7 @@ def _numbers(problem: _Problem, counts: _TileCounts) -> Numbers:
         table_stride=problem.table_stride,
         k_pitch=problem.k.strides[0] // problem.k.strides[1] if problem.paged else 0,
         v_pitch=problem.v.strides[0] // problem.v.strides[1] if problem.paged else 0,
+        scale_stride=problem.scale_stride,
         **_list_numbers(problem),
     )
 
@@ -452,25 +470,31 @@ def _base_2_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
 
 def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
     """How the kernel sees both parts of q, k, v and out. The second parts are columns d0 or dv0 and on of the same tensors."""
-    view = ragged_view if problem.packed else dense_view
 
-    def parts(x: _Layout, rows: int, *widths: int) -> tuple[View | None, ...]:
-        return tuple([view(*x, rows, width, problem.dtype) if width else None for width in widths])
+    def parts(x: Layout, rows: int, *widths: int, packed: bool = problem.packed) -> tuple[View | None, ...]:
+        view = ragged_view if packed else dense_view
+        return tuple([view(*x, rows, width) if width else None for width in widths])
 
-    def page_parts(x: _Layout, *widths: int) -> tuple[View | None, ...]:
+    def page_parts(x: Layout, *widths: int) -> tuple[View | None, ...]:
         """The rows of a page; a box has at most 64 columns."""
-        return parts(_Layout(x.shape[1:], x.strides[1:]), var.page_rows, *[min(width, 64) for width in widths])
+        return parts(Layout(x.shape[1:], x.strides[1:], x.dtype), var.page_rows, *[min(width, 64) for width in widths])
 
     block_n = var.tiles.block_n
-    return (
-        *parts(problem.q, 64, var.d0, var.d1),
-        *(page_parts(problem.k, var.d0, var.d1) if problem.paged else parts(problem.k, block_n, var.d0, var.d1)),
-        *(page_parts(problem.v, var.dv0, var.dv1) if problem.paged else parts(problem.v, block_n, var.dv0, var.dv1)),
-        *parts(problem.out, 64, var.o_width, var.dv1),
-    )
+    if problem.paged:
+        keys = (*page_parts(problem.k, var.d0, var.d1), *page_parts(problem.v, var.dv0, var.dv1))
+    elif var.float8_keys:
+        values = parts(problem.v, block_n, var.dv0, var.dv1, packed=False)
+        if var.float8_values:
+            values = tuple([dense_view(*problem.v, rows, block_n) if rows else None for rows in (var.dv0, var.dv1)])
+        keys = (*parts(problem.k, block_n, var.d0, var.d1, packed=False), *values)
+    else:
+        keys = (*parts(problem.k, block_n, var.d0, var.d1), *parts(problem.v, block_n, var.dv0, var.dv1))
+    return (*parts(problem.q, 64, var.d0, var.d1), *keys, *parts(problem.out, 64, var.o_width, var.dv1))
 
 
-def _run_launches(launches: _Launches, out_shape: tuple[int, ...], lse_shape: tuple[int, ...] | None) -> Run:
+def _run_launches(
+    launches: _Launches, quantizer: Quantizer | None, out_shape: tuple[int, ...], lse_shape: tuple[int, ...] | None
+) -> Run:
     """The plan of a call whose strides the copy engine can address. `lse_shape` is None if lse is not wanted."""
     attention, table_of, max_tiles, counted = launches
 
@@ -489,7 +513,10 @@ def _run_launches(launches: _Launches, out_shape: tuple[int, ...], lse_shape: tu
             elif counted:
                 counter = take_counter(q)
             lists = _NO_LISTS if blocks is None else [x if x is None else x.contiguous() for x in blocks.tensors]
-            attention((q, q, k, k, v, v, out, out, lse, sinks, table, counter, block_table, *lists))
+            scales = _NO_SCALES
+            if quantizer is not None:
+                q, k, v, *scales = quantizer(q, k, v, keys)
+            attention((q, q, k, k, v, v, out, out, lse, sinks, table, counter, block_table, *lists, *scales))
         return out, lse
 
     return run
@@ -512,10 +539,6 @@ def _addressable(x: Tensor, copied: bool) -> Tensor:
     if x.data_ptr() & 15:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
     return x
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i:]) for i in range(1, len(shape) + 1))
 
 
 def _run_without_keys(out_shape: tuple[int, ...], lse_shape: tuple[int, ...] | None) -> Run:

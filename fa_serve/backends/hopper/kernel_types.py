@@ -13,7 +13,10 @@ from triton.experimental.gluon import language as gl
 
 from fa_serve.backends.hopper.hopper_tiles import TileConfig
 from fa_serve.backends.hopper.listed_blocks import Lists
+from fa_serve.spec import Precision
 
+BLOCK_KEYS = gl.constexpr(128)
+"""Keys that share a scale of float8 keys and values."""
 RAGGED = gl.constexpr(1 << 30)
 """Bound of the row coordinate of a ragged descriptor, see `descriptors.ragged_view`."""
 
@@ -29,6 +32,8 @@ class Variant:
     has_left, has_right, softcap: whether the options have a left bound, a right bound, a softcap; their values are arguments
     page_size:  tokens of a page of the KV cache, 0 without one
     block_q, block_k: queries and keys per block of the lists, 0 without lists; bits: partial blocks have bits
+    precision:  "bf16": Q, K, V and P have 16 bits; "qk8": Q and K are float8 with scales; "fp8": V and P are float8 as well.
+                See `float8_inputs`
     """
 
     tiles: TileConfig
@@ -44,6 +49,27 @@ class Variant:
     block_q: int = 0
     block_k: int = 0
     bits: bool = False
+    precision: Precision = "bf16"
+
+    @property
+    def float8_keys(self) -> bool:
+        """Whether Q and K are float8 with scales."""
+        return self.precision != "bf16"
+
+    @property
+    def float8_values(self) -> bool:
+        """Whether V, which is transposed then, and P are float8."""
+        return self.precision == "fp8"
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a number of Q and K in shared memory."""
+        return 1 if self.float8_keys else 2
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a number of V in shared memory."""
+        return 1 if self.float8_values else 2
 
     @property
     def masked(self) -> bool:
@@ -73,7 +99,9 @@ class Variant:
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:
         """Layout of a warpgroup's scores [64, block_n] as wgmma leaves them."""
-        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.tiles.block_n, 16])
+        return gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.tiles.block_n, 32 // self.key_bytes]
+        )
 
     @property
     def bits_layout(self) -> gl.DistributedLinearLayout:
@@ -85,14 +113,28 @@ class Variant:
         return gl.DistributedLinearLayout(in_registers[:count], in_lanes, [[16, 0, 0], [32, 0, 0]], [], [64, words, 32])
 
     @property
+    def probability_layout(self) -> gl.DotOperandLayout:
+        """Layout of P [64, block_n] as wgmma takes it from registers: a thread's neighbours in a row fill 32 bits."""
+        return gl.DotOperandLayout(operand_index=0, parent=self.output_layout, k_width=4 // self.value_bytes)
+
+    @property
+    def second_probability_layout(self) -> gl.DotOperandLayout:
+        """`probability_layout` for the product with the second part of V. The registers are the same."""
+        return gl.DotOperandLayout(operand_index=0, parent=self.second_output_layout, k_width=4 // self.value_bytes)
+
+    @property
     def output_layout(self) -> gl.NVMMADistributedLayout:
         """Layout of the first part of a warpgroup's output [64, dv0] as wgmma leaves it."""
-        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.dv0, 16])
+        return gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.dv0, 32 // self.value_bytes]
+        )
 
     @property
     def second_output_layout(self) -> gl.NVMMADistributedLayout:
         """Layout of the second part of a warpgroup's output [64, dv1]."""
-        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(self.dv1, 8), 16])
+        return gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(self.dv1, 8), 32 // self.value_bytes]
+        )
 
 
 class Descriptors(NamedTuple):
@@ -169,6 +211,21 @@ class ProducerArgs(NamedTuple):
     lists: Lists
 
 
+class Scales(NamedTuple):
+    """What float8 numbers must be multiplied by, see `float8_inputs`; None or 0 without them.
+
+    q:      of each row, in the shape of lse
+    k, v:   of each BLOCK_KEYS keys, (batch, num_kv_heads, stride), or (num_kv_heads, stride) if sequences are packed
+    stride: groups of keys that one head has
+    """
+
+    q: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
+    stride: gl.tensor
+    heads_per_kv: gl.tensor
+
+
 class ConsumerArgs(NamedTuple):
     """The kernel's arguments that the consumers need besides tiles; see `forward.Numbers`."""
 
@@ -181,6 +238,7 @@ class ConsumerArgs(NamedTuple):
     left: gl.tensor
     right: gl.tensor
     bits: gl.tensor
+    scales: Scales
 
 
 class Tile(NamedTuple):
@@ -190,7 +248,8 @@ class Tile(NamedTuple):
     head:      query head
     origin:    batch index (dense), or the sequence's first row in q (packed)
     q_len:     queries of the sequence
-    k_origin:  batch index (dense), the sequence's first row in k (packed), or its row of the block table (paged)
+    k_origin:  batch index (dense), the sequence's first row in k (packed), or its row of the block table (paged). Packed float8
+               keys have gaps: each sequence begins at a multiple of BLOCK_KEYS rows
     kv_len:    keys of the sequence
     low, high: the tile visits key blocks [low, high); with lists, it visits high - low blocks
     """

@@ -151,7 +151,7 @@ def _load(desc, origin, length, row, head, column: gl.constexpr, full, buffer, v
 def _load_queries(tile, stage, desc, smem, bars, var: gl.constexpr):
     GROUPS: gl.constexpr = var.tiles.groups
     full = bars.q_full.index(stage)
-    mbarrier.expect(full, 2 * 64 * GROUPS * (var.d0 + var.d1))
+    mbarrier.expect(full, var.key_bytes * 64 * GROUPS * (var.d0 + var.d1))
     for g in gl.static_range(GROUPS):
         row = tile.row + 64 * g
         _load(desc.q, tile.origin, tile.q_len, row, tile.head, 0, full, smem.q.index(stage * GROUPS + g), var.varlen)
@@ -194,6 +194,15 @@ def _load_pages(
 
 
 @gluon.jit
+def _float8_rows(tile, block, var: gl.constexpr):
+    """The coordinates in the copies that `float8_inputs` makes: the batch index and the first row of a block of keys."""
+    if var.varlen:
+        return 0, tile.k_origin + block * var.tiles.block_n
+    else:  # noqa: RET505
+        return tile.k_origin, block * var.tiles.block_n
+
+
+@gluon.jit
 def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: gl.constexpr):
     """Start copying a piece of K, the `block_count`-th of this thread block, once the consumers have freed its stage."""
     stage = block_count % var.tiles.stages
@@ -204,7 +213,7 @@ def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: g
     if var.block_k > 0:
         announce_piece(piece, smem.pieces.index(stage))
     full = bars.k_full.index(stage)
-    mbarrier.expect(full, 2 * var.tiles.block_n * (var.d0 + var.d1))
+    mbarrier.expect(full, var.key_bytes * var.tiles.block_n * (var.d0 + var.d1))
     row = block * var.tiles.block_n
     if var.page_size > 0:
         k = PagedOperand(desc.k, smem.k_boxes, args.k_pitch)
@@ -212,6 +221,12 @@ def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: g
         if var.d1 > 0:
             k1 = PagedOperand(desc.k1, smem.k1_boxes, args.k_pitch)
             _load_pages(k1, pages, tile, kv_head, block, stage, var.d0, full, var.d1, var)
+    elif var.float8_keys:
+        # the copies that `float8_inputs` makes are zero past a sequence's end, so nothing has to bound them
+        batch, row = _float8_rows(tile, block, var)
+        async_load(desc.k, [batch, row, kv_head, 0], full, smem.k.index(stage))
+        if var.d1 > 0:
+            async_load(desc.k1, [batch, row, kv_head, var.d0], full, smem.k1.index(stage))
     else:
         _load(desc.k, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.k.index(stage), var.varlen)
         if var.d1 > 0:
@@ -227,7 +242,7 @@ def _load_values(tile, kv_head, piece, block_count, desc, smem, bars, args, var:
         pages = _pages(tile, block, args, var)
     mbarrier.wait(bars.v_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
     full = bars.v_full.index(stage)
-    mbarrier.expect(full, 2 * var.tiles.block_n * (var.dv0 + var.dv1))
+    mbarrier.expect(full, var.value_bytes * var.tiles.block_n * (var.dv0 + var.dv1))
     row = block * var.tiles.block_n
     if var.page_size > 0:
         v = PagedOperand(desc.v, smem.v_boxes, args.v_pitch)
@@ -235,6 +250,14 @@ def _load_values(tile, kv_head, piece, block_count, desc, smem, bars, args, var:
         if var.dv1 > 0:
             v1 = PagedOperand(desc.v1, smem.v1_boxes, args.v_pitch)
             _load_pages(v1, pages, tile, kv_head, block, stage, var.dv0, full, var.dv1, var)
+    elif var.float8_keys:
+        batch, row = _float8_rows(tile, block, var)
+        if var.float8_values:
+            async_load(desc.v, [batch, 0, kv_head, row], full, smem.v.index(stage))
+            if var.dv1 > 0:
+                async_load(desc.v1, [batch, var.dv0, kv_head, row], full, smem.v1.index(stage))
+        else:
+            async_load(desc.v, [batch, row, kv_head, 0], full, smem.v.index(stage))
     else:
         _load(desc.v, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.v.index(stage), var.varlen)
         if var.dv1 > 0:

@@ -38,8 +38,7 @@ def allocate_buffers(desc, var: gl.constexpr):
     GROUPS: gl.constexpr = var.tiles.groups
     Q_STAGES: gl.constexpr = var.tiles.q_stages
     RECORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    dtype: gl.constexpr = desc.q.dtype
-    q = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + desc.q.block_type.shape, desc.q.layout)  # noqa: RUF005
+    q = gl.allocate_shared_memory(desc.q.dtype, [Q_STAGES * GROUPS] + desc.q.block_type.shape, desc.q.layout)  # noqa: RUF005
     k, k_boxes = _ring(var.d0, desc.k, var)
     v, v_boxes = _ring(var.dv0, desc.v, var)
     q1 = q
@@ -48,16 +47,16 @@ def allocate_buffers(desc, var: gl.constexpr):
     v1 = v
     v1_boxes = v_boxes
     if var.d1 > 0:
-        q1 = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS] + desc.q1.block_type.shape, desc.q1.layout)  # noqa: RUF005
+        q1 = gl.allocate_shared_memory(desc.q.dtype, [Q_STAGES * GROUPS] + desc.q1.block_type.shape, desc.q1.layout)  # noqa: RUF005
         k1, k1_boxes = _ring(var.d1, desc.k1, var)
     if var.dv1 > 0:
         v1, v1_boxes = _ring(var.dv1, desc.v1, var)
     o = q
     o1 = q1
     if var.tiles.o_parts > 0:
-        o = gl.allocate_shared_memory(dtype, [GROUPS] + desc.o.block_type.shape, desc.o.layout)  # noqa: RUF005
+        o = gl.allocate_shared_memory(desc.o.dtype, [GROUPS] + desc.o.block_type.shape, desc.o.layout)  # noqa: RUF005
         if var.dv1 > 0:
-            o1 = gl.allocate_shared_memory(dtype, [GROUPS] + desc.o1.block_type.shape, desc.o1.layout)  # noqa: RUF005
+            o1 = gl.allocate_shared_memory(desc.o.dtype, [GROUPS] + desc.o1.block_type.shape, desc.o1.layout)  # noqa: RUF005
     record = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], RECORD)
     pieces = record
     if var.block_k > 0:

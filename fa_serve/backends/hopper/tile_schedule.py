@@ -45,8 +45,11 @@ def _tiles_above(blocks, q_len, kv_len, right, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
-def _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr):
-    """First query, number of queries, first key and number of keys of sequences b; no queries if another kernel has them."""
+def _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr, GROUP: tl.constexpr):
+    """First query, number of queries, first key and number of keys of sequences b; no queries if another kernel has them.
+
+    GROUP: 1, or each sequence begins at a multiple of GROUP keys, see `float8_inputs`
+    """
     here = b < batch
     q0 = tl.load(cu_q_ptr + b, mask=here, other=0)
     q_len = tl.load(cu_q_ptr + b + 1, mask=here, other=0) - q0
@@ -55,6 +58,8 @@ def _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr):
     if not PAGED:
         k0 = kv_len
         kv_len = tl.load(k_ptr + b + 1, mask=here, other=0) - k0
+        if GROUP > 1:
+            k0 = (k0 // GROUP + b) * GROUP
     return q0, tl.where(q_len > skip_q, q_len, 0), k0, kv_len
 
 
@@ -73,6 +78,7 @@ def _tile_table(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     PAGED: tl.constexpr,
+    GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """One program per tile finds the tile's sequence, counts the tiles that come before it, and writes its record there."""
@@ -86,7 +92,7 @@ def _tile_table(
     kv_len = 0
     for start in range(0, batch, CHUNK):
         b = start + tl.arange(0, CHUNK)
-        q0, ql, k0, kl = _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED)
+        q0, ql, k0, kl = _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED, GROUP)
         tiles = _ceil_div_up_to_zero(ql, BLOCK_M)
         last = before + tl.cumsum(tiles, 0)
         mine = (last > index) & (last - tiles <= index)
@@ -110,7 +116,7 @@ def _tile_table(
         rank = 0
         for start in range(0, batch, CHUNK):
             b = start + tl.arange(0, CHUNK)
-            _, ql, _, kl = _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED)
+            _, ql, _, kl = _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED, GROUP)
             longer = _tiles_above(blocks, ql, kl, right, BLOCK_M, BLOCK_N, HAS_RIGHT)
             as_long = _tiles_above(blocks - 1, ql, kl, right, BLOCK_M, BLOCK_N, HAS_RIGHT)
             if blocks == 0:
@@ -145,11 +151,18 @@ def max_tile_count(total_q: int, batch: int, max_seqlen_q: int, block_m: int, sk
 
 
 def table_launch(
-    max_tiles: int, batch: int, window_size: tuple[int, int], block_m: int, block_n: int, skip_q: int, paged: bool
+    max_tiles: int,
+    batch: int,
+    window_size: tuple[int, int],
+    block_m: int,
+    block_n: int,
+    skip_q: int,
+    paged: bool,
+    group: int = 1,
 ) -> Launch:
-    """The launch of `_tile_table` for `tile_table`; max_tiles > 0."""
+    """The launch of `_tile_table` for `tile_table`; max_tiles > 0. `group`: see `_lengths`."""
     left, right = window_size
-    fixed = (block_m, block_n, left >= 0, right >= 0, paged, _CHUNK)
+    fixed = (block_m, block_n, left >= 0, right >= 0, paged, group, _CHUNK)
     return Launch(_tile_table, max_tiles, (max_tiles, batch, skip_q, left, right), fixed, {"num_warps": 1})
 
 

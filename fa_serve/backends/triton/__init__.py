@@ -52,6 +52,8 @@ class TritonBackend:
             return f"reads a cache of q's dtype or float8_e4m3fn, got {dtype_name(spec.kv_dtype)}"
         if spec.kv_dtype == torch.float8_e4m3fn and 0 < spec.arch < 89:
             return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
+        if spec.precision != "bf16":
+            return f"computes in q's dtype, got precision {spec.precision!r}"
         not_latent = latent.unsupported(spec)
         widest = spec.head_dim_v if not_latent is None else max(spec.head_dim, spec.head_dim_v)
         if widest > _MAX_HEAD_DIM:

@@ -11,7 +11,7 @@ from fa_serve.backends.hopper.hopper_tiles import TileConfig
 RELEASE_K = "    mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)\n"
 RELEASE_V = "    mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)"
 ISSUE_V = "o_token = _issue_values(p, acc, state.alpha, block_count - 1, smem, bars, var)\n"
-WAIT_V = "        acc = _wait_values(0, o_token, var)"
+WAIT_V = "        acc = _wait_values(0, o_token, acc, alpha, var)"
 FAULTS = {
     "V released before its product is done": {
         ISSUE_V + "        _pass_turn": ISSUE_V + "    " + RELEASE_V + "\n        _pass_turn",
@@ -25,7 +25,7 @@ FAULTS = {
     "no mask": {"keep = columns < gl.expand_dims(limits.last, 1)": "keep = columns >= 0"},
     "a mask that begins one block late": {"crosses = (block >= limits.high)": "crosses = (block > limits.high)"},
     "the output of the wrong tile": {"_write_output(acc, state, tile, ": "_write_output(acc, state, upcoming, "},
-    "O relative to an old maximum": {"    if not var.tiles.rescale_late:": "    if False:"},
+    "O relative to an old maximum": {"    if not var.tiles.rescale_late and": "    if False and"},
     "late: O relative to an old maximum": {"    if var.tiles.rescale_late:": "    if False:"},
     "a sum relative to an old maximum": {"state.l * gl.expand_dims(rescale, 1)": "state.l"},
     "a turn that is never passed": {"    if group == var.tiles.groups - 1:\n        _pass_turn(group, var)\n": ""},

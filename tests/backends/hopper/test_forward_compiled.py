@@ -62,7 +62,7 @@ def compile_forward(
 
 
 def test_the_numbers_are_the_kernels_parameters() -> None:
-    assert tuple(_attention_forward.arg_names[18:-1]) == Numbers._fields
+    assert tuple(_attention_forward.arg_names[21:-1]) == Numbers._fields
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hopper_emulator import emulated
 
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.plan import AttentionTensors
-from fa_serve.spec import AttentionSpec
+from fa_serve.spec import AttentionSpec, Precision
 from fa_serve.testing import make_qkv
 
 H200 = AttentionSpec("varlen", "cuda", 90, torch.bfloat16, torch.bfloat16, 128, 128, 32, 8, window_size=(-1, 0))
@@ -55,12 +55,25 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"attention_chunk": True}, "no attention_chunk"),
         ({"op": "backward"}, "portable kernels compute the gradients"),
         ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
+        ({"precision": "fp8", "layout": "paged", "page_size": 16}, "without pages"),
+        ({"precision": "qk8", "block_mask": True}, "without pages and block_mask"),
+        ({"precision": "fp8", "needs_grad": True}, "no backward pass with precision 'fp8'"),
+        ({"precision": "fp8", "head_dim": 256, "head_dim_v": 256}, "head sizes of 64 and 128 with precision 'fp8', got 256"),
+        ({"precision": "qk8", "head_dim": 96, "head_dim_v": 96}, "head sizes of 64, 128 and 256 with precision 'qk8', got 96"),
+        ({"precision": "qk8", "head_dim": 128, "head_dim_v": 64}, "got 128/64"),
     ],
 )
 def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -> None:
     reason = HopperBackend().supports(replace(H200, **change))
     assert reason is not None
     assert words in reason
+
+
+@pytest.mark.parametrize(("precision", "dim"), [("qk8", 64), ("qk8", 128), ("qk8", 256), ("fp8", 64), ("fp8", 128)])
+def test_serves_float8_products(precision: Precision, dim: int) -> None:
+    for layout in ("dense", "varlen"):
+        spec = replace(H200, layout=layout, head_dim=dim, head_dim_v=dim, precision=precision, softcap=True, sinks=True)
+        assert HopperBackend().supports(spec) is None
 
 
 def test_serves_lists_of_blocks() -> None:

@@ -1,0 +1,54 @@
+"""Float8 products of the Hopper kernel, compiled for sm90 without a GPU: the intended instructions and no spills."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from cross_compile import compiling_for
+
+from fa_serve.backends.hopper.forward import plan_forward
+from fa_serve.backends.hopper.hopper_tiles import SHARED_BYTES
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.spec import Precision
+from fa_serve.testing import cu_seqlens
+
+CAUSAL = (-1, 0)
+FULL = (-1, -1)
+# Bytes per thread, for values that are read once per tile. Others do not spill.
+SPILL_BUDGET = 24
+
+
+@pytest.mark.parametrize(
+    ("dim", "precision", "window", "packed"),
+    [
+        (64, "fp8", CAUSAL, False),
+        (128, "fp8", FULL, False),
+        (128, "fp8", CAUSAL, True),
+        (128, "qk8", CAUSAL, False),
+        (256, "qk8", FULL, True),
+    ],
+)
+def test_compiles_to_the_intended_instructions(dim: int, precision: Precision, window: tuple[int, int], packed: bool) -> None:
+    q, k, v = (torch.zeros(1, 2048, heads, dim, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    tensors = AttentionTensors(q, k, v)
+    if packed:
+        cu = cu_seqlens([2048])
+        tensors = AttentionTensors(q[0], k[0], v[0], cu_seqlens_q=cu, keys=cu)
+    options = AttentionOptions(0.1, window, 0.0, 2048, 2048, return_lse=True, precision=precision)
+    with compiling_for("sm90") as kernels:
+        plan_forward(tensors, options)(tensors)
+    *_, quantize, attend = kernels
+    assert quantize.name == "_quantize_inputs"
+    assert quantize.spill_bytes == 0
+    assert quantize.instructions["HGMMA"] > 0
+    float8 = len(re.findall(r"\bQGMMA", attend.sass))
+    assert float8 > 0
+    assert (attend.instructions["HGMMA"] > 0) == (precision == "qk8"), "only the product with V has 16 bits"
+    assert attend.instructions["UTMALDG"] > 0
+    assert attend.spill_bytes <= SPILL_BUDGET
+    assert not [line for line in attend.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
+    assert attend.shared_bytes <= SHARED_BYTES
+    if precision == "fp8":
+        assert len(re.findall(r"F2FP\.\S*E4M3", attend.sass)) > 0, "P is rounded to float8 by one instruction for two numbers"
