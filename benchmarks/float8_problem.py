@@ -1,6 +1,6 @@
 """Attention with float8 products: how accurate it is, beside what it would be without each of its ideas, and how fast.
 
-bench_attention.py calls `fp8` and `tune_fp8`. The errors are measured as in the paper of FlashAttention-3, section 4.3: inputs are
+bench_attention.py calls `fp8` and `tune_fp8`. Errors are measured as in the paper of FlashAttention-3, section 4.3: inputs are
 N(0, 1) + N(0, 100) * Bernoulli(0.001), and the result is compared with float64. All times of ours include the quantisation.
 """
 
@@ -97,7 +97,7 @@ def fp8(args: argparse.Namespace) -> None:
     device = "cpu" if args.tiny else "cuda"
     for head_dim in args.head_dims:
         precisions = ("bf16",) if args.tiny else ("bf16", *PRECISIONS[head_dim])
-        found = errors(head_dim, 256 if args.tiny else 8192, 1 if args.tiny else 8, device, precisions)
+        found = errors(head_dim, 1024 if args.tiny else 8192, 4 if args.tiny else 8, device, precisions)
         print(f"D{head_dim} rmse: " + ", ".join(f"{name} {error:.2e}" for name, error in found.items()), flush=True)
         if head_dim == 128:
             assert all(found[name] <= LARGEST_ERROR[name] for name in precisions), "the error is larger than the paper's"

@@ -50,7 +50,9 @@ def quantize_inputs(
     dim = q.shape[-1]
     h = rotation(dim)
     if cu_seqlens_k is None:
-        queries, keys, values = q, k, v
+        queries = q
+        keys = k
+        values = v
     else:
         queries = q[None]
         bounds = cu_seqlens_k.tolist()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import inspect
 import random
 import re
@@ -31,16 +32,7 @@ from unittest import mock
 import torch
 from float8_cases import quantize_inputs
 
-from fa_serve.backends.hopper import (
-    consumer,
-    float8_scales,
-    forward,
-    kernel_types,
-    listed_blocks,
-    producer,
-    shared_memory,
-    tile_schedule,
-)
+from fa_serve.backends.hopper import forward, kernel_types
 from fa_serve.backends.launch import Launch, View
 
 
@@ -456,7 +448,8 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
         **{name: value for name, value in vars(kernel_types).items() if hasattr(value, "_fields")},
     }
     unused = dict(faults)
-    for module in (tile_schedule, listed_blocks, float8_scales, producer, consumer, shared_memory, forward):
+    for name in ("tile_schedule", "listed_blocks", "float8_scales", "producer", "consumer", "shared_memory", "forward"):
+        module = importlib.import_module(f"fa_serve.backends.hopper.{name}")
         source = inspect.getsource(module)
         for old, new in faults.items():
             if old in source:
@@ -490,8 +483,7 @@ def emulated(
 
     def launch(self: Launch, tensors: Any, *late: float) -> None:
         if self._kernel.__name__ == "_quantize_inputs":  # a kernel of Triton, which has its own test in Triton's interpreter
-            quantize_inputs(*tensors)
-            return
+            return quantize_inputs(*tensors)
         machine = Machine(seed, patience, delay)
         function = names[self._kernel.__name__]
         grid = self._grid[0]

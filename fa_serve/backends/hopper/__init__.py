@@ -3,7 +3,7 @@
 forward         the kernel and its plan, for dense, packed and paged keys
 producer        the warp that copies to shared memory; `consumer` holds the warpgroups that compute
 listed_blocks   lists of key blocks, which the producer walks
-float8_inputs   float8 copies of q, k and v, which a kernel of its own makes; `float8_scales` undoes their scales
+float8_inputs   the kernel that makes float8 copies of q, k and v; `float8_scales` multiplies by their scales again
 kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
 tile_schedule   which tile comes next
 hopper_tiles    the shape of tiles

@@ -184,7 +184,7 @@ def _promote(acc, alpha, product, layout: gl.constexpr):
 
 @gluon.jit
 def _issue_float8_values(p, acc, alpha, v, v1, var: gl.constexpr):
-    """Start P V of a block: its last part is a number of its own, and `_wait_values` adds it to O in float32.
+    """Start P V of a block apart from O; `_wait_values` adds it to O in float32.
 
     The tensor cores add float8 products in about 14 bits, which many blocks would not survive. Registers have no room for two
     parts of such a product, so the first of two parts is finished here.

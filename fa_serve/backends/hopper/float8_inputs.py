@@ -2,9 +2,9 @@
 
     float8_e4m3fn has 3 bits of mantissa and reaches from 2^-9 to 448
 
-Block quantisation: each row of q and each BLOCK_KEYS rows of k and v have a scale of their own. Incoherent processing: q and k
-are multiplied by the same orthogonal matrix H, a Hadamard matrix whose rows have random signs. (q H)(k H)^T is q k^T, but an
-outlier is spread over all columns of its row and no longer takes the range of the others.
+Block quantisation: there is one scale for each row of q and one for each BLOCK_KEYS rows of k and v. Incoherent processing:
+q and k are multiplied by the same orthogonal matrix H, a Hadamard matrix whose rows have random signs. (q H)(k H)^T is q k^T,
+but an outlier is spread over all columns of its row and no longer takes the range of the others.
 
 V is stored transposed, because the tensor cores take the second operand of a float8 product only with its reduced dimension
 contiguous. Of every 16 keys, key 8 h + 2 t + i is stored at position 4 t + 2 h + i. Thread t of four holds P of exactly the

@@ -155,7 +155,7 @@ def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> T
 
 @lru_cache(maxsize=256)
 def float8_tiles(head_dim: int, head_dim_v: int, window: tuple[int, int], precision: Precision) -> TileConfig:
-    """The tiles of a call with float8 products. O has more bytes than Q, so it leaves through a buffer of its own.
+    """The tiles of a call with float8 products. O has more bytes than Q, so it leaves through a separate buffer.
 
     These follow from shared memory and registers alone. None has been measured.
     """
