@@ -69,8 +69,8 @@ def test_the_portable_kernels(target: str) -> None:
         run_plan(plan_decode, q[:, :1].contiguous(), k, v, **OPTIONS)
         lists = BlockLists.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool))
         run_plan(plan_block_sparse, q, k, v, blocks=lists, **OPTIONS)
-    assert [kernel.name for kernel in kernels][:2] == ["_attn_fwd", "_decode"]
-    assert kernels[-1].name == "_block_sparse"
+    assert [kernel.name for kernel in kernels][:2] == ["attn_fwd", "attn_decode"]
+    assert kernels[-1].name == "attn_block_sparse"
     assert kernels[-1].instructions["LDGSTS"] > 0, "keys and values are not copied ahead of their use"
     assert all(kernel.spill_bytes <= 32 for kernel in kernels)
 
