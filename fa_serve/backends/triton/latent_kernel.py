@@ -1,7 +1,7 @@
 """The kernel of latent attention: rows of all query heads against pages whose values are the first numbers of their keys.
 
-The module `latent` describes the algorithm and launches the kernel, and `splits` cuts the keys. This
-module leaves out what a call needs on the host.
+The module `latent` describes the algorithm and launches the kernel, and `splits` cuts the keys. This module leaves out what a
+call needs on the host.
 """
 
 from __future__ import annotations
