@@ -207,8 +207,6 @@ class Answer(ABC):
     def _estimate(self, size: int) -> None:
         """The answer will have about `size` bytes. Raises BadRequest above the limit."""
         self._size_estimate = size
-        if size <= self._service.settings.max_answer_bytes:
-            return
         fields = [name for name in SIZE_FIELDS if getattr(self._body, name, None)]
         cause = next((name for name in fields if "logprobs" in name), fields[0] if fields else self._prompt_field)
         self._service.require_size(size, cause, [self._prompt_field, *fields])

@@ -208,6 +208,13 @@ _ACTIVATIONS = (
 )
 
 
+def _store_product(y: Any, out: _Pointer, residual: _Pointer | None, alpha: float, offsets: Any, keep: Any) -> None:
+    """`linear_kernel.store_product`, whose source is written in Triton."""
+    if residual is not None:
+        y = (residual + offsets).load(keep).to(torch.float32) + alpha * y
+    (out + offsets).store(y.to(out.dtype.element_ty), keep)
+
+
 @contextlib.contextmanager
 def emulated(module: types.ModuleType) -> Iterator[None]:
     """Launches of the module's kernels run here. Their inputs are CPU tensors."""
@@ -216,6 +223,7 @@ def emulated(module: types.ModuleType) -> Iterator[None]:
         "activate": lambda x, kind: _ACTIVATIONS[kind](x),
         "fence_async_shared": lambda: None,
         "mma_v2": _product,
+        "store_product": _store_product,
         "sync_threads": lambda: None,
         "wait_for_previous_kernel": lambda pdl: None,
         "warpgroup_mma": _product,

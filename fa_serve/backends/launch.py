@@ -59,6 +59,11 @@ def with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def row_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of (batch or page, token, head); 0 for the first if the tensor is packed."""
+    return (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]
+
+
 class View(dict[int, tuple[Any, ...]]):
     """How a kernel sees a tensor through the copy engine: everything that Gluon's TensorDescriptor holds besides `base`.
 

@@ -127,6 +127,13 @@ class AttentionTensors(NamedTuple):
     alibi_slopes: Tensor | None = None
     blocks: BlockLists | None = None
 
+    @property
+    def alibi_form(self) -> str:
+        """The form of `alibi_slopes`: "none", "heads" (one for each head) or "batch" (one for each sequence and head)."""
+        if self.alibi_slopes is None:
+            return "none"
+        return "heads" if self.alibi_slopes.dim() == 1 else "batch"
+
 
 class BackwardTensors(NamedTuple):
     """The tensors of one backward pass of a dense or packed call: its arguments, its results, and the gradients of those.

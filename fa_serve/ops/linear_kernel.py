@@ -31,6 +31,14 @@ def _weights(w_ptr, first, rows, k, N: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def store_product(y, out_ptr, residual_ptr, alpha, offsets, keep):
+    """Store y, or residual + alpha * y, rounded once. Every kernel of a product ends with this, quantised or not."""
+    if residual_ptr is not None:
+        y = tl.load(residual_ptr + offsets, mask=keep, other=0.0).to(tl.float32) + alpha * y
+    tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
 def _linear_row(
     x_ptr,
     w_ptr,
@@ -95,9 +103,7 @@ def _linear_row(
         if bias_ptr is not None:
             up += tl.load(bias_ptr + N + rows, mask=keep, other=0.0).to(tl.float32)
         y = activate(y, KIND) * up
-    if residual_ptr is not None:
-        y = tl.load(residual_ptr + rows, mask=keep, other=0.0).to(tl.float32) + alpha * y
-    tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=keep)
+    store_product(y, out_ptr, residual_ptr, alpha, rows, keep)
 
 
 def launch_linear_row(

@@ -25,12 +25,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from fa_serve.backends.hopper.gluon_names import copy_to_shared
-from fa_serve.backends.launch import Launch, launch_options
+from fa_serve.backends.launch import Launch, launch_options, multiprocessors
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.activation_kernel import ACTIVATION_KINDS, activate
+from fa_serve.ops.linear_kernel import store_product
 from fa_serve.ops.ops_backend import Norm
-from fa_serve.ops.quantized_primitives import kernel_tensors, kernel_values, weight_facts
+from fa_serve.ops.quantized_primitives import kernel_tensors, kernel_values, product_facts
 from fa_serve.ops.quantized_weight import QuantizedWeight, Values
 
 
@@ -372,9 +373,7 @@ def _quantized_few(
     row = gl.expand_dims(gl.program_id(0) * STORED + gl.arange(0, STORED, layout=gl.SliceLayout(1, out_layout)), 1)
     tokens = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, out_layout)), 0)
     stored = (row < N) & (tokens < M)
-    if residual_ptr is not None:
-        y = gl.load(residual_ptr + tokens * N + row, mask=stored, other=0.0).to(gl.float32) + alpha * y
-    gl.store(out_ptr + tokens * N + row, y.to(out_ptr.dtype.element_ty), mask=stored)
+    store_product(y, out_ptr, residual_ptr, alpha, tokens * N + row, stored)
 
 
 def launch_quantized_few(
@@ -385,7 +384,6 @@ def launch_quantized_few(
     activation: str | None,
     residual: Tensor | None,
     alpha: float,
-    tile: FewTile,
 ) -> Tensor:
     """Arguments and result are those of `fa_serve.ops.linear`, with all tensors contiguous. One launch.
 
@@ -398,18 +396,16 @@ def launch_quantized_few(
     out = x.new_empty(m, n) if residual is None else residual
     key = (
         "quantized_few",
-        *weight_facts(x, weight),
+        *product_facts(x, weight, bias, residual),
         activation,
         eps,
         offset,
         alpha,
         None if norm_weight is None else norm_weight.dtype,
-        None if bias is None else bias.dtype,
-        residual is None,
-        tile,
     )
     run = PLANS.get(key)
     if run is None:
+        tile = few_tile(multiprocessors(x.device, 1), m, weight.shape[0], weight.values)
         launch = Launch(
             _quantized_few,
             triton.cdiv(n, tile.block_n // 2 if gated else tile.block_n),

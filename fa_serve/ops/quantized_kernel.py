@@ -22,6 +22,7 @@ from fa_serve.backends.launch import Launch, launch_options, multiprocessors, po
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.activation_kernel import ACTIVATION_KINDS, activate
+from fa_serve.ops.linear_kernel import store_product
 from fa_serve.ops.ops_backend import Norm
 from fa_serve.ops.quantized_primitives import (
     add_products,
@@ -32,12 +33,12 @@ from fa_serve.ops.quantized_primitives import (
     load_scale,
     load_units,
     load_words,
+    product_facts,
     row_result,
     run_width,
     source_columns,
     unit_columns,
     unpacked_run,
-    weight_facts,
 )
 from fa_serve.ops.quantized_weight import BLOCK, QuantizedWeight
 
@@ -140,13 +141,10 @@ def _quantized_row(
     factor = 1.0
     if norm_ptr is not None:
         factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps)
-    keep_row = rows < N
     y = row_result(acc, scales_ptr, bias_ptr, rows, factor, ROWS, K, GROUP, VALUES)
     if GATED:
         y = activate(y, KIND) * row_result(acc_up, scales_ptr, bias_ptr, up_rows, factor, ROWS, K, GROUP, VALUES)
-    if residual_ptr is not None:
-        y = tl.load(residual_ptr + rows, mask=keep_row, other=0.0).to(tl.float32) + alpha * y
-    tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=keep_row)
+    store_product(y, out_ptr, residual_ptr, alpha, rows, rows < N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -207,10 +205,7 @@ def _quantized_linear(
         acc += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
     offsets = tokens[None, :] * N + rows[:, None]
     stored = inside[:, None] & (tokens < M)[None, :]
-    if residual_ptr is not None:
-        acc = tl.load(residual_ptr + offsets, mask=stored, other=0.0).to(tl.float32) + alpha * acc
-    offsets += split.to(tl.int64) * M * N
-    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=stored)
+    store_product(acc, out_ptr + split.to(tl.int64) * M * N, residual_ptr, alpha, offsets, stored)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -225,9 +220,7 @@ def _sum_splits(
         y += tl.load(sums_ptr + split * M * N + offsets, mask=keep, other=0.0)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + offsets % N, mask=keep, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        y = tl.load(residual_ptr + offsets, mask=keep, other=0.0).to(tl.float32) + alpha * y
-    tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=keep)
+    store_product(y, out_ptr, residual_ptr, alpha, offsets, keep)
 
 
 @triton.jit
@@ -278,14 +271,12 @@ def launch_quantized_row(
     out = x.new_empty(1, n) if residual is None else residual
     key = (
         "quantized_row",
-        *weight_facts(x, weight),
+        *product_facts(x, weight, bias, residual),
         activation,
         eps,
         offset,
         alpha,
         None if norm_weight is None else norm_weight.dtype,
-        None if bias is None else bias.dtype,
-        residual is None,
     )
     run = PLANS.get(key)
     if run is None:
@@ -330,7 +321,7 @@ def launch_quantized_linear(
     if m == 0:
         return out
     tile = linear_tile(multiprocessors(x.device, 1), m, n, k, x.element_size())
-    key = ("quantized_linear", *weight_facts(x, weight), alpha, None if bias is None else bias.dtype, residual is None)
+    key = ("quantized_linear", *product_facts(x, weight, bias, residual), alpha)
     run = PLANS.get(key)
     if run is None:
         parts = count_parts(weight, BLOCK)
@@ -385,7 +376,7 @@ def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """What `QuantizedWeight.dequantize` computes. One launch, and no memory but the result."""
     n, k = weight.shape
     out = torch.empty(n, k, dtype=dtype, device=weight.device)
-    key = ("dequantize", *weight_facts(out, weight))
+    key = ("dequantize", *product_facts(out, weight, None, None))
     run = PLANS.get(key)
     if run is None:
         fixed = (n, k, weight.group_size, kernel_values(weight), count_parts(weight, BLOCK), run_width(weight), 32)

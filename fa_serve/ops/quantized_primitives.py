@@ -30,8 +30,8 @@ def kernel_tensors(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | No
     return weight.data, weight.scales, weight.zeros, weight.columns
 
 
-def weight_facts(x: Tensor, weight: QuantizedWeight) -> tuple[Any, ...]:
-    """Everything about an input and a weight that a plan depends on, and that launches of one plan share."""
+def product_facts(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None) -> tuple[Any, ...]:
+    """Everything about the tensors of a product that a plan depends on, and that launches of one plan share."""
     return (
         x.shape,
         x.dtype,
@@ -42,6 +42,8 @@ def weight_facts(x: Tensor, weight: QuantizedWeight) -> tuple[Any, ...]:
         weight.scales.dtype,
         weight.zeros is None,
         weight.columns is None,
+        None if bias is None else bias.dtype,
+        residual is None,
     )
 
 

@@ -1,7 +1,7 @@
 """The product with a quantised weight on a GPU, in the way and by the kernel that quantized_choice.py chooses.
 
-    y = quantized_row(x, weight, bias, norm, activation, residual, alpha)          # one token
-    y = quantized_product(x, weight, bias, norm, residual, alpha)                  # several tokens
+    y = quantized_linear(x, weight, bias, norm, activation, residual, alpha)       # fa_serve.ops.linear
+    matrix = dequantize(weight, torch.bfloat16)
 
 Left out: the kernels (quantized_kernel.py, and for Hopper quantized_few_kernel.py and quantized_wgmma_kernel.py).
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends.hopper import RELEASES
-from fa_serve.backends.launch import multiprocessors
+from fa_serve.ops.activation_kernel import launch_act_and_mul
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.ops_backend import Norm
 from fa_serve.ops.quantized_choice import Kernel, choose, converts_float8, kernel_of
@@ -27,84 +27,70 @@ _COMPILES_GLUON = triton.__version__.startswith(RELEASES) and not triton.knobs.r
 """Whether the installed release of Triton has the Gluon that the kernels for Hopper are written in."""
 
 
-def has_kernels(weight: QuantizedWeight) -> bool:
-    """Whether Triton reads this weight on its device."""
-    return weight.is_packed or converts_float8(spec.arch_of(weight.device))
-
-
-def quantized_product(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, norm: Norm | None, residual: Tensor | None, alpha: float
+def quantized_linear(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    norm: Norm | None,
+    activation: str | None,
+    residual: Tensor | None,
+    alpha: float,
 ) -> Tensor:
-    """The product of `fa_serve.ops.linear` without an activation, for several tokens on a GPU.
+    """Arguments and result are those of `fa_serve.ops.linear`. One launch for one token, with weights that Triton reads."""
+    x = x.contiguous()
+    if x.shape[0] == 1 and _has_kernels(weight):
+        if _kernel(x, weight) == "portable":
+            return launch_quantized_row(x, weight, bias, norm, activation, residual, alpha)
+        # Gluon's names change with each release of Triton, so modules that use them are imported where the release is known
+        from fa_serve.ops.quantized_few_kernel import launch_quantized_few
 
-    x, residual: contiguous
-    """
+        return launch_quantized_few(x, weight, bias, norm, activation, residual, alpha)
     n, k = weight.shape
     # torch._scaled_mm takes sizes that are multiples of 16 only
     by_row = weight.scales.shape[1] == 1 and n % 16 == 0 and k % 16 == 0
     way = choose(weight.is_packed, by_row, x.shape[0], x.dtype, spec.arch_of(x.device))
     if way == "scaled_mm":
-        return _scaled_mm(x, weight, bias, norm, residual, alpha)
-    if norm is not None:
-        x = launch_rms_norm(x, norm, None, None)
-    if way == "kernel":
-        return _packed_product(x, weight, bias, residual, alpha)
-    return product(x, dequantize(weight, x.dtype), bias, residual, alpha)
-
-
-def quantized_row(
-    x: Tensor,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    norm: Norm | None,
-    activation: str | None,
-    residual: Tensor | None,
-    alpha: float,
-) -> Tensor:
-    """The product of `fa_serve.ops.linear` for one token on a GPU, with weights for which `has_kernels` is true. One launch."""
-    launch = launch_quantized_row if _kernel(x, weight) == "portable" else _launch_few
-    return launch(x, weight, bias, norm, activation, residual, alpha)
+        y = _scaled_mm(x, weight, bias, norm, residual, alpha)
+    else:
+        if norm is not None:
+            x = launch_rms_norm(x, norm, None, None)
+        if way == "kernel":
+            y = _packed_product(x, weight, bias, residual, alpha)
+        else:
+            y = product(x, dequantize(weight, x.dtype), bias, residual, alpha)
+    return y if activation is None else launch_act_and_mul(y, activation)
 
 
 def _packed_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float) -> Tensor:
-    """x @ weight.T + bias, (m, n), with weights that are unpacked in registers."""
+    """x @ weight.T + bias, (m, n), of several tokens, by a kernel that unpacks weights in registers."""
     kernel = _kernel(x, weight)
     if kernel == "few":
-        return _launch_few(x, weight, bias, None, None, residual, alpha)
-    if kernel == "wgmma":
-        from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma, wgmma_tile
+        from fa_serve.ops.quantized_few_kernel import launch_quantized_few
 
-        return launch_quantized_wgmma(x, weight, bias, residual, alpha, wgmma_tile(multiprocessors(x.device, 1), *weight.shape))
+        return launch_quantized_few(x, weight, bias, None, None, residual, alpha)
+    if kernel == "wgmma":
+        from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma
+
+        return launch_quantized_wgmma(x, weight, bias, residual, alpha)
     return launch_quantized_linear(x, weight, bias, residual, alpha)
 
 
-def _launch_few(
-    x: Tensor,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    norm: Norm | None,
-    activation: str | None,
-    residual: Tensor | None,
-    alpha: float,
-) -> Tensor:
-    # Gluon's names change with each release of Triton, so these modules are imported where the release is known
-    from fa_serve.ops.quantized_few_kernel import few_tile, launch_quantized_few
-
-    tile = few_tile(multiprocessors(x.device, 1), x.shape[0], weight.shape[0], weight.values)
-    return launch_quantized_few(x, weight, bias, norm, activation, residual, alpha, tile)
-
-
 def _kernel(x: Tensor, weight: QuantizedWeight) -> Kernel:
-    """Which kernel multiplies x with a weight that stays packed."""
+    """Which kernel multiplies x with a weight that it unpacks in registers."""
     # the kernels for Hopper copy 16 bytes of a weight at a time
     arch = spec.arch_of(x.device) if _COMPILES_GLUON and not weight.data.data_ptr() % 16 else 0
     n, k = weight.shape
     return kernel_of(weight.values, (n, k), weight.group_size, x.shape[0], x.dtype, weight.scales.dtype, arch)
 
 
+def _has_kernels(weight: QuantizedWeight) -> bool:
+    """Whether Triton reads this weight on its device."""
+    return weight.is_packed or converts_float8(spec.arch_of(weight.device))
+
+
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """The matrix of a weight on a GPU, (n, k): by a kernel, or by PyTorch where Triton cannot read float8."""
-    return launch_dequantize(weight, dtype) if has_kernels(weight) else weight.dequantize(dtype)
+    return launch_dequantize(weight, dtype) if _has_kernels(weight) else weight.dequantize(dtype)
 
 
 def _scaled_mm(

@@ -9,6 +9,7 @@ the unpacked matrix are. Left out: an input in another order of columns, which t
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,10 +21,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from fa_serve.backends.hopper.gluon_names import copy_to_shared, sync_threads
-from fa_serve.backends.launch import Launch
+from fa_serve.backends.launch import Launch, multiprocessors
 from fa_serve.backends.plan import PLANS
+from fa_serve.ops.linear_kernel import store_product
 from fa_serve.ops.quantized_kernel import launch_sum_splits
-from fa_serve.ops.quantized_primitives import weight_facts
+from fa_serve.ops.quantized_primitives import product_facts
 from fa_serve.ops.quantized_weight import QuantizedWeight
 
 
@@ -215,14 +217,11 @@ def _quantized_wgmma(
     stored = (o_row < N) & (o_token < M)
     if bias_ptr is not None:
         acc += gl.load(bias_ptr + o_row, mask=o_row < N, other=0.0).to(gl.float32)
-    offsets = o_token * N + o_row
-    if residual_ptr is not None:
-        acc = gl.load(residual_ptr + offsets, mask=stored, other=0.0).to(gl.float32) + alpha * acc
-    gl.store(out_ptr + split.to(gl.int64) * M * N + offsets, acc.to(out_ptr.dtype.element_ty), mask=stored)
+    store_product(acc, out_ptr + split.to(gl.int64) * M * N, residual_ptr, alpha, o_token * N + o_row, stored)
 
 
 def launch_quantized_wgmma(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float, tile: WgmmaTile
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float
 ) -> Tensor:
     """As `launch_quantized_linear`. One launch, or two where the sums are split; one more rearranges columns."""
     if weight.columns is not None:
@@ -232,7 +231,8 @@ def launch_quantized_wgmma(
     m, k = x.shape
     n = weight.shape[0]
     out = x.new_empty(m, n) if residual is None else residual
-    key = ("quantized_wgmma", *weight_facts(x, weight), alpha, None if bias is None else bias.dtype, residual is None, tile)
+    tile = wgmma_tile(multiprocessors(x.device, 1), n, k)
+    key = ("quantized_wgmma", *product_facts(x, weight, bias, residual), alpha)
     run = PLANS.get(key)
     if run is None:
         launch = Launch(
@@ -251,6 +251,7 @@ def launch_quantized_wgmma(
     return launch_sum_splits(sums, bias, residual, out, alpha)
 
 
+@lru_cache(maxsize=1024)
 def wgmma_tile(num_sms: int, n: int, k: int) -> WgmmaTile:
     """The tile of the product of 33 to 64 tokens with n rows of weights.
 

@@ -13,7 +13,7 @@ from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.ops_backend import Norm, Weight
-from fa_serve.ops.quantized_product import dequantize, has_kernels, quantized_product, quantized_row
+from fa_serve.ops.quantized_product import dequantize, quantized_linear
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
 from fa_serve.ops.routing_kernel import launch_route
@@ -50,28 +50,12 @@ class TritonOps:
         /,
     ) -> Tensor:
         if isinstance(weight, QuantizedWeight):
-            return self._quantized_linear(x, weight, bias, norm, activation, residual, alpha)
+            return quantized_linear(x, weight, bias, norm, activation, residual, alpha)
         if x.shape[0] == 1:
             return launch_linear_row(x, weight, bias, norm, activation, residual, alpha)
         if norm is not None:
             x = launch_rms_norm(x, norm, None, None)
         y = product(x, weight, bias, residual, alpha)
-        return y if activation is None else launch_act_and_mul(y, activation)
-
-    def _quantized_linear(
-        self,
-        x: Tensor,
-        weight: QuantizedWeight,
-        bias: Tensor | None,
-        norm: Norm | None,
-        activation: str | None,
-        residual: Tensor | None,
-        alpha: float,
-    ) -> Tensor:
-        x = x.contiguous()
-        if x.shape[0] == 1 and has_kernels(weight):
-            return quantized_row(x, weight, bias, norm, activation, residual, alpha)
-        y = quantized_product(x, weight, bias, norm, residual, alpha)
         return y if activation is None else launch_act_and_mul(y, activation)
 
     def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor:

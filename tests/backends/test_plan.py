@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa_serve.backends.plan import PlanTable, facts, growing_facts
+from fa_serve.backends.plan import AttentionTensors, PlanTable, facts, growing_facts
 
 
 def test_a_full_table_is_cleared() -> None:
@@ -89,3 +89,8 @@ def test_unusual_calls_have_no_growing_facts() -> None:
         "a gradient": (q, k.clone().requires_grad_(), v, None),
     }
     assert [name for name, call in unusual.items() if growing_facts(*call) is not None] == []
+
+
+def test_slopes_of_heads_and_of_sequences_are_told_apart() -> None:
+    slopes = [None, torch.ones(3), torch.ones(2, 3)]
+    assert [AttentionTensors(X, X, X, alibi_slopes=x).alibi_form for x in slopes] == ["none", "heads", "batch"]

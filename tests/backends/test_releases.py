@@ -18,6 +18,7 @@ from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
+from fa_serve.ops import quantized_few_kernel, quantized_wgmma_kernel
 from fa_serve.ops.quantized_few_kernel import few_tile, launch_quantized_few
 from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma, wgmma_tile
 from fa_serve.spec import AttentionSpec
@@ -68,13 +69,13 @@ def test_the_portable_kernels(target: str) -> None:
         run_plan(plan_decode, q[:, :1].contiguous(), k, v, **OPTIONS)
         lists = BlockLists.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool))
         run_plan(plan_block_sparse, q, k, v, blocks=lists, **OPTIONS)
-    assert [kernel.name for kernel in kernels][:2] == ["_attn_fwd", "_decode"]
-    assert kernels[-1].name == "_block_sparse"
+    assert [kernel.name for kernel in kernels][:2] == ["attn_fwd", "attn_decode"]
+    assert kernels[-1].name == "attn_block_sparse"
     assert kernels[-1].instructions["LDGSTS"] > 0, "keys and values are not copied ahead of their use"
     assert all(kernel.spill_bytes <= 32 for kernel in kernels)
 
 
-def test_products_of_quantised_weights_on_hopper() -> None:
+def test_products_of_quantised_weights_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tiles of the kernels for Hopper: they multiply with tensor cores, and registers suffice."""
     n = 512
     k = 2048
@@ -82,14 +83,19 @@ def test_products_of_quantised_weights_on_hopper() -> None:
     float8 = float8_weight(n, k, group_size=k)
     x = torch.zeros(64, k, dtype=torch.bfloat16)
     with compiling_for("sm90") as kernels:
+        # without a GPU one multiprocessor is assumed, which gets the tiles of large weights
+        launch_quantized_few(x[:7], int4, None, None, None, None, 1.0)
+        launch_quantized_wgmma(x[:63], int4, None, None, 1.0)
+        for module in (quantized_few_kernel, quantized_wgmma_kernel):
+            monkeypatch.setattr(module, "multiprocessors", lambda device, otherwise: 132)
         for weight, m in ((int4, 1), (int4, 8), (float8, 1)):
-            launch_quantized_few(x[:m], weight, None, None, None, None, 1.0, few_tile(132, m, n, weight.values))
-        launch_quantized_few(x[:8], int4, None, None, None, None, 1.0, few_tile(132, 8, 28672, "int4"))
-        launch_quantized_wgmma(x, int4, None, None, 1.0, wgmma_tile(132, 28672, k))
-        launch_quantized_wgmma(x, int4, None, None, 1.0, wgmma_tile(132, 4096, k))
-    names = ["_quantized_few"] * 4 + ["_quantized_wgmma", "_quantized_wgmma", "_sum_splits"]
+            launch_quantized_few(x[:m], weight, None, None, None, None, 1.0)
+        launch_quantized_wgmma(x, int4, None, None, 1.0)
+    names = ["_quantized_few", "_quantized_wgmma", *["_quantized_few"] * 3, "_quantized_wgmma", "_sum_splits"]
     assert [kernel.name for kernel in kernels] == names
+    assert few_tile(1, 7, n, "int4") == few_tile(132, 8, 28672, "int4") != few_tile(132, 8, n, "int4")
+    assert wgmma_tile(1, n, k) == wgmma_tile(132, 28672, k) != wgmma_tile(132, n, k)
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
-    assert all(kernel.instructions["HMMA"] > 0 for kernel in kernels[:4])
-    assert all(kernel.instructions["HGMMA"] > 0 for kernel in kernels[4:6])
+    assert all(kernel.instructions["HMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_few")
+    assert all(kernel.instructions["HGMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_wgmma")
     assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"

@@ -13,7 +13,6 @@ from documentation import GUIDES, PAGES, ROOT, anchors, included, links, prose
 SOURCES = ("fa_serve", "server", "tests", "benchmarks", "examples", "deploy", "docs")
 # `fa_serve/hf/masks.py`, also as a part of a command or with a function: `fa_serve/api.py:attention`
 _FILE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(SOURCES)})/[\w./-]*\w\.(?:py|md|yaml|yml|conf|service|json|svg|html))\b")
-_HEADING_OF_HISTORY = "## Before"  # what a page says of an older commit names files of that commit
 
 
 def ids(pages: list[Path]) -> list[object]:
@@ -36,8 +35,7 @@ def test_links_resolve(page: Path) -> None:
 
 @pytest.mark.parametrize("page", ids(GUIDES))
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    text = prose(page).partition(_HEADING_OF_HISTORY)[0] if page.name == "architecture.md" else prose(page)
-    for name in sorted({*_FILE.findall(text), *included(page)}):
+    for name in sorted({*_FILE.findall(prose(page)), *included(page)}):
         assert (ROOT / name).exists(), name
 
 
@@ -55,9 +53,8 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_functions_that_the_architecture_names_exist() -> None:
-    """The lists of calls in docs/architecture.md, `file:function`, those of the present commit."""
-    text = prose(ROOT / "docs" / "architecture.md").partition(_HEADING_OF_HISTORY)[0]
-    named = re.findall(r"`((?:fa_serve|server)/[\w/]+\.py):([\w.]+)`", text)
+    """The lists of calls in docs/architecture.md, `file:function`."""
+    named = re.findall(r"`((?:fa_serve|server)/[\w/]+\.py):([\w.]+)`", prose(ROOT / "docs" / "architecture.md"))
     assert len(named) > 20
     for file, name in named:
         assert name in names_in(ROOT / file), f"{file}:{name}"

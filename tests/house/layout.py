@@ -35,6 +35,22 @@ TESTED_BY = {
         "tests/backends/triton/test_backward_interpreted.py",
         "the plans of the module `backward` launch them",
     ),
+    "fa_serve.backends.triton.forward_kernel": (
+        "tests/backends/triton/test_forward_interpreted.py",
+        "the plans of the module `forward` launch it",
+    ),
+    "fa_serve.backends.triton.decode_kernel": (
+        "tests/backends/triton/test_decode_interpreted.py",
+        "the plans of the module `decode` launch it",
+    ),
+    "fa_serve.backends.triton.latent_kernel": (
+        "tests/backends/triton/test_latent_interpreted.py",
+        "the plans of the module `latent` launch it",
+    ),
+    "fa_serve.backends.triton.block_sparse_kernel": (
+        "tests/backends/triton/test_block_sparse_interpreted.py",
+        "the plans of the module `block_sparse` launch it",
+    ),
     "fa_serve.backends.triton.splits": (
         "tests/backends/triton/test_decode_interpreted.py",
         "device functions run inside of a kernel only, and splits are merged after decoding only",

@@ -27,7 +27,7 @@ INT4 = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("m", [1, 7])
 @pytest.mark.parametrize("name", INT4)
-def test_products_of_4_bit_weights(name: str, m: int, dtype: torch.dtype) -> None:
+def test_products_of_4_bit_weights(name: str, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and columns that do not fill a tile, with a bias and a residual."""
     n = 37
     k = 1300
@@ -37,14 +37,15 @@ def test_products_of_4_bit_weights(name: str, m: int, dtype: torch.dtype) -> Non
     residual = randn(m, n, dtype=dtype, seed=2)
     exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
     eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5)
+    monkeypatch.setattr(quantized_few_kernel, "few_tile", lambda *sizes: FewTile(32 if m > 1 else 16, 4, 2))
     with emulated(quantized_few_kernel):
-        y = launch_quantized_few(x, weight, bias, None, None, residual, 0.5, FewTile(32 if m > 1 else 16, 4, 2))
+        y = launch_quantized_few(x, weight, bias, None, None, residual, 0.5)
     assert_matches_reference(y, exact, eager)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("name", ["int4", "float8"])
-def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype) -> None:
+def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     n = 21
     k = 1152
     if name == "int4":
@@ -56,9 +57,9 @@ def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype) -> None
     activation = ops.ACTIVATIONS[0]
     exact = EXACT.linear(x.double(), weight, None, Norm(norm.double(), 1e-5, 1.0), activation, None, 1.0)
     eager = EXACT.linear(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0)
-    tile = few_tile(132, 1, 2 * n, weight.values)
+    monkeypatch.setattr(quantized_few_kernel, "multiprocessors", lambda device, otherwise: 132)
     with emulated(quantized_few_kernel):
-        y = launch_quantized_few(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0, tile)
+        y = launch_quantized_few(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0)
     assert_matches_reference(y, exact, eager)
 
 

@@ -40,27 +40,25 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         y = (a.float() * scale_a) @ (b.float() * scale_b)
         return (y if bias is None else y + bias).to(out_dtype)
 
+    def row(x, w, b, n, a, r, s) -> Tensor:
+        return ops.linear(x, w, b, norm=n, activation=a, residual=r, alpha=s)
+
+    def several(x, w, b, r, alpha) -> Tensor:
+        return ops.linear(x, w, b, residual=r, alpha=alpha)
+
     monkeypatch.setattr(spec, "arch_of", lambda device: 90)
     for name, function in {
         "launch_quantize_rows": quantize_rows,
         "launch_dequantize": lambda weight, dtype: weight.dequantize(dtype),
-        "launch_quantized_linear": lambda x, w, b, r, alpha: ops.linear(x, w, b, residual=r, alpha=alpha),
+        "launch_quantized_linear": several,
+        "launch_quantized_row": row,
         "launch_rms_norm": lambda x, norm, residual, out: ops.rms_norm(x, norm),
+        "launch_act_and_mul": ops.act_and_mul,
     }.items():
         monkeypatch.setattr(quantized_product, name, stand_in(name, function))
     monkeypatch.setattr(torch, "_scaled_mm", stand_in("_scaled_mm", scaled_mm))
-    monkeypatch.setattr(triton_ops, "launch_act_and_mul", stand_in("launch_act_and_mul", ops.act_and_mul))
-
-    def row(x, w, b, n, a, r, s, tile=None) -> Tensor:
-        return ops.linear(x, w, b, norm=n, activation=a, residual=r, alpha=s)
-
-    def several(x, w, b, r, alpha, tile) -> Tensor:
-        return ops.linear(x, w, b, residual=r, alpha=alpha)
-
-    monkeypatch.setattr(quantized_product, "launch_quantized_row", stand_in("launch_quantized_row", row))
     monkeypatch.setattr(quantized_few_kernel, "launch_quantized_few", stand_in("launch_quantized_few", row))
     monkeypatch.setattr(quantized_wgmma_kernel, "launch_quantized_wgmma", stand_in("launch_quantized_wgmma", several))
-    monkeypatch.setattr(quantized_product, "multiprocessors", lambda device, default: 132)
     monkeypatch.setattr(triton_ops, "launch_invariant_linear", stand_in("launch_invariant_linear", ops.invariant_linear))
     return calls
 

@@ -26,7 +26,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_products(name: str, dtype: torch.dtype) -> None:
+def test_products(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, tokens and columns that do not fill a tile, with a bias and a residual."""
     m = 33
     n = 101
@@ -37,8 +37,9 @@ def test_products(name: str, dtype: torch.dtype) -> None:
     residual = randn(m, n, dtype=dtype, seed=2)
     exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
     eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5)
+    monkeypatch.setattr(quantized_wgmma_kernel, "wgmma_tile", lambda *sizes: WgmmaTile(64, 1))
     with emulated(quantized_wgmma_kernel):
-        y = launch_quantized_wgmma(x, weight, bias, residual, 0.5, WgmmaTile(64, 1))
+        y = launch_quantized_wgmma(x, weight, bias, residual, 0.5)
     assert_matches_reference(y, exact, eager)
 
 
@@ -50,11 +51,12 @@ def test_ranges_of_columns_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
         return sums.sum(0).to(out.dtype)
 
     monkeypatch.setattr(quantized_wgmma_kernel, "launch_sum_splits", sum_splits)
+    monkeypatch.setattr(quantized_wgmma_kernel, "wgmma_tile", lambda *sizes: WgmmaTile(128, 4))
     for k in (1200, 1816):
         weight = int4_weight(128, k, group_size=128, dtype=torch.bfloat16)
         x = randn(64, k, dtype=torch.bfloat16)
         with emulated(quantized_wgmma_kernel):
-            y = launch_quantized_wgmma(x, weight, None, None, 1.0, WgmmaTile(128, 4))
+            y = launch_quantized_wgmma(x, weight, None, None, 1.0)
         matrix = weight.dequantize(torch.float64)
         assert_matches_reference(y, x.double() @ matrix.t(), x @ matrix.bfloat16().t())
 

@@ -1,11 +1,13 @@
 """Portable Triton kernels: any GPU that Triton compiles for, and Triton's interpreter on a CPU.
 
-`forward` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward`, with its `backward_kernels`,
-the gradients of dense and packed calls. `decode` divides one sequence's keys, paged or dense, among programs when the queries
-are few; `splits` cuts the keys and merges the results, `key_pages` finds them, and `float8_conversions` reads a quantised
-cache. `latent` reads pages whose values are a part of their keys. `block_sparse` walks over lists of key blocks, for prompts
-and for decoding. `store_kv` writes the paged cache.
-`primitives` are the steps of the algorithm that kernels share, and `triton_tiles` chooses tiles.
+`forward` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward` the gradients of dense and
+packed calls. `decode` divides one sequence's keys, paged or dense, among programs when the queries are few. `latent` reads
+pages whose values are a part of their keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding. Each
+of these modules describes its algorithm and plans calls; its kernels are in the module of that name with `_kernel` or
+`_kernels`. `store_kv` writes the paged cache.
+
+Kernels share `primitives`, which are steps of the algorithm, `splits`, which cuts keys and merges the results, `key_pages`,
+which finds keys in a cache, and `float8_conversions`, which reads a quantised cache. `triton_tiles` chooses tiles.
 
 This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes beside attention
 (`fa_serve.ops`).

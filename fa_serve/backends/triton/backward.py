@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch, on_device_of, with_unit_stride
+from fa_serve.backends.launch import Launch, on_device_of, row_strides, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, BackwardTensors, Gradients, Run
 from fa_serve.backends.triton.backward_kernels import STATS_ROWS, BackwardVariant, attn_bwd_delta, attn_bwd_kv, attn_bwd_q
 from fa_serve.backends.triton.triton_tiles import BackwardTiles, TileConfig, backward_tiles, padded_dim
@@ -160,7 +160,7 @@ class _BackwardPlan:
         if grid == 0:
             return None
         varying = (options.max_seqlen_q, _padded_rows(options.max_seqlen_q) // _DELTA_ROWS)
-        rows = (*_row_strides(tensors.out), *_row_strides(tensors.dout))
+        rows = (*row_strides(tensors.out), *row_strides(tensors.dout))
         strides = (*rows, *_head_strides(tensors.lse.shape), *_head_strides(self._stats_shape))
         # Only what the kernel reads may tell variants apart, so that few of them are compiled.
         plain = replace(variant, groups=1, dim=0, block_d=0, block_m=0, block_n=0, has_left=False, has_right=False)
@@ -228,11 +228,6 @@ def _laid_out(tensors: BackwardTensors) -> BackwardTensors:
     )
 
 
-def _row_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of (batch, token, head); 0 for the first if the tensor is packed."""
-    return (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]
-
-
 def _padded_rows(rows: int) -> int:
     step: int = STATS_ROWS.value
     return -(-rows // step) * step
@@ -276,7 +271,7 @@ def _strides(tensors: BackwardTensors, stats_shape: Sequence[int]) -> tuple[int,
         sizes = zip(tensors.mask.shape, tensors.mask.stride(), strict=True)
         mask_strides = tuple([0 if size == 1 else stride for size, stride in sizes])
     rows = (tensors.q, tensors.k, tensors.v, tensors.dout)
-    return (*[stride for x in rows for stride in _row_strides(x)], *_head_strides(stats_shape), *mask_strides)
+    return (*[stride for x in rows for stride in row_strides(x)], *_head_strides(stats_shape), *mask_strides)
 
 
 def _launch_options(tile: TileConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The kernels of the backward pass: row statistics, dK and dV over key blocks, and dQ over query blocks.
 
-The module `backward` tells the algorithm and launches them. This module leaves out what a call needs on the host.
+The module `backward` describes the algorithm and launches the kernels. This module leaves out what a call needs on the host.
 """
 
 from __future__ import annotations

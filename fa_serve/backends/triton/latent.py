@@ -15,7 +15,7 @@ One kernel serves all calls, with the programs of either of two kinds:
 
 A float8 cache is widened to the dtype of the queries. `decode` widens it to float16 and divides bfloat16 queries by powers of
 two, which needs fewer instructions; here it would spill registers in the inner loop. Left out: windows, softcap and sinks
-(`unsupported`), and keys whose values lie elsewhere (`decode`, `forward`).
+(`unsupported`), and keys whose values lie elsewhere (`decode`, `forward`). `latent_kernel` holds the kernel.
 """
 
 from __future__ import annotations
@@ -25,28 +25,14 @@ from functools import lru_cache
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec as facts
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.launch import Launch, launch_options, multiprocessors, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
-from fa_serve.backends.triton.float8_conversions import widen
-from fa_serve.backends.triton.key_pages import key_offsets, read_pages
-from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, online_softmax_update, wait_for_previous_kernel
-from fa_serve.backends.triton.splits import (
-    COUNTS,
-    SplitCounts,
-    SplitVariant,
-    combine_launch,
-    lse_of_splits,
-    sequence_lengths,
-    share_of_line,
-    split_of_sequence,
-    store_rows,
-    visible_blocks,
-)
+from fa_serve.backends.triton.latent_kernel import LatentVariant, attn_latent
+from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.triton_tiles import DecodeTiles, batch_block, padded_dim
 from fa_serve.spec import AttentionSpec
 
@@ -61,266 +47,6 @@ class LatentTiles(DecodeTiles):
 
     width: int = 512
     prefetch: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LatentVariant:
-    """What the kernel is compiled for.
-
-    split:      what it shares with the kernel that merges splits; its dim_v is the size of values
-    rest:       numbers of a key behind its value; block_rest: the same, padded to a tile
-    width:      columns of values in a slice; slices: how many there are
-    prefetch:   as in `LatentTiles`
-    page_size:  tokens per page
-    has_right:  some queries of a sequence do not see all of its keys
-    aligned:    the strides of pages and tokens are multiples of 16
-    precision:  input precision of the products
-    ptx:        inline PTX is available
-    converts:   float16 numbers become bfloat16 numbers by one instruction
-    tile_block: the width of the prefix sum that finds a prompt's tile, 0 for decoding
-    """
-
-    split: SplitVariant
-    rest: int
-    block_rest: int
-    width: int
-    slices: int
-    prefetch: bool
-    page_size: int
-    has_right: bool
-    aligned: bool
-    precision: str
-    ptx: bool
-    converts: bool
-    tile_block: int
-
-
-@triton.jit
-def _find_rows(tile, cu_q_ptr, batch, skip_q, var: tl.constexpr):
-    """-> the sequence and the first packed row of a tile, among the sequences with more than skip_q queries.
-
-    The last rows of a sequence, which see the most keys, come first. The sequence is `batch` when there are no more tiles.
-    """
-    index = tl.arange(0, var.tile_block)
-    live = index < batch
-    q_len = tl.load(cu_q_ptr + index + 1, mask=live, other=0) - tl.load(cu_q_ptr + index, mask=live, other=0)
-    tiles = tl.where(q_len > skip_q, (q_len * var.split.groups + var.split.block_m - 1) // var.split.block_m, 0)
-    ends = tl.cumsum(tiles, 0)
-    seq = tl.minimum(tl.sum((ends <= tile).to(tl.int32), 0), batch)
-    return seq, (tl.sum(tl.where(index == seq, ends, 0), 0) - 1 - tile) * var.split.block_m
-
-
-@triton.jit
-def _widened(x, dtype: tl.constexpr, var: tl.constexpr):
-    """A tile of the cache in the dtype of the queries."""
-    if x.dtype == tl.float8e4nv and dtype == tl.bfloat16 and not var.converts:
-        return x.to(tl.float32).to(dtype)
-    return widen(x, dtype, var.ptx)
-
-
-@triton.jit
-def _prefetch(row_ptrs, DIM: tl.constexpr):
-    """Fetch rows of DIM 16-bit numbers to the L2 cache, 64 numbers or 128 bytes at a time."""
-    columns = tl.minimum(tl.arange(0, 16), (DIM - 1) // 64) * 64
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [(row_ptrs[:, None] + columns[None, :]).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _walk(q_r, q_c, span, k_ptr, table_ptr, positions, kv_len, factor, window_right, strides, var: tl.constexpr):
-    """The inner loop over key blocks. q_r: Q_r [BLOCK_M, BLOCK_R], q_c: the slices of Q_c [BLOCK_M, WIDTH]
-
-    -> slices of out [BLOCK_M, WIDTH], which are not divided yet, the largest score and the sum of exponentials [BLOCK_M].
-    """
-    begin, end = span
-    stride_page, stride_token = strides
-    BLOCK_M: tl.constexpr = var.split.block_m
-    BLOCK_N: tl.constexpr = var.split.block_n
-    DIM_C: tl.constexpr = var.split.dim_v
-    WIDTH: tl.constexpr = var.width
-    SLICES: tl.constexpr = var.slices
-    offs_c = tl.arange(0, WIDTH)
-    offs_r = tl.arange(0, var.block_rest)
-    offs_n = tl.arange(0, BLOCK_N)
-    acc = ()
-    for _ in tl.static_range(SLICES):
-        acc += (tl.zeros([BLOCK_M, WIDTH], tl.float32),)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    inner_end = kv_len // BLOCK_N
-    if var.has_right:
-        inner_end = tl.minimum(inner_end, tl.maximum(tl.min(positions, 0) + window_right + 1, 0) // BLOCK_N)
-    next_page = read_pages(table_ptr, begin, offs_n, 0, kv_len, var)
-    for block in tl.range(begin, end):
-        cols = block * BLOCK_N + offs_n
-        if var.prefetch:
-            # The pages are read again, because `next_page` here keeps more registers alive: the loop reloads 15 instead of 3.
-            ahead = (block + 1) * BLOCK_N + offs_n
-            ahead_page = tl.load(table_ptr + ahead // var.page_size, mask=ahead < kv_len, other=0)
-            _prefetch(k_ptr + key_offsets(ahead_page, block + 1, offs_n, stride_page, stride_token, var), DIM_C + var.rest)
-        # A page behind the sequence may belong to another one, and 0 * NaN is NaN, so other keys are not read.
-        owned = cols < kv_len
-        page = next_page
-        next_page = read_pages(table_ptr, block + 1, offs_n, 0, kv_len, var)
-        row_ptrs = k_ptr + key_offsets(page, block, offs_n, stride_page, stride_token, var)[:, None]
-        r = tl.load(row_ptrs + (DIM_C + offs_r)[None, :], mask=owned[:, None] & (offs_r < var.rest)[None, :], other=0.0)
-        s = tl.dot(q_r, tl.trans(_widened(r, q_r.dtype, var)), input_precision=var.precision)
-        values = ()
-        for i in tl.static_range(SLICES):
-            columns = i * WIDTH + offs_c
-            c = tl.load(row_ptrs + columns[None, :], mask=owned[:, None] & (columns < DIM_C)[None, :], other=0.0)
-            c = _widened(c, q_r.dtype, var)
-            s = tl.dot(q_c[i], tl.trans(c), s, input_precision=var.precision)
-            values += (c,)
-        if block >= inner_end:
-            keep = owned[None, :]
-            if var.has_right:
-                keep = keep & (cols[None, :] <= positions[:, None] + window_right)
-            s = tl.where(keep, s, float("-inf"))
-        p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
-        sums = ()
-        for i in tl.static_range(SLICES):
-            sums += (tl.dot(p.to(q_r.dtype), values[i], acc[i] * alpha[:, None], input_precision=var.precision),)
-        acc = sums
-    return acc, row_max, row_sum
-
-
-@triton.jit(do_not_specialize=["max_k", *COUNTS, "window_right", "skip_q", "stride_lh", "stride_table"])
-def _latent(
-    q_ptr,
-    k_ptr,
-    out_ptr,
-    lse_ptr,
-    splits_ptr,
-    table_ptr,
-    used_k_ptr,
-    cu_q_ptr,
-    k_descale_ptr,
-    v_descale_ptr,
-    max_k,
-    batch,
-    units,
-    tiles_per_head,
-    unit_rows,
-    splits,
-    min_blocks,
-    max_q,
-    window_left,
-    window_right,
-    skip_q,
-    stride_lh,
-    stride_table,
-    scale,
-    stride_kp,
-    stride_kt,
-    stride_kh,
-    stride_ot,
-    stride_oh,
-    stride_qt,
-    stride_qh,
-    var: tl.constexpr,
-):
-    """One program: one tile of packed rows, and one split, one share of the batch's key blocks or all keys of a sequence."""
-    wait_for_previous_kernel(var.split.pdl)
-    SPLIT: tl.constexpr = var.split
-    BLOCK_M: tl.constexpr = var.split.block_m
-    BLOCK_N: tl.constexpr = var.split.block_n
-    GROUPS: tl.constexpr = var.split.groups
-    sequences = (cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left)
-    unit = tl.program_id(0) % units
-    share = tl.program_id(0) // units
-    head_kv = unit // tiles_per_head
-    row_first = unit % tiles_per_head * BLOCK_M
-    seq_start = 0
-    line = (0, 0, 0)
-    if var.tile_block > 0:
-        first_seq, row_first = _find_rows(share, cu_q_ptr, batch, skip_q, var)
-        share = first_seq
-        behind = tl.minimum(first_seq + 1, batch)
-    elif var.split.balanced:
-        line_begin, line_end, first_seq, behind, seq_start, share_size = share_of_line(
-            share, sequences, splits, min_blocks, SPLIT
-        )
-        line = (line_begin, line_end, share_size)
-    else:
-        first_seq = share // splits
-        behind = first_seq + 1
-
-    kv64 = head_kv.to(tl.int64)
-    k_ptr += kv64 * stride_kh
-    descale_v = 1.0
-    if k_descale_ptr is not None:
-        scale *= tl.load(k_descale_ptr + head_kv)
-        descale_v = tl.load(v_descale_ptr + head_kv)
-    WIDTH: tl.constexpr = var.width
-    SLICES: tl.constexpr = var.slices
-    offs_c = tl.arange(0, WIDTH)
-    offs_r = tl.arange(0, var.block_rest)
-    offs_m = tl.arange(0, BLOCK_M)
-    rows = row_first + offs_m
-    for index in tl.range(first_seq, behind, num_stages=1):
-        seq = share * 0 + index  # a tensor also in the interpreter, whose ranges count in plain integers
-        row0, q_len, kv_len = sequence_lengths(seq, sequences)
-        _, _, blocks = visible_blocks(q_len, kv_len, window_left, SPLIT)
-        ours = (q_len > 0) & (q_len <= max_q)
-        split, num_splits, begin, end, place, seq_start = split_of_sequence(
-            share, seq_start, line, blocks, splits, min_blocks, ours, SPLIT
-        )
-        if ours & (split < num_splits) & (row_first < q_len * GROUPS):
-            live = rows < q_len * GROUPS
-            # int64 before any product with a stride
-            token = row0.to(tl.int64) + rows // GROUPS
-            q_ptrs = q_ptr + (token * stride_qt + (kv64 * GROUPS + rows % GROUPS) * stride_qh)[:, None]
-            q_r = tl.load(
-                q_ptrs + (var.split.dim_v + offs_r)[None, :], mask=live[:, None] & (offs_r < var.rest)[None, :], other=0.0
-            )
-            q_c = ()
-            for i in tl.static_range(SLICES):
-                columns = i * WIDTH + offs_c
-                keep = live[:, None] & (columns < var.split.dim_v)[None, :]
-                q_c += (tl.load(q_ptrs + columns[None, :], mask=keep, other=0.0),)
-            offset = kv_len - q_len
-            end = tl.minimum(end, (kv_len + BLOCK_N - 1) // BLOCK_N)
-            if var.has_right:
-                last_token = tl.minimum(row_first + BLOCK_M - 1, q_len * GROUPS - 1) // GROUPS
-                end = tl.minimum(end, (tl.maximum(last_token + offset + window_right + 1, 0) + BLOCK_N - 1) // BLOCK_N)
-            acc, row_max, row_sum = _walk(
-                q_r,
-                q_c,
-                (begin, end),
-                k_ptr,
-                table_ptr + seq.to(tl.int64) * stride_table,
-                rows // GROUPS + offset,
-                kv_len,
-                scale * LOG2E,
-                window_right,
-                (stride_kp, stride_kt),
-                var,
-            )
-            inverse, lse = finish_softmax(row_max, row_sum)
-            whole = True
-            if splits_ptr is not None:
-                whole = num_splits == 1
-            strides = (stride_ot, stride_oh, stride_lh)
-            for i in tl.static_range(SLICES):
-                out = acc[i] * (inverse * descale_v)[:, None]
-                if splits_ptr is not None:
-                    columns = i * WIDTH + offs_c
-                    keep = live[:, None] & (columns < var.split.dim_v)[None, :]
-                    if not whole:
-                        at = (place.to(tl.int64) * units + unit) * unit_rows + offs_m
-                        tl.store(splits_ptr + at[:, None] * var.split.dim_v + columns[None, :], out, mask=keep)
-                        if i == 0:
-                            split_lse_ptr = lse_of_splits(splits_ptr, sequences, splits, units, unit_rows, SPLIT)
-                            tl.store(split_lse_ptr + at, lse, mask=live)
-                if whole:
-                    store_rows(out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, strides, SPLIT, i)
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -484,7 +210,7 @@ class _LatentPlan:
         if not decodes:
             programs = total_q * groups // tiles.block_m + batch  # each sequence may have one tile that is not full
         self._latent = Launch(
-            _latent,
+            attn_latent,
             programs * counts.units,
             varying=(
                 *counts.numbers,

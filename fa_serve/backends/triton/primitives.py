@@ -47,6 +47,24 @@ def softcap_scores(s, scale, softcap, EXACT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def find_tile(tile, cu_q_ptr, batch, skip_q, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_BATCH: tl.constexpr):
+    """-> the sequence and the place of a tile of BLOCK_M packed rows, among the sequences with more than skip_q queries.
+
+    The last rows of a sequence, which see the most keys, come first. The sequence is `batch` when there are no more tiles.
+
+    GROUPS:      rows of a query
+    BLOCK_BATCH: width of the prefix sum, at least `batch`
+    """
+    index = tl.arange(0, BLOCK_BATCH)
+    live = index < batch
+    q_len = tl.load(cu_q_ptr + index + 1, mask=live, other=0) - tl.load(cu_q_ptr + index, mask=live, other=0)
+    tiles = tl.where(q_len > skip_q, (q_len * GROUPS + BLOCK_M - 1) // BLOCK_M, 0)
+    ends = tl.cumsum(tiles, 0)
+    seq = tl.sum((ends <= tile).to(tl.int32), 0)
+    return tl.minimum(seq, batch), tl.sum(tl.where(index == seq, ends, 0), 0) - 1 - tile
+
+
+@triton.jit
 def first_visible(position, left, CHUNKED: tl.constexpr):
     """The first key that the query at this position may see: of its window, or of its chunk of `left` keys.
 

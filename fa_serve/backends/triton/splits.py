@@ -1,7 +1,7 @@
 """How split-KV decoding cuts keys into splits, on the device, and how it merges their results.
 
-A kernel that computes splits (`decode`, `latent`) and the kernel `_combine` here find the same splits, each from the lengths,
-so nothing about them is stored. This module leaves out what is computed for a split.
+A kernel that computes splits (`decode_kernel`, `latent_kernel`) and the kernel `_combine` here find the same splits, each from
+the lengths, so nothing about them is stored. This module leaves out what is computed for a split.
 
 In the helpers, `sequences` is (cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left). A dense batch has no cu_q_ptr, and all
 of its sequences have max_q queries and max_k keys. Without used_k_ptr, only lists know which keys a sequence has.
@@ -90,7 +90,7 @@ class SplitCounts:
         return min(self.block_m, self.rows)
 
     def buffer_size(self, var: SplitVariant) -> int:
-        """How many float32 numbers the splits leave: results, and behind them log-sum-exps (see `lse_of_splits`)."""
+        """How many float32 numbers the splits leave: results, and behind them log-sum-exps (see `_lse_of_splits`)."""
         places = self.splits * (2 if var.balanced else self.batch) * self.units * self.unit_rows
         return places * (var.dim_v + 1)
 
@@ -156,21 +156,28 @@ def _ends_on_line(index, sequences, var: tl.constexpr):
 
 
 @triton.jit
-def share_of_line(share, sequences, shares, min_blocks, var: tl.constexpr):
-    """Cut the line of `_ends_on_line` into equal shares.
+def sequences_of_share(share, sequences, splits, min_blocks, var: tl.constexpr):
+    """The sequences of which a program computes splits. If balanced, the line of `_ends_on_line` is cut into equal shares.
 
-    -> begin and end of this share, the first sequence in it and the one after its last, where that first sequence starts on
-    the line, and the size of a share.
+    -> the first sequence and the one after the last, where the first one starts on the line, and the begin, the end and the
+    size of the share.
     """
-    index = tl.arange(0, var.batch_block)
-    ends = _ends_on_line(index, sequences, var)
-    total = tl.max(ends, 0)
-    size = tl.maximum((total + shares - 1) // shares, min_blocks)
-    begin = share * size
-    end = tl.minimum(begin + size, total)
-    first = tl.sum((ends <= begin).to(tl.int32), 0)
-    behind = tl.where(begin < end, tl.sum((ends < end).to(tl.int32), 0) + 1, first)
-    return begin, end, first, behind, tl.max(tl.where(ends <= begin, ends, 0), 0), size
+    first = share // splits
+    behind = first + 1
+    seq_start = 0
+    line = (0, 0, 0)
+    if var.balanced:
+        index = tl.arange(0, var.batch_block)
+        ends = _ends_on_line(index, sequences, var)
+        total = tl.max(ends, 0)
+        size = tl.maximum((total + splits - 1) // splits, min_blocks)
+        begin = share * size
+        end = tl.minimum(begin + size, total)
+        first = tl.sum((ends <= begin).to(tl.int32), 0)
+        behind = tl.where(begin < end, tl.sum((ends < end).to(tl.int32), 0) + 1, first)
+        seq_start = tl.max(tl.where(ends <= begin, ends, 0), 0)
+        line = (begin, end, size)
+    return first, behind, seq_start, line
 
 
 @triton.jit
@@ -211,18 +218,34 @@ def split_of_sequence(share, seq_start, line, blocks, splits, min_blocks, ours, 
 
 
 @triton.jit
-def lse_of_splits(splits_ptr, sequences, splits, units, unit_rows, var: tl.constexpr):
+def _lse_of_splits(splits_ptr, batch, splits, units, unit_rows, var: tl.constexpr):
     """Where the buffer of the splits holds their log-sum-exps: behind the results, (places, dim_v) and then (places,).
 
     One buffer holds both, because the host takes a microsecond or more for each allocation.
     """
-    _, _, batch, _, _, _ = sequences
     places = splits.to(tl.int64) * units * unit_rows
     if var.balanced:
         places *= 2
     else:
         places *= batch
     return splits_ptr + places * var.dim_v
+
+
+@triton.jit
+def store_split(
+    splits_ptr, out, lse, live, place, unit, batch, splits, units, unit_rows, var: tl.constexpr, SLICE: tl.constexpr = 0
+):
+    """Store the result of a split for packed rows, [BLOCK_M, columns] and [BLOCK_M] float32, until it is merged.
+
+    place, unit: of the split and of the tile of rows
+    SLICE:       as in `store_rows`
+    """
+    at = (place.to(tl.int64) * units + unit) * unit_rows + tl.arange(0, out.shape[0])
+    offs_dv = SLICE * out.shape[1] + tl.arange(0, out.shape[1])
+    keep = live[:, None] & (offs_dv < var.dim_v)[None, :]
+    tl.store(splits_ptr + at[:, None] * var.dim_v + offs_dv[None, :], out, mask=keep)
+    if SLICE == 0:
+        tl.store(_lse_of_splits(splits_ptr, batch, splits, units, unit_rows, var) + at, lse, mask=live)
 
 
 @triton.jit
@@ -286,7 +309,7 @@ def _combine(
     if (num_splits <= 1) | (q_len <= 0) | (q_len > max_q):
         return
 
-    split_lse_ptr = lse_of_splits(splits_ptr, sequences, splits, units, unit_rows, var)
+    split_lse_ptr = _lse_of_splits(splits_ptr, batch, splits, units, unit_rows, var)
     slot = (tl.program_id(0) % blocks_per_seq) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     unit = slot // unit_rows
     rows = unit % tiles_per_head * var.block_m + slot % unit_rows

@@ -74,7 +74,7 @@ def test_it_compiles(name: str, target: str) -> None:
     if case.float8 and target in ("sm80", "sm86"):
         pytest.skip("reads float8 from compute capability 8.9 on")
     kernels = _compile(case, dtype, target)
-    names = ["_block_sparse"] + (["_combine"] if len(case.lengths_q) == case.lengths_q[0] else [])
+    names = ["attn_block_sparse"] + (["_combine"] if len(case.lengths_q) == case.lengths_q[0] else [])
     assert [kernel.name for kernel in kernels] == names
     assert kernels[0].spill_bytes <= SPILL_BUDGET.get((target, name), 0)
     assert kernels[0].shared_bytes <= SHARED_BYTES[target]

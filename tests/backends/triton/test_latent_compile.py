@@ -84,7 +84,7 @@ def compile_latent(target: str, shape: Shape) -> list[Kernel]:
 def test_latent(target: str, shape: Shape) -> None:
     """What a split needs once may spill: the rows of its result are written to one of two places."""
     kernels = compile_latent(target, shape)
-    assert [kernel.name for kernel in kernels] == ["_latent", "_combine"][: 1 + shape.decodes]
+    assert [kernel.name for kernel in kernels] == ["attn_latent", "_combine"][: 1 + shape.decodes]
     budget = FLOAT8_SPILL_BUDGET if shape.float8 else SPILL_BUDGET
     for kernel in kernels:
         assert kernel.spill_bytes <= budget.get(target, 0), f"{kernel.name} spills {kernel.spill_bytes} bytes per thread"
