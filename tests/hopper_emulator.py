@@ -449,8 +449,7 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
     }
     unused = dict(faults)
     for name in ("tile_schedule", "listed_blocks", "float8_scales", "producer", "consumer", "shared_memory", "forward"):
-        module = importlib.import_module(f"fa_serve.backends.hopper.{name}")
-        source = inspect.getsource(module)
+        source = inspect.getsource(importlib.import_module(f"fa_serve.backends.hopper.{name}"))
         for old, new in faults.items():
             if old in source:
                 source = source.replace(old, new)
@@ -464,7 +463,7 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
             or (isinstance(node, ast.Assign) and "constexpr" in ast.unparse(node.value))
         ]
         future = ast.parse("from __future__ import annotations\nfrom typing import NamedTuple").body
-        exec(compile(ast.Module(future + wanted, type_ignores=[]), module.__name__, "exec"), names)
+        exec(compile(ast.Module(future + wanted, type_ignores=[]), name, "exec"), names)
     if unused:
         raise ValueError(f"the source no longer contains {sorted(unused)}")
     return names
@@ -483,7 +482,8 @@ def emulated(
 
     def launch(self: Launch, tensors: Any, *late: float) -> None:
         if self._kernel.__name__ == "_quantize_inputs":  # a kernel of Triton, which has its own test in Triton's interpreter
-            return quantize_inputs(*tensors)
+            quantize_inputs(*tensors)
+            return
         machine = Machine(seed, patience, delay)
         function = names[self._kernel.__name__]
         grid = self._grid[0]
