@@ -74,7 +74,8 @@ def test_a_stopped_engine(start_server):
         held = httpx.post(f"{served.url}/v1/completions", json=TEXT | {"guided_regex": "[a-z]{2}-[0-9]"}, timeout=30).json()
         assert re.fullmatch("[a-z]{2}-[0-9]", held["choices"][0]["text"]), "a structured output of an engine's process"
         with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG | {"stream": True}) as response:
-            next(response.iter_raw())
+            chunks = response.iter_raw()  # a generator that nobody holds closes the connection
+            next(chunks)
             os.kill(engine, signal.SIGSTOP)
             begin = time.monotonic()
             served.process.send_signal(signal.SIGTERM)
@@ -112,7 +113,8 @@ def test_a_second_signal_ends_a_stopped_engine_as_well(start_server):
     engine = engine_of(served)
     try:
         with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG | {"stream": True}) as response:
-            next(response.iter_raw())
+            chunks = response.iter_raw()  # a generator that nobody holds closes the connection
+            next(chunks)
             os.kill(engine, signal.SIGSTOP)
             served.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(httpx.ReadError):  # a connection that is idle when the signal comes is closed
