@@ -1,0 +1,183 @@
+"""The consumer warpgroups of the backward kernel: five products for each block of queries, and dK and dV in registers.
+
+Each warpgroup owns 64 keys of the tile. Scores are transposed, so that P^T and dS^T are left operands in registers:
+
+    S^T = K Q^T     P = exp(S - lse)            dV += P^T dO
+    dP^T = V dO^T   dS = P * (dP - delta)       dK += dS^T Q
+                                                dQ  = dS K, over the keys of both warpgroups
+
+For dQ both warpgroups write dS^T to shared memory, wait for each other, and compute one square of 64 by 64 each. With `ahead`,
+the tensor cores work through this order without a pause, while the threads do what stands below it:
+
+    dP of block i     dV of i         dQ of i     S of i + 1    dK of i      dP of i + 1
+    P of i            dS of i         wait        dQ of i is added           P of i + 1
+
+In this file `i` counts the blocks that the tile has begun, and selects a ring's stage and its barrier's phase.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from fa_serve.backends.hopper.backward_producer import next_block
+from fa_serve.backends.hopper.consumer import FIRST_NAMED_BARRIER, copy_output, named_barrier
+from fa_serve.backends.hopper.dq_sum import add_to_dq
+
+
+@gluon.jit
+def _issue_transposed_scores(i, smem, group: gl.constexpr, var: gl.constexpr):
+    """Start S^T = K Q^T of block `i`, [64, block_m]."""
+    BLOCK_M: gl.constexpr = var.tiles.block_m
+    WIDTH: gl.constexpr = var.width
+    S_LAYOUT: gl.constexpr = var.score_layout
+    zeros = gl.zeros([64, BLOCK_M], gl.float32, layout=S_LAYOUT)
+    k = smem.k.index(group).reshape([64, WIDTH])
+    q = smem.q.index(i % var.tiles.q_stages).reshape([BLOCK_M, WIDTH])
+    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _issue_dp(i, smem, group: gl.constexpr, var: gl.constexpr):
+    """Start dP^T = V dO^T of block `i`, [64, block_m]."""
+    BLOCK_M: gl.constexpr = var.tiles.block_m
+    WIDTH: gl.constexpr = var.width
+    S_LAYOUT: gl.constexpr = var.score_layout
+    zeros = gl.zeros([64, BLOCK_M], gl.float32, layout=S_LAYOUT)
+    v = smem.v.index(group).reshape([64, WIDTH])
+    dout = smem.dout.index(i % var.tiles.do_stages).reshape([BLOCK_M, WIDTH])
+    return warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _issue_dq(i, smem, group: gl.constexpr, var: gl.constexpr):
+    """Start this warpgroup's square of dQ = dS K, [64, 64]: one product for each warpgroup's keys."""
+    GROUPS: gl.constexpr = var.groups
+    SQUARE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    row_chunk: gl.constexpr = group // var.column_chunks
+    column_chunk: gl.constexpr = group % var.column_chunks
+    dq = warpgroup_mma_init(gl.zeros([64, 64], gl.float32, layout=SQUARE))
+    for g in gl.static_range(GROUPS):
+        ds = smem.ds_chunks.index((i % 2 * GROUPS + g) * var.row_chunks + row_chunk)
+        k = smem.k_chunks.index(g * var.column_chunks + column_chunk)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=g > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _probabilities(s, m, i, first, smem, args, tile, var: gl.constexpr):
+    """P^T of a block, [64, block_m], and the slope of the softcap, or 1. `first` is the warpgroup's first key."""
+    BLOCK_M: gl.constexpr = var.tiles.block_m
+    S_LAYOUT: gl.constexpr = var.score_layout
+    scale = args.scale
+    slope = 1.0
+    if var.softcap:
+        s = gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [s * args.scale], dtype=gl.float32, is_pure=True, pack=1
+        )
+        scale = args.softcap
+        slope = 1.0 - s * s
+    lse = smem.lse.index(i % var.tiles.q_stages).load(S_LAYOUT)
+    p = gl.exp2(s * scale - lse)
+    # rows past the end of the sequence have lse +inf, so their P is 0 without a mask
+    top = m * BLOCK_M + tile.kv_len - tile.q_len
+    crosses = first + 64 > tile.kv_len
+    if var.has_right:
+        crosses = crosses | (first + 63 > top + args.right)
+    if var.has_left:
+        crosses = crosses | (first < top + BLOCK_M - 1 - args.left)
+    if crosses:
+        keys = gl.expand_dims(first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)), 1)
+        rows = gl.expand_dims(top + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
+        keep = (keys < tile.kv_len) & (rows == rows)
+        if var.has_right:
+            keep = keep & (keys <= rows + args.right)
+        if var.has_left:
+            keep = keep & (keys >= rows - args.left)
+        p = gl.where(keep, p, 0.0)
+    return p, slope
+
+
+@gluon.jit
+def backward_consumer(desc, smem, bars, args, tile, group: gl.constexpr, var: gl.constexpr):
+    """Compute dK and dV of 64 keys, and this warpgroup's part of dQ of each block."""
+    GROUPS: gl.constexpr = var.groups
+    AHEAD: gl.constexpr = var.tiles.ahead
+    Q_STAGES: gl.constexpr = var.tiles.q_stages
+    DO_STAGES: gl.constexpr = var.tiles.do_stages
+    BLOCK_M: gl.constexpr = var.tiles.block_m
+    WIDTH: gl.constexpr = var.width
+    KEYS: gl.constexpr = var.key_layout
+    OPERAND: gl.constexpr = var.operand_layout
+    row_chunk: gl.constexpr = group // var.column_chunks
+    column_chunk: gl.constexpr = group % var.column_chunks
+    dtype: gl.constexpr = desc.q.dtype
+    first = tile.first + 64 * group
+    some = tile.count > 0
+    dv = gl.zeros([64, WIDTH], gl.float32, layout=KEYS)
+    dk = warpgroup_mma_init(gl.zeros([64, WIDTH], gl.float32, layout=KEYS))
+    m = tile.start
+    head = tile.kv_head * args.heads_per_kv
+    mbarrier.wait(bars.k_full.index(0), 0, pred=some)
+    if AHEAD:
+        # a tile without blocks, and later the last block, multiplies what the buffer holds, and nothing uses the product
+        mbarrier.wait(bars.q_full.index(0), 0, pred=some)
+        s_token = _issue_transposed_scores(0, smem, group, var)
+        s_token = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[s_token]))
+    mbarrier.wait(bars.v_full.index(0), 0, pred=some)
+    for i in range(tile.count):
+        do_stage = i % DO_STAGES
+        if not AHEAD:
+            mbarrier.wait(bars.q_full.index(i % Q_STAGES), (i // Q_STAGES) & 1)
+            s_token = _issue_transposed_scores(i, smem, group, var)
+        mbarrier.wait(bars.do_full.index(do_stage), (i // DO_STAGES) & 1)
+        dp_token = _issue_dp(i, smem, group, var)
+        # issued after S and still running: dP and, with AHEAD, dK of the previous block
+        s = warpgroup_mma_wait(2 if AHEAD else 1, deps=[s_token])
+        p, slope = _probabilities(s, m, i, first, smem, args, tile, var)
+        dout = smem.dout.index(do_stage).reshape([BLOCK_M, WIDTH])
+        dv_token = warpgroup_mma(gl.convert_layout(p.to(dtype), OPERAND), dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        if AHEAD:
+            mbarrier.arrive(bars.q_empty.index((i + Q_STAGES - 1) % Q_STAGES), count=1, pred=i > 0)
+        ds = p * (dp - smem.delta.index(do_stage).load(var.score_layout))
+        if var.softcap:
+            ds = ds * slope
+        ds = ds.to(dtype)
+        # the other warpgroup has read this buffer before it arrived at the barrier of the previous block
+        smem.ds.index(i % 2 * GROUPS + group).store(ds)
+        fence_async_shared()
+        named_barrier("sync", FIRST_NAMED_BARRIER)
+        dq_token = _issue_dq(i, smem, group, var)
+        if AHEAD:
+            mbarrier.wait(bars.q_full.index((i + 1) % Q_STAGES), ((i + 1) // Q_STAGES) & 1, pred=i + 1 < tile.count)
+            s_token = _issue_transposed_scores(i + 1, smem, group, var)
+        q = smem.q.index(i % Q_STAGES).reshape([BLOCK_M, WIDTH])
+        dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(2 if AHEAD else 1, deps=[dv_token, dq_token])
+        mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
+        slab = (tile.stats_row + head).to(gl.int64) * args.stats_width + tile.stats_column + m * BLOCK_M
+        add_to_dq(args.dq_sum + (slab + 64 * row_chunk) * WIDTH + 4096 * column_chunk, dq)
+        if not AHEAD:
+            dk = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[dk]))
+            mbarrier.arrive(bars.q_empty.index(i % Q_STAGES), count=1)
+        m, head = next_block(m, head, tile)
+    if AHEAD:
+        warpgroup_mma_wait(0, deps=[s_token])
+    dk_done = warpgroup_mma_wait(0, deps=[dk])
+    # dK leaves through the buffer of K, which the other warpgroup reads for dQ
+    named_barrier("sync", FIRST_NAMED_BARRIER)
+    copy_output(
+        dv.to(dtype), tile.k_origin, tile.kv_len, first, tile.kv_head, 0, WIDTH, smem.v.index(group), desc.dv, var.varlen
+    )
+    dk_done = (dk_done * args.softmax_scale).to(dtype)
+    copy_output(dk_done, tile.k_origin, tile.kv_len, first, tile.kv_head, 0, WIDTH, smem.k.index(group), desc.dk, var.varlen)
+    tma.store_wait(0)
