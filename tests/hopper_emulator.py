@@ -30,8 +30,22 @@ from unittest import mock
 
 import torch
 
-from fa_serve.backends.hopper import consumer, forward, kernel_types, listed_blocks, producer, shared_memory, tile_schedule
+from fa_serve.backends.hopper import (
+    backward,
+    backward_consumer,
+    backward_producer,
+    backward_types,
+    consumer,
+    dq_sum,
+    forward,
+    kernel_types,
+    listed_blocks,
+    producer,
+    shared_memory,
+    tile_schedule,
+)
 from fa_serve.backends.launch import Launch, View
+from fa_serve.backends.triton import row_statistics
 
 
 class EmulationError(Exception):
@@ -144,6 +158,7 @@ class _Shared:
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
+        self.dtype = data.dtype
 
     def index(self, i: Any) -> _Shared:
         return _Shared(self.data[int(i)])
@@ -165,12 +180,14 @@ class _Shared:
 
 
 class _Boxes:
-    """A ring (stages, rows, columns) as boxes of some rows by up to 64 columns. All rows of the first 64 columns come first."""
+    """A ring (stages, rows, columns), with dimensions of size 1 anywhere, as boxes of some rows by up to 64 columns. All rows of
+    the first 64 columns come first."""
 
     def __init__(self, ring: torch.Tensor, shape: list[int]) -> None:
-        self.ring = ring
+        self.ring = ring.view(ring.shape[0], -1, ring.shape[-1])
         self.count = shape[0]
-        self.rows = shape[-3]
+        self.box = shape[1:]
+        self.rows = shape[1] if len(shape) == 3 else shape[-3]
         self.columns = shape[-1]
         if ring.numel() != torch.Size(shape).numel():
             raise EmulationError(f"{shape} is not the memory of {tuple(ring.shape)}")
@@ -179,7 +196,7 @@ class _Boxes:
         stage, rest = divmod(int(i), self.count // self.ring.shape[0])
         chunk, box = divmod(rest, self.ring.shape[1] // self.rows)
         data = self.ring[stage, box * self.rows : (box + 1) * self.rows].chunk(self.ring.shape[2] // self.columns, 1)[chunk]
-        return _Shared(data[None, None, :, None, :])
+        return _Shared(data if len(self.box) == 2 else data[None, None, :, None, :])
 
 
 class _Barriers:
@@ -194,6 +211,7 @@ class _Pointer:
     def __init__(self, data: torch.Tensor, offset: Any = 0) -> None:
         self.data = data
         self.offset = offset
+        self.dtype = types.SimpleNamespace(element_ty=data.dtype)
 
     def __add__(self, offset: Any) -> _Pointer:
         return _Pointer(self.data, self.offset + offset)
@@ -215,6 +233,12 @@ class _Pointer:
         else:
             offset, value, mask = torch.broadcast_tensors(offset, value, mask)
             flat[offset[mask].long()] = value[mask]
+
+    def add(self, value: Any) -> torch.Tensor:
+        flat, offset = self.cells()
+        old = self.load()
+        flat.index_put_((offset,), torch.as_tensor(value, dtype=flat.dtype), accumulate=True)
+        return old
 
 
 class _Copy:
@@ -349,11 +373,9 @@ def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]])
         raise EmulationError(str(machine.failures[0])) from machine.failures[0]
 
 
-def _atomic_add(pointer: _Pointer, value: int, sem: str = "") -> torch.Tensor:
+def _atomic_add(pointer: _Pointer, value: Any, sem: str = "") -> torch.Tensor:
     with _self.block.machine.lock:
-        old = pointer.load()
-        pointer.store(old + value)
-    return old
+        return pointer.add(value)
 
 
 def _tensors(function: Callable[..., torch.Tensor], scalars: Callable[..., Any]) -> Callable[..., Any]:
@@ -411,6 +433,22 @@ def _language() -> types.SimpleNamespace:
     )
 
 
+_MODULES = (
+    tile_schedule,
+    listed_blocks,
+    producer,
+    consumer,
+    shared_memory,
+    forward,
+    row_statistics,
+    dq_sum,
+    backward_producer,
+    backward_consumer,
+    backward,
+)
+"""Their functions share one name space, so no two of them have the same name."""
+
+
 def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
     """The kernels' definitions, executed against the emulated language. A fault replaces source text, which must be there."""
 
@@ -440,12 +478,18 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
         "HAS_REINTERPRET": True,
         "fence_async_shared": lambda: None,
         "warpgroup_mma": _product,
+        "warpgroup_mma_init": lambda value: value,
         "warpgroup_mma_wait": _wait_products,
         "RAGGED": kernel_types.RAGGED.value,
-        **{name: value for name, value in vars(kernel_types).items() if hasattr(value, "_fields")},
+        **{
+            name: value
+            for module in (kernel_types, backward_types)
+            for name, value in vars(module).items()
+            if hasattr(value, "_fields")
+        },
     }
     unused = dict(faults)
-    for module in (tile_schedule, listed_blocks, producer, consumer, shared_memory, forward):
+    for module in _MODULES:
         source = inspect.getsource(module)
         for old, new in faults.items():
             if old in source:

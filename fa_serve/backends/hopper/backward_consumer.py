@@ -110,7 +110,6 @@ def _probabilities(s, m, i, first, smem, args, tile, var: gl.constexpr):
 def backward_consumer(desc, smem, bars, args, tile, group: gl.constexpr, var: gl.constexpr):
     """Compute dK and dV of 64 keys, and this warpgroup's part of dQ of each block."""
     GROUPS: gl.constexpr = var.groups
-    AHEAD: gl.constexpr = var.tiles.ahead
     Q_STAGES: gl.constexpr = var.tiles.q_stages
     DO_STAGES: gl.constexpr = var.tiles.do_stages
     BLOCK_M: gl.constexpr = var.tiles.block_m
@@ -123,31 +122,23 @@ def backward_consumer(desc, smem, bars, args, tile, group: gl.constexpr, var: gl
     first = tile.first + 64 * group
     some = tile.count > 0
     dv = gl.zeros([64, WIDTH], gl.float32, layout=KEYS)
-    dk = warpgroup_mma_init(gl.zeros([64, WIDTH], gl.float32, layout=KEYS))
+    dk = gl.zeros([64, WIDTH], gl.float32, layout=KEYS)
     m = tile.start
     head = tile.kv_head * args.heads_per_kv
     mbarrier.wait(bars.k_full.index(0), 0, pred=some)
-    if AHEAD:
-        # a tile without blocks, and later the last block, multiplies what the buffer holds, and nothing uses the product
-        mbarrier.wait(bars.q_full.index(0), 0, pred=some)
-        s_token = _issue_transposed_scores(0, smem, group, var)
-        s_token = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[s_token]))
     mbarrier.wait(bars.v_full.index(0), 0, pred=some)
     for i in range(tile.count):
+        q_stage = i % Q_STAGES
         do_stage = i % DO_STAGES
-        if not AHEAD:
-            mbarrier.wait(bars.q_full.index(i % Q_STAGES), (i // Q_STAGES) & 1)
-            s_token = _issue_transposed_scores(i, smem, group, var)
+        mbarrier.wait(bars.q_full.index(q_stage), (i // Q_STAGES) & 1)
+        s_token = _issue_transposed_scores(i, smem, group, var)
         mbarrier.wait(bars.do_full.index(do_stage), (i // DO_STAGES) & 1)
         dp_token = _issue_dp(i, smem, group, var)
-        # issued after S and still running: dP and, with AHEAD, dK of the previous block
-        s = warpgroup_mma_wait(2 if AHEAD else 1, deps=[s_token])
+        s = warpgroup_mma_wait(1, deps=[s_token])
         p, slope = _probabilities(s, m, i, first, smem, args, tile, var)
         dout = smem.dout.index(do_stage).reshape([BLOCK_M, WIDTH])
         dv_token = warpgroup_mma(gl.convert_layout(p.to(dtype), OPERAND), dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_token])
-        if AHEAD:
-            mbarrier.arrive(bars.q_empty.index((i + Q_STAGES - 1) % Q_STAGES), count=1, pred=i > 0)
         ds = p * (dp - smem.delta.index(do_stage).load(var.score_layout))
         if var.softcap:
             ds = ds * slope
@@ -157,27 +148,20 @@ def backward_consumer(desc, smem, bars, args, tile, group: gl.constexpr, var: gl
         fence_async_shared()
         named_barrier("sync", FIRST_NAMED_BARRIER)
         dq_token = _issue_dq(i, smem, group, var)
-        if AHEAD:
-            mbarrier.wait(bars.q_full.index((i + 1) % Q_STAGES), ((i + 1) // Q_STAGES) & 1, pred=i + 1 < tile.count)
-            s_token = _issue_transposed_scores(i + 1, smem, group, var)
-        q = smem.q.index(i % Q_STAGES).reshape([BLOCK_M, WIDTH])
-        dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
-        dv, dq = warpgroup_mma_wait(2 if AHEAD else 1, deps=[dv_token, dq_token])
+        q = smem.q.index(q_stage).reshape([BLOCK_M, WIDTH])
+        dk_token = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
         mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
         slab = (tile.stats_row + head).to(gl.int64) * args.stats_width + tile.stats_column + m * BLOCK_M
         add_to_dq(args.dq_sum + (slab + 64 * row_chunk) * WIDTH + 4096 * column_chunk, dq)
-        if not AHEAD:
-            dk = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[dk]))
-            mbarrier.arrive(bars.q_empty.index(i % Q_STAGES), count=1)
+        dk = warpgroup_mma_wait(0, deps=[dk_token])
+        mbarrier.arrive(bars.q_empty.index(q_stage), count=1)
         m, head = next_block(m, head, tile)
-    if AHEAD:
-        warpgroup_mma_wait(0, deps=[s_token])
-    dk_done = warpgroup_mma_wait(0, deps=[dk])
     # dK leaves through the buffer of K, which the other warpgroup reads for dQ
     named_barrier("sync", FIRST_NAMED_BARRIER)
     copy_output(
         dv.to(dtype), tile.k_origin, tile.kv_len, first, tile.kv_head, 0, WIDTH, smem.v.index(group), desc.dv, var.varlen
     )
-    dk_done = (dk_done * args.softmax_scale).to(dtype)
-    copy_output(dk_done, tile.k_origin, tile.kv_len, first, tile.kv_head, 0, WIDTH, smem.k.index(group), desc.dk, var.varlen)
+    dk = (dk * args.softmax_scale).to(dtype)
+    copy_output(dk, tile.k_origin, tile.kv_len, first, tile.kv_head, 0, WIDTH, smem.k.index(group), desc.dk, var.varlen)
     tma.store_wait(0)

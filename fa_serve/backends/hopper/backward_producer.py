@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fa_serve.backends.hopper.backward_types import KeyTile
 from fa_serve.backends.hopper.gluon_names import async_load
-from fa_serve.backends.hopper.producer import load_rows
+from fa_serve.backends.hopper.producer import copy_rows
 from fa_serve.backends.triton.row_statistics import STATS_ROWS
 
 
@@ -61,7 +61,7 @@ def next_block(m, head, tile):
 
 
 @gluon.jit
-def _load_queries(i, m, head, desc, smem, bars, tile, var: gl.constexpr):
+def _copy_queries(i, m, head, desc, smem, bars, tile, var: gl.constexpr):
     """Start copying the `i`-th block of Q and its lse, once the consumers have freed its stage."""
     STAGES: gl.constexpr = var.tiles.q_stages
     BLOCK_M: gl.constexpr = var.tiles.block_m
@@ -70,12 +70,12 @@ def _load_queries(i, m, head, desc, smem, bars, tile, var: gl.constexpr):
     mbarrier.wait(bars.q_empty.index(stage), ((i // STAGES) & 1) ^ 1)
     mbarrier.expect(full, BLOCK_M * (2 * var.width + 4))
     row = m * BLOCK_M
-    load_rows(desc.q, tile.q_origin, tile.q_len, row, head, 0, full, smem.q.index(stage), var.varlen)
+    copy_rows(desc.q, tile.q_origin, tile.q_len, row, head, 0, full, smem.q.index(stage), var.varlen)
     async_load(desc.lse, [tile.stats_row + head, tile.stats_column + row], full, smem.lse.index(stage))
 
 
 @gluon.jit
-def _load_gradients(i, m, head, desc, smem, bars, tile, var: gl.constexpr):
+def _copy_gradients(i, m, head, desc, smem, bars, tile, var: gl.constexpr):
     """Start copying the `i`-th block of dO and its delta, once the consumers have freed its stage."""
     STAGES: gl.constexpr = var.tiles.do_stages
     BLOCK_M: gl.constexpr = var.tiles.block_m
@@ -84,7 +84,7 @@ def _load_gradients(i, m, head, desc, smem, bars, tile, var: gl.constexpr):
     mbarrier.wait(bars.do_empty.index(stage), ((i // STAGES) & 1) ^ 1)
     mbarrier.expect(full, BLOCK_M * (2 * var.width + 4))
     row = m * BLOCK_M
-    load_rows(desc.dout, tile.q_origin, tile.q_len, row, head, 0, full, smem.dout.index(stage), var.varlen)
+    copy_rows(desc.dout, tile.q_origin, tile.q_len, row, head, 0, full, smem.dout.index(stage), var.varlen)
     async_load(desc.delta, [tile.stats_row + head, tile.stats_column + row], full, smem.delta.index(stage))
 
 
@@ -98,16 +98,16 @@ def backward_producer(desc, smem, bars, args, tile, var: gl.constexpr):
         for g in gl.static_range(GROUPS):
             key = tile.first + 64 * g
             full = bars.k_full.index(0)
-            load_rows(desc.k, tile.k_origin, tile.kv_len, key, tile.kv_head, 0, full, smem.k.index(g), var.varlen)
+            copy_rows(desc.k, tile.k_origin, tile.kv_len, key, tile.kv_head, 0, full, smem.k.index(g), var.varlen)
         m = tile.start
         head = tile.kv_head * args.heads_per_kv
-        _load_queries(0, m, head, desc, smem, bars, tile, var)
+        _copy_queries(0, m, head, desc, smem, bars, tile, var)
         for g in gl.static_range(GROUPS):
             key = tile.first + 64 * g
             full = bars.v_full.index(0)
-            load_rows(desc.v, tile.k_origin, tile.kv_len, key, tile.kv_head, 0, full, smem.v.index(g), var.varlen)
-        _load_gradients(0, m, head, desc, smem, bars, tile, var)
+            copy_rows(desc.v, tile.k_origin, tile.kv_len, key, tile.kv_head, 0, full, smem.v.index(g), var.varlen)
+        _copy_gradients(0, m, head, desc, smem, bars, tile, var)
         for i in range(1, tile.count):
             m, head = next_block(m, head, tile)
-            _load_queries(i, m, head, desc, smem, bars, tile, var)
-            _load_gradients(i, m, head, desc, smem, bars, tile, var)
+            _copy_queries(i, m, head, desc, smem, bars, tile, var)
+            _copy_gradients(i, m, head, desc, smem, bars, tile, var)
