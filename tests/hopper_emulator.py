@@ -322,9 +322,9 @@ def _wait_products(pending: int, deps: list[_Product]) -> Any:
     _self.block.machine.jitter(0.5)
     while len(_self.products) > int(pending):
         _self.products.pop(0).run()
-    if any(dep.value is None for dep in deps):
-        raise EmulationError("the result of a product is used before it was waited for")
-    return deps[0].value if len(deps) == 1 else tuple(dep.value for dep in deps)
+    # a product that still runs may be passed on as an accumulator; any other use of it is an error
+    done = [dep.value if isinstance(dep, _Product) and dep.value is not None else dep for dep in deps]
+    return done[0] if len(deps) == 1 else tuple(done)
 
 
 def _wait_stores(pending: int) -> None:
@@ -458,7 +458,7 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
     barrier = types.SimpleNamespace(
         MBarrierLayout=lambda: None,
         init=lambda b, count: b.init(count),
-        arrive=lambda b, count=1: b.arrive(count),
+        arrive=lambda b, count=1, pred=True: b.arrive(count) if pred else None,
         expect=lambda b, count: b.arrive(1, count),
         wait=lambda b, phase, pred=True: b.wait(int(phase)) if pred else None,
     )

@@ -49,8 +49,9 @@ def key_tile(index, args, var: gl.constexpr):
     if var.tiles.stagger:
         # the tiles of a head are spread over its query blocks
         start = low + number * (BLOCK_N // BLOCK_M) % gl.maximum(blocks, 1)
+    stats = stats_row * args.stats_width + stats_column
     count = blocks * args.heads_per_kv
-    return KeyTile(first, kv_head, q_origin, q_len, k_origin, kv_len, stats_row, stats_column, low, high, start, count)
+    return KeyTile(first, kv_head, q_origin, q_len, k_origin, kv_len, stats_row, stats_column, stats, low, high, start, count)
 
 
 @gluon.jit

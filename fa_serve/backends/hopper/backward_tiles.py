@@ -15,10 +15,11 @@ class BackwardTileConfig:
     """One way to run the kernel. A tile has `BLOCK_N` keys.
 
     block_m:   queries in a block, a multiple of 64
-    q_stages:  blocks of Q in flight. With `ahead`, a stage is free after the next block's dP, so 3 hide the copies
+    q_stages:  blocks of Q in flight. With `ahead`, a stage is free after the next block's dP, so that 3 hide the copies
     do_stages: blocks of dO in flight
     ahead:     S of the next block is issued between dQ and dK of this one, so that the tensor cores always have work. False
-               issues S at the block's start, as FlashAttention-3 does, and needs fewer registers
+               issues S at the block's start, as FlashAttention-3 does, and needs fewer registers. At 64 columns True does not
+               fit the registers: ptxas waits for each product
     stagger:   neighbouring tiles start at different queries. Otherwise the tiles of a head, which run at the same time, add to
                the same rows of dQ at the same time
     producer_registers: registers of a producer thread; a consumer thread has those that are left
@@ -30,6 +31,9 @@ class BackwardTileConfig:
     ahead: bool = True
     stagger: bool = False
     producer_registers: int = 24
+
+    def __post_init__(self) -> None:
+        assert not self.ahead or self.q_stages > 1, "Q of a block is held until the next block's dP"
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -133,7 +133,7 @@ class KeyTile(NamedTuple):
 
     first:     first key in the sequence
     q_origin, k_origin: batch index (dense), or the sequence's first row in q and in k (packed)
-    stats_row, stats_column: where the statistics of the sequence's first head begin
+    stats_row, stats_column: where the statistics of the sequence's first head begin; stats: the same as one number
     low, high: for each head of the group, the tile visits query blocks [low, high), from `start` on and then from `low` on
     count:     blocks that the tile visits in all
     """
@@ -146,6 +146,7 @@ class KeyTile(NamedTuple):
     kv_len: gl.tensor
     stats_row: gl.tensor
     stats_column: gl.tensor
+    stats: gl.tensor
     low: gl.tensor
     high: gl.tensor
     start: gl.tensor
