@@ -42,7 +42,8 @@ def plan_differentiable(backend: Backend, spec: AttentionSpec, tensors: Attentio
 
 def attention_gradients(spec: AttentionSpec, tensors: BackwardTensors, options: AttentionOptions) -> Gradients:
     """The gradients of one dense or packed call, by the fastest backend that supports the spec, whose op is "backward"."""
-    if tensors.needs_dmask and torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled():
+        spec = replace(spec, deterministic=True)
         options = replace(options, deterministic=True)
     key = ("backward", facts(*tensors[:11], tensors.alibi_slopes), tensors.needs_dsinks, tensors.needs_dmask, options)
     run = PLANS.get(key)

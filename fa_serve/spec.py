@@ -99,6 +99,7 @@ class AttentionSpec:
     attention_chunk: queries attend within chunks of a fixed length only
     block_mask:  queries attend to the key blocks of a list (see `block_lists`)
     values_in_keys: (paged) the values are the first head_dim_v numbers of the keys, in the same memory (latent attention)
+    deterministic: (op "backward") equal calls must have equal gradients in every bit
     """
 
     layout: Layout
@@ -122,6 +123,7 @@ class AttentionSpec:
     attention_chunk: bool = False
     block_mask: bool = False
     values_in_keys: bool = False
+    deterministic: bool = False
 
     @property
     def cached_bytes(self) -> int:
@@ -142,7 +144,7 @@ class AttentionSpec:
             parts.append("causal")
         elif self.window_size != (-1, -1):
             parts.append(f"window {self.window_size}")
-        named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask", "needs_grad", "values_in_keys")
+        named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask", "needs_grad", "values_in_keys", "deterministic")
         parts += [name for name in named if getattr(self, name)]
         if self.mask:
             parts.append(f"{self.mask} mask")

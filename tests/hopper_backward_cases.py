@@ -82,7 +82,9 @@ class GradientCall:
             self.exact.append(exact[2:])
             self.eager.append(case.differentiate(_eager, given, [dout, dlse])[2:])
             parts.append([q, k, v, exact[0].to(case.dtype), exact[1].float(), dout, dlse])
-        joined = [torch.cat(x, 2 if i in (4, 6) and case.lengths else 1 if case.lengths else 0) for i, x in enumerate(zip(*parts))]
+        joined = [
+            torch.cat(x, 2 if i in (4, 6) and case.lengths else 1 if case.lengths else 0) for i, x in enumerate(zip(*parts))
+        ]
         if case.lengths:
             joined = [x[0] for x in joined]
         q, k, v, out, lse, dout, dlse = joined

@@ -510,6 +510,12 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
     return names
 
 
+def run_in_block(function: Callable[..., Any], data: torch.Tensor, offset: int, *args: Any) -> None:
+    """Run one device function of `kernel_definitions` in a thread block by itself, with a pointer into `data` first."""
+    block = Block(0, 1, Machine(0, 1.0, 0.0))
+    _run_threads([(block, function, (_Pointer(data, offset), *args))])
+
+
 def _on_device(arg: Any) -> Any:
     return _Pointer(arg) if isinstance(arg, torch.Tensor) else arg
 

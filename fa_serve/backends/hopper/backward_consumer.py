@@ -197,8 +197,8 @@ def _walk(first, desc, smem, bars, args, tile, group: gl.constexpr, var: gl.cons
 def _walk_ahead(first, desc, smem, bars, args, tile, group: gl.constexpr, var: gl.constexpr):
     """-> dK without its scale and dV. S of the next block is issued before this block's dK, which runs on under its softmax.
 
-    Only dK runs on from one iteration to the next, and its left operand lies in shared memory: ptxas would wait for each product
-    if one with an operand in registers, or one whose result the threads read, did so.
+    Only dK runs on from one iteration to the next, and its left operand lies in shared memory. If a product with an operand in
+    registers, or one whose result the threads read, ran on, ptxas would wait for every product.
     """
     dtype: gl.constexpr = desc.q.dtype
     STAGES: gl.constexpr = var.tiles.q_stages

@@ -23,7 +23,7 @@ With lists of key blocks, the producer copies the blocks of the list and no othe
     run = plan_forward(tensors, options)      # once for calls that look alike
     out, lse = run(tensors)
 
-Left out: explicit masks, float8 caches, the backward pass and head sizes that are not a multiple of 8.
+Left out: explicit masks, float8 caches and head sizes that are not a multiple of 8. The module `backward` has the gradients.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ DENSE = [
     GradientCase("sinks-lse", sinks=True, with_lse=True, window=CAUSAL, seqlen_q=180, seqlen_k=180),
     GradientCase("far-below-zero", scale=-6.0),
     replace(WIDE, id="stagger", tiles=BackwardTileConfig(64, 2, stagger=True), seqlen_q=400, seqlen_k=400, heads=(4, 2)),
-    replace(WIDE, id="stagger-causal", tiles=BackwardTileConfig(64, 3, stagger=True), window=CAUSAL, seqlen_q=400, seqlen_k=400),
+    replace(
+        WIDE, id="stagger-causal", tiles=BackwardTileConfig(64, 3, stagger=True), window=CAUSAL, seqlen_q=400, seqlen_k=400
+    ),
     GradientCase("one-stage", tiles=BackwardTileConfig(128, 1, 1, ahead=False), seqlen_q=400, seqlen_k=130),
     GradientCase("ahead", tiles=BackwardTileConfig(128, 2), seqlen_q=400, seqlen_k=130, heads=(4, 2)),
     replace(WIDE, id="d128-not-ahead", tiles=BackwardTileConfig(64, 2, ahead=False), seqlen_q=400, seqlen_k=130, heads=(4, 2)),
@@ -76,8 +78,6 @@ def test_packed_sequences_do_not_see_their_neighbours(window: tuple[int, int]) -
 
 def test_packed_sinks_and_lse() -> None:
     run_backward(GradientCase("", sinks=True, with_lse=True, lengths=((70, 90), (40, 40)), heads=(4, 2), head_dim=(96, 96)))
-
-
 
 
 def test_any_strides_and_addresses() -> None:
