@@ -82,11 +82,11 @@ class GradientCall:
             self.exact.append(exact[2:])
             self.eager.append(case.differentiate(_eager, given, [dout, dlse])[2:])
             parts.append([q, k, v, exact[0].to(case.dtype), exact[1].float(), dout, dlse])
-        joined = [
-            torch.cat(x, 2 if i in (4, 6) and case.lengths else 1 if case.lengths else 0) for i, x in enumerate(zip(*parts))
-        ]
+        tokens = (1, 1, 1, 1, 2, 1, 2)  # the dimension of each tensor along which sequences are packed
         if case.lengths:
-            joined = [x[0] for x in joined]
+            joined = [torch.cat(x, dim)[0] for x, dim in zip(zip(*parts, strict=True), tokens, strict=True)]
+        else:
+            joined = [torch.cat(x) for x in zip(*parts, strict=True)]
         q, k, v, out, lse, dout, dlse = joined
         ends = [cu_seqlens([pair[i] for pair in case.lengths]) if case.lengths else None for i in (0, 1)]
         self.tensors = BackwardTensors(

@@ -180,8 +180,8 @@ class _Shared:
 
 
 class _Boxes:
-    """A ring (stages, rows, columns), with dimensions of size 1 anywhere, as boxes of some rows by up to 64 columns. All rows of
-    the first 64 columns come first."""
+    """A ring (stages, rows, columns), with any dimensions of size 1, as boxes of some rows by up to 64 columns. All rows of the
+    first 64 columns come first."""
 
     def __init__(self, ring: torch.Tensor, shape: list[int]) -> None:
         self.ring = ring.view(ring.shape[0], -1, ring.shape[-1])

@@ -15,6 +15,7 @@ from fa_serve.backends.plan import BackwardTensors
 
 CAUSAL = (-1, 0)
 WIDE = GradientCase("", head_dim=(128, 128))
+STAGGER = BackwardTileConfig(64, 2, stagger=True)
 DENSE = [
     GradientCase("default"),
     replace(WIDE, id="d128"),
@@ -33,11 +34,10 @@ DENSE = [
     GradientCase("window-left", window=(70, -1), seqlen_q=150, seqlen_k=310),
     GradientCase("softcap", softcap=5.0, scale=1.0, window=CAUSAL),
     GradientCase("sinks-lse", sinks=True, with_lse=True, window=CAUSAL, seqlen_q=180, seqlen_k=180),
-    GradientCase("far-below-zero", scale=-6.0),
-    replace(WIDE, id="stagger", tiles=BackwardTileConfig(64, 2, stagger=True), seqlen_q=400, seqlen_k=400, heads=(4, 2)),
-    replace(
-        WIDE, id="stagger-causal", tiles=BackwardTileConfig(64, 3, stagger=True), window=CAUSAL, seqlen_q=400, seqlen_k=400
-    ),
+    # where both keys have a score far below zero, P of a key past the end would be infinite
+    replace(WIDE, id="far-below-zero", seqlen_q=300, seqlen_k=2, scale=10.0),
+    replace(WIDE, id="stagger", tiles=STAGGER, seqlen_q=400, seqlen_k=400, heads=(4, 2)),
+    replace(WIDE, id="stagger-causal", tiles=STAGGER, window=CAUSAL, seqlen_q=400, seqlen_k=400),
     GradientCase("one-stage", tiles=BackwardTileConfig(128, 1, 1, ahead=False), seqlen_q=400, seqlen_k=130),
     GradientCase("ahead", tiles=BackwardTileConfig(128, 2), seqlen_q=400, seqlen_k=130, heads=(4, 2)),
     replace(WIDE, id="d128-not-ahead", tiles=BackwardTileConfig(64, 2, ahead=False), seqlen_q=400, seqlen_k=130, heads=(4, 2)),

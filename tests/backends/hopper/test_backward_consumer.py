@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hopper_backward_cases import GradientCase, run_backward
 from hopper_emulator import EmulationError
@@ -34,7 +36,7 @@ FAULTS = {
     "dK written where the other warpgroup still reads K": {
         '    named_barrier("sync", FIRST_NAMED_BARRIER)\n    origin = tile.k_origin\n': "    origin = tile.k_origin\n"
     },
-    "no mask": {"crosses = first + 64 > tile.kv_len": "crosses = first > tile.kv_len"},
+    "keys past the end": {"crosses = first + 64 > tile.kv_len": "crosses = first > tile.kv_len"},
     "a mask that ends one block early": {"(first + 63 > top + args.right)": "(first > top + args.right)"},
     "a left edge that is missed": {"(first < top + BLOCK_M - 1 - args.left)": "(first < top - args.left)"},
     "dS without delta": {"weight * (dp - delta)": "weight * dp"},
@@ -46,8 +48,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulator_sees(fault: str) -> None:
     ahead = fault not in ("Q released before dK is done", "one buffer for dS")
-    tiles = BackwardTileConfig(64, 2, ahead=ahead)
+    tiles = BackwardTileConfig(64, 3 if ahead else 2, ahead=ahead)
     case = GradientCase("", head_dim=(128, 128), window=(140, 0), seqlen_q=330, seqlen_k=330, scale=0.4, tiles=tiles)
+    if fault == "keys past the end":
+        case = replace(case, window=(-1, -1), seqlen_k=2, scale=10.0)
 
     def run_with_several_seeds() -> None:
         for seed in range(6):  # a race is not lost every time
