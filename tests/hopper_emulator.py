@@ -217,7 +217,9 @@ class _Pointer:
         return _Pointer(self.data, self.offset + offset)
 
     def cells(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.data.view(-1), torch.as_tensor(self.offset)
+        """The memory from the tensor's first element on, whatever its strides are, and the offsets in it."""
+        memory = torch.empty(0, dtype=self.data.dtype).set_(self.data.untyped_storage())
+        return memory[self.data.storage_offset() :], torch.as_tensor(self.offset)
 
     def load(self, mask: Any = None, other: Any = 0) -> torch.Tensor:
         flat, offset = self.cells()
@@ -478,7 +480,6 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
         "HAS_REINTERPRET": True,
         "fence_async_shared": lambda: None,
         "warpgroup_mma": _product,
-        "warpgroup_mma_init": lambda value: value,
         "warpgroup_mma_wait": _wait_products,
         "RAGGED": kernel_types.RAGGED.value,
         **{

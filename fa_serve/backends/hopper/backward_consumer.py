@@ -7,10 +7,10 @@ Each warpgroup owns 64 keys of the tile. Scores are transposed, so that P^T and 
                                                 dQ  = dS K, over the keys of both warpgroups
 
 For dQ both warpgroups write dS^T to shared memory, wait for each other, and compute one square of 64 by 64 each. With `ahead`,
-the tensor cores work through this order without a pause, while the threads do what stands below it:
+the tensor cores have products of this order to work on all the time, while the threads do what stands below:
 
-    dP of block i     dV of i         dQ of i     S of i + 1    dK of i      dP of i + 1
-    P of i            dS of i         wait        dQ of i is added           P of i + 1
+    tensor cores    dK of i - 1, dP of i    dV of i    dQ of i                S of i + 1, dK of i    dP of i + 1
+    threads         P of i                  dS of i    wait for each other    add dQ of i            P of i + 1
 
 In this file `i` counts the blocks that the tile has begun, and selects a ring's stage and its barrier's phase.
 """
@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -64,7 +63,7 @@ def _issue_dq(i, smem, group: gl.constexpr, var: gl.constexpr):
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     row_chunk: gl.constexpr = group // var.column_chunks
     column_chunk: gl.constexpr = group % var.column_chunks
-    dq = warpgroup_mma_init(gl.zeros([64, 64], gl.float32, layout=SQUARE))
+    dq = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     for g in gl.static_range(GROUPS):
         ds = smem.ds_chunks.index((i % 2 * GROUPS + g) * var.row_chunks + row_chunk)
         k = smem.k_chunks.index(g * var.column_chunks + column_chunk)
@@ -152,8 +151,8 @@ def _wait_queries(i, bars, var: gl.constexpr, alive=True):
 
 
 @gluon.jit
-def _wait_gradients(i, bars, var: gl.constexpr, alive=True):
-    mbarrier.wait(bars.do_full.index(i % var.tiles.do_stages), (i // var.tiles.do_stages) & 1, pred=alive)
+def _wait_gradients(i, bars, var: gl.constexpr):
+    mbarrier.wait(bars.do_full.index(i % var.tiles.do_stages), (i // var.tiles.do_stages) & 1)
 
 
 @gluon.jit
@@ -166,7 +165,7 @@ def _no_gradient(var: gl.constexpr):
 
 @gluon.jit
 def _walk(first, desc, smem, bars, args, tile, group: gl.constexpr, var: gl.constexpr):
-    """-> dK without its scale and dV. S of each block is issued at the block's start, as in FlashAttention-3."""
+    """-> dK without its scale and dV of a tile with blocks. S is issued at a block's start, as in FlashAttention-3."""
     dtype: gl.constexpr = desc.q.dtype
     dk = _no_gradient(var)
     dv = _no_gradient(var)
@@ -195,7 +194,7 @@ def _walk(first, desc, smem, bars, args, tile, group: gl.constexpr, var: gl.cons
 
 @gluon.jit
 def _walk_ahead(first, desc, smem, bars, args, tile, group: gl.constexpr, var: gl.constexpr):
-    """-> dK without its scale and dV. S of the next block is issued before this block's dK, which runs on under its softmax.
+    """-> dK without its scale and dV of a tile with blocks. S of the next block is issued before dK, which runs on under P.
 
     Only dK runs on from one iteration to the next, and its left operand lies in shared memory. If a product with an operand in
     registers, or one whose result the threads read, ran on, ptxas would wait for every product.
@@ -206,8 +205,7 @@ def _walk_ahead(first, desc, smem, bars, args, tile, group: gl.constexpr, var: g
     dv = _no_gradient(var)
     m = tile.start
     head = tile.kv_head * args.heads_per_kv
-    # a tile without blocks, and later the last block, multiplies what the buffer holds, and nothing uses the product
-    _wait_queries(0, bars, var, tile.count > 0)
+    _wait_queries(0, bars, var)
     s = warpgroup_mma_wait(0, deps=[_issue_transposed_scores(0, smem, group, var)])
     for i in range(tile.count):
         _wait_gradients(i, bars, var)
@@ -218,6 +216,7 @@ def _walk_ahead(first, desc, smem, bars, args, tile, group: gl.constexpr, var: g
         mbarrier.arrive(bars.q_empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         _share_ds(weight, dp, i, smem, dtype, group, var)
         dq_token = _issue_dq(i, smem, group, var)
+        # the last block multiplies what the buffer holds, and nothing uses the product
         _wait_queries(i + 1, bars, var, i + 1 < tile.count)
         s_token = _issue_transposed_scores(i + 1, smem, group, var)
         dk_token = _issue_dk(smem.ds.index(i % 2 * var.groups + group), dk, i, smem, var)
@@ -235,13 +234,15 @@ def backward_consumer(desc, smem, bars, args, tile, group: gl.constexpr, var: gl
     WIDTH: gl.constexpr = var.width
     dtype: gl.constexpr = desc.q.dtype
     first = tile.first + 64 * group
-    some = tile.count > 0
-    mbarrier.wait(bars.k_full.index(0), 0, pred=some)
-    mbarrier.wait(bars.v_full.index(0), 0, pred=some)
-    if var.tiles.ahead:
-        dk, dv = _walk_ahead(first, desc, smem, bars, args, tile, group, var)
-    else:
-        dk, dv = _walk(first, desc, smem, bars, args, tile, group, var)
+    dk = _no_gradient(var)
+    dv = _no_gradient(var)
+    if tile.count > 0:
+        mbarrier.wait(bars.k_full.index(0), 0)
+        mbarrier.wait(bars.v_full.index(0), 0)
+        if var.tiles.ahead:
+            dk, dv = _walk_ahead(first, desc, smem, bars, args, tile, group, var)
+        else:
+            dk, dv = _walk(first, desc, smem, bars, args, tile, group, var)
     # dK leaves through the buffer of K, which the other warpgroup reads for dQ
     named_barrier("sync", FIRST_NAMED_BARRIER)
     origin = tile.k_origin

@@ -15,7 +15,8 @@ class BackwardTileConfig:
     """One way to run the kernel. A tile has `BLOCK_N` keys.
 
     block_m:   queries in a block, a multiple of 64
-    q_stages:  blocks of Q in flight. With `ahead`, a stage is free after the next block's dP, so that 3 hide the copies
+    q_stages:  blocks of Q in flight. With `ahead`, a stage is free after the next block's dP, so more than 2 hide the copies.
+               The remainder by a power of 2 takes fewer registers than by 3
     do_stages: blocks of dO in flight
     ahead:     S of the next block is issued between dQ and dK of this one, so that the tensor cores always have work. False
                issues S at the block's start, as FlashAttention-3 does, and needs fewer registers. At 64 columns True does not
@@ -52,4 +53,4 @@ def backward_tiles(width: int) -> BackwardTileConfig:
 
     None has been measured. They follow from the registers and the shared memory that the compiled kernel takes.
     """
-    return BackwardTileConfig(128, 2, ahead=False) if width == 64 else BackwardTileConfig(64, 3)
+    return BackwardTileConfig(128, 2, ahead=False) if width == 64 else BackwardTileConfig(64, 4)
