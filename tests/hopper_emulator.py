@@ -19,16 +19,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-import random
 import re
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+from hopper_threads import Barrier, Barriers, Block, EmulationError, Machine, NamedBarrier, current
 
 from fa_serve.backends.hopper import (
     backward,
@@ -46,111 +45,6 @@ from fa_serve.backends.hopper import (
 )
 from fa_serve.backends.launch import Launch, View
 from fa_serve.backends.triton import row_statistics
-
-
-class EmulationError(Exception):
-    """A deadlock, too many arrivals at a barrier, or an access outside of a tensor."""
-
-
-class _Thread(threading.local):
-    """State of one warp group: its thread block, and its products and copies that have not been waited for."""
-
-    block: Block
-    products: list[_Product]
-    stores: list[Callable[[], None]]
-
-
-class Block:
-    """One thread block: its number and its named barriers."""
-
-    def __init__(self, index: int, grid: int, machine: Machine) -> None:
-        self.index = index
-        self.grid = grid
-        self.machine = machine
-        self.named: dict[int, _NamedBarrier] = {}
-
-
-class Machine:
-    """What all thread blocks share: failures, a lock for atomics, and random delays of up to `delay` seconds.
-
-    A wait of more than `patience` seconds counts as a deadlock.
-    """
-
-    def __init__(self, seed: int, patience: float, delay: float) -> None:
-        self.patience = patience
-        self.delay = delay
-        self.failures: list[BaseException] = []
-        self.lock = threading.Lock()
-        self.random = random.Random(seed)
-
-    def jitter(self, probability: float = 0.2) -> None:
-        if self.random.random() < probability:
-            time.sleep(self.random.random() * self.delay)
-
-    def wait(self, condition: threading.Condition, ready: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self.patience
-        while not ready():
-            if self.failures or (not condition.wait(0.05) and time.monotonic() > deadline):
-                raise EmulationError(f"deadlock: {what}")
-
-
-class _Barrier:
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.phase = 0
-        self.count = 1
-        self.pending = 1
-        self.bytes = 0
-
-    def init(self, count: int) -> None:
-        self.count = self.pending = count
-
-    def arrive(self, count: int = 1, expected_bytes: int = 0) -> None:
-        with self.condition:
-            self.pending -= count
-            self.bytes += expected_bytes
-            self._turn()
-
-    def complete(self, count: int) -> None:
-        with self.condition:
-            self.bytes -= count
-            self._turn()
-
-    def _turn(self) -> None:
-        if self.pending < 0:
-            raise EmulationError("more arrivals at an mbarrier than it counts")
-        if self.pending == 0 and self.bytes == 0:
-            self.phase += 1
-            self.pending = self.count
-            self.condition.notify_all()
-
-    def wait(self, parity: int) -> None:
-        with self.condition:
-            _self.block.machine.wait(self.condition, lambda: (self.phase & 1) != parity, "mbarrier")
-
-
-class _NamedBarrier:
-    """A named barrier of two warpgroups: one arrives, and the other waits for it."""
-
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.arrived = 0
-        self.turns = 0  # how often both have arrived
-
-    def arrive(self) -> int:
-        with self.condition:
-            turn = self.turns
-            self.arrived += 1
-            if self.arrived == 2:
-                self.arrived = 0
-                self.turns += 1
-                self.condition.notify_all()
-            return turn
-
-    def sync(self) -> None:
-        turn = self.arrive()
-        with self.condition:
-            _self.block.machine.wait(self.condition, lambda: self.turns > turn, "named barrier")
 
 
 class _Shared:
@@ -197,14 +91,6 @@ class _Boxes:
         chunk, box = divmod(rest, self.ring.shape[1] // self.rows)
         data = self.ring[stage, box * self.rows : (box + 1) * self.rows].chunk(self.ring.shape[2] // self.columns, 1)[chunk]
         return _Shared(data if len(self.box) == 2 else data[None, None, :, None, :])
-
-
-class _Barriers:
-    def __init__(self, count: int) -> None:
-        self.items = [_Barrier() for _ in range(count)]
-
-    def index(self, i: Any) -> _Barrier:
-        return self.items[int(i)]
 
 
 class _Pointer:
@@ -279,9 +165,9 @@ class _Copy:
             raise EmulationError("a copy inside its bounds reaches outside of the tensor")
         return cells, inside
 
-    def load(self, corner: list[Any], barrier: _Barrier, target: _Shared) -> None:
+    def load(self, corner: list[Any], barrier: Barrier, target: _Shared) -> None:
         target.data.fill_(float("nan"))
-        _self.block.machine.jitter()
+        current.block.machine.jitter()
         cells, inside = self._cells(corner)
         target.data.copy_(torch.where(inside, self.memory[torch.where(inside, cells, 0)], 0))
         barrier.complete(target.data.numel() * target.data.element_size())
@@ -292,7 +178,7 @@ class _Copy:
         def run() -> None:
             self.memory[cells[inside]] = source.data[inside]
 
-        _self.stores.append(run)
+        current.stores.append(run)
 
 
 class _Product:
@@ -312,27 +198,24 @@ class _Product:
             self.value = self.value + (self.acc.value if isinstance(self.acc, _Product) else self.acc)
 
 
-_self = _Thread()
-
-
 def _product(a: Any, b: _Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> _Product:
-    _self.products.append(_Product(a, b, acc, use_acc))
-    return _self.products[-1]
+    current.products.append(_Product(a, b, acc, use_acc))
+    return current.products[-1]
 
 
 def _wait_products(pending: int, deps: list[_Product]) -> Any:
-    _self.block.machine.jitter(0.5)
-    while len(_self.products) > int(pending):
-        _self.products.pop(0).run()
+    current.block.machine.jitter(0.5)
+    while len(current.products) > int(pending):
+        current.products.pop(0).run()
     # a product that still runs may be passed on as an accumulator; any other use of it is an error
     done = [dep.value if isinstance(dep, _Product) and dep.value is not None else dep for dep in deps]
     return done[0] if len(deps) == 1 else tuple(done)
 
 
 def _wait_stores(pending: int) -> None:
-    _self.block.machine.jitter()
-    while len(_self.stores) > pending:
-        _self.stores.pop(0)()
+    current.block.machine.jitter()
+    while len(current.stores) > pending:
+        current.stores.pop(0)()
 
 
 def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any) -> Any:
@@ -342,24 +225,24 @@ def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any
     if "tanh.approx" in text:  # with a relative error of up to 2^-11 of any sign
         return torch.tanh(values[0]) * (1 + 2**-11 * torch.sin(1e4 * values[0]))
     kind, number = re.match(r"bar\.(sync|arrive) (\d+), 256;", text).groups()  # type: ignore[union-attr]
-    block = _self.block
+    block = current.block
     with block.machine.lock:
-        barrier = block.named.setdefault(int(number), _NamedBarrier())
+        barrier = block.named.setdefault(int(number), NamedBarrier())
     getattr(barrier, kind)()
     return None
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    _run_threads([(_self.block, function, args) for function, args in partitions])
+    _run_threads([(current.block, function, args) for function, args in partitions])
 
 
 def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]]) -> None:
     machine = work[0][0].machine
 
     def run(block: Block, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        _self.block = block
-        _self.products = []
-        _self.stores = []
+        current.block = block
+        current.products = []
+        current.stores = []
         try:
             function(*args)
             _wait_stores(0)
@@ -376,7 +259,7 @@ def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]])
 
 
 def _atomic_add(pointer: _Pointer, value: Any, sem: str = "") -> torch.Tensor:
-    with _self.block.machine.lock:
+    with current.block.machine.lock:
         return pointer.add(value)
 
 
@@ -423,12 +306,12 @@ def _language() -> types.SimpleNamespace:
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask=None: pointer.store(value, mask),
         atomic_add=_atomic_add,
-        program_id=lambda axis: torch.tensor(_self.block.index),
-        num_programs=lambda axis: _self.block.grid,
+        program_id=lambda axis: torch.tensor(current.block.index),
+        num_programs=lambda axis: current.block.grid,
         inline_asm_elementwise=_inline_assembly,
         warp_specialize=_specialize,
         allocate_shared_memory=lambda dtype, shape, layout: (
-            _Barriers(shape[0])
+            Barriers(shape[0])
             if dtype == torch.int64
             else _Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 2**30, dtype=dtype))
         ),

@@ -126,7 +126,8 @@ class RowStatistics:
     __slots__ = ("_blocks", "_launch", "shape")
 
     def __init__(self, tensors: BackwardTensors, options: AttentionOptions) -> None:
-        total, heads = tensors.q.shape[0], tensors.q.shape[-2]
+        total = tensors.q.shape[0]
+        heads = tensors.q.shape[-2]
         varlen = tensors.cu_seqlens_q is not None
         batch = total if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         padded = _padded_rows(options.max_seqlen_q)

@@ -114,11 +114,12 @@ def test_an_unaligned_address_is_right_with_a_plan_for_aligned_ones() -> None:
 @pytest.mark.parametrize("lengths", [(0, 7), (7, 0), (0, 0)], ids=str)
 def test_no_queries_and_no_keys(lengths: tuple[int, int]) -> None:
     rows, keys = lengths
-    q, k = torch.ones(1, rows, 2, 64, dtype=torch.bfloat16), torch.ones(1, keys, 1, 64, dtype=torch.bfloat16)
+    q = torch.ones(1, rows, 2, 64, dtype=torch.bfloat16)
+    k = torch.ones(1, keys, 1, 64, dtype=torch.bfloat16)
     lse = torch.full((1, 2, rows), float("-inf"))
     tensors = BackwardTensors(q, k, k, None, None, None, None, torch.zeros_like(q), lse, q)
     with emulated():
-        found = plan_backward(tensors, replace(GradientCase("", seqlen_q=rows, seqlen_k=keys)).options)(tensors)
+        found = plan_backward(tensors, GradientCase("", seqlen_q=rows, seqlen_k=keys).options)(tensors)
     for name in "qkv":
         assert getattr(found, name).shape == getattr(tensors, name).shape
         assert not getattr(found, name).any()

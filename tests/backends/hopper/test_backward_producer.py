@@ -26,7 +26,8 @@ def _visited(window: tuple[int, int], seqlen_q: int, seqlen_k: int, stagger: boo
     found: Counter[Any] = Counter()
     for index in range(2 * 2 * num_n):
         tile = names["key_tile"](torch.tensor(index), args, var)
-        m, head = tile.start, tile.kv_head * 2
+        m = tile.start
+        head = tile.kv_head * 2
         for _ in range(tile.count):
             found[int(tile.q_origin), int(head), int(m), int(tile.first) // 128] += 1
             m, head = names["next_block"](m, head, tile)

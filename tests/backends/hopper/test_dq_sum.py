@@ -25,7 +25,9 @@ def _sum_of(dq: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (40, 64), (128, 128), (96, 128)])
 def test_the_sum_becomes_the_gradient(head_dim: int, width: int) -> None:
-    heads, seqlen, rows = 2, 100, 128
+    heads = 2
+    seqlen = 100
+    rows = 128
     dq = torch.randn(heads, rows, width, generator=torch.Generator().manual_seed(0))
     found = torch.zeros(1, seqlen, heads, head_dim)
     launch = convert_launch((1, heads, head_dim), width, seqlen, rows, False, 0.5)
