@@ -302,6 +302,8 @@ def _language() -> types.SimpleNamespace:
         convert_layout=lambda x, layout, assert_trivial=False: x,
         where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)),
         split=lambda x: x.unbind(-1),
+        reshape=lambda x, shape: x.reshape(shape),
+        permute=lambda x, order: x.permute(order),
         static_range=range,
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask=None: pointer.store(value, mask),

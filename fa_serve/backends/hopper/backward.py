@@ -28,7 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from fa_serve.backends.hopper.backward_consumer import backward_consumer
 from fa_serve.backends.hopper.backward_producer import backward_producer, key_tile
-from fa_serve.backends.hopper.backward_tiles import BLOCK_N, BackwardTileConfig, backward_tiles, gradient_columns
+from fa_serve.backends.hopper.backward_tiles import (
+    BLOCK_N,
+    BackwardTileConfig,
+    backward_tiles,
+    gradient_columns,
+)
 from fa_serve.backends.hopper.backward_types import (
     BackwardArgs,
     BackwardBarriers,
@@ -43,6 +48,12 @@ from fa_serve.backends.hopper.gluon_names import HAS_REINTERPRET
 from fa_serve.backends.launch import Launch, View, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, BackwardTensors, Gradients, Run
 from fa_serve.backends.triton.row_statistics import RowStatistics
+
+LAUNCH_REGISTERS = 168
+"""Registers of every thread at launch: 65536 for three warpgroups, of which the producer's has three idle warps."""
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
+"""Registers of a thread after setmaxnreg."""
 
 
 class BackwardNumbers(NamedTuple):
@@ -147,8 +158,6 @@ def _attention_backward(
     stats_width,
     var: gl.constexpr,
 ):
-    REGISTERS: gl.constexpr = var.tiles.registers[1]
-    PRODUCER: gl.constexpr = var.tiles.producer_registers
     desc = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc)
     smem = _allocate_memory(desc, var)
     bars = _allocate_barriers(var)
@@ -176,7 +185,7 @@ def _attention_backward(
             (backward_producer, (desc, smem, bars, args, tile, var)),
         ],
         [4, 1],
-        [REGISTERS, PRODUCER],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
@@ -231,7 +240,7 @@ class _BackwardPlan:
         )
         self._main = None
         if grid and q.shape[0] and q.shape[-3]:
-            launch_options = {"num_warps": 4, "maxnreg": var.tiles.registers[0]}
+            launch_options = {"num_warps": 4, "maxnreg": LAUNCH_REGISTERS}
             views = self._views(tensors, var)
             self._main = Launch(_attention_backward, grid, numbers, (var,), launch_options, views=views)
         self._convert = convert_launch(

@@ -19,11 +19,10 @@ class BackwardTileConfig:
                The remainder by a power of 2 takes fewer registers than by 3
     do_stages: blocks of dO in flight
     ahead:     S of the next block is issued between dQ and dK of this one, so that the tensor cores always have work. False
-               issues S at the block's start, as FlashAttention-3 does, and needs fewer registers. At 64 columns True does not
-               fit the registers: ptxas waits for each product
+               issues S at the block's start, as FlashAttention-3 does, and needs fewer registers. With blocks of 128 queries the
+               registers do not suffice for True, and ptxas waits for each product
     stagger:   neighbouring tiles start at different queries. Otherwise the tiles of a head, which run at the same time, add to
                the same rows of dQ at the same time
-    producer_registers: registers of a producer thread; a consumer thread has those that are left
     """
 
     block_m: int
@@ -31,16 +30,9 @@ class BackwardTileConfig:
     do_stages: int = 2
     ahead: bool = True
     stagger: bool = False
-    producer_registers: int = 24
 
     def __post_init__(self) -> None:
         assert not self.ahead or self.q_stages > 1, "Q of a block is held until the next block's dP"
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers per thread: (of every thread at launch, of a consumer thread after setmaxnreg)."""
-        launch = 65536 // (128 * (GROUPS + 1)) // 8 * 8
-        return launch, min((launch * (GROUPS + 1) - self.producer_registers) // GROUPS // 8 * 8, 240)
 
 
 def gradient_columns(head_dim: int, head_dim_v: int) -> int:

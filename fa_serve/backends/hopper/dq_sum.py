@@ -64,10 +64,9 @@ def _convert_dq(
     if m * 64 < length:
         rows = tl.arange(0, 64)[:, None]
         columns = tl.arange(0, WIDTH)[None, :]
-        of_rows = rows // 16 * 128 + rows % 8 * 16 + rows // 8 % 2 * 2
-        of_columns = columns // 64 * 4096 + columns % 64 // 8 * 512 + columns % 8 // 2 * 4 + columns % 2
         slab = sum_ptr + (stats_row.to(tl.int64) * stats_width + stats_column) * WIDTH
-        dq = tl.load(slab + of_rows + of_columns) * scale
+        squares = tl.reshape(tl.load(slab + tl.arange(0, 64 * WIDTH)), (WIDTH // 64, 8, 4, 8, 4, 2, 2))
+        dq = tl.reshape(tl.permute(squares, (2, 5, 3, 0, 1, 4, 6)), (64, WIDTH)) * scale
         token = first.to(tl.int64) + m * 64 + rows
         target = dq_ptr + (token * num_heads + head) * HEAD_DIM + columns
         tl.store(target, dq.to(dq_ptr.dtype.element_ty), mask=(m * 64 + rows < length) & (columns < HEAD_DIM))
