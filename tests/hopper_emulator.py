@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import inspect
 import re
 import threading
@@ -338,6 +339,11 @@ _MODULES = (
 
 def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
     """The kernels' definitions, executed against the emulated language. A fault replaces source text, which must be there."""
+    return _define(tuple(faults.items()))
+
+
+@functools.lru_cache(maxsize=2)
+def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 
     def jit(function: Any = None, **options: Any) -> Any:
         return function if function is not None else lambda f: f
@@ -377,7 +383,7 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
     unused = dict(faults)
     for module in _MODULES:
         source = inspect.getsource(module)
-        for old, new in faults.items():
+        for old, new in faults:
             if old in source:
                 source = source.replace(old, new)
                 unused.pop(old, None)

@@ -19,8 +19,8 @@ class BackwardTileConfig:
                The remainder by a power of 2 takes fewer registers than by 3
     do_stages: blocks of dO in flight
     ahead:     S of the next block is issued between dQ and dK of this one, so that the tensor cores always have work. False
-               issues S at the block's start, as FlashAttention-3 does, and needs fewer registers. With blocks of 128 queries the
-               registers do not suffice for True, and ptxas waits for each product
+               issues S at the block's start, as FlashAttention-3 does, and needs fewer registers. With blocks of 128 queries
+               there are too few registers for True, and ptxas waits for each product
     stagger:   neighbouring tiles start at different queries. Otherwise the tiles of a head, which run at the same time, add to
                the same rows of dQ at the same time
     """

@@ -11,6 +11,7 @@ from fa_serve.backends.hopper.dq_sum import convert_launch
 
 def _sum_of(dq: torch.Tensor) -> torch.Tensor:
     """(heads, rows, width), as the warpgroups store it: each square twice, because additions must add up."""
+    add_to_dq = kernel_definitions({})["add_to_dq"]
     heads, rows, width = dq.shape
     total = torch.zeros(heads, rows, width)
     for head in range(heads):
@@ -19,7 +20,7 @@ def _sum_of(dq: torch.Tensor) -> torch.Tensor:
                 square = dq[head, row : row + 64, column : column + 64]
                 where = (head * rows + row) * width + 64 * column
                 for _ in range(2):
-                    run_in_block(kernel_definitions({})["add_to_dq"], total, where, square)
+                    run_in_block(add_to_dq, total, where, square)
     return total
 
 
