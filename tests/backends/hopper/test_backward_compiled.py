@@ -64,7 +64,7 @@ CASES = [
     pytest.param({"head_dim": 64, "window": CAUSAL}, 80, id="d64-causal"),
     pytest.param(
         {"head_dim": 80, "window": FULL, "softcap": 30.0, "dtype": torch.float16, "tiles": NOT_AHEAD},
-        80,
+        112,
         id="d80-softcap-float16",
     ),
 ]
