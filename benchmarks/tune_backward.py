@@ -5,7 +5,9 @@
 Every check and every timing is a job in a child process with a time limit, as in tune_hopper.py. A variant that fails any check
 is not timed. Checks compare the gradients of dense calls with GQA, causality, windows and softcap, and of packed sequences with
 NaN between them, with float64 by the 2x rule. The table gives TFLOPS of 5 products, 16k tokens of hidden size 2048 in bfloat16:
-PyTorch's FlashAttention-2 and cuDNN, the portable kernels, and every variant, which includes all kernels of a backward pass.
+PyTorch's FlashAttention-2 and cuDNN, the portable kernels, and every variant with all kernels of a backward pass. The last column,
+`around`, is the time in milliseconds of what surrounds the main kernel: statistics of rows, zeros for the sum of dQ, and its
+conversion.
 
 The name of a variant: block_m, q stages of Q, d stages of dO, a with S issued ahead, s staggered.
 """
@@ -23,6 +25,7 @@ from fa_serve.backends.hopper.backward_tiles import BackwardTileConfig
 
 Contender = BackwardTileConfig | str
 PEERS = ("flash", "cudnn", "portable")
+AROUND = "around"
 VARIANTS: dict[int, list[BackwardTileConfig]] = {
     64: [
         BackwardTileConfig(128, 2, ahead=False),
@@ -115,7 +118,7 @@ def check(head_dim: int, tiles: BackwardTileConfig) -> None:
 
 
 def measure(head_dim: int, causal: bool, seqlen: int, everyone: list[Contender]) -> list[float]:
-    """TFLOPS of each contender."""
+    """TFLOPS of each contender, but milliseconds of AROUND."""
     import torch
     from backward_problem import KINDS
     from measure import in_turns, sdpa
@@ -138,12 +141,17 @@ def measure(head_dim: int, causal: bool, seqlen: int, everyone: list[Contender])
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             theirs = sdpa(KINDS[who], *leaves, causal)().transpose(1, 2)
             return partial(torch.autograd.grad, theirs, leaves, dout, retain_graph=True)
-        run = plan_portable(tensors, options) if isinstance(who, str) else plan_backward(tensors, options, who)
+        run: Any = plan_portable(tensors, options)
+        if who == AROUND:
+            run = plan_backward(tensors, options)
+            run._main = lambda tensors: None
+        elif isinstance(who, BackwardTileConfig):
+            run = plan_backward(tensors, options, who)
         return partial(run, tensors)
 
     times = in_turns({label(who): call_of(who) for who in everyone})
     flops = 5 * 2 * batch * heads * seqlen * seqlen * head_dim * (0.5 if causal else 1.0)
-    return [flops / times[label(who)] * 1e-9 for who in everyone]
+    return [times[label(who)] if who == AROUND else flops / times[label(who)] * 1e-9 for who in everyone]
 
 
 def main() -> None:
@@ -167,7 +175,7 @@ def main() -> None:
     cells = [(d, causal, int(n)) for d in head_dims for n in args.seqlens.split(",") for causal in (False, True)]
     jobs: list[tuple[Any, tuple[Any, ...]]] = []
     for d, causal, n in cells:
-        everyone: list[Contender] = [*PEERS, *(tiles for tiles in VARIANTS[d] if (d, tiles) not in bad)]
+        everyone: list[Contender] = [*PEERS, *(tiles for tiles in VARIANTS[d] if (d, tiles) not in bad), AROUND]
         jobs.append((measure, (d, causal, n, everyone)))
     shown = 0
     for (_, (d, causal, n, everyone)), result in zip(jobs, run_jobs(jobs, 1, 60, deadline), strict=True):
@@ -175,7 +183,9 @@ def main() -> None:
             print(f"{'d' + str(d):<20}" + "".join(f"{label(who):>10}" for who in everyone))
             shown = d
         cell = f"{'causal' if causal else 'full'} {n}"
-        numbers = str(result) if isinstance(result, Exception) else "".join(f"{x:10.0f}" for x in result)
+        numbers = str(result)
+        if not isinstance(result, Exception):
+            numbers = "".join(f"{x:10.0f}" for x in result[:-1]) + f"{result[-1]:10.3f}"
         print(f"{cell:<20}{numbers}", flush=True)
 
 
