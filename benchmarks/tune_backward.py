@@ -6,8 +6,8 @@ Every check and every timing is a job in a child process with a time limit, as i
 is not timed. Checks compare the gradients of dense calls with GQA, causality, windows and softcap, and of packed sequences with
 NaN between them, with float64 by the 2x rule. The table gives TFLOPS of 5 products, 16k tokens of hidden size 2048 in bfloat16:
 PyTorch's FlashAttention-2 and cuDNN, the portable kernels, and every variant with all kernels of a backward pass. The last
-column, `around`, is the time in milliseconds of what surrounds the main kernel: statistics of rows, zeros for the sum of dQ, and
-its conversion.
+column, `around`, is the time in milliseconds of what surrounds the main kernel: statistics of rows, zeros for the sum of
+dQ, and its conversion.
 
 The name of a variant: block_m, q stages of Q, d stages of dO, a with S issued ahead, s staggered.
 """
