@@ -301,7 +301,8 @@ def _work(inbox: Any, outbox: Any, number: int) -> None:
         index, function, args = job
         outbox.put(("start", number, index, None))
         try:
-            outbox.put(("done", number, index, globals()[function](*args)))
+            run = globals()[function] if isinstance(function, str) else function
+            outbox.put(("done", number, index, run(*args)))
         except Exception as error:
             text = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
             outbox.put(("failed", number, index, text))
@@ -309,8 +310,11 @@ def _work(inbox: Any, outbox: Any, number: int) -> None:
                 return
 
 
-def run_jobs(jobs: list[tuple[str, tuple[Any, ...]]], processes: int, limit: float, deadline: float) -> list[Any]:
-    """The results in the order of the jobs: a value, None, or the exception of a job that failed."""
+def run_jobs(jobs: list[tuple[Any, tuple[Any, ...]]], processes: int, limit: float, deadline: float) -> list[Any]:
+    """The results in the order of the jobs: a value, None, or the exception of a job that failed.
+
+    jobs: a function, or the name of one of this module, and its arguments
+    """
     context = mp.get_context("spawn")
     inbox = context.Queue()
     outbox = context.Queue()

@@ -42,9 +42,11 @@ def plan_differentiable(backend: Backend, spec: AttentionSpec, tensors: Attentio
 
 def attention_gradients(spec: AttentionSpec, tensors: BackwardTensors, options: AttentionOptions) -> Gradients:
     """The gradients of one dense or packed call, by the fastest backend that supports the spec, whose op is "backward"."""
-    if tensors.needs_dmask and torch.are_deterministic_algorithms_enabled():
-        options = replace(options, deterministic=True)
-    key = ("backward", facts(*tensors[:11], tensors.alibi_slopes), tensors.needs_dsinks, tensors.needs_dmask, options)
+    if torch.are_deterministic_algorithms_enabled():
+        spec = replace(spec, deterministic=True)
+        options = replace(options, deterministic=tensors.needs_dmask)
+    wanted = (tensors.needs_dsinks, tensors.needs_dmask, spec.deterministic)
+    key = ("backward", facts(*tensors[:11], tensors.alibi_slopes), wanted, options)
     run = PLANS.get(key)
     if run is None:
         run = PLANS.add(key, select_backend(spec).plan(spec, tensors, options))

@@ -101,6 +101,7 @@ class AttentionSpec:
     block_mask:  queries attend to the key blocks of a list (see `block_lists`)
     precision:   precision of the products of "attention", as in `fa_serve.attention`
     values_in_keys: (paged) the values are the first head_dim_v numbers of the keys, in the same memory (latent attention)
+    deterministic: (op "backward") equal calls must have equal gradients in every bit
     """
 
     layout: Layout
@@ -125,6 +126,7 @@ class AttentionSpec:
     block_mask: bool = False
     values_in_keys: bool = False
     precision: Precision = "bf16"
+    deterministic: bool = False
 
     @property
     def cached_bytes(self) -> int:
@@ -145,7 +147,7 @@ class AttentionSpec:
             parts.append("causal")
         elif self.window_size != (-1, -1):
             parts.append(f"window {self.window_size}")
-        named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask", "needs_grad", "values_in_keys")
+        named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask", "needs_grad", "values_in_keys", "deterministic")
         parts += [name for name in named if getattr(self, name)]
         if self.precision != "bf16":
             parts.append(f"precision {self.precision}")

@@ -148,6 +148,28 @@ class Kernel:
         return int(re.search(pattern, self.binary.asm["amdgcn"]).group(1))  # type: ignore[union-attr]
 
 
+def main_loops(sass: str, exponentials: int) -> list[list[str]]:
+    """The instructions of each warpgroup's main loop in a Hopper kernel, which is known by its number of exponentials."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for line in sass.splitlines():
+        if label := re.fullmatch(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*);", line):
+            instructions.append(found[1])
+            target = re.match(r"BRA.*`\((\.L_x_\d+)\)", found[1])
+            if target and target[1] in labels:
+                loops.append((labels[target[1]], len(instructions)))
+    # the slow path of a wait stands far away and jumps back, which looks like a long loop: shorter loops come first
+    found_loops: list[tuple[int, int]] = []
+    for a, b in sorted(loops, key=lambda loop: loop[1] - loop[0]):
+        right = sum("MUFU.EX2" in i for i in instructions[a:b]) == exponentials
+        if right and all(b <= c or d <= a for c, d in found_loops):
+            found_loops.append((a, b))
+    return [instructions[a:b] for a, b in found_loops]
+
+
 class _NamingDriver:
     """As much of a Triton driver as compiling needs; the device number is the target's, so that caches stay apart."""
 

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
+import functools
 import inspect
-import random
 import re
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,114 +29,25 @@ from unittest import mock
 
 import torch
 from float8_cases import quantize_inputs
+from hopper_threads import Barrier, Barriers, Block, EmulationError, Machine, NamedBarrier, current
 
-from fa_serve.backends.hopper import forward, kernel_types
+from fa_serve.backends.hopper import (
+    backward,
+    backward_consumer,
+    backward_producer,
+    backward_types,
+    consumer,
+    dq_sum,
+    float8_scales,
+    forward,
+    kernel_types,
+    listed_blocks,
+    producer,
+    shared_memory,
+    tile_schedule,
+)
 from fa_serve.backends.launch import Launch, View
-
-
-class EmulationError(Exception):
-    """A deadlock, too many arrivals at a barrier, or an access outside of a tensor."""
-
-
-class _Thread(threading.local):
-    """State of one warp group: its thread block, and its products and copies that have not been waited for."""
-
-    block: Block
-    products: list[_Product]
-    stores: list[Callable[[], None]]
-
-
-class Block:
-    """One thread block: its number and its named barriers."""
-
-    def __init__(self, index: int, grid: int, machine: Machine) -> None:
-        self.index = index
-        self.grid = grid
-        self.machine = machine
-        self.named: dict[int, _NamedBarrier] = {}
-
-
-class Machine:
-    """What all thread blocks share: failures, a lock for atomics, and random delays of up to `delay` seconds.
-
-    A wait of more than `patience` seconds counts as a deadlock.
-    """
-
-    def __init__(self, seed: int, patience: float, delay: float) -> None:
-        self.patience = patience
-        self.delay = delay
-        self.failures: list[BaseException] = []
-        self.lock = threading.Lock()
-        self.random = random.Random(seed)
-
-    def jitter(self, probability: float = 0.2) -> None:
-        if self.random.random() < probability:
-            time.sleep(self.random.random() * self.delay)
-
-    def wait(self, condition: threading.Condition, ready: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self.patience
-        while not ready():
-            if self.failures or (not condition.wait(0.05) and time.monotonic() > deadline):
-                raise EmulationError(f"deadlock: {what}")
-
-
-class _Barrier:
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.phase = 0
-        self.count = 1
-        self.pending = 1
-        self.bytes = 0
-
-    def init(self, count: int) -> None:
-        self.count = self.pending = count
-
-    def arrive(self, count: int = 1, expected_bytes: int = 0) -> None:
-        with self.condition:
-            self.pending -= count
-            self.bytes += expected_bytes
-            self._turn()
-
-    def complete(self, count: int) -> None:
-        with self.condition:
-            self.bytes -= count
-            self._turn()
-
-    def _turn(self) -> None:
-        if self.pending < 0:
-            raise EmulationError("more arrivals at an mbarrier than it counts")
-        if self.pending == 0 and self.bytes == 0:
-            self.phase += 1
-            self.pending = self.count
-            self.condition.notify_all()
-
-    def wait(self, parity: int) -> None:
-        with self.condition:
-            _self.block.machine.wait(self.condition, lambda: (self.phase & 1) != parity, "mbarrier")
-
-
-class _NamedBarrier:
-    """A named barrier of two warpgroups: one arrives, and the other waits for it."""
-
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.arrived = 0
-        self.turns = 0  # how often both have arrived
-
-    def arrive(self) -> int:
-        with self.condition:
-            turn = self.turns
-            self.arrived += 1
-            if self.arrived == 2:
-                self.arrived = 0
-                self.turns += 1
-                self.condition.notify_all()
-            return turn
-
-    def sync(self) -> None:
-        turn = self.arrive()
-        with self.condition:
-            _self.block.machine.wait(self.condition, lambda: self.turns > turn, "named barrier")
+from fa_serve.backends.triton import row_statistics
 
 
 class _Shared:
@@ -146,6 +55,7 @@ class _Shared:
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
+        self.dtype = data.dtype
 
     def index(self, i: Any) -> _Shared:
         return _Shared(self.data[int(i)])
@@ -167,12 +77,14 @@ class _Shared:
 
 
 class _Boxes:
-    """A ring (stages, rows, columns) as boxes of some rows by up to 64 columns. All rows of the first 64 columns come first."""
+    """A ring (stages, rows, columns), with any dimensions of size 1, as boxes of some rows by up to 64 columns. All rows of the
+    first 64 columns come first."""
 
     def __init__(self, ring: torch.Tensor, shape: list[int]) -> None:
-        self.ring = ring
+        self.ring = ring.view(ring.shape[0], -1, ring.shape[-1])
         self.count = shape[0]
-        self.rows = shape[-3]
+        self.box = shape[1:]
+        self.rows = shape[1] if len(shape) == 3 else shape[-3]
         self.columns = shape[-1]
         if ring.numel() != torch.Size(shape).numel():
             raise EmulationError(f"{shape} is not the memory of {tuple(ring.shape)}")
@@ -181,27 +93,22 @@ class _Boxes:
         stage, rest = divmod(int(i), self.count // self.ring.shape[0])
         chunk, box = divmod(rest, self.ring.shape[1] // self.rows)
         data = self.ring[stage, box * self.rows : (box + 1) * self.rows].chunk(self.ring.shape[2] // self.columns, 1)[chunk]
-        return _Shared(data[None, None, :, None, :])
-
-
-class _Barriers:
-    def __init__(self, count: int) -> None:
-        self.items = [_Barrier() for _ in range(count)]
-
-    def index(self, i: Any) -> _Barrier:
-        return self.items[int(i)]
+        return _Shared(data if len(self.box) == 2 else data[None, None, :, None, :])
 
 
 class _Pointer:
     def __init__(self, data: torch.Tensor, offset: Any = 0) -> None:
         self.data = data
         self.offset = offset
+        self.dtype = types.SimpleNamespace(element_ty=data.dtype)
 
     def __add__(self, offset: Any) -> _Pointer:
         return _Pointer(self.data, self.offset + offset)
 
     def cells(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.data.view(-1), torch.as_tensor(self.offset)
+        """The memory from the tensor's first element on, whatever its strides are, and the offsets in it."""
+        memory = torch.empty(0, dtype=self.data.dtype).set_(self.data.untyped_storage())
+        return memory[self.data.storage_offset() :], torch.as_tensor(self.offset)
 
     def load(self, mask: Any = None, other: Any = 0) -> torch.Tensor:
         flat, offset = self.cells()
@@ -217,6 +124,12 @@ class _Pointer:
         else:
             offset, value, mask = torch.broadcast_tensors(offset, value, mask)
             flat[offset[mask].long()] = value[mask]
+
+    def add(self, value: Any) -> torch.Tensor:
+        flat, offset = self.cells()
+        old = self.load()
+        flat.index_put_((offset,), torch.as_tensor(value, dtype=flat.dtype), accumulate=True)
+        return old
 
 
 class _Copy:
@@ -255,9 +168,9 @@ class _Copy:
             raise EmulationError("a copy inside its bounds reaches outside of the tensor")
         return cells, inside
 
-    def load(self, corner: list[Any], barrier: _Barrier, target: _Shared) -> None:
+    def load(self, corner: list[Any], barrier: Barrier, target: _Shared) -> None:
         target.data.fill_(float("nan"))
-        _self.block.machine.jitter()
+        current.block.machine.jitter()
         cells, inside = self._cells(corner)
         target.data.copy_(torch.where(inside, self.memory[torch.where(inside, cells, 0)], 0))
         barrier.complete(target.data.numel() * target.data.element_size())
@@ -268,7 +181,7 @@ class _Copy:
         def run() -> None:
             self.memory[cells[inside]] = source.data[inside]
 
-        _self.stores.append(run)
+        current.stores.append(run)
 
 
 class _Product:
@@ -288,27 +201,24 @@ class _Product:
             self.value = self.value + (self.acc.value if isinstance(self.acc, _Product) else self.acc)
 
 
-_self = _Thread()
-
-
 def _product(a: Any, b: _Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> _Product:
-    _self.products.append(_Product(a, b, acc, use_acc))
-    return _self.products[-1]
+    current.products.append(_Product(a, b, acc, use_acc))
+    return current.products[-1]
 
 
 def _wait_products(pending: int, deps: list[_Product]) -> Any:
-    _self.block.machine.jitter(0.5)
-    while len(_self.products) > int(pending):
-        _self.products.pop(0).run()
-    if any(dep.value is None for dep in deps):
-        raise EmulationError("the result of a product is used before it was waited for")
-    return deps[0].value if len(deps) == 1 else tuple(dep.value for dep in deps)
+    current.block.machine.jitter(0.5)
+    while len(current.products) > int(pending):
+        current.products.pop(0).run()
+    # a product that still runs may be passed on as an accumulator; any other use of it is an error
+    done = [dep.value if isinstance(dep, _Product) and dep.value is not None else dep for dep in deps]
+    return done[0] if len(deps) == 1 else tuple(done)
 
 
 def _wait_stores(pending: int) -> None:
-    _self.block.machine.jitter()
-    while len(_self.stores) > pending:
-        _self.stores.pop(0)()
+    current.block.machine.jitter()
+    while len(current.stores) > pending:
+        current.stores.pop(0)()
 
 
 def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any) -> Any:
@@ -318,24 +228,24 @@ def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any
     if "tanh.approx" in text:  # with a relative error of up to 2^-11 of any sign
         return torch.tanh(values[0]) * (1 + 2**-11 * torch.sin(1e4 * values[0]))
     kind, number = re.match(r"bar\.(sync|arrive) (\d+), 256;", text).groups()  # type: ignore[union-attr]
-    block = _self.block
+    block = current.block
     with block.machine.lock:
-        barrier = block.named.setdefault(int(number), _NamedBarrier())
+        barrier = block.named.setdefault(int(number), NamedBarrier())
     getattr(barrier, kind)()
     return None
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    _run_threads([(_self.block, function, args) for function, args in partitions])
+    _run_threads([(current.block, function, args) for function, args in partitions])
 
 
 def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]]) -> None:
     machine = work[0][0].machine
 
     def run(block: Block, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        _self.block = block
-        _self.products = []
-        _self.stores = []
+        current.block = block
+        current.products = []
+        current.stores = []
         try:
             function(*args)
             _wait_stores(0)
@@ -351,11 +261,9 @@ def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]])
         raise EmulationError(str(machine.failures[0])) from machine.failures[0]
 
 
-def _atomic_add(pointer: _Pointer, value: int, sem: str = "") -> torch.Tensor:
-    with _self.block.machine.lock:
-        old = pointer.load()
-        pointer.store(old + value)
-    return old
+def _atomic_add(pointer: _Pointer, value: Any, sem: str = "") -> torch.Tensor:
+    with current.block.machine.lock:
+        return pointer.add(value)
 
 
 def _tensors(function: Callable[..., torch.Tensor], scalars: Callable[..., Any]) -> Callable[..., Any]:
@@ -397,24 +305,48 @@ def _language() -> types.SimpleNamespace:
         convert_layout=lambda x, layout, assert_trivial=False: x,
         where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)),
         split=lambda x: x.unbind(-1),
+        reshape=lambda x, shape: x.reshape(shape),
+        permute=lambda x, order: x.permute(order),
         static_range=range,
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask=None: pointer.store(value, mask),
         atomic_add=_atomic_add,
-        program_id=lambda axis: torch.tensor(_self.block.index),
-        num_programs=lambda axis: _self.block.grid,
+        program_id=lambda axis: torch.tensor(current.block.index),
+        num_programs=lambda axis: current.block.grid,
         inline_asm_elementwise=_inline_assembly,
         warp_specialize=_specialize,
         allocate_shared_memory=lambda dtype, shape, layout: (
-            _Barriers(shape[0])
+            Barriers(shape[0])
             if dtype == torch.int64
             else _Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 2**30, dtype=dtype))
         ),
     )
 
 
+_MODULES = (
+    tile_schedule,
+    listed_blocks,
+    float8_scales,
+    producer,
+    consumer,
+    shared_memory,
+    forward,
+    row_statistics,
+    dq_sum,
+    backward_producer,
+    backward_consumer,
+    backward,
+)
+"""Their functions share one name space, so no two of them have the same name."""
+
+
 def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
     """The kernels' definitions, executed against the emulated language. A fault replaces source text, which must be there."""
+    return _define(tuple(faults.items()))
+
+
+@functools.lru_cache(maxsize=2)
+def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 
     def jit(function: Any = None, **options: Any) -> Any:
         return function if function is not None else lambda f: f
@@ -422,7 +354,7 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
     barrier = types.SimpleNamespace(
         MBarrierLayout=lambda: None,
         init=lambda b, count: b.init(count),
-        arrive=lambda b, count=1: b.arrive(count),
+        arrive=lambda b, count=1, pred=True: b.arrive(count) if pred else None,
         expect=lambda b, count: b.arrive(1, count),
         wait=lambda b, phase, pred=True: b.wait(int(phase)) if pred else None,
     )
@@ -445,12 +377,17 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
         "warpgroup_mma_wait": _wait_products,
         "BLOCK_KEYS": kernel_types.BLOCK_KEYS.value,
         "RAGGED": kernel_types.RAGGED.value,
-        **{name: value for name, value in vars(kernel_types).items() if hasattr(value, "_fields")},
+        **{
+            name: value
+            for module in (kernel_types, backward_types)
+            for name, value in vars(module).items()
+            if hasattr(value, "_fields")
+        },
     }
     unused = dict(faults)
-    for name in ("tile_schedule", "listed_blocks", "float8_scales", "producer", "consumer", "shared_memory", "forward"):
-        source = inspect.getsource(importlib.import_module(f"fa_serve.backends.hopper.{name}"))
-        for old, new in faults.items():
+    for module in _MODULES:
+        source = inspect.getsource(module)
+        for old, new in faults:
             if old in source:
                 source = source.replace(old, new)
                 unused.pop(old, None)
@@ -463,10 +400,16 @@ def kernel_definitions(faults: dict[str, str]) -> dict[str, Any]:
             or (isinstance(node, ast.Assign) and "constexpr" in ast.unparse(node.value))
         ]
         future = ast.parse("from __future__ import annotations\nfrom typing import NamedTuple").body
-        exec(compile(ast.Module(future + wanted, type_ignores=[]), name, "exec"), names)
+        exec(compile(ast.Module(future + wanted, type_ignores=[]), module.__name__, "exec"), names)
     if unused:
         raise ValueError(f"the source no longer contains {sorted(unused)}")
     return names
+
+
+def run_in_block(function: Callable[..., Any], data: torch.Tensor, offset: int, *args: Any) -> None:
+    """Run one device function of `kernel_definitions` in a thread block by itself, with a pointer into `data` first."""
+    block = Block(0, 1, Machine(0, 1.0, 0.0))
+    _run_threads([(block, function, (_Pointer(data, offset), *args))])
 
 
 def _on_device(arg: Any) -> Any:

@@ -13,7 +13,9 @@ from quantized import float8_weight, int4_weight
 
 from fa_serve.backends import launch
 from fa_serve.backends.hopper import HopperBackend
+from fa_serve.backends.hopper.backward import plan_backward
 from fa_serve.backends.hopper.forward import plan_forward as plan_hopper
+from fa_serve.backends.plan import AttentionOptions, BackwardTensors
 from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
@@ -45,6 +47,18 @@ def test_the_hopper_kernel(head_dim: int) -> None:
     assert min(found["HGMMA"], found["UTMALDG"], found["UTMASTG"]) > 0
     assert found["HMMA"] == 0
     assert kernel.spill_bytes <= 32, "24 bytes in Triton 3.6, 32 in a later release at head_dim 256, outside of the loop"
+    assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
+
+
+def test_the_hopper_backward_kernel() -> None:
+    """Only ptxas says whether products run on from one block of queries to the next."""
+    q, k, v = make_qkv(1, 2048, 2048, 4, 2, 128, dtype=torch.bfloat16)
+    tensors = BackwardTensors(q, k, v, None, None, None, None, q, torch.zeros(1, 4, 2048), q)
+    with compiling_for("sm90") as kernels:
+        plan_backward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, 2048, 2048, return_lse=True))(tensors)
+    _, kernel, _ = kernels
+    assert kernel.instructions["HGMMA"] > 0
+    assert "REDG.E.ADD.F32x4" in kernel.sass
     assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
 
 

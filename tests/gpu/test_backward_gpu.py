@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +11,23 @@ from cases import DENSE, VARLEN, Case, check_gradients, params
 from torch.utils.checkpoint import checkpoint
 
 import fa_serve
+from fa_serve.backends import hopper
+from fa_serve.backends.plan import PLANS
 from fa_serve.testing import make_qkv
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BACKENDS = ["triton", "hopper", "hopper-gradients"]
+"""The backend of the forward pass. The portable kernels compute the gradients, but for the last one, where Hopper's do."""
+
+
+@pytest.fixture
+def hopper_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Turn the Hopper kernel of the gradients on, which leaves deterministic algorithms to the portable ones."""
+    monkeypatch.setattr(hopper, "SERVES_GRADIENTS", True)
+    torch.use_deterministic_algorithms(False)
+    PLANS.clear()
+    yield
+    PLANS.clear()
 
 
 def differentiable(cases: list[Case]) -> list[Case]:
@@ -22,7 +36,10 @@ def differentiable(cases: list[Case]) -> list[Case]:
     return [case for case in served if max(case.lengths_k, default=0) > 1 and case.window != (0, 0)]
 
 
-def _check(case: Case, backend: str, dtype: torch.dtype, layout: str) -> None:
+def _check(case: Case, name: str, dtype: torch.dtype, layout: str, request: pytest.FixtureRequest) -> None:
+    backend = name.removesuffix("-gradients")
+    if backend != name:
+        request.getfixturevalue("hopper_gradients")
     try:
         check_gradients(case, backend, dtype, "cuda", layout)
     except fa_serve.UnsupportedError as error:
@@ -31,18 +48,18 @@ def _check(case: Case, backend: str, dtype: torch.dtype, layout: str) -> None:
         pytest.skip(str(error).splitlines()[-1].strip())
 
 
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", params(differentiable(DENSE)))
-def test_dense(case: Case, dtype: torch.dtype, backend: str) -> None:
-    _check(case, backend, dtype, "dense")
+def test_dense(case: Case, dtype: torch.dtype, backend: str, request: pytest.FixtureRequest) -> None:
+    _check(case, backend, dtype, "dense", request)
 
 
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", params(differentiable(VARLEN)))
-def test_varlen(case: Case, dtype: torch.dtype, backend: str) -> None:
-    _check(case, backend, dtype, "varlen")
+def test_varlen(case: Case, dtype: torch.dtype, backend: str, request: pytest.FixtureRequest) -> None:
+    _check(case, backend, dtype, "varlen", request)
 
 
 def _leaves(seqlen: int, dim: int = 128) -> list[torch.Tensor]:
@@ -58,6 +75,27 @@ def test_equal_calls_have_equal_bits(dim: int) -> None:
     for _ in range(20):
         again = torch.autograd.grad(out, given, dout, retain_graph=True)
         assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.usefixtures("hopper_gradients")
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper_gradients_of_long_calls(dim: int) -> None:
+    """Every call is near the portable kernels' gradients, whatever the order of the additions. A race would show in some."""
+    given = _leaves(4000, dim)
+    out: Any = fa_serve.attention(*given, causal=True)
+    dout = torch.randn_like(out)
+    torch.use_deterministic_algorithms(True)
+    try:
+        expected = torch.autograd.grad(out, given, dout, retain_graph=True)
+        again = torch.autograd.grad(out, given, dout, retain_graph=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, expected, again)), "deterministic algorithms take the portable kernels"
+    for _ in range(20):
+        actual = torch.autograd.grad(out, given, dout, retain_graph=True)
+        for mine, portable in zip(actual, expected, strict=True):
+            worst = (mine.float() - portable.float()).abs().max().item()
+            assert worst <= 2e-2 * portable.float().abs().max().item()
 
 
 def _loss(*given: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,9 @@ GUESTS: dict[str, tuple[str, ...]] = {
 LAZY = {"triton": ("fa_serve.ops",)}
 """Packages among those rooms whose `__init__` must not import the guest: they are imported where it is not installed."""
 
+SHARED_MODULES = ("fa_serve.backends.triton.primitives", "fa_serve.backends.triton.row_statistics")
+"""What the Hopper kernels may import of the portable ones."""
+
 BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))
 
 CLOSED = {
@@ -115,7 +118,7 @@ def backends_keep_apart(house: House) -> Iterator[str]:
         mine, theirs = (next((room for room in BACKENDS if inside(x, room)), None) for x in (name, target))
         if theirs == "fa_serve.backends.reference" and name not in ("fa_serve.backends.reference", "fa_serve.testing"):
             yield f"{name} imports the oracle"
-        elif mine and theirs and mine != theirs and (mine, target) != (BACKENDS[0], "fa_serve.backends.triton.primitives"):
+        elif mine and theirs and mine != theirs and not (mine == BACKENDS[0] and inside(target, *SHARED_MODULES)):
             yield f"{name} imports another backend, {target}"
 
 

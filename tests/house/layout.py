@@ -13,6 +13,7 @@ from house.source import House, Module, Planted, inside
 
 SHARED_STEMS = {
     "__init__": "a package",
+    "backward": "the kernel of the backward pass, one for each backend that has its own",
     "errors": "the errors of a room",
     "forward": "the kernel of the forward pass, one for each backend that has its own",
 }
@@ -51,6 +52,10 @@ TESTED_BY = {
         "tests/backends/triton/test_block_sparse_interpreted.py",
         "the plans of the module `block_sparse` launch it",
     ),
+    "fa_serve.backends.triton.row_statistics": (
+        "tests/backends/triton/test_backward_interpreted.py",
+        "every backward pass begins with them",
+    ),
     "fa_serve.backends.triton.splits": (
         "tests/backends/triton/test_decode_interpreted.py",
         "device functions run inside of a kernel only, and splits are merged after decoding only",
@@ -68,6 +73,10 @@ TESTED_BY = {
         "it is a script that only trials starts, and its limits end its process",
     ),
     "fa_serve.server.ray.cluster": ("tests/server/test_ray.py", "a cluster takes seconds to start, so all tests share one"),
+    "fa_serve.backends.hopper.backward_types": (
+        "tests/backends/hopper/test_backward.py",
+        "the types of arguments exist inside of a kernel only",
+    ),
     "fa_serve.backends.hopper.kernel_types": (
         "tests/backends/hopper/test_forward.py",
         "the types of arguments exist inside of a kernel only",

@@ -2,6 +2,8 @@
 
 forward         the kernel and its plan, for dense, packed and paged keys
 producer        the warp that copies to shared memory; `consumer` holds the warpgroups that compute
+backward        the kernel of the gradients and its plan; what it consists of begins with `backward_`
+dq_sum          the sum of dQ in float32, to which the backward kernel adds
 listed_blocks   lists of key blocks, which the producer walks
 float8_inputs   the kernel that makes float8 copies of q, k and v; `float8_scales` multiplies by their scales again
 kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
@@ -10,7 +12,7 @@ hopper_tiles    the shape of tiles
 descriptors     how the copy engine addresses tensors
 gluon_names     what releases of Triton call by different names
 
-Left out: decoding, caches in float8, explicit masks and the backward pass, which the portable kernels have.
+Left out: decoding, caches in float8 and explicit masks, which the portable kernels have.
 
 Gluon is Triton's experimental layer and changes with every release. The modules with kernels are therefore imported only when a
 call is planned, after `supports` has seen a release that they are written for.
@@ -18,15 +20,21 @@ call is planned, after `supports` has seen a release that they are written for.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
+from fa_serve.backends.hopper.backward_tiles import MAX_HEAD_DIM_OF_GRADIENTS
 from fa_serve.backends.hopper.hopper_tiles import MAX_HEAD_DIM
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
+from fa_serve.backends.plan import AttentionOptions, Run
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 
 RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 """The releases of Triton in whose Gluon the kernel compiles, see `gluon_names`."""
+
+SERVES_GRADIENTS = False
+"""Whether calls get the backward kernel. It has been emulated and compiled but has not run on a GPU yet."""
 
 
 class HopperBackend:
@@ -40,9 +48,9 @@ class HopperBackend:
         if spec.device != "cuda" or spec.arch != 90:
             got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
             return f"runs on Hopper (compute capability 9.0) only, got {got}"
-        if spec.op == "backward":
-            return "has no backward pass; the portable kernels compute the gradients of its calls"
-        if spec.op != "attention":
+        if spec.op == "backward" and not SERVES_GRADIENTS:
+            return "has a backward kernel that is not in use yet; the portable kernels compute the gradients of its calls"
+        if spec.op not in ("attention", "backward"):
             return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
         if not triton.__version__.startswith(RELEASES):
             known = ", ".join(f"{release}x" for release in RELEASES)
@@ -55,6 +63,9 @@ class HopperBackend:
             return reason
         if any(dim % 8 or not 0 < dim <= MAX_HEAD_DIM for dim in (spec.head_dim, spec.head_dim_v)):
             return f"has head sizes of a multiple of 8 up to {MAX_HEAD_DIM}, got {dims(spec.head_dim, spec.head_dim_v)}"
+        widest = max(spec.head_dim, spec.head_dim_v)
+        if spec.op == "backward" and widest > MAX_HEAD_DIM_OF_GRADIENTS:
+            return f"computes gradients for head sizes up to {MAX_HEAD_DIM_OF_GRADIENTS}, got {widest}"
         if spec.mask is not None:
             return f"supports causality and windows but no explicit mask, got a {spec.mask} mask"
         if spec.alibi:
@@ -67,10 +78,16 @@ class HopperBackend:
             return reason
         if spec.layout == "paged" and spec.needs_grad:
             return "has no backward pass through a paged cache, and an input requires gradients"
+        if spec.deterministic:
+            return "adds to the gradient of q in any order, and deterministic algorithms were asked for"
         return None
 
-    def plan(self, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions) -> Run:
+    def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions) -> Run:
         """As in `backends.Backend`. Any strides and addresses are right; those that TMA cannot address cost a copy per call."""
+        if spec.op == "backward":
+            from fa_serve.backends.hopper.backward import plan_backward
+
+            return plan_backward(tensors, options)
         from fa_serve.backends.hopper.forward import plan_forward
 
         return plan_forward(tensors, options)

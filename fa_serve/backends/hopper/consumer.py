@@ -102,7 +102,7 @@ class Limits(NamedTuple):
 
 
 @gluon.jit
-def _named_barrier(kind: gl.constexpr, number: gl.constexpr):
+def named_barrier(kind: gl.constexpr, number: gl.constexpr):
     """One `bar` instruction in each thread of the warpgroup. Inline assembly must have a result, hence the `mov`."""
     zero = gl.full([128], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
     asm: gl.constexpr = f"bar.{kind} {number}, 256; mov.u32 $0, $1;"
@@ -113,14 +113,14 @@ def _named_barrier(kind: gl.constexpr, number: gl.constexpr):
 def _take_turn(group: gl.constexpr, var: gl.constexpr):
     """Ping-pong: wait until the previous warpgroup has issued its products."""
     if var.tiles.pingpong:
-        _named_barrier("sync", FIRST_NAMED_BARRIER + group)
+        named_barrier("sync", FIRST_NAMED_BARRIER + group)
 
 
 @gluon.jit
 def _pass_turn(group: gl.constexpr, var: gl.constexpr):
     """Ping-pong: let the next warpgroup issue its products."""
     if var.tiles.pingpong:
-        _named_barrier("arrive", FIRST_NAMED_BARRIER + (group + 1) % var.tiles.groups)
+        named_barrier("arrive", FIRST_NAMED_BARRIER + (group + 1) % var.tiles.groups)
 
 
 @gluon.jit
@@ -405,14 +405,19 @@ def _wait_output_copies():
 
 
 @gluon.jit
-def _copy_output(values, tile, row, column: gl.constexpr, width: gl.constexpr, buffer, desc, varlen: gl.constexpr):
-    """Start copying `width` columns of O through `buffer`, which no copy reads any more."""
+def copy_output(
+    values, origin, length, row, head, column: gl.constexpr, width: gl.constexpr, buffer, desc, varlen: gl.constexpr
+):
+    """Start copying `width` columns of 64 rows from `row` on through `buffer`, which no copy reads any more.
+
+    origin, length: batch index, or the sequence's first row in the packed tensor, and its number of rows
+    """
     buffer.reshape([64, width]).store(values)
     fence_async_shared()
     if varlen:
-        async_store(desc, [RAGGED, tile.origin + tile.q_len, RAGGED - tile.q_len + row, tile.head, column], buffer)
+        async_store(desc, [RAGGED, origin + length, RAGGED - length + row, head, column], buffer)
     else:
-        async_store(desc, [tile.origin, row, tile.head, column], buffer)
+        async_store(desc, [origin, row, head, column], buffer)
 
 
 @gluon.jit
@@ -425,6 +430,9 @@ def _write_output(acc, state, tile, tile_count, desc, smem, factors, args, group
     DV0: gl.constexpr = var.dv0
     DV1: gl.constexpr = var.dv1
     dtype: gl.constexpr = desc.o.dtype
+    origin = tile.origin
+    length = tile.q_len
+    head = tile.head
     row = tile.row + 64 * group
     empty = state.m == float("-inf")
     total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
@@ -439,17 +447,17 @@ def _write_output(acc, state, tile, tile_count, desc, smem, factors, args, group
         second = second * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O1_LAYOUT)), 1)
     if var.tiles.o_parts == 0:
         slot = (tile_count % var.tiles.q_stages) * var.tiles.groups + group
-        _copy_output(first.to(dtype), tile, row, 0, WIDTH, smem.q.index(slot), desc.o, var.varlen)
+        copy_output(first.to(dtype), origin, length, row, head, 0, WIDTH, smem.q.index(slot), desc.o, var.varlen)
         if DV1 > 0:
-            _copy_output(second.to(dtype), tile, row, DV0, DV1, smem.q1.index(slot), desc.o1, var.varlen)
+            copy_output(second.to(dtype), origin, length, row, head, DV0, DV1, smem.q1.index(slot), desc.o1, var.varlen)
     else:
         left, right = gl.split(first.to(dtype).reshape([64, 2, WIDTH]).permute((0, 2, 1)))
         _wait_output_copies()
-        _copy_output(left, tile, row, 0, WIDTH, smem.o.index(group), desc.o, var.varlen)
+        copy_output(left, origin, length, row, head, 0, WIDTH, smem.o.index(group), desc.o, var.varlen)
         if DV1 > 0:
-            _copy_output(second.to(dtype), tile, row, DV0, DV1, smem.o1.index(group), desc.o1, var.varlen)
+            copy_output(second.to(dtype), origin, length, row, head, DV0, DV1, smem.o1.index(group), desc.o1, var.varlen)
         _wait_output_copies()
-        _copy_output(right, tile, row, WIDTH, WIDTH, smem.o.index(group), desc.o, var.varlen)
+        copy_output(right, origin, length, row, head, WIDTH, WIDTH, smem.o.index(group), desc.o, var.varlen)
     if args.lse is not None:
         lse = gl.where(empty, float("-inf"), (state.m + logarithm) * LN2)
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))

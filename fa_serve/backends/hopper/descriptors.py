@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from fa_serve.backends.hopper.kernel_types import RAGGED
@@ -24,6 +25,8 @@ _LAYOUTS = {
     for width in (16, 32, 64, 128, 256)
     if dtype.itemsize * width >= 32
 }
+
+_STATISTICS = gl.NVMMASharedLayout(0, 32, rank=2)
 
 
 class Layout(NamedTuple):
@@ -77,3 +80,19 @@ def ragged_view(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.d
     bounds = (0x7FFF0000, 0x7FFF0000, RAGGED.value, *shape[1:])
     ragged_strides = ((1 << 34) - row, row, row, head, last)
     return View(bounds, ragged_strides, (1, 1, rows, 1, width), _LAYOUTS[dtype, 5, width])
+
+
+@lru_cache(maxsize=512)
+def statistics_view(shape: tuple[int, ...], rows: int) -> View:
+    """Contiguous float32 statistics (..., heads, rows of queries) in boxes of `rows` numbers of one head."""
+    width = shape[-1]
+    return View((math.prod(shape[:-1]), width), (width, 1), (1, rows), _STATISTICS)
+
+
+def addressable(x: Tensor, copied: bool) -> Tensor:
+    """A contiguous copy if `copied`; else x, or a copy with the same strides if the address of x is unaligned."""
+    if copied:
+        return x.clone(memory_format=torch.contiguous_format)
+    if x.data_ptr() & 15:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    return x

@@ -23,7 +23,7 @@ With lists of key blocks, the producer copies the blocks of the list and no othe
     run = plan_forward(tensors, options)      # once for calls that look alike
     out, lse = run(tensors)
 
-Left out: explicit masks, float8 caches, the backward pass and head sizes that are not a multiple of 8.
+Left out: explicit masks, float8 caches and head sizes that are not a multiple of 8. The module `backward` has the gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from triton.experimental.gluon import language as gl
 
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.hopper.consumer import consumer
-from fa_serve.backends.hopper.descriptors import Layout, contiguous, copy_engine_strides, dense_view, ragged_view
+from fa_serve.backends.hopper.descriptors import Layout, addressable, contiguous, copy_engine_strides, dense_view, ragged_view
 from fa_serve.backends.hopper.float8_inputs import Quantizer
 from fa_serve.backends.hopper.hopper_tiles import (
     Schedule,
@@ -64,7 +64,7 @@ class Numbers(NamedTuple):
     """The kernel's numbers, in the order of its parameters. They stay flat there: Triton 3.6 ignores `do_not_specialize` within
     a tuple, so it would compile the kernel again for each number that is 1 or a multiple of 16.
 
-    scale, softcap:      from `_base_2_scales`
+    scale, softcap:      from `base_2_scales`
     lse_stride:          rows of lse from one head to the next
     total:               tiles of all heads (packed: an upper bound)
     num_m:               tiles of one head and sequence (packed: an upper bound)
@@ -420,7 +420,7 @@ def _count_tiles(problem: _Problem, tiles: TileConfig) -> _TileCounts:
 
 def _numbers(problem: _Problem, counts: _TileCounts) -> Numbers:
     options = problem.options
-    scale, softcap = _base_2_scales(options.softmax_scale, options.softcap)
+    scale, softcap = base_2_scales(options.softmax_scale, options.softcap)
     return Numbers(
         scale=scale,
         softcap=softcap,
@@ -459,7 +459,7 @@ def _list_numbers(problem: _Problem) -> dict[str, int]:
     }
 
 
-def _base_2_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
+def base_2_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
     """-> the kernel's (scale, softcap), which turn a product s into an exponent of 2.
 
     Without a softcap the exponent is scale * s. With one it is softcap * tanh(scale * s).
@@ -527,18 +527,9 @@ def _run_on_copies(
 ) -> tuple[Tensor, Tensor | None]:
     """Run on copies of those of q, k, v and out that are marked or have an unaligned address, and copy the output back."""
     given = (tensors.q, tensors.k, tensors.v, tensors.out)
-    q, k, v, out = (None if x is None else _addressable(x, copy) for x, copy in zip(given, copied, strict=True))
+    q, k, v, out = (None if x is None else addressable(x, copy) for x, copy in zip(given, copied, strict=True))
     result, lse = run(tensors._replace(q=q, k=k, v=v, out=out))
     return (result if out is tensors.out else tensors.out.copy_(result)), lse
-
-
-def _addressable(x: Tensor, copied: bool) -> Tensor:
-    """A contiguous copy if `copied`; else x, or a copy with the same strides if the address of x is unaligned."""
-    if copied:
-        return x.clone(memory_format=torch.contiguous_format)
-    if x.data_ptr() & 15:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-    return x
 
 
 def _run_without_keys(out_shape: tuple[int, ...], lse_shape: tuple[int, ...] | None) -> Run:

@@ -139,7 +139,7 @@ def _next_index(args, var: gl.constexpr):
 
 
 @gluon.jit
-def _load(desc, origin, length, row, head, column: gl.constexpr, full, buffer, varlen: gl.constexpr):
+def copy_rows(desc, origin, length, row, head, column: gl.constexpr, full, buffer, varlen: gl.constexpr):
     """Start copying rows [row, ...) of one head. Rows from `length` on arrive as zeros."""
     if varlen:
         async_load(desc, [RAGGED, origin + length, RAGGED - length + row, head, column], full, buffer)
@@ -154,9 +154,11 @@ def _load_queries(tile, stage, desc, smem, bars, var: gl.constexpr):
     mbarrier.expect(full, var.key_bytes * 64 * GROUPS * (var.d0 + var.d1))
     for g in gl.static_range(GROUPS):
         row = tile.row + 64 * g
-        _load(desc.q, tile.origin, tile.q_len, row, tile.head, 0, full, smem.q.index(stage * GROUPS + g), var.varlen)
+        copy_rows(desc.q, tile.origin, tile.q_len, row, tile.head, 0, full, smem.q.index(stage * GROUPS + g), var.varlen)
         if var.d1 > 0:
-            _load(desc.q1, tile.origin, tile.q_len, row, tile.head, var.d0, full, smem.q1.index(stage * GROUPS + g), var.varlen)
+            copy_rows(
+                desc.q1, tile.origin, tile.q_len, row, tile.head, var.d0, full, smem.q1.index(stage * GROUPS + g), var.varlen
+            )
 
 
 @gluon.jit
@@ -190,7 +192,7 @@ def _load_pages(
         length = gl.where(page < 0, 0, gl.minimum(gl.maximum(tile.kv_len - key + row, 0), var.page_size))
         for chunk in gl.static_range(CHUNKS):
             box = operand.boxes.index((stage * CHUNKS + chunk) * BOXES + i)
-            _load(desc, gl.maximum(page, 0) * operand.pitch, length, row, kv_head, column + CHUNK * chunk, full, box, True)
+            copy_rows(desc, gl.maximum(page, 0) * operand.pitch, length, row, kv_head, column + CHUNK * chunk, full, box, True)
 
 
 @gluon.jit
@@ -228,9 +230,9 @@ def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: g
         if var.d1 > 0:
             async_load(desc.k1, [batch, row, kv_head, var.d0], full, smem.k1.index(stage))
     else:
-        _load(desc.k, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.k.index(stage), var.varlen)
+        copy_rows(desc.k, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.k.index(stage), var.varlen)
         if var.d1 > 0:
-            _load(desc.k1, tile.k_origin, tile.kv_len, row, kv_head, var.d0, full, smem.k1.index(stage), var.varlen)
+            copy_rows(desc.k1, tile.k_origin, tile.kv_len, row, kv_head, var.d0, full, smem.k1.index(stage), var.varlen)
 
 
 @gluon.jit
@@ -259,9 +261,9 @@ def _load_values(tile, kv_head, piece, block_count, desc, smem, bars, args, var:
         else:
             async_load(desc.v, [batch, row, kv_head, 0], full, smem.v.index(stage))
     else:
-        _load(desc.v, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.v.index(stage), var.varlen)
+        copy_rows(desc.v, tile.k_origin, tile.kv_len, row, kv_head, 0, full, smem.v.index(stage), var.varlen)
         if var.dv1 > 0:
-            _load(desc.v1, tile.k_origin, tile.kv_len, row, kv_head, var.dv0, full, smem.v1.index(stage), var.varlen)
+            copy_rows(desc.v1, tile.k_origin, tile.kv_len, row, kv_head, var.dv0, full, smem.v1.index(stage), var.varlen)
 
 
 @gluon.jit

@@ -31,10 +31,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fa_serve import spec
 from fa_serve.backends.launch import Launch, on_device_of, row_strides, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, BackwardTensors, Gradients, Run
-from fa_serve.backends.triton.backward_kernels import STATS_ROWS, BackwardVariant, attn_bwd_delta, attn_bwd_kv, attn_bwd_q
+from fa_serve.backends.triton.backward_kernels import BackwardVariant, attn_bwd_kv, attn_bwd_q
+from fa_serve.backends.triton.row_statistics import RowStatistics, head_strides
 from fa_serve.backends.triton.triton_tiles import BackwardTiles, TileConfig, backward_tiles, padded_dim
-
-_DELTA_ROWS = 32  # query rows of one program of `attn_bwd_delta`
 
 
 def plan_backward(tensors: BackwardTensors, options: AttentionOptions, tiles: BackwardTiles | None = None) -> Run:
@@ -50,13 +49,11 @@ class _BackwardPlan:
     """The launches of one kind of call."""
 
     __slots__ = (
-        "_blocks",
-        "_delta",
         "_expand_mask",
         "_kv",
         "_options",
         "_q",
-        "_stats_shape",
+        "_statistics",
         "_tiles",
         "_tma_keys",
         "_tma_queries",
@@ -95,17 +92,13 @@ class _BackwardPlan:
             ptx=arch >= 80,
         )
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
-        padded = _padded_rows(options.max_seqlen_q)
-        self._blocks = batch * (padded // _DELTA_ROWS)
-        heads = q.shape[-2]
-        self._stats_shape = (heads, _padded_rows(q.shape[0]) + STATS_ROWS.value * batch) if varlen else (batch, heads, padded)
-        self._delta = self._plan_delta(tensors, options, variant)
+        self._statistics = RowStatistics(tensors, options)
         self._kv = self._plan_kv(tensors, options, variant, tiles.keys, batch)
         self._q = self._plan_q(tensors, options, variant, tiles.queries, batch)
 
     def __call__(self, tensors: BackwardTensors) -> Gradients:
         tensors = _laid_out(tensors)
-        q, k, v, sinks, mask = tensors[:5]
+        q, k, v, _, mask = tensors[:5]
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | tensors.dout.data_ptr()
         if addresses & 15 and (self._tma_keys or self._tma_queries):
             tiles = BackwardTiles(replace(self._tiles.keys, tma=False), replace(self._tiles.queries, tma=False))
@@ -114,16 +107,10 @@ class _BackwardPlan:
         allocate = torch.zeros_like if tensors.cu_seqlens_q is not None else torch.empty_like
         dq, dk, dv = (allocate(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         dmask = self._allocate_dmask(tensors)
-        lse2 = q.new_empty(self._stats_shape, dtype=torch.float32)
-        delta = torch.empty_like(lse2)
-        dsinks = None
-        if sinks is not None and tensors.needs_dsinks:
-            dsinks = delta.new_zeros(q.shape[-2], self._blocks)
+        lse2, delta, dsinks = self._statistics(tensors)
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
         ends = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-        if self._delta is not None:
-            self._delta((tensors.out, tensors.dout, tensors.lse, tensors.dlse, sinks, lse2, delta, dsinks, ends[0]))
         given = (q, k, v, tensors.dout, lse2, delta, mask)
         if self._kv is not None:
             read: tuple[Any, ...] = (None,) * 4
@@ -140,7 +127,7 @@ class _BackwardPlan:
             dq,
             dk,
             dv,
-            None if dsinks is None or sinks is None else dsinks.sum(1).to(sinks.dtype),
+            dsinks,
             None if dmask is None or mask is None else dmask.sum_to_size(mask.shape).to(mask.dtype),
         )
 
@@ -155,18 +142,6 @@ class _BackwardPlan:
             shape = torch.Size((q.shape[0], q.shape[2], q.shape[1], tensors.k.shape[1]))
         return torch.zeros(shape, dtype=torch.float32, device=mask.device)
 
-    def _plan_delta(self, tensors: BackwardTensors, options: AttentionOptions, variant: BackwardVariant) -> Launch | None:
-        grid = self._blocks * variant.num_heads
-        if grid == 0:
-            return None
-        varying = (options.max_seqlen_q, _padded_rows(options.max_seqlen_q) // _DELTA_ROWS)
-        rows = (*row_strides(tensors.out), *row_strides(tensors.dout))
-        strides = (*rows, *_head_strides(tensors.lse.shape), *_head_strides(self._stats_shape))
-        # Only what the kernel reads may tell variants apart, so that few of them are compiled.
-        plain = replace(variant, groups=1, dim=0, block_d=0, block_m=0, block_n=0, has_left=False, has_right=False)
-        plain = replace(plain, has_softcap=False, mask="none", mask_grad=False, tma=False)
-        return Launch(attn_bwd_delta, grid, varying, (_DELTA_ROWS, plain), {"num_warps": 4, "num_stages": 1}, strides=strides)
-
     def _plan_kv(
         self, tensors: BackwardTensors, options: AttentionOptions, variant: BackwardVariant, tile: TileConfig, batch: int
     ) -> Launch | _TmaLaunch | None:
@@ -179,7 +154,7 @@ class _BackwardPlan:
             shape = torch.Size((tensors.q.shape[0], tensors.q.shape[2], tensors.q.shape[1], tensors.k.shape[1]))
             dmask_strides = _contiguous_strides(shape if self._expand_mask else tensors.mask.shape)
         varying = _varying(options, num_n)
-        strides = (*_strides(tensors, self._stats_shape), *dmask_strides)
+        strides = (*_strides(tensors, self._statistics.shape), *dmask_strides)
         if self._tma_keys:
             return _TmaLaunch(attn_bwd_kv, grid, (*varying, *strides, variant), _launch_options(tile))
         return Launch(attn_bwd_kv, grid, varying, (variant,), _launch_options(tile), strides=strides)
@@ -193,7 +168,7 @@ class _BackwardPlan:
             return None
         variant = replace(variant, block_m=tile.block_m, block_n=tile.block_n, mask_grad=False, tma=self._tma_queries)
         varying = _varying(options, num_m)
-        strides = _strides(tensors, self._stats_shape)
+        strides = _strides(tensors, self._statistics.shape)
         if self._tma_queries:
             return _TmaLaunch(attn_bwd_q, grid, (*varying, *strides, variant), _launch_options(tile))
         return Launch(attn_bwd_q, grid, varying, (variant,), _launch_options(tile), strides=strides)
@@ -226,16 +201,6 @@ def _laid_out(tensors: BackwardTensors) -> BackwardTensors:
         lse=tensors.lse.contiguous(),
         dlse=None if tensors.dlse is None else tensors.dlse.contiguous(),
     )
-
-
-def _padded_rows(rows: int) -> int:
-    step: int = STATS_ROWS.value
-    return -(-rows // step) * step
-
-
-def _head_strides(shape: Sequence[int]) -> tuple[int, int]:
-    """Strides of (batch, head) of contiguous row statistics; 0 for the first if they are packed."""
-    return (0 if len(shape) == 2 else shape[1] * shape[2], shape[-1])
 
 
 def _tma_strides(x: Tensor) -> bool:
@@ -271,7 +236,7 @@ def _strides(tensors: BackwardTensors, stats_shape: Sequence[int]) -> tuple[int,
         sizes = zip(tensors.mask.shape, tensors.mask.stride(), strict=True)
         mask_strides = tuple([0 if size == 1 else stride for size, stride in sizes])
     rows = (tensors.q, tensors.k, tensors.v, tensors.dout)
-    return (*[stride for x in rows for stride in row_strides(x)], *_head_strides(stats_shape), *mask_strides)
+    return (*[stride for x in rows for stride in row_strides(x)], *head_strides(stats_shape), *mask_strides)
 
 
 def _launch_options(tile: TileConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The kernels of the backward pass: row statistics, dK and dV over key blocks, and dQ over query blocks.
+"""The kernels of the backward pass: dK and dV over key blocks, and dQ over query blocks.
 
 The module `backward` describes the algorithm and launches the kernels. This module leaves out what a call needs on the host.
 """
@@ -11,9 +11,7 @@ import triton
 import triton.language as tl
 
 from fa_serve.backends.triton.primitives import LOG2E, softcap_scores, window_keep
-
-STATS_ROWS = tl.constexpr(128)
-"""Row statistics of a sequence start at a multiple of this and are padded to one."""
+from fa_serve.backends.triton.row_statistics import load_rows, row_range, stats_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,39 +47,12 @@ class BackwardVariant:
 
 
 @triton.jit
-def _row_range(cu_ptr, batch, seqlen, VARLEN: tl.constexpr):
-    """-> the first row of a sequence and its length."""
-    if VARLEN:
-        first = tl.load(cu_ptr + batch)
-        return first, tl.load(cu_ptr + batch + 1) - first
-    return 0, seqlen
-
-
-@triton.jit
-def _load_rows(ptr, rows, length, stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[rows, BLOCK_D]; rows past the end of the sequence belong to another one and read as 0."""
-    cols = tl.arange(0, BLOCK_D)
-    keep = (rows < length)[:, None]
-    if DIM < BLOCK_D:
-        keep = keep & (cols < DIM)[None, :]
-    return tl.load(ptr + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=keep, other=0.0)
-
-
-@triton.jit
 def _store_rows(ptr, x, rows, length, stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     cols = tl.arange(0, BLOCK_D)
     keep = (rows < length)[:, None]
     if DIM < BLOCK_D:
         keep = keep & (cols < DIM)[None, :]
     tl.store(ptr + rows[:, None].to(tl.int64) * stride + cols[None, :], x.to(ptr.dtype.element_ty), mask=keep)
-
-
-@triton.jit
-def _stats_at(batch, head, q_row0, stride_lb, stride_lh, VARLEN: tl.constexpr):
-    """Where the row statistics of a head of a sequence begin. They are padded, so that whole tiles are read."""
-    if VARLEN:
-        return head.to(tl.int64) * stride_lh + (q_row0 + batch * STATS_ROWS) // STATS_ROWS * STATS_ROWS
-    return batch.to(tl.int64) * stride_lb + head.to(tl.int64) * stride_lh
 
 
 @triton.jit
@@ -116,67 +87,6 @@ def _probabilities(s, lse, rows, cols, edge, lengths, scaling, window, mask_tens
         keep = window_keep(rows_at, cols, kv_len, window_left, window_right, var.has_left, var.has_right)
         p = tl.where(keep, p, 0.0)
     return p, slope
-
-
-@triton.jit(do_not_specialize=["seqlen_q", "num_m"])
-def attn_bwd_delta(
-    out_ptr,
-    dout_ptr,
-    lse_ptr,
-    dlse_ptr,
-    sinks_ptr,
-    lse2_ptr,
-    delta_ptr,
-    dsinks_ptr,
-    cu_q_ptr,
-    seqlen_q,
-    num_m,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    stride_lb,
-    stride_lh,
-    stride_sb,
-    stride_sh,
-    BLOCK_M: tl.constexpr,
-    var: tl.constexpr,
-):
-    """The row statistics of BLOCK_M rows of one head of one sequence, and their part of the sink's gradient.
-
-    lse2_ptr:   lse in base 2. Rows that see no key and rows of the padding have +inf, so that their P is 0
-    dsinks_ptr: (num_heads, batch * num_m), one sum for each program, so that adding them up has a fixed order
-    """
-    pid = tl.program_id(0)
-    head = pid % var.num_heads
-    block = pid // var.num_heads
-    batch = block // num_m
-    q_row0, q_len = _row_range(cu_q_ptr, batch, seqlen_q, var.varlen)
-    m0 = block % num_m * BLOCK_M
-    if m0 >= (q_len + STATS_ROWS - 1) // STATS_ROWS * STATS_ROWS:
-        return
-    rows = m0 + tl.arange(0, BLOCK_M)
-    head64 = head.to(tl.int64)
-    batch64 = 0 if var.varlen else batch.to(tl.int64)
-    row64 = q_row0.to(tl.int64) if var.varlen else 0
-    out_ptr += batch64 * stride_ob + row64 * stride_ot + head64 * stride_oh
-    dout_ptr += batch64 * stride_gb + row64 * stride_gt + head64 * stride_gh
-    given = batch64 * stride_lb + head64 * stride_lh + row64
-    out = _load_rows(out_ptr, rows, q_len, stride_ot, var.dim_v, var.block_dv).to(tl.float32)
-    dout = _load_rows(dout_ptr, rows, q_len, stride_gt, var.dim_v, var.block_dv).to(tl.float32)
-    delta = tl.sum(out * dout, 1)
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + given + rows, mask=rows < q_len, other=0.0)
-    lse = tl.load(lse_ptr + given + rows, mask=rows < q_len, other=float("-inf"))
-    lse2 = tl.where(lse < -1e30, float("inf"), lse * LOG2E)
-    stats = _stats_at(batch, head, q_row0, stride_sb, stride_sh, var.varlen)
-    tl.store(lse2_ptr + stats + rows, lse2)
-    tl.store(delta_ptr + stats + rows, delta)
-    if dsinks_ptr is not None:
-        weight = tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * LOG2E - lse2)
-        tl.store(dsinks_ptr + head64 * (tl.num_programs(0) // var.num_heads) + block, -tl.sum(weight * delta, 0))
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "seqlen_q", "seqlen_k", "num_n"])
@@ -241,8 +151,8 @@ def attn_bwd_kv(
     pid = tl.program_id(0)
     head_kv = pid // num_n % KV_HEADS
     batch = pid // num_n // KV_HEADS
-    q_row0, q_len = _row_range(cu_q_ptr, batch, seqlen_q, var.varlen)
-    k_row0, kv_len = _row_range(cu_k_ptr, batch, seqlen_k, var.varlen)
+    q_row0, q_len = row_range(cu_q_ptr, batch, seqlen_q, var.varlen)
+    k_row0, kv_len = row_range(cu_k_ptr, batch, seqlen_k, var.varlen)
     n0 = pid % num_n * BLOCK_N
     if n0 >= kv_len:
         return
@@ -261,8 +171,8 @@ def attn_bwd_kv(
     k_ptr += batch64 * stride_kb + k_row64 * stride_kt + kv64 * stride_kh
     v_ptr += batch64 * stride_vb + k_row64 * stride_vt + kv64 * stride_vh
     cols = n0 + tl.arange(0, BLOCK_N)
-    k = _load_rows(k_ptr, cols, kv_len, stride_kt, var.dim, var.block_d)
-    v = _load_rows(v_ptr, cols, kv_len, stride_vt, var.dim_v, var.block_dv)
+    k = load_rows(k_ptr, cols, kv_len, stride_kt, var.dim, var.block_d)
+    v = load_rows(v_ptr, cols, kv_len, stride_vt, var.dim_v, var.block_dv)
 
     # the rows that see a key of this block, and the part of them where every row sees every key
     offset = kv_len - q_len
@@ -296,8 +206,8 @@ def attn_bwd_kv(
             q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
             lse = lse_desc.load([batch * var.num_heads + head, m]).reshape(BLOCK_M)
         else:
-            q = _load_rows(q_ptr + head64 * stride_qh, rows, q_len, stride_qt, var.dim, BLOCK_D)
-            stats = _stats_at(batch, head, q_row0, stride_lb, stride_lh, var.varlen)
+            q = load_rows(q_ptr + head64 * stride_qh, rows, q_len, stride_qt, var.dim, BLOCK_D)
+            stats = stats_at(batch, head, q_row0, stride_lb, stride_lh, var.varlen)
             lse = tl.load(lse_ptr + stats + rows)
         s = tl.dot(k, q.T, input_precision=var.precision)  # [BLOCK_N, BLOCK_M]
         p, slope = _probabilities(
@@ -315,7 +225,7 @@ def attn_bwd_kv(
         if var.tma:
             dout = dout_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_DV)
         else:
-            dout = _load_rows(dout_ptr + head64 * stride_gh, rows, q_len, stride_gt, var.dim_v, BLOCK_DV)
+            dout = load_rows(dout_ptr + head64 * stride_gh, rows, q_len, stride_gt, var.dim_v, BLOCK_DV)
         dp = tl.dot(v, dout.T, input_precision=var.precision)
         if var.tma:
             delta = delta_desc.load([batch * var.num_heads + head, m]).reshape(BLOCK_M)
@@ -387,8 +297,8 @@ def attn_bwd_q(
     head = pid // num_m % var.num_heads
     batch = pid // num_m // var.num_heads
     block = num_m - 1 - pid % num_m if var.has_right else pid % num_m
-    q_row0, q_len = _row_range(cu_q_ptr, batch, seqlen_q, var.varlen)
-    k_row0, kv_len = _row_range(cu_k_ptr, batch, seqlen_k, var.varlen)
+    q_row0, q_len = row_range(cu_q_ptr, batch, seqlen_q, var.varlen)
+    k_row0, kv_len = row_range(cu_k_ptr, batch, seqlen_k, var.varlen)
     m0 = block * BLOCK_M
     if m0 >= q_len:
         return
@@ -398,7 +308,7 @@ def attn_bwd_q(
     k_row64 = k_row0.to(tl.int64) if var.varlen else 0
     head64 = head.to(tl.int64)
     kv64 = (head // var.groups).to(tl.int64)
-    stats = _stats_at(batch, head, q_row0, stride_lb, stride_lh, var.varlen)
+    stats = stats_at(batch, head, q_row0, stride_lb, stride_lh, var.varlen)
     q_ptr += batch64 * stride_qb + q_row64 * stride_qt + head64 * stride_qh
     dout_ptr += batch64 * stride_gb + q_row64 * stride_gt + head64 * stride_gh
     k_ptr += batch64 * stride_kb + k_row64 * stride_kt + kv64 * stride_kh
@@ -406,8 +316,8 @@ def attn_bwd_q(
     if var.mask != "none":
         mask_ptr += batch.to(tl.int64) * stride_mb + head64 * stride_mh
     rows = m0 + tl.arange(0, BLOCK_M)
-    q = _load_rows(q_ptr, rows, q_len, stride_qt, var.dim, var.block_d)
-    dout = _load_rows(dout_ptr, rows, q_len, stride_gt, var.dim_v, var.block_dv)
+    q = load_rows(q_ptr, rows, q_len, stride_qt, var.dim, var.block_d)
+    dout = load_rows(dout_ptr, rows, q_len, stride_gt, var.dim_v, var.block_dv)
     lse = tl.load(lse_ptr + stats + rows)
     delta = tl.load(delta_ptr + stats + rows)
 
@@ -431,7 +341,7 @@ def attn_bwd_q(
         if var.tma:
             k = k_desc.load([batch, head // var.groups, n, 0]).reshape(BLOCK_N, BLOCK_D)
         else:
-            k = _load_rows(k_ptr, cols, kv_len, stride_kt, var.dim, var.block_d)
+            k = load_rows(k_ptr, cols, kv_len, stride_kt, var.dim, var.block_d)
         s = tl.dot(q, k.T, input_precision=var.precision)
         p, slope = _probabilities(
             s,
@@ -448,7 +358,7 @@ def attn_bwd_q(
         if var.tma:
             v = v_desc.load([batch, head // var.groups, n, 0]).reshape(BLOCK_N, var.block_dv)
         else:
-            v = _load_rows(v_ptr, cols, kv_len, stride_vt, var.dim_v, var.block_dv)
+            v = load_rows(v_ptr, cols, kv_len, stride_vt, var.dim_v, var.block_dv)
         dp = tl.dot(dout, v.T, input_precision=var.precision)
         ds = (p * (dp - delta[:, None]) * slope).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=var.precision)

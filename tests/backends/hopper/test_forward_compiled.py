@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from cross_compile import Kernel, compiling_for
+from cross_compile import Kernel, compiling_for, main_loops
 
 from fa_serve.backends.hopper.forward import Numbers, _attention_forward, plan_forward
 from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig, forward_tiles
@@ -129,28 +129,6 @@ def test_compiles_to_the_intended_instructions(options: dict) -> None:
     assert kernel.shared_bytes * tiles.blocks_per_sm <= 232_448
     handed_out = {int(n, 16) for n in re.findall(r"USETMAXREG\S*\s+(?:\S+,\s*)?(0x[0-9a-f]+)", kernel.sass)}
     assert tiles.groups == 1 or tiles.registers[1] - (8 if "page_size" in options else 0) in handed_out
-
-
-def main_loops(sass: str, exponentials: int) -> list[list[str]]:
-    """The instructions of each warpgroup's loop over key blocks, which is known by its number of exponentials."""
-    instructions: list[str] = []
-    labels: dict[str, int] = {}
-    loops: list[tuple[int, int]] = []
-    for line in sass.splitlines():
-        if label := re.fullmatch(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*);", line):
-            instructions.append(found[1])
-            target = re.match(r"BRA.*`\((\.L_x_\d+)\)", found[1])
-            if target and target[1] in labels:
-                loops.append((labels[target[1]], len(instructions)))
-    # the slow path of a wait stands far away and jumps back, which looks like a long loop: shorter loops come first
-    found_loops: list[tuple[int, int]] = []
-    for a, b in sorted(loops, key=lambda loop: loop[1] - loop[0]):
-        right = sum("MUFU.EX2" in i for i in instructions[a:b]) == exponentials
-        if right and all(b <= c or d <= a for c, d in found_loops):
-            found_loops.append((a, b))
-    return [instructions[a:b] for a, b in found_loops]
 
 
 def under_a_product(sass: str) -> list[int]:

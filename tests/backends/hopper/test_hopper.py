@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
+from hopper_backward_cases import GradientCall, GradientCase
 from hopper_cases import Case
 from hopper_emulator import emulated
 
+from fa_serve.backends import hopper
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.plan import AttentionTensors
 from fa_serve.spec import AttentionSpec, Precision
@@ -53,7 +55,7 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"alibi": True}, "no ALiBi"),
         ({"block_mask": True, "needs_grad": True}, "no backward pass for a block_mask"),
         ({"attention_chunk": True}, "no attention_chunk"),
-        ({"op": "backward"}, "portable kernels compute the gradients"),
+        ({"op": "backward"}, "not in use yet; the portable kernels compute the gradients"),
         ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
         ({"precision": "fp8", "layout": "paged", "page_size": 16}, "without pages"),
         ({"precision": "qk8", "block_mask": True}, "without pages and block_mask"),
@@ -76,6 +78,25 @@ def test_serves_float8_products(precision: Precision, dim: int) -> None:
         assert HopperBackend().supports(spec) is None
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({"layout": "dense", "softcap": True, "sinks": True, "window_size": (100, 20), "head_dim": 40, "head_dim_v": 24}, None),
+        ({"head_dim": 136}, "gradients for head sizes up to 128, got 136"),
+        ({"head_dim_v": 84}, "got 128/84"),
+        ({"dtype": torch.float32}, "got float32"),
+        ({"mask": "float"}, "explicit mask"),
+        ({"alibi": True}, "no ALiBi"),
+        ({"deterministic": True}, "deterministic algorithms"),
+    ],
+)
+def test_gradients_when_they_are_turned_on(change: dict, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "SERVES_GRADIENTS", True)
+    reason = HopperBackend().supports(replace(H200, op="backward", **change))
+    assert reason is None if words is None else words in str(reason)
+
+
 def test_serves_lists_of_blocks() -> None:
     assert HopperBackend().supports(replace(H200, block_mask=True)) is None
 
@@ -94,6 +115,14 @@ def test_knows_the_releases_of_gluon(release: str, monkeypatch: pytest.MonkeyPat
 def test_refuses_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert "TRITON_INTERPRET" in str(HopperBackend().supports(H200))
+
+
+def test_plan_of_gradients() -> None:
+    call = GradientCall(GradientCase(""))
+    spec = replace(H200, op="backward", layout="dense", head_dim=64, head_dim_v=64, num_heads=2, num_kv_heads=1)
+    with emulated():
+        found = HopperBackend().plan(spec, call.tensors, call.case.options)(call.tensors)
+    call.check(found, 0)
 
 
 def test_plan() -> None:
