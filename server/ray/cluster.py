@@ -12,7 +12,6 @@ machines, can speak HTTP for the same replicas. The process that has deployed th
 from __future__ import annotations
 
 import logging
-import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,8 @@ log = logging.getLogger("fa_serve.server")
 APPLICATION = "fa_serve"
 DEPLOYMENT = "engine"
 RUNNING: Any = "RUNNING"  # of Ray's ReplicaState, whose members are strings
+HEALTH_SECONDS = 10.0
+"""The time in which a replica must answer `check_health`, which waits for no step. Ray replaces it after three failures."""
 ROUTER: Any = f"{PrefixRouter.__module__}:PrefixRouter"  # Ray documents that it takes an import path, without annotating it
 
 
@@ -120,7 +121,7 @@ class Cluster:
             "graceful_shutdown_timeout_s": max(options.drain_timeout, 0.1),
             "graceful_shutdown_wait_loop_s": 0.1,
             "health_check_period_s": 5.0,
-            "health_check_timeout_s": math.ceil(options.step_timeout),
+            "health_check_timeout_s": HEALTH_SECONDS,
             "request_router_config": RequestRouterConfig(request_router_class=ROUTER),
         }
 
