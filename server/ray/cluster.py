@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,14 @@ class ReplicaOptions:
             raise ValueError(f"max_replicas must be at least replicas = {self.replicas}, got {self.max_replicas}")
 
 
+def room_for(needs: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> int:
+    """How many replicas fit on machines with these resources. needs: of one replica, as Ray's options of an actor"""
+    least = [(name, needs[option]) for option, name in (("num_cpus", "CPU"), ("num_gpus", "GPU")) if needs.get(option)]
+    if not least:
+        return sys.maxsize
+    return sum(min(int(node.get(name, 0) / amount) for name, amount in least) for node in nodes)
+
+
 class Cluster:
     def __init__(self, options: ReplicaOptions):
         self._options = options
@@ -82,7 +92,8 @@ class Cluster:
     def deploy(self, config: EngineConfig) -> DeploymentHandle[Any]:
         """The handle of the replicas, of which the first have loaded the model.
 
-        Raises RuntimeError if the replicas cannot be started, ValueError if the cluster runs replicas with other settings.
+        Raises RuntimeError if the replicas cannot be started, ValueError if the cluster runs replicas with other settings or if
+        this machine, alone, has no room for them.
         """
         serve.start(proxy_location=ProxyLocation.Disabled)
         if APPLICATION in serve.status().applications:
@@ -94,10 +105,15 @@ class Cluster:
                     f"cluster. It has {running}; asked for was {config}"
                 )
             return handle
+        settings = self._deployment_options(config)
+        self._check_room(settings["ray_actor_options"])
         self._owns_application = True
-        deployment: Any = serve.deployment(name=DEPLOYMENT, **self._deployment_options(config))(EngineReplica)
+        deployment: Any = serve.deployment(name=DEPLOYMENT, **settings)(EngineReplica)
         application = deployment.bind(config, self._options.step_timeout)
-        return serve.run(application, name=APPLICATION, route_prefix=None, logging_config={"log_level": "WARNING"})
+        try:
+            return serve.run(application, name=APPLICATION, route_prefix=None, logging_config={"log_level": "WARNING"})
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} {self._status_message()}") from error
 
     def _deployment_options(self, config: EngineConfig) -> dict[str, Any]:
         options = self._options
@@ -124,6 +140,29 @@ class Cluster:
             "health_check_timeout_s": HEALTH_SECONDS,
             "request_router_config": RequestRouterConfig(request_router_class=ROUTER),
         }
+
+    def _check_room(self, needs: Mapping[str, float]) -> None:
+        """Say which replicas cannot be started now. Ray waits for other machines without a word."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        room = room_for(needs, nodes)
+        wanted = self._options.replicas
+        gpus = needs.get("num_gpus", 0)
+        each = f"{needs['num_cpus']:g} processors" + (f" and {gpus} GPUs" if gpus else "") + " of one machine"
+        if self._options.address is None and room < wanted:
+            raise ValueError(
+                f"this machine has room for {room} of {wanted} replicas, each of which takes {each}. Lower --replicas"
+                + ("" if gpus else " or --replica-cpus")
+            )
+        if room < wanted:
+            log.warning("the cluster has room for %d of %d replicas, each of which takes %s: waiting", room, wanted, each)
+        if not gpus and self._options.address is not None:
+            log.warning("the engines use no GPU. If machines with GPUs are still to join the cluster, give --device cuda")
+
+    def _status_message(self) -> str:
+        """What Ray says of the deployment: the error of the replica that was started last."""
+        application = serve.status().applications.get(APPLICATION)
+        deployment = application.deployments.get(DEPLOYMENT) if application is not None else None
+        return deployment.message if deployment is not None else ""
 
     def num_running(self) -> int:
         """The number of replicas that take requests."""

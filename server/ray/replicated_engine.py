@@ -89,6 +89,7 @@ class ReplicaWorker:
     def start(self) -> Ready:
         """Deploy the replicas and wait until they are loaded. Raises what `Cluster` raises."""
         begin = time.perf_counter()
+        tokenizer = load_tokenizer(self._config)  # before a cluster loads a model that does not exist
         self._handle = self._cluster.deploy(self._config)
         self._add = self._handle.options(method_name="add")
         self._listen_to = self._handle.options(method_name="listen", stream=True)
@@ -96,7 +97,7 @@ class ReplicaWorker:
         self._look()
         if self._on_phase is not None:
             self._on_phase(Phase("replicas", f"{self._cluster.num_running()} running", time.perf_counter() - begin))
-        ready.tokenizer = load_tokenizer(self._config)
+        ready.tokenizer = tokenizer
         self._watcher.start()
         found: Ready = ready
         return found
