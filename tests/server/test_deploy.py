@@ -107,6 +107,7 @@ def test_compose_of_a_ray_cluster():
     assert server["environment"] == engine["environment"]
     assert server["environment"]["RAY_AUTH_MODE"] == "token"
     assert server["environment"]["RAY_AUTH_TOKEN"].startswith("${RAY_AUTH_TOKEN:?"), "no cluster without a secret"
+    assert DRAIN < int(engine["environment"]["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) < int(engine["stop_grace_period"][:-1])
     assert server["build"]["args"] == {"RAY": "1"}
     assert server["depends_on"] == ["engine"], "compose stops the server first, which drains"
     assert "--port 6379 --num-cpus 0 --num-gpus 0" in server["command"][0], "no engine runs beside the server"
@@ -130,7 +131,10 @@ def test_kubernetes_with_ray():
         assert policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     (ours,), (theirs,) = (pod["spec"]["containers"] for pod in pods)
     known_settings(entry["name"] for entry in ours["env"] if not entry["name"].startswith("RAY_"))
-    assert all(entry in ours["env"] for entry in theirs["env"]), "one token for all"
+    *same, drain = theirs["env"]
+    assert all(entry in ours["env"] for entry in same), "one token for all"
+    assert drain["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    assert DRAIN < int(drain["value"]) < pods[1]["spec"]["terminationGracePeriodSeconds"]
     assert f"--replicas {engines['spec']['replicas']} --device cuda" in ours["args"][0], "the GPUs may join after the server"
     before = int(ours["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pods[0]["spec"]["terminationGracePeriodSeconds"] > before + DRAIN

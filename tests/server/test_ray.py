@@ -10,17 +10,23 @@ import asyncio
 import json
 import os
 import re
+import secrets
+import shutil
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from fa_serve.server.app import create_app
 from fa_serve.server.settings import Settings
 from server_process import ServerProcess, start
@@ -29,6 +35,7 @@ from typer.testing import CliRunner
 from fa_serve.__main__ import app
 from fa_serve.engine import AsyncEngine, EngineConfig
 
+ROOT = Path(__file__).parents[2]
 MODEL = "fa-serve-demo"
 KEYS = ["left", "right"]
 LEFT = {"authorization": "Bearer left"}
@@ -265,6 +272,65 @@ def test_sigterm_drains_and_nothing_is_left(replicas):
     assert [found[-1] for found in streams] == ["data: [DONE]"] * 4
     assert replicas.process.wait(30) == 0
     eventually(lambda: not any(map(_runs, processes)))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[list[subprocess.Popen]]:
+    """The containers of deploy/ray/compose.yaml as processes of this machine: two engines, and the server."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    services = yaml.safe_load((ROOT / "deploy" / "ray" / "compose.yaml").read_text())["services"]
+    folder = tempfile.mkdtemp(prefix="fa-ray-")  # the paths of sockets are to be short
+    environment = os.environ | {
+        **services["engine"]["environment"],
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "FA_SERVE_PUBLIC_METRICS": "true",
+    }
+
+    def run(service: str, name: str) -> subprocess.Popen:
+        command = services[service]["command"][0].replace("fa-serve:6379", f"127.0.0.1:{port}").replace("6379", str(port))
+        command = command.replace("${REPLICAS:-2}", "2 --port 0 --device cpu --num-pages 1024 --log-level warning")
+        command = command.replace("fa-serve ray", f"{sys.executable} -m fa_serve ray")
+        command = re.sub(r"(^|exec |until )ray ", rf"\1{sys.executable} -m ray.scripts.scripts ", command)
+        variables = environment | {"RAY_TMPDIR": f"{folder}/{name}"}  # as in a container, of its own
+        with (tmp_path / f"{name}.log").open("w") as log:
+            return subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=log, text=True, env=variables)
+
+    # the server first, which is the harder order: it waits for the engines
+    processes = [run("fa-serve", "s"), run("engine", "a"), run("engine", "b")]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    left = _of_kind(folder, 0)  # a container would end them
+    for pid in {*left, *(below for above in left for below in _processes_below(above))}:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@needs_ray
+def test_the_files_of_a_cluster_make_one(cluster):
+    """Two machines with an engine each and one with the server. A machine that is stopped finishes its streams."""
+    server, *engines = cluster
+    watchdog = threading.Timer(150, server.kill)
+    watchdog.start()
+    url = next(line.strip() for line in server.stdout if line.startswith("http://"))
+    watchdog.cancel()
+    served = ServerProcess(server, url, [])
+    eventually(lambda: len(by_replica(served, "num_requests_running")) == 2)
+    ask = {"url": f"{url}/v1/completions", "json": COMPLETION, "timeout": 60}
+    assert httpx.post(**ask).status_code == 200
+    assert not _of_kind(REPLICA, server.pid), "the engines are on other machines"
+    with _four_streams(served) as (streams, _):
+        engines[0].send_signal(signal.SIGTERM)
+    assert [found[-1] for found in streams] == ["data: [DONE]"] * 4
+    engines[0].wait(90)
+    eventually(lambda: len(by_replica(served, "num_requests_running")) == 1, seconds=30)
+    assert [httpx.post(**ask).status_code for _ in range(4)] == [200] * 4
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(30) == 0
 
 
 def test_without_ray_one_sentence_names_the_extra(monkeypatch):
