@@ -86,7 +86,10 @@ class Cluster:
         address = self._options.address or "local"  # None would join any cluster that has been started on this machine
         # Ray's dashboard runs any job that is sent to it, so a cluster that we start has none
         local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+        except ConnectionError as error:
+            raise ConnectionError(f"no Ray cluster with this RAY_AUTH_TOKEN is at {address}: {error}") from None
         self._owns_ray = True
 
     def deploy(self, config: EngineConfig) -> DeploymentHandle[Any]:
@@ -106,14 +109,14 @@ class Cluster:
                 )
             return handle
         settings = self._deployment_options(config)
-        self._check_room(settings["ray_actor_options"])
+        self._check_room(settings["ray_actor_options"], config.device)
         self._owns_application = True
         deployment: Any = serve.deployment(name=DEPLOYMENT, **settings)(EngineReplica)
         application = deployment.bind(config, self._options.step_timeout)
         try:
             return serve.run(application, name=APPLICATION, route_prefix=None, logging_config={"log_level": "WARNING"})
         except RuntimeError as error:
-            raise RuntimeError(f"{error} {self._status_message()}") from error
+            raise RuntimeError(f"the replicas could not be started: {self._status_message() or error}") from error
 
     def _deployment_options(self, config: EngineConfig) -> dict[str, Any]:
         options = self._options
@@ -141,7 +144,7 @@ class Cluster:
             "request_router_config": RequestRouterConfig(request_router_class=ROUTER),
         }
 
-    def _check_room(self, needs: Mapping[str, float]) -> None:
+    def _check_room(self, needs: Mapping[str, float], device: str) -> None:
         """Say which replicas cannot be started now. Ray waits for other machines without a word."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         room = room_for(needs, nodes)
@@ -155,7 +158,7 @@ class Cluster:
             )
         if room < wanted:
             log.warning("the cluster has room for %d of %d replicas, each of which takes %s: waiting", room, wanted, each)
-        if not gpus and self._options.address is not None:
+        if device == "auto" and not gpus and self._options.address is not None:
             log.warning("the engines use no GPU. If machines with GPUs are still to join the cluster, give --device cuda")
 
     def _status_message(self) -> str:

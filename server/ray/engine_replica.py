@@ -87,7 +87,7 @@ class EngineReplica:
         EngineDeadError means that another replica may compute the request, because this one has not begun.
         """
         if not self._engine.is_alive:
-            return EngineDeadError("the engine has ended")
+            return EngineDeadError("the engine has ended: its replica ends, too")
         channel = self._channels.setdefault(front.name, OutputChannel())
         task = asyncio.current_task()
         assert task is not None

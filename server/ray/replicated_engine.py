@@ -165,15 +165,15 @@ class ReplicaWorker:
                 if gains.outputs:
                     self._on_outputs(StepOutputs(None, gains.outputs))
         except Exception as error:
-            self._lose(replica, f"has ended: {type(error).__name__}")
+            log.error("the replica %s has ended: %s", replica, type(error).__name__)
+            self._lose(replica)
         finally:
             response.cancel()
             self._front.heard.discard(replica)
             del self._listeners[replica]
 
-    def _lose(self, replica: str, why: str) -> None:
+    def _lose(self, replica: str) -> None:
         """End the requests of a replica."""
-        log.error("the replica %s %s", replica, why)
         for name, request in self._requests.items():
             if request.replica == replica:
                 self._stop(name, "error", RequestError("replica_lost", REPLICA_LOST))
@@ -222,7 +222,8 @@ class ReplicaWorker:
         for replica, listener in self._listeners.items():
             listener.silent_looks += 1
             if listener.silent_looks == SILENT_LOOKS:
-                self._lose(replica, "gives no sign of life")
+                log.error("the replica %s gives no sign of life", replica)
+                self._lose(replica)
                 listener.task.cancel()
 
     def pulse(self) -> Pulse:

@@ -101,7 +101,8 @@ def ray_commands(text: str) -> None:
 
 def test_compose_of_a_ray_cluster():
     compose, gpu = (read(f"deploy/ray/{name}")["services"] for name in ("compose.yaml", "compose.cuda.yaml"))
-    server, engine = compose["fa-serve"], compose["engine"]
+    server = compose["fa-serve"]
+    engine = compose["engine"]
     for service in (server, engine, gpu["engine"]):
         ray_commands(service["command"][0])
     assert server["environment"] == engine["environment"]

@@ -292,7 +292,7 @@ def cluster(tmp_path: Path) -> Iterator[list[subprocess.Popen]]:
         command = command.replace("${REPLICAS:-2}", "2 --port 0 --device cpu --num-pages 1024 --log-level warning")
         command = command.replace("fa-serve ray", f"{sys.executable} -m fa_serve ray")
         command = re.sub(r"(^|exec |until )ray ", rf"\1{sys.executable} -m ray.scripts.scripts ", command)
-        variables = environment | {"RAY_TMPDIR": f"{folder}/{name}"}  # as in a container, of its own
+        variables = environment | {"RAY_TMPDIR": f"{folder}/{name}"}  # each container has one
         with (tmp_path / f"{name}.log").open("w") as log:
             return subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=log, text=True, env=variables)
 

@@ -25,10 +25,10 @@ def test_room_is_counted_by_machines():
     assert room_for({"num_cpus": 0.0}, []) == sys.maxsize
 
 
-def _check(monkeypatch: pytest.MonkeyPatch, options: ReplicaOptions, needs: dict) -> None:
+def _check(monkeypatch: pytest.MonkeyPatch, options: ReplicaOptions, needs: dict, device: str = "auto") -> None:
     machines = [{"Alive": True, "Resources": GPU_MACHINE}, {"Alive": False, "Resources": GPU_MACHINE}]
     monkeypatch.setattr(cluster, "ray", SimpleNamespace(nodes=lambda: machines))
-    Cluster(options)._check_room(needs)
+    Cluster(options)._check_room(needs, device)
 
 
 def test_replicas_without_room_are_refused_on_one_machine(monkeypatch):
@@ -46,6 +46,7 @@ def test_in_a_cluster_replicas_without_room_wait_and_the_log_says_so(monkeypatch
     with caplog.at_level(logging.WARNING, "fa_serve.server"):
         _check(monkeypatch, ReplicaOptions(replicas=3, address="auto"), {"num_cpus": 1.0, "num_gpus": 2})
         _check(monkeypatch, ReplicaOptions(replicas=1, address="auto"), {"num_cpus": 1.0})
+        _check(monkeypatch, ReplicaOptions(replicas=1, address="auto"), {"num_cpus": 1.0}, device="cpu")
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
         "the cluster has room for 2 of 3 replicas",
         "the engines use no GPU. If machines with GPUs are still to join the cluster",
@@ -73,7 +74,7 @@ def test_what_kept_replicas_from_starting_is_said(monkeypatch):
     monkeypatch.setattr(cluster, "serve", serve)
     machine = SimpleNamespace(cluster_resources=lambda: {}, nodes=lambda: [{"Alive": True, "Resources": {"CPU": 1.0}}])
     monkeypatch.setattr(cluster, "ray", machine)
-    with pytest.raises(RuntimeError, match=r"Deploying application fa_serve failed\. ParameterError: model must be"):
+    with pytest.raises(RuntimeError, match="the replicas could not be started: ParameterError: model must be"):
         Cluster(ReplicaOptions()).deploy(EngineConfig(device="cpu"))
 
 
