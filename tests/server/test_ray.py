@@ -207,7 +207,7 @@ def _four_streams(server: ServerProcess) -> Iterator[tuple[list[list[str]], list
         shares[:] = by_replica(server, "num_requests_running")
         return sum(shares) == 4 and len(shares) == 2 and min(shares) > 0
 
-    eventually(all_run)
+    eventually(all_run, seconds=60)
     yield streams, shares
     for reader in readers:
         reader.join(100)
