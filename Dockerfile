@@ -4,7 +4,8 @@
 #   docker run --rm -p 127.0.0.1:8000:8000 -v fa-serve-weights:/weights fa-serve:cpu serve Qwen/Qwen3-0.6B
 #   docker run --rm --gpus all --shm-size 1g -p 127.0.0.1:8000:8000 -v fa-serve-weights:/weights fa-serve:cuda
 # Weights from the hub are kept in the volume /weights. Settings are flags after `serve`, or FA_SERVE_* in the environment.
-# Every package is a wheel with the hash that requirements/cpu.txt or requirements/cuda.txt has; pip refuses any other file.
+# Every package is a wheel with the hash that the files of requirements/ have; pip refuses any other file.
+# RAY=1 adds what `fa-serve ray` needs: docker build --build-arg RAY=1 -t fa-serve:cpu-ray .
 # TORCH_INDEX is an index with a CPU build of torch; pip searches it and the index that it is configured with.
 # BASE_IMAGE is one image for all stages. `make pin-images` writes its digest here; without a digest the tag may move.
 ARG BASE_IMAGE=python:3.11-slim
@@ -17,8 +18,10 @@ WORKDIR /src
 # The large wheels come first, in a layer that stays cached when only our source changes.
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-COPY requirements/cpu.txt requirements.txt
-RUN pip install --require-hashes --only-binary :all: --extra-index-url "${TORCH_INDEX}" -r requirements.txt
+ARG RAY=
+COPY requirements/cpu.txt requirements/ray.txt requirements/
+RUN pip install --require-hashes --only-binary :all: --extra-index-url "${TORCH_INDEX}" -r requirements/cpu.txt \
+  ${RAY:+-r requirements/ray.txt}
 COPY LICENSE README.md pyproject.toml ./
 COPY fa_serve fa_serve
 COPY server server
@@ -26,8 +29,9 @@ RUN pip install --no-index --no-deps --no-build-isolation .
 
 # torch with CUDA, and the Triton version that it pins; constraints.txt says why
 FROM build AS build-cuda
-COPY requirements/cuda.txt requirements.txt
-RUN pip install --require-hashes --only-binary :all: -r requirements.txt
+ARG RAY=
+COPY requirements/cuda.txt requirements/ray.txt requirements/
+RUN pip install --require-hashes --only-binary :all: -r requirements/cuda.txt ${RAY:+-r requirements/ray.txt}
 COPY LICENSE README.md pyproject.toml ./
 COPY fa_serve fa_serve
 COPY server server

@@ -110,6 +110,7 @@ kernel-package: $(BIN)/python ## build the folder that Hugging Face's `kernels` 
 
 requirements: $(VENV)/tools/.installed ## write requirements/*.txt again, with a hash for each file of a package
 	$(LOCK) requirements/tools.in -o requirements/tools.txt
+	$(LOCK) requirements/ray.in -c constraints.txt -o requirements/ray.txt
 	$(LOCK) pyproject.toml --extra server --extra otel -c constraints.txt -o requirements/cpu.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
 	sed 's/^torch==.*/torch==2.11.0/' constraints.txt > $(VENV)/constraints-cuda.txt

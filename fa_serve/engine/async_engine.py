@@ -129,6 +129,7 @@ class AsyncEngine:
         self._error: EngineDeadError | None = None
         self._restarts = 0
         self._restarting: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
 
     async def start(self) -> None:
         """Start the worker, which loads the model if a config was given. Raises what loading raises."""
@@ -167,6 +168,8 @@ class AsyncEngine:
         if restarts:
             self._restarts += 1
             self._restarting = asyncio.create_task(self._restart())
+        else:
+            self._ended.set()
 
     async def _restart(self) -> None:
         try:
@@ -174,6 +177,7 @@ class AsyncEngine:
         except Exception as error:
             self._error = EngineDeadError(f"the engine has ended and could not be restarted: {error}")
             log.exception("the engine could not be restarted")
+            self._ended.set()
         else:
             self._error = None
             log.warning("the engine has been restarted: restart %d of %d", self._restarts, self.config.max_restarts)
@@ -188,6 +192,13 @@ class AsyncEngine:
                 await self._restarting
                 await asyncio.to_thread(self._worker.stop, timeout)
             self._end_all(EngineDeadError("the engine was shut down"))
+            self._ended.set()
+
+    async def ended(self) -> EngineDeadError:
+        """Why the engine has ended. Waits until it has ended for good."""
+        await self._ended.wait()
+        assert self._error is not None
+        return self._error
 
     def kill(self) -> None:
         """End the engine's process at once, if it has one. For the end of this process: nobody is told. May be called by a

@@ -12,8 +12,9 @@ machines, can speak HTTP for the same replicas. The process that has deployed th
 from __future__ import annotations
 
 import logging
-import math
 import os
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ log = logging.getLogger("fa_serve.server")
 APPLICATION = "fa_serve"
 DEPLOYMENT = "engine"
 RUNNING: Any = "RUNNING"  # of Ray's ReplicaState, whose members are strings
+HEALTH_SECONDS = 10.0
+"""The time in which a replica must answer `check_health`, which waits for no step. Ray replaces it after three failures."""
 ROUTER: Any = f"{PrefixRouter.__module__}:PrefixRouter"  # Ray documents that it takes an import path, without annotating it
 
 
@@ -60,6 +63,14 @@ class ReplicaOptions:
             raise ValueError(f"max_replicas must be at least replicas = {self.replicas}, got {self.max_replicas}")
 
 
+def room_for(needs: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> int:
+    """How many replicas fit on machines with these resources. needs: of one replica, as Ray's options of an actor"""
+    least = [(name, needs[option]) for option, name in (("num_cpus", "CPU"), ("num_gpus", "GPU")) if needs.get(option)]
+    if not least:
+        return sys.maxsize
+    return sum(min(int(node.get(name, 0) / amount) for name, amount in least) for node in nodes)
+
+
 class Cluster:
     def __init__(self, options: ReplicaOptions):
         self._options = options
@@ -75,13 +86,17 @@ class Cluster:
         address = self._options.address or "local"  # None would join any cluster that has been started on this machine
         # Ray's dashboard runs any job that is sent to it, so a cluster that we start has none
         local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+        except ConnectionError as error:
+            raise ConnectionError(f"no Ray cluster with this RAY_AUTH_TOKEN is at {address}: {error}") from None
         self._owns_ray = True
 
     def deploy(self, config: EngineConfig) -> DeploymentHandle[Any]:
         """The handle of the replicas, of which the first have loaded the model.
 
-        Raises RuntimeError if the replicas cannot be started, ValueError if the cluster runs replicas with other settings.
+        Raises RuntimeError if the replicas cannot be started, ValueError if the cluster runs replicas with other settings or if
+        this machine, alone, has no room for them.
         """
         serve.start(proxy_location=ProxyLocation.Disabled)
         if APPLICATION in serve.status().applications:
@@ -93,10 +108,15 @@ class Cluster:
                     f"cluster. It has {running}; asked for was {config}"
                 )
             return handle
+        settings = self._deployment_options(config)
+        self._check_room(settings["ray_actor_options"], config.device)
         self._owns_application = True
-        deployment: Any = serve.deployment(name=DEPLOYMENT, **self._deployment_options(config))(EngineReplica)
+        deployment: Any = serve.deployment(name=DEPLOYMENT, **settings)(EngineReplica)
         application = deployment.bind(config, self._options.step_timeout)
-        return serve.run(application, name=APPLICATION, route_prefix=None, logging_config={"log_level": "WARNING"})
+        try:
+            return serve.run(application, name=APPLICATION, route_prefix=None, logging_config={"log_level": "WARNING"})
+        except RuntimeError as error:
+            raise RuntimeError(f"the replicas could not be started: {self._status_message() or error}") from error
 
     def _deployment_options(self, config: EngineConfig) -> dict[str, Any]:
         options = self._options
@@ -120,9 +140,32 @@ class Cluster:
             "graceful_shutdown_timeout_s": max(options.drain_timeout, 0.1),
             "graceful_shutdown_wait_loop_s": 0.1,
             "health_check_period_s": 5.0,
-            "health_check_timeout_s": math.ceil(options.step_timeout),
+            "health_check_timeout_s": HEALTH_SECONDS,
             "request_router_config": RequestRouterConfig(request_router_class=ROUTER),
         }
+
+    def _check_room(self, needs: Mapping[str, float], device: str) -> None:
+        """Say which replicas cannot be started now. Ray waits for other machines without a word."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        room = room_for(needs, nodes)
+        wanted = self._options.replicas
+        gpus = needs.get("num_gpus", 0)
+        each = f"{needs['num_cpus']:g} processors" + (f" and {gpus} GPUs" if gpus else "") + " of one machine"
+        if self._options.address is None and room < wanted:
+            raise ValueError(
+                f"this machine has room for {room} of {wanted} replicas, each of which takes {each}. Lower --replicas"
+                + ("" if gpus else " or --replica-cpus")
+            )
+        if room < wanted:
+            log.warning("the cluster has room for %d of %d replicas, each of which takes %s: waiting", room, wanted, each)
+        if device == "auto" and not gpus and self._options.address is not None:
+            log.warning("the engines use no GPU. If machines with GPUs are still to join the cluster, give --device cuda")
+
+    def _status_message(self) -> str:
+        """What Ray says of the deployment: the error of the replica that was started last."""
+        application = serve.status().applications.get(APPLICATION)
+        deployment = application.deployments.get(DEPLOYMENT) if application is not None else None
+        return deployment.message if deployment is not None else ""
 
     def num_running(self) -> int:
         """The number of replicas that take requests."""

@@ -7,10 +7,12 @@ ended, so Ray knows how many requests a replica has, waits for them before it ta
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ray import serve
 
@@ -22,13 +24,32 @@ from ..service import stall_reason
 from .output_channel import Gains, OutputChannel
 from .replica_load import LOAD, load_of
 
+log = logging.getLogger("fa_serve.server")
 FRONT_SECONDS = 30.0
 """The time after which a front that has not been heard of counts as gone. It asks for a snapshot each second."""
+BEAT_SECONDS = 1.0
+"""The time between two signs of life to each front."""
+FAREWELL_SECONDS = 0.5
+"""How long a replica whose engine has ended stays, so that fronts hear why."""
+
+
+@dataclass(slots=True)
+class Front:
+    """A process that speaks HTTP.
+
+    heard: the replicas that it hears. Only these get its requests. PrefixRouter reads it, in the same process; it is not sent.
+    """
+
+    name: str
+    heard: set[str] = field(default_factory=set)
+
+    def __reduce__(self) -> tuple[type[Front], tuple[str]]:
+        return Front, (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """front: who listens; replica: the name of the replica that is meant"""
+    """front: the name of the front that listens; replica: the name of the replica that is meant"""
 
     front: str
     replica: str
@@ -43,12 +64,31 @@ class EngineReplica:
         self._step_timeout = step_timeout
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._channels: dict[str, OutputChannel] = {}  # by front
-        self._engine = AsyncEngine(config)
+        self._engine = AsyncEngine(replace(config, max_restarts=0))  # Ray starts another replica instead
         await self._engine.start()
+        self._tasks = [asyncio.create_task(self._end_with_engine()), asyncio.create_task(self._beat())]
 
-    async def add(self, front: str, add: Add) -> Exception | None:
-        """Compute a request. Returns the engine's refusal, or None at the end. Cancelling the call aborts the request."""
-        channel = self._channels.setdefault(front, OutputChannel())
+    async def _end_with_engine(self) -> None:
+        """End this process when its engine has ended. Ray notices that at once, and a failed check of health only later."""
+        log.error("this replica ends: %s", await self._engine.ended())
+        await asyncio.sleep(FAREWELL_SECONDS)
+        os._exit(1)
+
+    async def _beat(self) -> None:
+        """Give each front a sign of life every second."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            for channel in self._channels.values():
+                channel.beat()
+
+    async def add(self, front: Front, add: Add) -> Exception | None:
+        """Compute a request. Returns the engine's refusal, or None at the end. Cancelling the call aborts the request.
+
+        EngineDeadError means that another replica may compute the request, because this one has not begun.
+        """
+        if not self._engine.is_alive:
+            return EngineDeadError("the engine has ended: its replica ends, too")
+        channel = self._channels.setdefault(front.name, OutputChannel())
         task = asyncio.current_task()
         assert task is not None
         channel.tasks.add(task)
@@ -73,7 +113,7 @@ class EngineReplica:
         return None
 
     async def listen(self, who: Listen) -> AsyncGenerator[Gains, None]:
-        """What the requests of a front gain, step by step, without end."""
+        """What the requests of a front gain, step by step, without end. At least every BEAT_SECONDS, if only a sign of life."""
         channel = self._channels.setdefault(who.front, OutputChannel())
         task = asyncio.current_task()
         assert task is not None

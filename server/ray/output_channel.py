@@ -43,8 +43,12 @@ class OutputChannel:
             self._outputs[key] = output
         self._news.set()
 
+    def beat(self) -> None:
+        """Let `take` return, with nothing if nothing has come."""
+        self._news.set()
+
     async def take(self) -> Gains:
-        """What has come since the last call. Waits until there is something."""
+        """What has come since the last call. Waits until there is something, or a beat."""
         await self._news.wait()
         self._news.clear()
         gains = Gains(self._accepted, list(self._outputs.values()))

@@ -21,7 +21,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from fa_serve.engine.engine_loop import Add
 
-from .engine_replica import Listen
+from .engine_replica import Front, Listen
 from .prefix_table import PrefixTable, prefix_keys
 
 T = TypeVar("T")
@@ -34,7 +34,6 @@ class PrefixRouter(RequestRouter):
         """Called by Ray in place of a constructor."""
         self._table = PrefixTable()
         self._in_flight: Counter[str] = Counter()  # sequences by replica
-        self._heard: set[str] = set()  # replicas that this process listens to, which alone get requests
         self._counted: dict[str, int] = {}  # sequences by Ray's name of a request that is in flight
         self._serial = count()
         self._chosen: Counter[str] = Counter()  # when a replica was first in the order, by the numbers of the calls
@@ -50,9 +49,10 @@ class PrefixRouter(RequestRouter):
         if who is not None:
             return [[by_name[who.replica]]] if who.replica in by_name else []
         add = _argument(pending_request, Add)
-        if add is None:
+        front = _argument(pending_request, Front)
+        if add is None or front is None:
             return [candidate_replicas]
-        loads = {name: self._in_flight[name] for name in by_name if name in self._heard}
+        loads = {name: self._in_flight[name] for name in by_name if name in front.heard}
         if not loads:
             return []  # Ray asks again soon
         holders = self._table.holders(prefix_keys(add.prompt, add.cache_salt), loads)
@@ -63,8 +63,6 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has accepted a request."""
         name = _name(replica_id)
-        if _argument(pending_request, Listen) is not None:
-            self._heard.add(name)
         add = _argument(pending_request, Add)
         if add is None:
             return
@@ -93,7 +91,6 @@ class PrefixRouter(RequestRouter):
 
     def _forget(self, name: str) -> None:
         self._table.forget(name)
-        self._heard.discard(name)
         self._chosen.pop(name, None)
         self._in_flight.pop(name, None)
 

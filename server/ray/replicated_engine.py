@@ -4,7 +4,7 @@
 
 `ReplicaWorker` stands where a thread or a process stands otherwise. It sends each request to a replica and passes on what comes
 back. A request whose replica ends is ended with an error. It is not sent to another replica, because a request that ends one
-replica would end the next one as well.
+replica would end the next one as well. Only a request that the replica has not begun to compute is sent again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
-from fa_serve.engine import AsyncEngine, EngineConfig, EngineStats, Phase, RequestError, RequestOutput
+from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, Phase, RequestError, RequestOutput
 from fa_serve.engine.engine_loop import Abort, Add, StepOutputs
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.loading import load_tokenizer
 from fa_serve.engine.outputs import FinishReason
 from fa_serve.engine.worker import STOP_SECONDS, OnOutputs, Pulse, Ready, Worker
 
-from .engine_replica import Listen
+from .engine_replica import Front, Listen
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -37,8 +37,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("fa_serve.server")
 LOOK_SECONDS = 1.0
 """The time between two looks at the replicas."""
+SILENT_LOOKS = 10
+"""After so many looks without a sign of life of a replica, its requests are ended. It gets new ones when it is heard again."""
 HANG_UP_SECONDS = 1.0
 REPLICA_LOST = "the replica that computed the request has ended"
+AGAIN_SECONDS = 0.1
+"""The time after which a request that a replica has refused because its engine has ended is sent again."""
 LATE_SECONDS = 5.0
 """How long the last outputs of a request may take after its replica has said that it has ended."""
 
@@ -53,6 +57,14 @@ class _Request:
     task: asyncio.Task[None] | None = None
 
 
+@dataclass(slots=True)
+class _Listener:
+    """silent_looks: how often this process has looked at the replicas since this one was last heard"""
+
+    task: asyncio.Task[None]
+    silent_looks: int = 0
+
+
 class ReplicaWorker:
     """Sends requests to replicas. `snapshots` has the statistics of each, by its name."""
 
@@ -61,14 +73,15 @@ class ReplicaWorker:
         self._config = config
         self._on_outputs = on_outputs
         self._on_phase = on_phase
-        self._name = secrets.token_hex(8)
+        self._front = Front(secrets.token_hex(8))
         self._loop = asyncio.get_running_loop()
         self._requests: dict[str, _Request] = {}
-        self._listeners: dict[str, asyncio.Task[None]] = {}  # by replica
+        self._listeners: dict[str, _Listener] = {}  # by replica
         self._handle: Any = None
         self._add: Any = None
         self._listen_to: Any = None
         self._heard = time.monotonic()
+        self._counted = time.monotonic()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="fa_serve-replicas", daemon=True)
         self.snapshots: Mapping[str | None, EngineStats] = {}
@@ -76,6 +89,7 @@ class ReplicaWorker:
     def start(self) -> Ready:
         """Deploy the replicas and wait until they are loaded. Raises what `Cluster` raises."""
         begin = time.perf_counter()
+        tokenizer = load_tokenizer(self._config)  # before a cluster loads a model that does not exist
         self._handle = self._cluster.deploy(self._config)
         self._add = self._handle.options(method_name="add")
         self._listen_to = self._handle.options(method_name="listen", stream=True)
@@ -83,7 +97,7 @@ class ReplicaWorker:
         self._look()
         if self._on_phase is not None:
             self._on_phase(Phase("replicas", f"{self._cluster.num_running()} running", time.perf_counter() - begin))
-        ready.tokenizer = load_tokenizer(self._config)
+        ready.tokenizer = tokenizer
         self._watcher.start()
         found: Ready = ready
         return found
@@ -101,9 +115,13 @@ class ReplicaWorker:
     async def _run(self, add: Add, request: _Request) -> None:
         """Send a request, and wait for its end. Its outputs come through `_listen`."""
         name = add.request_id
-        response = self._add.remote(self._name, add)
+        response = self._add.remote(self._front, add)
         try:
             refusal = await response
+            while isinstance(refusal, EngineDeadError):  # the replica ends, and has not begun to compute the request
+                await asyncio.sleep(AGAIN_SECONDS)
+                response = self._add.remote(self._front, add)
+                refusal = await response
             if refusal is not None:
                 request.unfinished.clear()
                 self._on_outputs(StepOutputs(None, [], [(name, refusal)]))
@@ -134,9 +152,11 @@ class ReplicaWorker:
 
     async def _listen(self, replica: str) -> None:
         """Pass on what the requests of this process gain in a replica."""
-        response = self._listen_to.remote(Listen(self._name, replica))
+        response = self._listen_to.remote(Listen(self._front.name, replica))
         try:
             async for gains in response:
+                self._listeners[replica].silent_looks = 0
+                self._heard = time.monotonic()
                 for name in gains.accepted:
                     if name in self._requests:
                         self._requests[name].replica = replica
@@ -146,14 +166,21 @@ class ReplicaWorker:
                     self._on_outputs(StepOutputs(None, gains.outputs))
         except Exception as error:
             log.error("the replica %s has ended: %s", replica, type(error).__name__)
-            for name, request in self._requests.items():
-                if request.replica == replica:
-                    self._stop(name, "error", RequestError("replica_lost", REPLICA_LOST))
+            self._lose(replica)
         finally:
             response.cancel()
+            self._front.heard.discard(replica)
             del self._listeners[replica]
 
+    def _lose(self, replica: str) -> None:
+        """End the requests of a replica."""
+        for name, request in self._requests.items():
+            if request.replica == replica:
+                self._stop(name, "error", RequestError("replica_lost", REPLICA_LOST))
+
     def _note(self, output: RequestOutput) -> None:
+        if output.error is not None and output.error.code == "engine_dead":  # that of the replica; others go on
+            output.error = RequestError("replica_lost", output.error.message)
         request = self._requests.get(output.request_id)
         if request is not None and output.finished:
             request.unfinished.discard(output.index)
@@ -164,28 +191,43 @@ class ReplicaWorker:
         """Look at the replicas until the end. Runs in a thread."""
         while not self._stopping.wait(LOOK_SECONDS):
             try:
+                self._loop.call_soon_threadsafe(self._count_silence)
                 self._look()
             except Exception as error:  # the cluster cannot be reached; `pulse` tells for how long
                 log.warning("the replicas cannot be reached: %s: %s", type(error).__name__, error)
 
     def _look(self) -> None:
-        if self._cluster.num_running():
-            self._heard = time.monotonic()
-        found = self._handle.broadcast("snapshot", self._name).results(timeout_s=LOOK_SECONDS, return_exceptions=True)
+        found = self._handle.broadcast("snapshot", self._front.name).results(timeout_s=LOOK_SECONDS, return_exceptions=True)
         self.snapshots = dict(entry for entry in found if not isinstance(entry, Exception))
+        if self.snapshots:
+            self._heard = time.monotonic()
         self._loop.call_soon_threadsafe(self._listen_to_all, frozenset(self.snapshots))
 
     def _listen_to_all(self, replicas: frozenset[str]) -> None:
         """Listen to replicas that are new. Stop listening to one that takes no requests any more and has none of ours."""
         for replica in replicas - self._listeners.keys():
-            self._listeners[replica] = self._loop.create_task(self._listen(replica))
+            self._listeners[replica] = _Listener(self._loop.create_task(self._listen(replica)))
+            self._front.heard.add(replica)
         busy = {request.replica for request in self._requests.values()}
         for replica in self._listeners.keys() - replicas:
             if None not in busy and replica not in busy:
-                self._listeners[replica].cancel()
+                self._listeners[replica].task.cancel()
+
+    def _count_silence(self) -> None:
+        """Give up replicas that are silent. Looks are counted, because time also passes while this process stands still."""
+        now = time.monotonic()
+        if now - self._counted < LOOK_SECONDS / 2:
+            return  # the event loop was held up, and several looks come at once
+        self._counted = now
+        for replica, listener in self._listeners.items():
+            listener.silent_looks += 1
+            if listener.silent_looks == SILENT_LOOKS:
+                log.error("the replica %s gives no sign of life", replica)
+                self._lose(replica)
+                listener.task.cancel()
 
     def pulse(self) -> Pulse:
-        """How long no replica has run."""
+        """How long no replica has been heard."""
         return Pulse(silent_seconds=time.monotonic() - self._heard)
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
@@ -197,10 +239,10 @@ class ReplicaWorker:
 
     async def _stop_listening(self) -> None:
         """A replica does not end while somebody listens to it."""
-        listeners = list(self._listeners.values())
-        for listener in listeners:
-            listener.cancel()
-        await asyncio.gather(*listeners, return_exceptions=True)
+        tasks = [listener.task for listener in self._listeners.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def kill(self) -> None:
         """The replicas outlive this process, unless Ray ends with it."""

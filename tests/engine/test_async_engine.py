@@ -184,6 +184,7 @@ def test_shutdown_ends_unfinished_requests(make_engine) -> None:
         outputs = await task
         assert outputs[-1].finish_reason == "error"
         assert outputs[-1].error == RequestError("engine_dead", "the engine was shut down")
+        assert str(await asyncio.wait_for(engine.ended(), 5)) == "the engine was shut down"
         assert not engine.is_alive
 
     asyncio.run(main())
@@ -207,6 +208,7 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
         config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_restarts=1)
         engine = AsyncEngine(config)
         await engine.start()
+        ended = asyncio.create_task(engine.ended())
         for death in range(2):
             task = asyncio.create_task(collect(engine, [1], SamplingParams(max_tokens=250), f"r{death}"))
             await until(lambda: engine.stats().num_running > 0)
@@ -222,6 +224,8 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
                 await until(lambda: engine.is_alive, 120)
                 tokens = [t for output in await collect(engine, [7, 5]) for t in output.token_ids]
                 assert tokens == greedy(make_model(), [7, 5], 12)
+                assert not ended.done()
+        assert "exit code -9" in str(await asyncio.wait_for(ended, 5))
         await engine.shutdown()
 
     asyncio.run(main())

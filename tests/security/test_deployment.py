@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
 UNIT = ROOT / "deploy" / "systemd" / "fa-serve.service"
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
+RAY_COMPOSE = yaml.safe_load((ROOT / "deploy" / "ray" / "compose.yaml").read_text())
 IMAGES = ("cpu", "cuda")
 
 
@@ -56,7 +58,7 @@ def constraints() -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower(): line.partition("==")[2] for line in lines}
 
 
-@pytest.mark.parametrize("name", [*IMAGES, "tools"])
+@pytest.mark.parametrize("name", [*IMAGES, "ray", "tools"])
 def test_every_package_has_hashes(name):
     packages = requirements(name)
     assert packages
@@ -77,14 +79,29 @@ def test_the_images_have_the_versions_that_are_tested(name):
     assert {"torch", "triton", "transformers", "fastapi", "uvicorn", "setuptools", "opentelemetry-sdk"} <= packages.keys()
 
 
+def test_ray_is_added_to_an_image_without_a_change_of_it():
+    """requirements/ray.txt repeats some packages of the images. pip takes both lists only if these agree."""
+    ray = requirements("ray")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lines = (ROOT / "requirements" / "ray.in").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == extras["ray"]
+    tested = constraints()
+    assert {package: version for package, (version, _) in ray.items()}.items() <= tested.items()
+    for name in IMAGES:
+        both = requirements(name)
+        assert {"fastapi", "pydantic"} <= both.keys() & ray.keys()
+        assert {package: both[package] for package in both.keys() & ray.keys()}.items() <= ray.items()
+
+
 def test_pip_verifies_what_it_installs():
     for line in re.findall(r"pip install.*", DOCKERFILE):
-        if "-r requirements.txt" in line:
+        if "-r requirements/" in line:
             assert {"--require-hashes", "--only-binary"} <= set(line.split()), line
         else:  # the source of this repository
             assert {"--no-index", "--no-deps", "--no-build-isolation", "."} <= set(line.split()), line
-    copied = re.findall(r"^COPY (requirements/\S+)", DOCKERFILE, re.MULTILINE)
+    copied = re.findall(r"^COPY (requirements/\S+) requirements/ray.txt requirements/$", DOCKERFILE, re.MULTILINE)
     assert sorted(copied) == [f"requirements/{name}.txt" for name in IMAGES]
+    assert re.findall(r"-r (requirements/\w+\.txt) +\$\{RAY:\+-r requirements/ray\.txt\}", DOCKERFILE) == copied
     assert "!requirements" in (ROOT / ".dockerignore").read_text().splitlines()
 
 
@@ -135,7 +152,8 @@ def test_pin_images_adds_digests(tmp_path):
 
 
 def test_containers_of_compose_have_no_privileges():
-    for name, service in COMPOSE["services"].items():
+    assert RAY_COMPOSE["services"].keys() - COMPOSE["services"].keys() == {"engine"}
+    for name, service in {**COMPOSE["services"], "engine": RAY_COMPOSE["services"]["engine"]}.items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         assert not {"cap_add", "privileged", "devices", "network_mode", "pid"} & service.keys(), name
@@ -159,6 +177,30 @@ def documents() -> dict[str, dict]:
 def test_the_pod_is_restricted():
     """The rules of the "restricted" Pod Security Standard, a read-only root, and a bound for everything that can grow."""
     pod = documents()["StatefulSet"]["spec"]["template"]["spec"]
+    _assert_restricted(pod)
+    policy = documents()["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    [door] = policy["ingress"]
+    assert [port["port"] for port in door["ports"]] == [pod["containers"][0]["ports"][0]["containerPort"]]
+
+
+def test_the_pods_of_a_ray_cluster_are_restricted():
+    """Only they reach Ray's ports, which run code."""
+    text = (ROOT / "deploy" / "ray" / "kubernetes.yaml").read_text()
+    found = list(yaml.safe_load_all(text))
+    pods = [document["spec"]["template"]["spec"] for document in found if document["kind"] == "StatefulSet"]
+    assert len(pods) == 2
+    for pod in pods:
+        _assert_restricted(pod)
+        assert {"name": "RAY_AUTH_MODE", "value": "token"} in pod["containers"][0]["env"]
+    inside, door = (document["spec"] for document in found if document["kind"] == "NetworkPolicy")
+    assert inside["policyTypes"] == ["Ingress", "Egress"]
+    assert inside["ingress"] == [{"from": [{"podSelector": inside["podSelector"]}]}]
+    assert inside["egress"][1:] == documents()["NetworkPolicy"]["spec"]["egress"]
+    assert door["ingress"] == documents()["NetworkPolicy"]["spec"]["ingress"]
+
+
+def _assert_restricted(pod: dict) -> None:
     assert pod["automountServiceAccountToken"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -172,10 +214,6 @@ def test_the_pod_is_restricted():
     for volume in pod["volumes"]:
         assert "hostPath" not in volume
         assert "sizeLimit" in volume["emptyDir"], volume["name"]
-    policy = documents()["NetworkPolicy"]["spec"]
-    assert policy["policyTypes"] == ["Ingress", "Egress"]
-    [door] = policy["ingress"]
-    assert [port["port"] for port in door["ports"]] == [pod["containers"][0]["ports"][0]["containerPort"]]
 
 
 def test_a_service_does_not_configure_the_server(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import socket
 import ssl
@@ -16,10 +17,12 @@ from typing import ClassVar
 import httpx
 import kubernetes_validate
 import pytest
+import typer
 import yaml
 from fa_serve.server.metrics import Metrics
 from fa_serve.server.settings import Settings, load
 
+from fa_serve.__main__ import app
 from fa_serve.engine import EngineStats
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +74,79 @@ def test_compose():
     assert ["./deploy/grafana/dashboards", provider["options"]["path"]] in mounts
     assert ["./deploy/grafana/provisioning", "/etc/grafana/provisioning"] in mounts
     assert ["./deploy/prometheus", "/etc/prometheus"] in [volume.split(":")[:2] for volume in service["prometheus"]["volumes"]]
+
+
+def test_compose_files_pass_its_schema(tmp_path):
+    files = ["compose.yaml", "deploy/compose.cuda.yaml", "deploy/ray/compose.yaml", "deploy/ray/compose.cuda.yaml"]
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text((ROOT / files[2]).read_text().replace("shm_size", "shm"))
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = run(*check, *(str(ROOT / file) for file in files))
+    assert done.returncode == 0, done.stdout
+    assert "'shm' was unexpected" in run(*check, str(wrong)).stdout
+
+
+def ray_commands(text: str) -> None:
+    """The commands of a shell's line, as their programs read them."""
+    scripts = pytest.importorskip("ray.scripts.scripts", reason="the ray extra is not installed")
+    for command in re.split(r"&&|;", text.replace("${REPLICAS:-2}", "2")):
+        words = [word for word in shlex.split(command) if word not in ("exec", "until", "do", "done")]
+        if words[:1] == ["ray"]:
+            scripts.cli.get_command(None, words[1]).make_context(words[1], words[2:])
+        elif words[:2] == ["fa-serve", "ray"]:
+            typer.main.get_command(app).get_command(None, "ray").make_context("ray", words[2:])
+        else:
+            assert words in ([], ["sleep", "1"])
+
+
+def test_compose_of_a_ray_cluster():
+    compose, gpu = (read(f"deploy/ray/{name}")["services"] for name in ("compose.yaml", "compose.cuda.yaml"))
+    server = compose["fa-serve"]
+    engine = compose["engine"]
+    for service in (server, engine, gpu["engine"]):
+        ray_commands(service["command"][0])
+    assert server["environment"] == engine["environment"]
+    assert server["environment"]["RAY_AUTH_MODE"] == "token"
+    assert server["environment"]["RAY_AUTH_TOKEN"].startswith("${RAY_AUTH_TOKEN:?"), "no cluster without a secret"
+    assert DRAIN < int(engine["environment"]["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) < int(engine["stop_grace_period"][:-1])
+    assert server["build"]["args"] == {"RAY": "1"}
+    assert server["depends_on"] == ["engine"], "compose stops the server first, which drains"
+    assert "--port 6379 --num-cpus 0 --num-gpus 0" in server["command"][0], "no engine runs beside the server"
+    assert gpu["engine"]["command"][0] == engine["command"][0].replace(" --num-cpus 1", "")
+    assert gpu["fa-serve"]["environment"] == {"FA_SERVE_DEVICE": "cuda"}, "the GPUs may join after the server has started"
+
+
+def test_kubernetes_with_ray():
+    documents = list(yaml.safe_load_all((DEPLOY / "ray" / "kubernetes.yaml").read_text()))
+    for document in documents:
+        kubernetes_validate.validate(document, "1.34", strict=True)
+    server, engines, service, head, budget, policy, door = documents
+    pods = [workload["spec"]["template"] for workload in (server, engines)]
+    for workload, pod in zip((server, engines), pods, strict=True):
+        [container] = pod["spec"]["containers"]
+        ray_commands(container["args"][0])
+        assert workload["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+        claims = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", ())}
+        names = claims | {volume["name"] for volume in pod["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == names
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (ours,), (theirs,) = (pod["spec"]["containers"] for pod in pods)
+    known_settings(entry["name"] for entry in ours["env"] if not entry["name"].startswith("RAY_"))
+    *same, drain = theirs["env"]
+    assert all(entry in ours["env"] for entry in same), "one token for all"
+    assert drain["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    assert DRAIN < int(drain["value"]) < pods[1]["spec"]["terminationGracePeriodSeconds"]
+    assert f"--replicas {engines['spec']['replicas']} --device cuda" in ours["args"][0], "the GPUs may join after the server"
+    before = int(ours["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pods[0]["spec"]["terminationGracePeriodSeconds"] > before + DRAIN
+    for selector in (service["spec"]["selector"], head["spec"]["selector"], door["spec"]["podSelector"]["matchLabels"]):
+        assert selector == pods[0]["metadata"]["labels"]
+    assert budget["spec"]["selector"]["matchLabels"] == pods[1]["metadata"]["labels"]
+    address = f"{head['metadata']['name']}:{head['spec']['ports'][0]['port']}"
+    assert theirs["args"][0].count(f"--address {address} ") + theirs["args"][0].count(f"--address {address};") == 2
+    assert head["spec"]["publishNotReadyAddresses"], "the server is not ready before its engines are"
+    liveness = ours["livenessProbe"]
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 1800, "a new head would restart every engine"
 
 
 def test_what_compose_leaves_empty_is_not_set(monkeypatch):

@@ -1,5 +1,7 @@
 """The server over two replicas of the embedded model, which Ray runs: it answers as one server does, and survives a replica.
 
+Each replica divides the model between two ranks and has its engine in a process, as on GPUs: a replica is three processes.
+
 A cluster takes most of a minute to start on two cores, so these tests run when they are asked for: `make test-ray`. There they
 fail if Ray is missing.
 """
@@ -8,16 +10,23 @@ import asyncio
 import json
 import os
 import re
+import secrets
+import shutil
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from fa_serve.server.app import create_app
 from fa_serve.server.settings import Settings
 from server_process import ServerProcess, start
@@ -26,6 +35,7 @@ from typer.testing import CliRunner
 from fa_serve.__main__ import app
 from fa_serve.engine import AsyncEngine, EngineConfig
 
+ROOT = Path(__file__).parents[2]
 MODEL = "fa-serve-demo"
 KEYS = ["left", "right"]
 LEFT = {"authorization": "Bearer left"}
@@ -54,34 +64,47 @@ CONTRACT: list[tuple[str, str, Any, dict[str, str]]] = [
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[ServerProcess]:
     server = start(
-        *("--replicas", "2", "--replica-cpus", "0.5", "--dtype", "float32", "--max-per-key", "4", "--log-level", "warning"),
+        *("--replicas", "2", "--tensor-parallel", "2", "--process", "--replica-cpus", "0.5", "--dtype", "float32"),
+        *("--max-per-key", "4", "--log-level", "warning"),
         verb="ray",
         FA_SERVE_API_KEYS=",".join(KEYS),
         FA_SERVE_PUBLIC_METRICS="true",
     )
     yield server
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
-    assert not _replicas_of(server.process.pid), "no replica is left"
     server.end()
 
 
-def _replicas_of(ancestor: int) -> list[int]:
-    """Process ids of the replicas below a process."""
+def _processes_below(ancestor: int) -> dict[int, str]:
+    """The command lines of the processes below a process, by their ids."""
     parents: dict[int, int] = {}
     names: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             status = (folder / "status").read_text()
-            names[int(folder.name)] = (folder / "cmdline").read_text()
+            names[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
         except OSError:  # it has ended
             continue
         parents[int(folder.name)] = int(re.search(r"^PPid:\s+(\d+)", status, re.MULTILINE)[1])
 
     def is_below(process: int) -> bool:
-        return process == ancestor or (process in parents and is_below(parents[process]))
+        return process in parents and (parents[process] == ancestor or is_below(parents[process]))
 
-    return [process for process, name in names.items() if "ServeReplica" in name and is_below(process)]
+    return {process: name for process, name in names.items() if is_below(process)}
+
+
+def _of_kind(kind: str, ancestor: int) -> list[int]:
+    return [process for process, name in _processes_below(ancestor).items() if kind in name]
+
+
+REPLICA = "ServeReplica"
+RANK = "fa_serve.engine.follower"
+
+
+def _runs(process: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
 
 
 def by_replica(server: ServerProcess, name: str) -> list[float]:
@@ -150,7 +173,7 @@ def test_a_conversation_stays_at_one_replica(replicas):
 
 
 def _read(server: ServerProcess, found: list[str]) -> None:
-    body = {"model": MODEL, "prompt": "Once", "stream": True, "max_tokens": 1900, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": "Once", "stream": True, "max_tokens": 500, "ignore_eos": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=LEFT, timeout=60) as response:
         found += [str(response.status_code)]
         for line in response.iter_lines():
@@ -170,41 +193,144 @@ def test_an_abandoned_stream_is_aborted_in_its_replica(replicas):
     assert sum(by_replica(replicas, "generation_tokens_total")) < 1900
 
 
-@needs_ray
-def test_a_killed_replica_loses_its_own_streams_only(replicas):
-    """The limit for a key holds for all replicas together, because one process counts."""
+@contextmanager
+def _four_streams(server: ServerProcess) -> Iterator[tuple[list[list[str]], list[float]]]:
+    """What each of four streams has sent, and how many of them each replica has. Returns when the streams have ended."""
     streams: list[list[str]] = [[] for _ in range(4)]
-    readers = [threading.Thread(target=_read, args=(replicas, found)) for found in streams]
+    readers = [threading.Thread(target=_read, args=(server, found)) for found in streams]
     for reader in readers:
         reader.start()
     # two each; or one and three, as the router may still count the stream that the test before has abandoned
     shares: list[float] = []
 
     def all_run() -> bool:
-        shares[:] = by_replica(replicas, "num_requests_running")
-        return sum(shares) == 4 and min(shares) > 0
+        shares[:] = by_replica(server, "num_requests_running")
+        return sum(shares) == 4 and len(shares) == 2 and min(shares) > 0
 
-    eventually(all_run)
-    ask = {"url": f"{replicas.url}/v1/completions", "json": COMPLETION, "timeout": 60}
-    refused = httpx.post(**ask, headers=LEFT)
-    assert refused.status_code == 429
-    assert "This API key may have at most 4 sequences in flight" in refused.json()["error"]["message"]
-    os.kill(_replicas_of(replicas.process.pid)[0], signal.SIGKILL)
-    answers = [httpx.post(**ask, headers=RIGHT) for _ in range(4)]
-    assert {answer.json()["choices"][0]["text"] for answer in answers} == {answers[0].json()["choices"][0]["text"]}
-    assert httpx.get(f"{replicas.url}/ready", headers=RIGHT).status_code == 200
+    eventually(all_run, seconds=60)
+    yield streams, shares
     for reader in readers:
-        reader.join(60)
+        reader.join(100)
+
+
+LOST = {
+    "message": "The request was cut off: its replica has ended.",
+    "type": "service_unavailable_error",
+    "param": None,
+    "code": "service_unavailable",
+}
+
+
+def _assert_some_are_lost(streams: list[list[str]], shares: list[float]) -> None:
+    """Those of one replica, each with the error of a lost replica."""
     lost = [found for found in streams if found[-1] != "data: [DONE]"]
     assert len(lost) in shares
     for found in lost:
         assert found[0] == "200"
-        assert json.loads(found[-1].removeprefix("data: "))["error"] == {
-            "message": "The request was cut off: its replica has ended.",
-            "type": "service_unavailable_error",
-            "param": None,
-            "code": "service_unavailable",
-        }
+        assert json.loads(found[-1].removeprefix("data: "))["error"] == LOST
+
+
+@needs_ray
+def test_a_killed_replica_loses_its_own_streams_only(replicas):
+    """The limit for a key holds for all replicas together, because one process counts."""
+    with _four_streams(replicas) as (streams, shares):
+        ask = {"url": f"{replicas.url}/v1/completions", "json": COMPLETION, "timeout": 60}
+        refused = httpx.post(**ask, headers=LEFT)
+        assert refused.status_code == 429
+        assert "This API key may have at most 4 sequences in flight" in refused.json()["error"]["message"]
+        replica = _of_kind(REPLICA, replicas.process.pid)[0]
+        processes = [replica, *_processes_below(replica)]
+        assert len(_of_kind(RANK, replica)) == 1
+        os.kill(replica, signal.SIGKILL)
+        answers = [httpx.post(**ask, headers=RIGHT) for _ in range(4)]
+        assert {answer.json()["choices"][0]["text"] for answer in answers} == {answers[0].json()["choices"][0]["text"]}
+        assert httpx.get(f"{replicas.url}/ready", headers=RIGHT).status_code == 200
+    _assert_some_are_lost(streams, shares)
+    eventually(lambda: not any(map(_runs, processes)))
+
+
+@needs_ray
+def test_a_killed_rank_loses_the_streams_of_its_replica_only(replicas):
+    """And no other request: the replica ends before it can refuse any."""
+    eventually(lambda: len(by_replica(replicas, "num_requests_running")) == 2, seconds=90)
+    with _four_streams(replicas) as (streams, shares):
+        ranks = _of_kind(RANK, replicas.process.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[0], signal.SIGKILL)
+        ask = {"url": f"{replicas.url}/v1/completions", "json": COMPLETION, "timeout": 60}
+        assert [httpx.post(**ask, headers=RIGHT).status_code for _ in range(12)] == [200] * 12
+    _assert_some_are_lost(streams, shares)
+    eventually(lambda: len(by_replica(replicas, "num_requests_running")) == 2, seconds=90)
+
+
+@needs_ray
+def test_sigterm_drains_and_nothing_is_left(replicas):
+    processes = [process for process, name in _processes_below(replicas.process.pid).items() if name]
+    with _four_streams(replicas) as (streams, _):
+        replicas.process.send_signal(signal.SIGTERM)
+        eventually(lambda: httpx.get(f"{replicas.url}/ready").status_code == 503)
+    assert [found[-1] for found in streams] == ["data: [DONE]"] * 4
+    assert replicas.process.wait(30) == 0
+    eventually(lambda: not any(map(_runs, processes)))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[list[subprocess.Popen]]:
+    """The containers of deploy/ray/compose.yaml as processes of this machine: two engines, and the server."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    services = yaml.safe_load((ROOT / "deploy" / "ray" / "compose.yaml").read_text())["services"]
+    folder = tempfile.mkdtemp(prefix="fa-ray-")  # the paths of sockets are to be short
+    environment = os.environ | {
+        **services["engine"]["environment"],
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "FA_SERVE_PUBLIC_METRICS": "true",
+    }
+
+    def run(service: str, name: str) -> subprocess.Popen:
+        command = services[service]["command"][0].replace("fa-serve:6379", f"127.0.0.1:{port}").replace("6379", str(port))
+        command = command.replace("${REPLICAS:-2}", "2 --port 0 --device cpu --num-pages 1024 --log-level warning")
+        command = command.replace("fa-serve ray", f"{sys.executable} -m fa_serve ray")
+        command = re.sub(r"(^|exec |until )ray ", rf"\1{sys.executable} -m ray.scripts.scripts ", command)
+        variables = environment | {"RAY_TMPDIR": f"{folder}/{name}"}  # each container has one
+        with (tmp_path / f"{name}.log").open("w") as log:
+            return subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=log, text=True, env=variables)
+
+    # the server first, which is the harder order: it waits for the engines
+    processes = [run("fa-serve", "s"), run("engine", "a"), run("engine", "b")]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    left = _of_kind(folder, 0)  # a container would end them
+    for pid in {*left, *(below for above in left for below in _processes_below(above))}:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@needs_ray
+def test_the_files_of_a_cluster_make_one(cluster):
+    """Two machines with an engine each and one with the server. A machine that is stopped finishes its streams."""
+    server, *engines = cluster
+    watchdog = threading.Timer(150, server.kill)
+    watchdog.start()
+    url = next(line.strip() for line in server.stdout if line.startswith("http://"))
+    watchdog.cancel()
+    served = ServerProcess(server, url, [])
+    eventually(lambda: len(by_replica(served, "num_requests_running")) == 2)
+    ask = {"url": f"{url}/v1/completions", "json": COMPLETION, "timeout": 60}
+    assert httpx.post(**ask).status_code == 200
+    assert not _of_kind(REPLICA, server.pid), "the engines are on other machines"
+    with _four_streams(served) as (streams, _):
+        engines[0].send_signal(signal.SIGTERM)
+    assert [found[-1] for found in streams] == ["data: [DONE]"] * 4
+    engines[0].wait(90)
+    eventually(lambda: len(by_replica(served, "num_requests_running")) == 1, seconds=30)
+    assert [httpx.post(**ask).status_code for _ in range(4)] == [200] * 4
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(30) == 0
 
 
 def test_without_ray_one_sentence_names_the_extra(monkeypatch):

@@ -2,13 +2,16 @@
 
 import asyncio
 import time
+from contextlib import aclosing
 
 import pytest
 
 pytest.importorskip("ray", reason="the ray extra is not installed")
-from fa_serve.server.ray.engine_replica import FRONT_SECONDS, EngineReplica, Listen
+from fa_serve.server.ray import engine_replica
+from fa_serve.server.ray.engine_replica import FRONT_SECONDS, EngineReplica, Front, Listen
+from fa_serve.server.ray.output_channel import Gains
 
-from fa_serve.engine import EngineConfig, RequestOutput, SamplingParams
+from fa_serve.engine import EngineConfig, EngineDeadError, RequestOutput, SamplingParams
 from fa_serve.engine.engine_loop import Add
 from fa_serve.engine.worker import Pulse
 from fa_serve.spec import ParameterError
@@ -41,6 +44,9 @@ class Words:
     def pulse(self):
         return self.beats
 
+    async def ended(self):
+        return EngineDeadError("the engine has ended")
+
     def stats(self):
         return "stats"
 
@@ -60,7 +66,7 @@ def replica(engine: Words) -> EngineReplica:
 async def _two_requests() -> None:
     engine = Words()
     ours = replica(engine)
-    tasks = [asyncio.create_task(ours.add("front", Add(name, [1, 2], SamplingParams()))) for name in ("one", "two")]
+    tasks = [asyncio.create_task(ours.add(Front("front"), Add(name, [1, 2], SamplingParams()))) for name in ("one", "two")]
     gains = ours.listen(Listen("front", "r1"))
     assert (await anext(gains)).accepted == ["one", "two"]
     engine.gate.set()
@@ -71,7 +77,7 @@ async def _two_requests() -> None:
         ("two", "ab", [1, 2], True),
     ], "what nobody has read is one output"
     assert all(output.prompt_token_ids == [] for output in said), "the front knows the prompt"
-    refusal = await ours.add("front", Add("bad", [0], SamplingParams()))
+    refusal = await ours.add(Front("front"), Add("bad", [0], SamplingParams()))
     assert isinstance(refusal, ParameterError)
     await gains.aclose()
 
@@ -83,7 +89,7 @@ def test_a_step_of_all_requests_is_one_message():
 async def _cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Words()
     ours = replica(engine)
-    tasks = [asyncio.create_task(ours.add(front, Add(front, [1], None))) for front in ("gone", "there")]
+    tasks = [asyncio.create_task(ours.add(Front(front), Add(front, [1], None))) for front in ("gone", "there")]
     listener = asyncio.create_task(anext(aiter(ours.listen(Listen("gone", "r1")))))
     await listener
     listener = asyncio.create_task(anext(aiter(ours.listen(Listen("gone", "r1")))))
@@ -98,6 +104,38 @@ async def _cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.left == ["gone"], "nobody would read its outputs"
     engine.gate.set()
     assert await tasks[1] is None
+
+
+async def _alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_replica, "BEAT_SECONDS", 0.0)
+    ours = replica(Words())
+    beats = asyncio.create_task(ours._beat())
+    async with aclosing(ours.listen(Listen("front", "r1"))) as gains:
+        heard = [await asyncio.wait_for(anext(gains), 5) for _ in range(2)]
+    assert heard == [Gains(), Gains()]
+    beats.cancel()
+
+
+def test_a_replica_that_has_nothing_to_say_gives_signs_of_life(monkeypatch):
+    asyncio.run(_alive(monkeypatch))
+
+
+async def _dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    exits = []
+    monkeypatch.setattr(engine_replica, "FAREWELL_SECONDS", 0.0)
+    monkeypatch.setattr(engine_replica.os, "_exit", exits.append)
+    engine = Words()
+    engine.is_alive = False
+    ours = replica(engine)
+    refusal = await ours.add(Front("front"), Add("one", [1], None))
+    assert isinstance(refusal, EngineDeadError)
+    assert ours._channels == {}, "the front does not hear that this replica has accepted the request"
+    await ours._end_with_engine()
+    assert exits == [1]
+
+
+def test_a_replica_ends_with_its_engine(monkeypatch):
+    asyncio.run(_dead(monkeypatch))
 
 
 def test_requests_of_a_front_that_is_gone_are_aborted(monkeypatch):

@@ -1,12 +1,13 @@
 """The order in which replicas are tried for a request."""
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("ray", reason="the ray extra is not installed")
-from fa_serve.server.ray.engine_replica import Listen
+from fa_serve.server.ray.engine_replica import Front, Listen
 from fa_serve.server.ray.prefix_router import PrefixRouter, in_order
 
 from fa_serve.engine import SamplingParams
@@ -26,9 +27,14 @@ def _router() -> PrefixRouter:
     return router
 
 
+FRONT = Front("front")
+
+
 def _request(name: str, prompt: list[int], n: int = 1) -> SimpleNamespace:
     add = Add(name, prompt, SamplingParams(n=n))
-    return SimpleNamespace(args=[add], metadata=SimpleNamespace(internal_request_id=name), routing_context=SimpleNamespace())
+    return SimpleNamespace(
+        args=[FRONT, add], metadata=SimpleNamespace(internal_request_id=name), routing_context=SimpleNamespace()
+    )
 
 
 def test_what_is_in_flight_is_counted_and_prompts_are_remembered():
@@ -42,12 +48,12 @@ def test_what_is_in_flight_is_counted_and_prompts_are_remembered():
         return "".join(rank[0].replica_id.unique_id for rank in ranks)
 
     said = list(range(200))
-    assert order(_request("early", said)) == "", "nobody listens yet"
+    assert order(_request("early", said)) == "", "the front hears no replica yet"
     for replica in (a, b):
         listen = _request("listen", [])
         listen.args = [Listen("front", replica.unique_id)]
         assert order(listen) == replica.unique_id
-        router.on_request_routed(listen, replica, None)
+        FRONT.heard.add(replica.unique_id)
     first = _request("first", said, n=3)
     router.on_request_routed(first, b, None)
     assert order(_request("again", [*said, 1, 2])) == "ba", "b has seen the beginning"
@@ -58,3 +64,6 @@ def test_what_is_in_flight_is_counted_and_prompts_are_remembered():
     router.on_request_completed(b, "first")
     router.on_request_completed(a, "never routed")
     assert order(_request("again", [*said, 1, 2])) == "ba"
+    FRONT.heard.remove("b")
+    assert order(_request("again", [*said, 1, 2])) == "a", "b is silent"
+    assert pickle.loads(pickle.dumps(FRONT)) == Front("front"), "what a front hears stays in its process"

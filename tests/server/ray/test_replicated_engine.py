@@ -1,4 +1,4 @@
-"""What becomes of requests that are aborted, over replicas that never answer. A cluster is in tests/server/test_ray.py."""
+"""Requests that are aborted, and those whose replica dies or is silent. Clusters are in tests/server/test_ray.py."""
 
 import asyncio
 
@@ -7,9 +7,11 @@ import pytest
 pytest.importorskip("ray", reason="the ray extra is not installed")
 from types import SimpleNamespace
 
-from fa_serve.server.ray.replicated_engine import ReplicaWorker
+from fa_serve.server.ray import replicated_engine
+from fa_serve.server.ray.output_channel import Gains
+from fa_serve.server.ray.replicated_engine import SILENT_LOOKS, ReplicaWorker
 
-from fa_serve.engine import EngineConfig, SamplingParams
+from fa_serve.engine import EngineConfig, EngineDeadError, RequestError, RequestOutput, SamplingParams
 from fa_serve.engine.engine_loop import Abort, Add
 
 
@@ -38,3 +40,91 @@ async def _aborted(iterations: int) -> None:
 @pytest.mark.parametrize("iterations", [0, 2], ids=["before it is sent", "afterwards"])
 def test_an_aborted_request_ends_and_is_forgotten(iterations: int) -> None:
     asyncio.run(_aborted(iterations))
+
+
+def _worker(steps: list, answers: list) -> ReplicaWorker:
+    """A worker whose requests get these answers, and which hears the replica r1. `gains` feeds that one."""
+    worker = ReplicaWorker(SimpleNamespace(), EngineConfig(device="cpu"), steps.append, None)
+    worker.gains = asyncio.Queue()
+
+    async def add():
+        return await answers.pop(0) if answers else await asyncio.Future()
+
+    class Listening:
+        def __aiter__(self):
+            return self
+
+        async def __anext__(self):
+            return await worker.gains.get()
+
+        def cancel(self): ...
+
+    worker._add = SimpleNamespace(remote=lambda front, add_: asyncio.ensure_future(add()))
+    worker._listen_to = SimpleNamespace(remote=lambda listen: Listening())
+    worker._listen_to_all(frozenset({"r1"}))
+    return worker
+
+
+async def _turn(worker: ReplicaWorker) -> None:
+    while not worker.gains.empty():
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+
+def _ends(steps: list) -> list:
+    return [(output.request_id, output.error.code) for step in steps for output in step.outputs if output.error is not None]
+
+
+async def _silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicated_engine, "LOOK_SECONDS", 0.0)
+    steps = []
+    worker = _worker(steps, [])
+    worker.send(Add("one", [1], None))
+    worker.gains.put_nowait(Gains(["one"], []))
+    await _turn(worker)
+    for _ in range(SILENT_LOOKS - 1):
+        worker._count_silence()
+    worker.gains.put_nowait(Gains())  # a beat
+    await _turn(worker)
+    for _ in range(SILENT_LOOKS - 1):
+        worker._count_silence()
+    assert (_ends(steps), worker._front.heard) == ([], {"r1"})
+    worker._count_silence()
+    await _turn(worker)
+    await _turn(worker)
+    assert (_ends(steps), worker._front.heard, worker._listeners) == ([("one", "replica_lost")], set(), {})
+    worker._listen_to_all(frozenset({"r1"}))
+    assert worker._front.heard == {"r1"}, "it answers again"
+    monkeypatch.setattr(replicated_engine, "LOOK_SECONDS", 60.0)
+    for _ in range(SILENT_LOOKS):
+        worker._count_silence()
+    assert worker._listeners["r1"].silent_looks == 0, "looks that come at once say nothing about replicas"
+    await worker._stop_listening()
+
+
+def test_a_silent_replica_is_given_up_until_it_is_heard_again(monkeypatch):
+    asyncio.run(_silent(monkeypatch))
+
+
+async def _dying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicated_engine, "AGAIN_SECONDS", 0.0)
+    steps = []
+    answers = [asyncio.Future() for _ in range(3)]
+    worker = _worker(steps, list(answers))
+    for answer in answers[:2]:
+        answer.set_result(EngineDeadError("the engine has ended"))
+    worker.send(Add("one", [1], None))
+    worker.gains.put_nowait(Gains(["one"], []))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert steps == [], "the third replica computes it"
+    error = RequestError("engine_dead", "the engine has ended: rank 1")
+    worker.gains.put_nowait(Gains([], [RequestOutput("one", [], finished=True, finish_reason="error", error=error)]))
+    await _turn(worker)
+    assert _ends(steps) == [("one", "replica_lost")], "only this replica is dead"
+    answers[2].set_result(None)
+    await worker._stop_listening()
+
+
+def test_a_request_that_a_dying_replica_has_not_begun_is_sent_again(monkeypatch):
+    asyncio.run(_dying(monkeypatch))

@@ -1,0 +1,150 @@
+"""What `fa-serve ray` gains by its routing, and what clients notice of a lost replica, over replicas of one machine.
+
+    python benchmarks/bench_replicas.py                                        # the embedded model on a CPU
+    python benchmarks/bench_replicas.py --model Qwen/Qwen3-0.6B --device cuda  # two GPUs
+
+1. **Conversations**: each turn sends everything that was said before. Measured is the share of prompt tokens that come from a
+   prefix cache, with the router of fa_serve and with the same router when it knows nothing of prompts. The gate: both give the
+   same answers, greedily.
+2. **A lost replica**: clients ask in a closed loop, and the process of one replica is killed. Measured are the requests that
+   fail and the latencies of all.
+
+Left out: throughput of two replicas beside one, for which `fa-serve bench` loads a server with each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+CONVERSATIONS = 24
+TURNS = 6
+TURN_TOKENS = 96
+ANSWER_TOKENS = 8
+AT_ONCE = 6
+PLAIN = "from fa_serve.__main__ import main; main()"
+BLIND = f"from fa_serve.server.ray import prefix_router as r; f = r.in_order; r.in_order = lambda x, _, y: f(x, x, y); {PLAIN}"
+
+
+@contextmanager
+def served(program: str, options: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """The address and the process of a server over two replicas."""
+    flags = ["--port", "0", "--device", options.device, "--replicas", "2", "--replica-cpus", "0.5", "--deterministic"]
+    flags += ["--num-pages", "4096", "--dtype", "float32"] if options.device == "cpu" else []
+    command = [sys.executable, "-c", program, "ray", *([options.model] if options.model else []), *flags]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        url = next((line.strip() for line in server.stdout or () if line.startswith("http://")), None)
+        if url is None:
+            raise RuntimeError(f"the server did not start: {' '.join(command)}")
+        yield url, server.pid
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+async def converse(url: str) -> tuple[float, list[str]]:
+    """The share of cached prompt tokens after the first turns, and all answers in the order of conversations."""
+    draw = random.Random(0)
+    said = [[draw.randrange(1000) for _ in range(TURN_TOKENS)] for _ in range(CONVERSATIONS)]
+    answers = [""] * CONVERSATIONS
+    cached = asked = 0
+    gate = asyncio.Semaphore(AT_ONCE)
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+
+        async def turn(number: int) -> tuple[int, int]:
+            body = {"model": model, "prompt": said[number], "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+            async with gate:
+                reply = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+            answers[number] += reply["choices"][0]["text"]
+            return reply["usage"]["prompt_tokens_details"]["cached_tokens"], reply["usage"]["prompt_tokens"]
+
+        for round_ in range(TURNS):
+            order = list(range(CONVERSATIONS))
+            draw.shuffle(order)
+            counts = await asyncio.gather(*map(turn, order))
+            if round_:
+                cached += sum(count for count, _ in counts)
+                asked += sum(count for _, count in counts)
+            for tokens in said:
+                tokens += [draw.randrange(1000) for _ in range(TURN_TOKENS)]
+    return cached / asked, answers
+
+
+async def lose_one(url: str, server: int, seconds: float) -> dict[str, object]:
+    """Kill a replica after a third of the time."""
+    times: list[float] = []
+    failures: list[str] = []
+    begin = time.monotonic()
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+
+        async def ask(number: int) -> None:
+            body = {"model": model, "prompt": [number, 1, 2], "max_tokens": 16, "temperature": 0}
+            while time.monotonic() - begin < seconds:
+                start = time.monotonic()
+                reply = await client.post("/v1/completions", json=body)
+                times.append(time.monotonic() - start)
+                if reply.status_code != 200:
+                    failures.append(reply.json()["error"]["message"])
+
+        async def kill() -> None:
+            await asyncio.sleep(seconds / 3)
+            os.kill(replicas_of(server)[0], signal.SIGKILL)
+
+        await asyncio.gather(kill(), *map(ask, range(8)))
+    times.sort()
+    milliseconds = {f"p{q}_ms": round(1000 * times[min(int(len(times) * q / 100), len(times) - 1)]) for q in (50, 99, 100)}
+    return {"requests": len(times), "failed": len(failures), "messages": sorted(set(failures)), **milliseconds}
+
+
+def replicas_of(server: int) -> list[int]:
+    """Processes of replicas below a process."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(re.search(r"^PPid:\s+(\d+)", (folder / "status").read_text(), re.MULTILINE)[1])  # type: ignore[index]
+            parents[int(folder.name)] = parent, (folder / "cmdline").read_text()
+        except OSError:  # it has ended
+            continue
+
+    def is_below(process: int) -> bool:
+        return process == server or (process in parents and is_below(parents[process][0]))
+
+    return [process for process, (_, name) in parents.items() if "ServeReplica" in name and is_below(process)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--model", help="by default the embedded model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the second part")
+    options = parser.parse_args()
+    with served(BLIND, options) as (url, _):
+        blind, expected = asyncio.run(converse(url))
+    with served(PLAIN, options) as (url, server):
+        affine, answers = asyncio.run(converse(url))
+        if answers != expected:
+            sys.exit("the answers differ with the routing: no figure is reported")
+        print(f"prompt tokens from a cache, turns 2 to {TURNS}: {affine:.1%}, without regard to prompts {blind:.1%}")
+        lost = asyncio.run(lose_one(url, server, options.seconds))
+        print(f"while a replica is killed: {lost}")
+    print(json.dumps({"bench": "replicas", "device": options.device, "cached": affine, "cached_blind": blind, **lost}))
+
+
+if __name__ == "__main__":
+    main()
