@@ -56,13 +56,18 @@ def resident_bytes() -> int:
 
 
 class MemoryTrimmer:
-    """Frees cycles and calls malloc_trim every INTERVAL_SECONDS while the process is larger than it was. One for a process."""
+    """Frees cycles and calls malloc_trim every INTERVAL_SECONDS while the process is larger than it was."""
+
+    _runs = threading.Event()
 
     def __init__(self) -> None:
         self._least = 0
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="fa_serve-trim", daemon=True).start()
+        """Look in a thread until the process ends. One is enough: in a process that has had one, nothing happens."""
+        if not MemoryTrimmer._runs.is_set():
+            MemoryTrimmer._runs.set()
+            threading.Thread(target=self._run, name="fa_serve-trim", daemon=True).start()
 
     def look(self) -> bool:
         """Collect and trim if the process has grown. Returns whether it did so."""

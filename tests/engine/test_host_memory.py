@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -145,3 +146,11 @@ def test_only_a_process_that_has_grown_is_trimmed(monkeypatch) -> None:
     assert not trimmer.look()
     resident += GROWTH
     assert trimmer.look(), "the least is that of the last look"
+
+
+def test_a_process_has_one_trimmer() -> None:
+    """Each looks by itself and collects all garbage. With one for each server that a process has had, nothing else runs."""
+    for _ in range(3):
+        MemoryTrimmer().start()
+    assert [thread.name for thread in threading.enumerate()].count("fa_serve-trim") <= 1
+    assert MemoryTrimmer._runs.is_set()
