@@ -177,33 +177,15 @@ def _rescale(acc, alpha, var: gl.constexpr):
 
 
 @gluon.jit
-def _promote(acc, alpha, product, layout: gl.constexpr):
-    """O * alpha + P V for a part of O."""
-    return acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1) + product
-
-
-@gluon.jit
-def _issue_float8_values(p, acc, alpha, v, v1, var: gl.constexpr):
+def _issue_float8_values(p, v, var: gl.constexpr):
     """Start P V of a block apart from O; `_wait_values` adds it to O in float32.
 
-    The tensor cores add float8 products in about 14 bits, which many blocks would not survive. Registers have no room for two
-    parts of such a product, so the first of two parts is finished here.
+    The tensor cores add float8 products in about 14 bits, which is not enough for the sum over many blocks.
     """
-    BLOCK_N: gl.constexpr = var.tiles.block_n
     DV0: gl.constexpr = var.dv0
-    DV1: gl.constexpr = var.dv1
     O_LAYOUT: gl.constexpr = var.output_layout
-    O1_LAYOUT: gl.constexpr = var.second_output_layout
-    SECOND: gl.constexpr = var.second_probability_layout
-    first = gl.zeros([64, DV0], gl.float32, layout=O_LAYOUT)
-    first = warpgroup_mma(p, v.reshape([DV0, BLOCK_N]).permute((1, 0)), first, use_acc=False, is_async=True)
-    second = acc.second
-    if DV1 > 0:
-        first = _promote(acc.first, alpha, warpgroup_mma_wait(0, deps=[first]), O_LAYOUT)
-        second = gl.zeros([64, DV1], gl.float32, layout=O1_LAYOUT)
-        p = gl.convert_layout(p, SECOND, assert_trivial=True)
-        second = warpgroup_mma(p, v1.reshape([DV1, BLOCK_N]).permute((1, 0)), second, use_acc=False, is_async=True)
-    return Output(first, second)
+    zeros = gl.zeros([64, DV0], gl.float32, layout=O_LAYOUT)
+    return warpgroup_mma(p, v.reshape([DV0, var.tiles.block_n]).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -216,7 +198,7 @@ def _issue_values(p, acc, alpha, block_count, smem, bars, var: gl.constexpr):
     stage = block_count % var.tiles.stages
     mbarrier.wait(bars.v_full.index(stage), (block_count // var.tiles.stages) & 1)
     if var.float8_values:
-        return _issue_float8_values(p, acc, alpha, smem.v.index(stage), smem.v1.index(stage), var)
+        return Output(_issue_float8_values(p, smem.v.index(stage), var), acc.second)
     else:  # noqa: RET505
         v = smem.v.index(stage).reshape([BLOCK_N, DV0])
         if var.tiles.rescale_late:
@@ -236,14 +218,11 @@ def _wait_values(pending: gl.constexpr, token, acc, alpha, var: gl.constexpr):
     acc, alpha: O before the product and the factor that it lacks, which only float8 values need here
     """
     O_LAYOUT: gl.constexpr = var.output_layout
-    O1_LAYOUT: gl.constexpr = var.second_output_layout
     first = token.first
     second = token.second
     if var.float8_values:
-        if var.dv1 > 0:
-            second = _promote(acc.second, alpha, warpgroup_mma_wait(pending, deps=[second]), O1_LAYOUT)
-        else:
-            first = _promote(acc.first, alpha, warpgroup_mma_wait(pending, deps=[first]), O_LAYOUT)
+        factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+        first = acc.first * factors + warpgroup_mma_wait(pending, deps=[first])
     elif var.dv1 > 0:
         first, second = warpgroup_mma_wait(pending, deps=[first, second])
     else:
@@ -332,8 +311,8 @@ def _online_softmax(s, state, piece, words, limits, scale, args, dtype: gl.const
     l = state.l * gl.expand_dims(rescale, 1) + gl.convert_layout(parts, SUM_LAYOUT, assert_trivial=True)  # noqa: E741
     p = p.to(dtype)
     if var.float8_values:
-        # A thread has pairs of neighbours and takes groups of four: of every 16 columns, (8 h + 2 t + i) becomes 4 t + 2 h + i.
-        # The rows of V are stored in this order.
+        # A thread has pairs of neighbours and takes groups of four: of every 16 keys, key 8 h + 2 t + i moves to position
+        # 4 t + 2 h + i. V is stored with its keys in this order.
         p = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, BLOCK_N])
     return gl.convert_layout(p, P_LAYOUT), Softmax(m, l, alpha)
 

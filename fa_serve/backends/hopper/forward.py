@@ -359,7 +359,7 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
     if tiles is None and blocks is not None:
         tiles = list_tiles(*head_dims, blocks.block_size)
     elif tiles is None and options.precision != "bf16":
-        tiles = float8_tiles(*head_dims, options.window_size, options.precision)
+        tiles = float8_tiles(*head_dims)
     elif tiles is None:
         lengths = (options.max_seqlen_q, options.max_seqlen_k)
         tiles = forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
@@ -367,7 +367,7 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
     var = Variant(
         tiles,
         *key_columns(head_dims[0]),
-        *value_columns(head_dims[1], options.precision),
+        *value_columns(head_dims[1]),
         varlen=problem.packed,
         has_left=left >= 0,
         has_right=right >= 0,
@@ -483,10 +483,9 @@ def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
     if problem.paged:
         keys = (*page_parts(problem.k, var.d0, var.d1), *page_parts(problem.v, var.dv0, var.dv1))
     elif var.float8_keys:
-        values = parts(problem.v, block_n, var.dv0, var.dv1, packed=False)
-        if var.float8_values:
-            values = tuple([dense_view(*problem.v, rows, block_n) if rows else None for rows in (var.dv0, var.dv1)])
-        keys = (*parts(problem.k, block_n, var.d0, var.d1, packed=False), *values)
+        # transposed values have head_dim rows of keys
+        values = dense_view(*problem.v, var.dv0, block_n) if var.float8_values else dense_view(*problem.v, block_n, var.dv0)
+        keys = (*parts(problem.k, block_n, var.d0, var.d1, packed=False), values, None)
     else:
         keys = (*parts(problem.k, block_n, var.d0, var.d1), *parts(problem.v, block_n, var.dv0, var.dv1))
     return (*parts(problem.q, 64, var.d0, var.d1), *keys, *parts(problem.out, 64, var.o_width, var.dv1))

@@ -12,7 +12,6 @@ from enum import IntEnum
 from functools import lru_cache
 
 from fa_serve.backends.launch import power_of_2
-from fa_serve.spec import Precision
 
 
 class Schedule(IntEnum):
@@ -81,9 +80,9 @@ def key_columns(head_dim: int) -> tuple[int, int]:
     return _columns(head_dim, widest=128)
 
 
-def value_columns(head_dim_v: int, precision: Precision = "bf16") -> tuple[int, int]:
+def value_columns(head_dim_v: int) -> tuple[int, int]:
     """Columns in shared memory of both parts of V and O."""
-    return _columns(head_dim_v, widest=128 if precision == "fp8" else 256)
+    return _columns(head_dim_v, widest=256)
 
 
 def _columns(head_dim: int, widest: int) -> tuple[int, int]:
@@ -154,15 +153,14 @@ def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> T
 
 
 @lru_cache(maxsize=256)
-def float8_tiles(head_dim: int, head_dim_v: int, window: tuple[int, int], precision: Precision) -> TileConfig:
+def float8_tiles(head_dim: int, head_dim_v: int) -> TileConfig:
     """The tiles of a call with float8 products. O has more bytes than Q, so it leaves through a separate buffer.
 
     These follow from shared memory and registers alone. None has been measured.
     """
     width = max(head_dim, head_dim_v)
     if width > 128:
-        serial = precision == "fp8"
-        return TileConfig(2, 128 if serial else 64, 2, 1, Schedule.DYNAMIC, overlap=not serial, o_parts=2)
+        return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
     return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False, o_parts=2)
 
 

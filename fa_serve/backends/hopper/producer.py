@@ -256,8 +256,6 @@ def _load_values(tile, kv_head, piece, block_count, desc, smem, bars, args, var:
         batch, row = _float8_rows(tile, block, var)
         if var.float8_values:
             async_load(desc.v, [batch, 0, kv_head, row], full, smem.v.index(stage))
-            if var.dv1 > 0:
-                async_load(desc.v1, [batch, var.dv0, kv_head, row], full, smem.v1.index(stage))
         else:
             async_load(desc.v, [batch, row, kv_head, 0], full, smem.v.index(stage))
     else:
