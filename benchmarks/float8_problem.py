@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from attention_cells import HIDDEN, TOKENS, tflops
-from measure import Cells, Results, fa3, in_turns, milliseconds, sdpa, served
+from measure import Results, fa3, in_turns, milliseconds, sdpa, served
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -107,14 +107,12 @@ def fp8(args: argparse.Namespace) -> None:
     if args.tiny:
         return
     results = Results("fp8", args.out)
-    cells = Cells(args.cells, args.budget)
     flash3 = fa3() if "fa3" in args.peers.split(",") else None
     for head_dim in args.head_dims:
         for causal in (False, True):
             case = f"d{head_dim}_{'causal' if causal else 'full'}_{TOKENS}"
-            if cells.takes(case):
+            if args.cells.takes(case):
                 _measure(results, case, head_dim, causal, flash3)
-    cells.report()
     results.write()
 
 

@@ -67,7 +67,10 @@ JOBS = {
     "backward": Job(90, "bench_attention.py backward --peers flash,cudnn --budget 100"),
     "sparse": Job(170, "bench_attention.py sparse --budget 190"),
     "profile": Job(40, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
-    "mixed": Job(36, "bench_attention.py mixed", "import"),
+    "models": Job(260, "bench_attention.py models --budget 280", "import"),
+    "chunk": Job(110, "bench_attention.py chunk --budget 130", "import"),
+    "verify": Job(80, "bench_attention.py verify --budget 100", "import"),
+    "mixed": Job(90, "bench_attention.py mixed --budget 110", "import"),
     "varlen": Job(28, "bench_attention.py varlen", "import"),
     "window": Job(40, "bench_attention.py window", "import"),
 }
