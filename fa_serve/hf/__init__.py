@@ -51,7 +51,15 @@ from fa_serve.hf.hidden_states import HiddenStateReader
 from fa_serve.hf.layer_kinds import few_layers
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
-from fa_serve.hf.paged import OneSequence, PagedBatch, attention_layers, check_model, paged_forward, paged_output
+from fa_serve.hf.paged import (
+    OneSequence,
+    PackedPositions,
+    PagedBatch,
+    attention_layers,
+    check_model,
+    paged_forward,
+    paged_output,
+)
 from fa_serve.hf.register import patch, register
 from fa_serve.hf.translate import AttendsBatch, LayerCall
 
@@ -61,6 +69,7 @@ __all__ = [
     "HiddenStateReader",
     "LayerCall",
     "OneSequence",
+    "PackedPositions",
     "PagedBatch",
     "PartOfSum",
     "attention_forward",
