@@ -32,7 +32,7 @@ MaskFunction = Callable[..., Any]
 
 
 class Chunks(NamedTuple):
-    """A query sees keys of its own chunk only (Llama 4). The first chunk begins behind the padding on the left.
+    """A query sees the keys of the same chunk only (Llama 4). The first chunk begins behind the padding on the left.
 
     length:       keys in a chunk
     left_padding: (batch,) int64: keys of padding before the first token

@@ -5,8 +5,9 @@
 
 transformers says which keys a query sees in four places: in the mask, in keyword arguments of the call (`is_causal`,
 `sliding_window`, `cu_seq_lens_q`), in an attribute of the module (`is_causal`), and in its config (`layer_types`). The rule
-that joins them stands here and nowhere else. Everything that is told of a call uses it: `attention.py`, which computes the call,
-`PagedBatch`, which computes it on the engine's paged cache, and those that only write the call down (`Probe`, `info.py`).
+that joins them stands here and nowhere else. Everything that is told of a call uses it: `attention.py`, which computes the
+call, `PagedBatch`, which computes it on the engine's paged cache, and those that only write the call down (`Probe`,
+`info.py`).
 
 Left out: any computation. `translate` reads shapes and never the contents of a tensor.
 """
