@@ -121,12 +121,12 @@ class Problem:
             0,
         )
 
-    def ours(self) -> Callable[[], Tensor]:
+    def ours(self, backend: str = "auto") -> Callable[[], Tensor]:
         """A call of the public function."""
         out = torch.empty_like(self.q)
         o = self.options
         names = ("block_table", "seqused_k", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "k_descale", "v_descale")
-        call = {name: o[name] for name in names} | {"causal": True, "out": out}
+        call = {name: o[name] for name in names} | {"causal": True, "out": out, "backend": backend}
         return lambda: fa_serve.attention_paged(self.q, self.k_cache, self.v_cache, **call)
 
     def fa3(self) -> Callable[[], Tensor] | None:

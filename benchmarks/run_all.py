@@ -1,6 +1,6 @@
 """Run every benchmark, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # 40 minutes on one H200; DIR has vLLM and FA3
+    python benchmarks/run_all.py --peer-path DIR                         # 50 minutes on one H200; DIR has vLLM and FA3
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
 
