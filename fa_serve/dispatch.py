@@ -215,7 +215,10 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
     check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=length)
     if length > capacity:
         raise ValueError(f"max_seqlen_k must be at most max_pages * page_size = {capacity}, got {length}")
-    chunk = effective_chunk(chunk, options.window_size, length)
+    # with num_splits, nothing depends on the longest sequence of the batch
+    fitting_chunk = effective_chunk(chunk, options.window_size, length)
+    if not num_splits:
+        chunk = fitting_chunk
     if num_splits < 0:
         raise ValueError(f"num_splits must be 0 (heuristic) or positive, got {num_splits}")
     check_cache(k_cache, v_cache)

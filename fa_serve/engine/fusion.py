@@ -31,7 +31,7 @@ from fa_serve.engine.fused_latent import LatentAttention
 from fa_serve.engine.fused_layer import FusedLayer, LayerStep, cos_and_sin
 from fa_serve.engine.fused_parts import ROTATIONS, Call, NotFusedError, build, rotations
 from fa_serve.engine.fused_router import FusedRouter
-from fa_serve.hf import LayerCall, PackedPositions, PartOfSum, paged_forward, vocab_size
+from fa_serve.hf import LayerCall, PackedPositions, PartOfSum, ScaledExperts, paged_forward, vocab_size
 from fa_serve.hf.latent_layers import latent_spec
 from fa_serve.spec import AttentionSpec
 
@@ -85,9 +85,9 @@ def fuse(model: PreTrainedModel) -> int:
 
 
 def unfuse(model: PreTrainedModel) -> None:
-    """Give layers and routers that an earlier engine on this model has fused their own forward again."""
+    """Give layers, routers and mixtures that an earlier engine on this model has fused their own forward again."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter):
+        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | ScaledExperts):
             del module.forward
 
 

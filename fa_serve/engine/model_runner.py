@@ -39,7 +39,7 @@ from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.transfer import packed_size, send
 from fa_serve.engine.warm_up import EmptyStep, SamplingVariant, largest_batch
-from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, vocab_size
+from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, take_scaled_experts, vocab_size
 from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.ops.compilations import num_compilations
 from fa_serve.spec import ParameterError
@@ -78,6 +78,7 @@ class ModelRunner:
         self._max_tokens = config.max_num_batched_tokens
         if self.fuses or config.deterministic:
             take_experts(model)
+            take_scaled_experts(model)
         self.layers = attention_layers(model)
         self._deterministic = config.deterministic
         for module in model.modules():

@@ -61,6 +61,7 @@ from fa_serve.hf.paged import (
     paged_output,
 )
 from fa_serve.hf.register import patch, register
+from fa_serve.hf.scaled_experts import ScaledExperts, take_scaled_experts
 from fa_serve.hf.translate import AttendsBatch, LayerCall
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "PackedPositions",
     "PagedBatch",
     "PartOfSum",
+    "ScaledExperts",
     "attention_forward",
     "attention_layers",
     "check_model",
@@ -86,6 +88,7 @@ __all__ = [
     "plan_division",
     "register",
     "take_experts",
+    "take_scaled_experts",
     "vocab_size",
 ]
 
