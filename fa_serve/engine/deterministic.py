@@ -94,7 +94,7 @@ def _log1p(x: Tensor) -> Any:
     """Each number by itself on a CPU: Llama 4 takes the logarithms of a row of positions, one for each token."""
     if x.is_cuda or x.dim() != 1 or not x.numel():
         return NotImplemented
-    return torch.cat([torch.log1p(part) for part in x.split(1)])
+    return torch.stack([torch.log1p(number) for number in x])
 
 
 def _polar(length: Tensor, angle: Tensor) -> Any:
