@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from fa_serve.server.routes import BodyRoute
+from fa_serve.server import routes
 
 pytestmark = pytest.mark.anyio
 
@@ -53,8 +53,8 @@ async def test_pages_load_nothing_and_can_be_framed_by_nobody(serving, path):
 
 async def test_a_large_body_is_parsed_beside_the_event_loop(serving, monkeypatch):
     threads = []
-    validated = BodyRoute._validated
-    monkeypatch.setattr(BodyRoute, "_validated", lambda *given: threads.append(threading.current_thread()) or validated(*given))
+    validated = routes._validated
+    monkeypatch.setattr(routes, "_validated", lambda *given: threads.append(threading.current_thread()) or validated(*given))
     async with serving() as client:
         for size in (100, 100_000):
             headers = {"content-type": "application/json"}
