@@ -56,7 +56,7 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }  # of other statuses: invalid_request_error below 500, api_error above
 
-MAX_NAME = 200  # characters of an unknown field's name that an error repeats
+MAX_NAME = 200  # characters of an unknown name that an error repeats
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 77

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from .deadline_thread import DeadlineThread
-from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
+from .errors import MAX_NAME, BadRequest, NotFound, TooManyRequests, Unavailable
 from .isolation import Isolation
 from .json_bounds import JsonBounds
 from .metrics import LoopDelay, Metrics
@@ -243,8 +243,8 @@ class Service:
         return self.settings.served_model_name or self.engine.model_name
 
     def require_model(self, name: str | None) -> None:
-        if name not in (None, self.model_name):
-            message = f"The model {name!r} does not exist. This server serves {self.model_name!r}."
+        if name is not None and name != self.model_name:
+            message = f"The model {name[:MAX_NAME]!r} does not exist. This server serves {self.model_name!r}."
             raise NotFound(message, param="model", code="model_not_found")
 
     def model_card(self) -> ModelCard:
