@@ -165,7 +165,9 @@ class Histogram(Collector):
         if model_name in self._observers:
             return self._observers[model_name]
         bounds = self._bounds
-        counts, total = self._seen[model_name] = [0] * (len(bounds) + 1), [0.0]
+        counts = [0] * (len(bounds) + 1)
+        total = [0.0]
+        self._seen[model_name] = (counts, total)
 
         def observe(value: float, count: int) -> None:
             counts[bisect_left(bounds, value)] += count
