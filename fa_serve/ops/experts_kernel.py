@@ -11,8 +11,10 @@ graph. A number that is none of the experts, which expert parallelism uses for t
 
 Weights are read as models keep them: transposed weights are other strides, and interleaved gates are another step between rows.
 Quantised weights have no strides. They become numbers in registers (quantized_primitives.py), and a tile is then the product of
-weights and inputs instead of inputs and weights. Tiles come from the pure functions below. Those of Hopper for matrices are
-measured; the others follow from sizes of shared memory and registers. This module leaves out the choice of experts, which is
+weights and inputs instead of inputs and weights. Hopper has another kernel for them, for which `_list_tiles` lists the tiles
+(experts_wgmma_kernel.py). Where that cannot run, many pairs multiply matrices of some experts at a time (`choose_experts`).
+Tiles come from the pure functions below. Those of Hopper for matrices are measured; the others follow from sizes of shared
+memory and registers. This module leaves out the choice of experts, which is
 the model's router, and experts that every token takes.
 """
 
@@ -41,7 +43,7 @@ from fa_serve.ops.experts_primitives import (
 )
 from fa_serve.ops.experts_rows_kernel import plan_rows
 from fa_serve.ops.ops_backend import ExpertWeights, Gate, Weight
-from fa_serve.ops.quantized_choice import choose_experts
+from fa_serve.ops.quantized_choice import ExpertsWay, choose_experts
 from fa_serve.ops.quantized_primitives import add_products, run_width
 from fa_serve.ops.quantized_product import dequantize, hopper_arch
 from fa_serve.ops.quantized_weight import QuantizedWeight
@@ -269,8 +271,10 @@ def _plan_grouped(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: b
     pairs = tokens * top_k
     call = _Call(x, pairs, top_k, num_experts, 0 if invariant else pairs / num_experts)
     sort = Launch(_sort_pairs, num_experts, varying=(pairs,), fixed=(_SORT_BLOCK,), options={"num_warps": 8})
-    gated = call.plan(experts.gate_up, experts.gate_up_bias, experts.gate)
-    product = call.plan(experts.down, experts.down_bias, None)
+    ways = [call.way(w) for w in (experts.gate_up, experts.down)]
+    gated = call.plan(ways[0], experts.gate_up, experts.gate_up_bias, experts.gate)
+    product = call.plan(ways[1], experts.down, experts.down_bias, None)
+    list_tiles = call.plan_tiles() if "wgmma" in ways else None
     block = min(_SUM_BLOCK, power_of_2(hidden))
     total = Launch(
         _sum_experts,
@@ -287,15 +291,24 @@ def _plan_grouped(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: b
         h = x.new_empty(pairs, width)
         parts = x.new_empty(pairs, hidden)
         sort((index, order, starts))
-        gated(x, experts.gate_up, experts.gate_up_bias, order, starts, h)
-        product(h, experts.down, experts.down_bias, order, starts, parts)
+        places = _Places(order, starts, None if list_tiles is None else list_tiles(starts))
+        gated(x, experts.gate_up, experts.gate_up_bias, places, h)
+        product(h, experts.down, experts.down_bias, places, parts)
         total((parts, index, weights, out))
 
     return run
 
 
-_Product = Callable[[Tensor, Any, Tensor | None, Tensor, Tensor, Tensor], None]
-"""Computes a product from x, weights, their biases, the order of pairs and where each expert begins in it, into a tensor."""
+class _Places(NamedTuple):
+    """Where the pairs of each expert are: what `_sort_pairs` and `_list_tiles` write."""
+
+    order: Tensor
+    starts: Tensor
+    tiles: Tensor | None
+
+
+_Product = Callable[[Tensor, Any, Tensor | None, _Places, Tensor], None]
+"""Computes a product from x, weights, their biases and the places of pairs, into a tensor."""
 
 
 class _Call(NamedTuple):
@@ -307,16 +320,20 @@ class _Call(NamedTuple):
     num_experts: int
     pairs_per_expert: float
 
-    def plan(self, weight: Weight, bias: Tensor | None, gate: Gate | None) -> _Product:
+    def way(self, weight: Weight) -> ExpertsWay:
+        """How a product with the weights of all experts is computed. Matrices have the portable kernel."""
+        if not isinstance(weight, QuantizedWeight):
+            return "portable"
+        shape = (weight.shape[0] // self.num_experts, weight.width)
+        arch = hopper_arch(self.x, weight)
+        return choose_experts(weight.values, shape, weight.group_size, self.pairs_per_expert, self.x.dtype, arch)
+
+    def plan(self, way: ExpertsWay, weight: Weight, bias: Tensor | None, gate: Gate | None) -> _Product:
         """A product with the weights of all experts. With `gate` its input has a row for each token, and outputs are gated."""
-        if isinstance(weight, QuantizedWeight):
-            shape, group_size = (weight.shape[0] // self.num_experts, weight.width), weight.group_size
-            arch = hopper_arch(self.x, weight)
-            way = choose_experts(weight.values, shape, group_size, self.pairs_per_expert, self.x.dtype, arch)
-            if way == "wgmma":
-                return self._plan_wgmma(weight, bias, gate)
-            if way == "dequantized":
-                return self._plan_dequantized(weight, bias, gate)
+        if way == "wgmma":
+            return self._plan_wgmma(weight, bias, gate)
+        if way == "dequantized":
+            return self._plan_dequantized(weight, bias, gate)
         return self._plan_portable(weight, bias, gate, self.num_experts)
 
     def tiles(self, block_m: int) -> int:
@@ -347,30 +364,40 @@ class _Call(NamedTuple):
             options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         )
 
-        def run(x: Tensor, weight: Weight, bias: Tensor | None, order: Tensor, starts: Tensor, out: Tensor) -> None:
-            launch((x, *expert_tensors(weight), bias, order, starts, out))
+        def run(x: Tensor, weight: Weight, bias: Tensor | None, places: _Places, out: Tensor) -> None:
+            launch((x, *expert_tensors(weight), bias, places.order, places.starts, out))
+
+        return run
+
+    def plan_tiles(self) -> Callable[[Tensor], Tensor]:
+        """Lists the tiles of the kernel for Hopper from where each expert begins. One launch."""
+        from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile
+
+        block_m = grouped_wgmma_tile(self.pairs_per_expert).block_m
+        count = self.tiles(block_m)
+        sizes = (self.num_experts, power_of_2(self.num_experts), block_m)
+        launch = Launch(_list_tiles, count, varying=(), fixed=sizes, options={"num_warps": 1})
+
+        def run(starts: Tensor) -> Tensor:
+            tiles = torch.empty(count, 3, dtype=torch.int32, device=starts.device)
+            launch((starts, tiles))
+            return tiles
 
         return run
 
     def _plan_wgmma(self, weight: QuantizedWeight, bias: Tensor | None, gate: Gate | None) -> _Product:
-        """Two launches: the list of tiles, and the product in a kernel for Hopper."""
+        """One launch, in a kernel for Hopper."""
         # Gluon's names change with each release of Triton, so modules that use them are imported where the release is known
         from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile, plan_grouped_wgmma, product_tensors
 
         tile = grouped_wgmma_tile(self.pairs_per_expert)
-        count = self.tiles(tile.block_m)
-        sizes = (self.num_experts, power_of_2(self.num_experts), tile.block_m)
-        list_tiles = Launch(_list_tiles, count, varying=(), fixed=sizes, options={"num_warps": 1})
-        launch = plan_grouped_wgmma(
-            weight, self.num_experts, self.top_k, gate, count, tile, 0 if bias is None else bias.stride(0)
-        )
+        stride_be = 0 if bias is None else bias.stride(0)
+        launch = plan_grouped_wgmma(weight, self.num_experts, self.top_k, gate, self.tiles(tile.block_m), tile, stride_be)
 
-        def run(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, order: Tensor, starts: Tensor, out: Tensor) -> None:
+        def run(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, places: _Places, out: Tensor) -> None:
             if x.data_ptr() % 16:
                 x = x.clone()  # copies to shared memory are 16 bytes each
-            tiles = torch.empty(count, 3, dtype=torch.int32, device=x.device)
-            list_tiles((starts, tiles))
-            launch((x, *product_tensors(weight), bias, order, tiles, out))
+            launch((x, *product_tensors(weight), bias, places.order, places.tiles, out))
 
         return run
 
@@ -383,12 +410,12 @@ class _Call(NamedTuple):
             matrices = torch.empty(count, rows, weight.width, dtype=self.x.dtype, device="meta")
             products[count] = self._plan_portable(matrices, bias, gate, count)
 
-        def run(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, order: Tensor, starts: Tensor, out: Tensor) -> None:
+        def run(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, places: _Places, out: Tensor) -> None:
             for first in range(0, self.num_experts, at_once):
                 last = min(first + at_once, self.num_experts)
                 matrices = dequantize(weight.rows(first * rows, last * rows), x.dtype).view(last - first, rows, -1)
                 biases = None if bias is None else bias[first:last]
-                products[last - first](x, matrices, biases, order, starts[first:], out)
+                products[last - first](x, matrices, biases, places._replace(starts=places.starts[first:]), out)
 
         return run
 
