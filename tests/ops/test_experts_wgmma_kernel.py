@@ -85,24 +85,6 @@ def test_products(name: str, how: str) -> None:
     assert_matches_reference(y, exact, eager)
 
 
-def test_weights_that_are_exact_in_bfloat16_are_those_of_the_unpacked_matrix() -> None:
-    """Products with an identity: every number of 4 and of 8 bits, subnormal scales of e8m0, and zero."""
-    k = 256
-    bits = torch.arange(k, dtype=torch.uint8).repeat(32, 1)
-    bits[(bits & 127) == 127] = 0  # NaN
-    float8 = QuantizedWeight(bits.view(torch.float8_e4m3fn), torch.full((32, 1), 0.5), k, k)
-    float4 = float4_weight(32, k)
-    float4.scales[:4] = torch.tensor([[0], [1], [3], [127]], dtype=torch.uint8)
-    for weight in (float8, float4):
-        y = torch.zeros(k, 32, dtype=BF16)
-        order = torch.arange(k, dtype=torch.int32)
-        tiles = torch.tensor([[0, 0, k]], dtype=torch.int32)
-        with emulated(experts_wgmma_kernel):
-            launch = plan_grouped_wgmma(weight, 1, 1, None, 1, GroupedWgmmaTile(256, 64), 0)
-            launch((torch.eye(k, dtype=BF16), *product_tensors(weight), None, order, tiles, y))
-        assert torch.equal(y.t(), weight.dequantize(BF16))
-
-
 @pytest.mark.parametrize(
     ("pairs_per_expert", "block_m"), [(0.1, 16), (8, 16), (9, 32), (20, 32), (48, 64), (49, 128), (5000, 128)]
 )
