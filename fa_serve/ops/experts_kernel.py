@@ -330,9 +330,9 @@ class _Call(NamedTuple):
 
     def plan(self, way: ExpertsWay, weight: Weight, bias: Tensor | None, gate: Gate | None) -> _Product:
         """A product with the weights of all experts. With `gate` its input has a row for each token, and outputs are gated."""
-        if way == "wgmma":
+        if isinstance(weight, QuantizedWeight) and way == "wgmma":
             return self._plan_wgmma(weight, bias, gate)
-        if way == "dequantized":
+        if isinstance(weight, QuantizedWeight) and way == "dequantized":
             return self._plan_dequantized(weight, bias, gate)
         return self._plan_portable(weight, bias, gate, self.num_experts)
 
