@@ -51,7 +51,15 @@ from fa_serve.hf.hidden_states import HiddenStateReader
 from fa_serve.hf.layer_kinds import few_layers
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
-from fa_serve.hf.paged import OneSequence, PagedBatch, attention_layers, check_model, paged_forward, paged_output
+from fa_serve.hf.paged import (
+    OneSequence,
+    PagedBatch,
+    attention_layers,
+    check_attention_precision,
+    check_model,
+    paged_forward,
+    paged_output,
+)
 from fa_serve.hf.register import patch, register
 from fa_serve.hf.translate import AttendsBatch, LayerCall
 
@@ -65,6 +73,7 @@ __all__ = [
     "PartOfSum",
     "attention_forward",
     "attention_layers",
+    "check_attention_precision",
     "check_model",
     "divide",
     "expert_modules",

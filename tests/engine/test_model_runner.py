@@ -67,6 +67,25 @@ def test_prompts_without_a_past_are_attended_to_as_they_come(make_engine, monkey
     assert again.token_ids == greedy(reference, asked[0] + [61, 62], 12)
 
 
+def test_attention_gets_the_precision_of_the_settings(make_engine, monkeypatch) -> None:
+    """A CPU has no float8 products, so the calls are written down and computed without."""
+    calls: list[tuple[str, str]] = []
+    checked: list[str] = []
+    for name in ("attention_varlen", "attention_paged"):
+        real = getattr(paged, name)
+        monkeypatch.setattr(
+            paged, name, lambda *args, _n=name, _f=real, **kw: calls.append((_n, kw.pop("precision"))) or _f(*args, **kw)
+        )
+    monkeypatch.setattr(model_runner, "check_attention_precision", lambda *given: checked.append(given[-1]))
+    engine = make_engine(max_num_batched_tokens=40, attention_precision="fp8")
+    prompt = list(range(2, 60))
+    calls.clear()
+    completion = engine.generate([prompt], GREEDY)[0]
+    assert checked == ["fp8"]
+    assert set(calls) == {("attention_varlen", "fp8"), ("attention_paged", "fp8")}
+    assert completion.token_ids == greedy(make_model(), prompt, 12)
+
+
 def test_pages_that_are_not_finite_are_not_shared_for_good(make_engine) -> None:
     engine = make_engine(max_num_batched_tokens=16)
     prompt = list(range(10, 50))
