@@ -38,6 +38,7 @@ from fa_serve.backends.hopper import (
     backward_types,
     consumer,
     dq_sum,
+    float8_probabilities,
     float8_scales,
     forward,
     kernel_types,
@@ -227,6 +228,11 @@ def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any
         return values[0] * values[1]
     if "tanh.approx" in text:  # with a relative error of up to 2^-11 of any sign
         return torch.tanh(values[0]) * (1 + 2**-11 * torch.sin(1e4 * values[0]))
+    if "cvt.rn.satfinite.e4m3x2" in text:  # four numbers to an integer, the second pair in its lower half
+        quarters = torch.stack([values[i].clamp(-448, 448).to(torch.float8_e4m3fn) for i in (2, 3, 0, 1)], -1)
+        return quarters.view(torch.int32).squeeze(-1)
+    if "prmt" in text:
+        return values[0].view(torch.int16).unflatten(-1, (-1, 2)).flip(-1).flatten(-2).view(torch.int32)
     kind, number = re.match(r"bar\.(sync|arrive) (\d+), 256;", text).groups()  # type: ignore[union-attr]
     block = current.block
     with block.machine.lock:
@@ -281,8 +287,10 @@ def _language() -> types.SimpleNamespace:
     return types.SimpleNamespace(
         constexpr=lambda x: x,
         tensor=object,
+        int8=torch.int8,
         int32=torch.int32,
         int64=torch.int64,
+        float8e4nv=torch.float8_e4m3fn,
         float32=torch.float32,
         BlockedLayout=anything,
         SliceLayout=anything,
@@ -305,6 +313,8 @@ def _language() -> types.SimpleNamespace:
         convert_layout=lambda x, layout, assert_trivial=False: x,
         where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)),
         split=lambda x: x.unbind(-1),
+        join=lambda a, b: torch.stack([a, b], -1),
+        cast=lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else x.to(dtype),
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.permute(order),
         static_range=range,
@@ -326,6 +336,7 @@ def _language() -> types.SimpleNamespace:
 _MODULES = (
     tile_schedule,
     listed_blocks,
+    float8_probabilities,
     float8_scales,
     producer,
     consumer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,23 +11,11 @@ from cases import DENSE, VARLEN, Case, check_gradients, params
 from torch.utils.checkpoint import checkpoint
 
 import fa_serve
-from fa_serve.backends import hopper
-from fa_serve.backends.plan import PLANS
 from fa_serve.testing import make_qkv
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-BACKENDS = ["triton", "hopper", "hopper-gradients"]
-"""The backend of the forward pass. The portable kernels compute the gradients, but for the last one, where Hopper's do."""
-
-
-@pytest.fixture
-def hopper_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Turn the Hopper kernel of the gradients on, which leaves deterministic algorithms to the portable ones."""
-    monkeypatch.setattr(hopper, "SERVES_GRADIENTS", True)
-    torch.use_deterministic_algorithms(False)
-    PLANS.clear()
-    yield
-    PLANS.clear()
+BACKENDS = ["triton", "hopper"]
+"""The backend of the forward pass. With "hopper", gradients may be added in any order, which the Hopper kernel needs."""
 
 
 def differentiable(cases: list[Case]) -> list[Case]:
@@ -36,10 +24,14 @@ def differentiable(cases: list[Case]) -> list[Case]:
     return [case for case in served if max(case.lengths_k, default=0) > 1 and case.window != (0, 0)]
 
 
-def _check(case: Case, name: str, dtype: torch.dtype, layout: str, request: pytest.FixtureRequest) -> None:
-    backend = name.removesuffix("-gradients")
-    if backend != name:
-        request.getfixturevalue("hopper_gradients")
+@pytest.fixture
+def any_order() -> None:
+    """Gradients may be added in any order. The fixture of all tests asks for deterministic algorithms, and restores the choice."""
+    torch.use_deterministic_algorithms(False)
+
+
+def _check(case: Case, backend: str, dtype: torch.dtype, layout: str) -> None:
+    torch.use_deterministic_algorithms(backend == "triton")
     try:
         check_gradients(case, backend, dtype, "cuda", layout)
     except fa_serve.UnsupportedError as error:
@@ -51,15 +43,15 @@ def _check(case: Case, name: str, dtype: torch.dtype, layout: str, request: pyte
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", params(differentiable(DENSE)))
-def test_dense(case: Case, dtype: torch.dtype, backend: str, request: pytest.FixtureRequest) -> None:
-    _check(case, backend, dtype, "dense", request)
+def test_dense(case: Case, dtype: torch.dtype, backend: str) -> None:
+    _check(case, backend, dtype, "dense")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", params(differentiable(VARLEN)))
-def test_varlen(case: Case, dtype: torch.dtype, backend: str, request: pytest.FixtureRequest) -> None:
-    _check(case, backend, dtype, "varlen", request)
+def test_varlen(case: Case, dtype: torch.dtype, backend: str) -> None:
+    _check(case, backend, dtype, "varlen")
 
 
 def _leaves(seqlen: int, dim: int = 128) -> list[torch.Tensor]:
@@ -77,7 +69,7 @@ def test_equal_calls_have_equal_bits(dim: int) -> None:
         assert all(map(torch.equal, first, again))
 
 
-@pytest.mark.usefixtures("hopper_gradients")
+@pytest.mark.usefixtures("any_order")
 @pytest.mark.parametrize("dim", [64, 128])
 def test_hopper_gradients_of_long_calls(dim: int) -> None:
     """Every call is near the portable kernels' gradients, whatever the order of the additions. A race would show in some."""
@@ -108,6 +100,7 @@ def _loss(*given: torch.Tensor) -> torch.Tensor:
     [torch.compile(_loss, fullgraph=True), lambda *given: checkpoint(_loss, *given, use_reentrant=False)],
     ids=["compile", "checkpoint"],
 )
+@pytest.mark.usefixtures("any_order")
 def test_gradients_are_those_of_the_plain_call(call: Callable[..., torch.Tensor]) -> None:
     given = _leaves(300)
     expected = torch.autograd.grad(_loss(*given), given)
@@ -116,6 +109,7 @@ def test_gradients_are_those_of_the_plain_call(call: Callable[..., torch.Tensor]
         torch.testing.assert_close(mine, plain, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.usefixtures("any_order")
 def test_memory_is_linear_in_the_sequence_length() -> None:
     """A score matrix of 128k rows would need 32 GiB for each head in bfloat16."""
     peaks = []

@@ -33,9 +33,6 @@ from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 """The releases of Triton in whose Gluon the kernel compiles, see `gluon_names`."""
 
-SERVES_GRADIENTS = False
-"""Whether calls get the backward kernel. It has been emulated and compiled but has not run on a GPU yet."""
-
 
 class HopperBackend:
     """The Hopper kernel as a backend of attention."""
@@ -48,8 +45,6 @@ class HopperBackend:
         if spec.device != "cuda" or spec.arch != 90:
             got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
             return f"runs on Hopper (compute capability 9.0) only, got {got}"
-        if spec.op == "backward" and not SERVES_GRADIENTS:
-            return "has a backward kernel that is not in use yet; the portable kernels compute the gradients of its calls"
         if spec.op not in ("attention", "backward"):
             return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
         if not triton.__version__.startswith(RELEASES):

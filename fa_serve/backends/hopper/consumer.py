@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_serve.backends.hopper.float8_probabilities import pack_probabilities, unpack_probabilities
 from fa_serve.backends.hopper.float8_scales import as_column, block_scale, change_of_units, tile_factors
 from fa_serve.backends.hopper.gluon_names import async_store, sync_threads
 from fa_serve.backends.hopper.kernel_types import BLOCK_KEYS, RAGGED, Tile
@@ -309,12 +310,11 @@ def _online_softmax(s, state, piece, words, limits, scale, args, dtype: gl.const
     parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, SUM_LAYOUT), assert_trivial=True)
     l = state.l * gl.expand_dims(rescale, 1) + gl.convert_layout(parts, SUM_LAYOUT, assert_trivial=True)  # noqa: E741
-    p = p.to(dtype)
     if var.float8_values:
-        # A thread has pairs of neighbours and takes groups of four: of every 16 keys, key 8 h + 2 t + i moves to position
-        # 4 t + 2 h + i. V is stored with its keys in this order.
-        p = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, BLOCK_N])
-    return gl.convert_layout(p, P_LAYOUT), Softmax(m, l, alpha)
+        p = pack_probabilities(p, var)
+    else:
+        p = gl.convert_layout(p.to(dtype), P_LAYOUT)
+    return p, Softmax(m, l, alpha)
 
 
 @gluon.jit
@@ -348,6 +348,7 @@ def _process_block(
     alpha = state.alpha
     if var.float8_values:
         units = change_of_units(block, factors, var)
+        p = unpack_probabilities(p, var)
     _take_turn(group, var)
     if var.tiles.overlap:
         s_token = _issue_scores(tile_count, block_count, smem, group, var)
@@ -546,6 +547,8 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             )
         block_count += blocks
         tile_count += 1
+        if var.float8_values:
+            p = unpack_probabilities(p, var)
         if AHEAD:
             upcoming = _receive_tile(tile_count, smem, bars, var)
             _wait_keys(block_count, bars, var, upcoming.row >= 0)

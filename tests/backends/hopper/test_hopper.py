@@ -11,7 +11,6 @@ from hopper_backward_cases import GradientCall, GradientCase
 from hopper_cases import Case
 from hopper_emulator import emulated
 
-from fa_serve.backends import hopper
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.plan import AttentionTensors
 from fa_serve.spec import AttentionSpec, Precision
@@ -55,7 +54,6 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"alibi": True}, "no ALiBi"),
         ({"block_mask": True, "needs_grad": True}, "no backward pass for a block_mask"),
         ({"attention_chunk": True}, "no attention_chunk"),
-        ({"op": "backward"}, "not in use yet; the portable kernels compute the gradients"),
         ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
         ({"precision": "qk8", "block_mask": True}, "without a block_mask"),
         ({"precision": "fp8", "layout": "paged", "page_size": 16, "kv_dtype": torch.float16}, "got float16"),
@@ -96,8 +94,7 @@ def test_serves_float8_products(precision: Precision, dim: int) -> None:
         ({"deterministic": True}, "deterministic algorithms"),
     ],
 )
-def test_gradients_when_they_are_turned_on(change: dict, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "SERVES_GRADIENTS", True)
+def test_gradients(change: dict, words: str | None) -> None:
     reason = HopperBackend().supports(replace(H200, op="backward", **change))
     assert reason is None if words is None else words in str(reason)
 
