@@ -32,6 +32,33 @@ def to_float8(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).float().to(FLOAT8)
 
 
+def _packed_rows(x: Tensor, groups: int, bounds: list[int]) -> Tensor:
+    """Packed rows with gaps, (1, groups * ROWS, heads, dim)."""
+    padded = torch.full((1, groups * ROWS, *x.shape[1:]), float("nan"), dtype=x.dtype)
+    for b, (first, end) in enumerate(pairwise(bounds)):
+        at = (first // ROWS + b) * ROWS
+        length = max(-(-(end - first) // ROWS), 1) * ROWS
+        padded[0, at : at + length] = 0
+        padded[0, at : at + end - first] = x[first:end]
+    return padded
+
+
+def _paged_rows(
+    cache: Tensor, groups: int, num_queries: list[int], lengths: list[int], block_table: Tensor, skip_q: int, left: int
+) -> Tensor:
+    """Rows of a cache as a batch (sequences, groups * ROWS, heads, dim), float64."""
+    page_size = cache.shape[1]
+    padded = torch.full((len(lengths), groups * ROWS, *cache.shape[2:]), float("nan"), dtype=torch.float64)
+    for b, (queries, length) in enumerate(zip(num_queries, lengths, strict=True)):
+        if queries <= skip_q:
+            continue
+        low = max(length - queries - left, 0) if left >= 0 else 0
+        padded[b, low // ROWS * ROWS : max(-(-length // ROWS), 1) * ROWS] = 0
+        for row in range(low, length):
+            padded[b, row] = cache[block_table[b, row // page_size], row % page_size].double()
+    return padded
+
+
 def quantize_inputs(
     q: Tensor,
     k: Tensor,
@@ -59,27 +86,10 @@ def quantize_inputs(
     if block_table is not None:
         assert lengths is not None
         assert cu_seqlens_q is not None
-        batch = len(lengths)
-        keys, values = (torch.full((batch, groups * ROWS, *x.shape[2:]), float("nan"), dtype=torch.float64) for x in (k, v))
-        for b, (num_queries, length) in enumerate(zip(cu_seqlens_q.diff().tolist(), lengths.tolist(), strict=True)):
-            if num_queries <= skip_q:
-                continue
-            low = max(length - num_queries - left, 0) if left >= 0 else 0
-            written = slice(low // ROWS * ROWS, max(-(-length // ROWS), 1) * ROWS)
-            for padded, cache in ((keys, k), (values, v)):
-                padded[b, written] = 0
-                for row in range(low, length):
-                    page = block_table[b, row // cache.shape[1]]
-                    padded[b, row] = cache[page, row % cache.shape[1]].double()
+        num_queries = cu_seqlens_q.diff().tolist()
+        keys, values = (_paged_rows(x, groups, num_queries, lengths.tolist(), block_table, skip_q, left) for x in (k, v))
     elif lengths is not None:
-        bounds = lengths.tolist()
-        keys, values = (torch.full((1, groups * ROWS, *x.shape[1:]), float("nan"), dtype=x.dtype) for x in (k, v))
-        for b, (first, end) in enumerate(pairwise(bounds)):
-            at = (first // ROWS + b) * ROWS
-            length = max(-(-(end - first) // ROWS), 1) * ROWS
-            for padded, x in ((keys, k), (values, v)):
-                padded[0, at : at + length] = 0
-                padded[0, at : at + end - first] = x[first:end]
+        keys, values = (_packed_rows(x, groups, lengths.tolist()) for x in (k, v))
     else:
         keys = k
         values = v

@@ -40,7 +40,7 @@ from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.transfer import packed_size, send
 from fa_serve.engine.warm_up import EmptyStep, SamplingVariant, largest_batch
-from fa_serve.hf import PagedBatch, attention_layers, check_attention_precision, paged_forward, take_experts, vocab_size
+from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, vocab_size
 from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.ops.compilations import num_compilations
 from fa_serve.spec import ParameterError
@@ -92,7 +92,6 @@ class ModelRunner:
             self.layers = [replace(layer, kv_dtype=torch.float8_e4m3fn) for layer in self.layers]
             self._options["descales"] = kv_cache.descales(model, self.vocab_size, self.layers)
         if config.attention_precision != "bf16":
-            check_attention_precision(self.layers, self.page_size, config.attention_precision)
             self._options["precision"] = config.attention_precision
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
         self._graphs: StepGraphs | None = None

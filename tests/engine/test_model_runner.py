@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, VOCAB, greedy, make_model
 
-from fa_serve.engine import SamplingParams, model_runner
+from fa_serve.engine import SamplingParams, loading, model_runner
 from fa_serve.hf import paged
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -76,7 +76,7 @@ def test_attention_gets_the_precision_of_the_settings(make_engine, monkeypatch) 
         monkeypatch.setattr(
             paged, name, lambda *args, _n=name, _f=real, **kw: calls.append((_n, kw.pop("precision"))) or _f(*args, **kw)
         )
-    monkeypatch.setattr(model_runner, "check_attention_precision", lambda *given: checked.append(given[-1]))
+    monkeypatch.setattr(loading, "check_attention_precision", lambda *given: checked.append(given[-1]))
     engine = make_engine(max_num_batched_tokens=40, attention_precision="fp8")
     prompt = list(range(2, 60))
     calls.clear()
