@@ -184,6 +184,7 @@ def _transpose_values(v, descale, IS_FLOAT8: tl.constexpr, v8_ptr, scale_ptr, at
         "key_groups",
         "skip_q",
         "left",
+        "table_stride",
     ]
 )
 def _quantize_inputs(
@@ -212,6 +213,7 @@ def _quantize_inputs(
     key_groups,
     skip_q,
     left,
+    table_stride,
     q_batch_stride,
     q_token_stride,
     q_head_stride,
@@ -221,7 +223,6 @@ def _quantize_inputs(
     v_batch_stride,
     v_token_stride,
     v_head_stride,
-    table_stride,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -348,10 +349,11 @@ class Quantizer:
                 key_groups,
                 options.skip_q,
                 options.window_size[0],
+                table_stride,
             ),
             fixed=(dim, dim_v, k.shape[1] if form == "paged" else 0),
             options={"num_warps": 8},
-            strides=[*(stride for x in (q, k, v) for stride in ((0,) * (4 - len(x.shape)) + x.strides)[:3]), table_stride],
+            strides=[stride for x in (q, k, v) for stride in ((0,) * (4 - len(x.shape)) + x.strides)[:3]],
         )
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor | None, ...]:
