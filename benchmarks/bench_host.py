@@ -307,8 +307,13 @@ def work(args: argparse.Namespace, sizes: Sizes) -> None:
     if sizes.device == "cpu":
         torch.set_num_threads(1)
     torch.manual_seed(0)
+    import transformers  # noqa: F401
+
+    import fa_serve.engine
+
     gc.disable()  # a collection in the middle of a measurement is noise
     turns = turns_of(args.cases, sizes)
+    print(MARK + json.dumps(None), flush=True)
     while sys.stdin.readline():
         print(MARK + json.dumps(next(turns, None)), flush=True)
 
@@ -333,9 +338,13 @@ class Worker:
     def turn(self) -> dict[str, float] | None:
         """Microseconds of each number that one turn measured, None after the last turn."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # the process has ended; its exit status is reported below
             self.process.stdin.write("\n")
+        return self.answer()
+
+    def answer(self) -> dict[str, float] | None:
+        """What the process prints next; None if it has imported its modules or has measured its last turn."""
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(MARK):
                 numbers: dict[str, float] | None = json.loads(line.removeprefix(MARK))
@@ -347,21 +356,27 @@ class Worker:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """The rounds. Table and results are written after each, so a run that is ended early leaves what it has measured."""
+    """The rounds. Table and results are written after each, so a run that is ended early leaves what it has measured.
+
+    The processes of all rounds import their modules side by side first, which is most of what a round takes, and then wait.
+    """
     trees = {"before": args.before, "after": args.after}
     commits = {name: getattr(args, f"{name}_commit") or commit_of(tree) for name, tree in trees.items()}
+    waiting = [{name: Worker(tree, args) for name, tree in trees.items()} for _ in range(args.rounds)]
+    for workers in waiting:
+        for worker in workers.values():
+            worker.answer()
     rounds: list[dict[str, dict[str, float]]] = []
-    for number in range(args.rounds):
-        rounds.append(measure_round(trees, args))
+    for number, workers in enumerate(waiting):
+        rounds.append(measure_round(workers))
         print(f"\nround {number + 1} of {args.rounds} is done", flush=True)
         report(rounds, Results("host", args.out, before=commits["before"], commit=commits["after"]))
 
 
-def measure_round(trees: dict[str, Path], args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Two new processes in turns -> for each tree, the median of the turns of each number, in microseconds."""
-    workers = {name: Worker(tree, args) for name, tree in trees.items()}
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in trees}
-    order = list(trees)
+def measure_round(workers: dict[str, Worker]) -> dict[str, dict[str, float]]:
+    """Two processes in turns, then their end -> for each tree, the median of the turns of each number, in microseconds."""
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in workers}
+    order = list(workers)
     while True:
         turns = {name: workers[name].turn() for name in order}
         if None in turns.values():

@@ -9,7 +9,7 @@ PyTorch's FlashAttention-2 and cuDNN, the portable kernels, and every variant wi
 column, `around`, is the time in milliseconds of what surrounds the main kernel: statistics of rows, zeros for the sum of
 dQ, and its conversion.
 
-The name of a variant: block_m, q stages of Q, d stages of dO, a with S issued ahead, s staggered.
+The name of a variant: block_m, q stages of Q, d stages of dO, s staggered.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ PEERS = ("flash", "cudnn", "portable")
 AROUND = "around"
 VARIANTS: dict[int, list[BackwardTileConfig]] = {
     64: [
-        BackwardTileConfig(128, 2, ahead=False),
-        BackwardTileConfig(128, 2, ahead=False, stagger=True),
-        BackwardTileConfig(128, 4, ahead=False),
-        BackwardTileConfig(128, 2, 4, ahead=False),
+        BackwardTileConfig(128, 2),
+        BackwardTileConfig(128, 2, stagger=True),
+        BackwardTileConfig(128, 4),
+        BackwardTileConfig(128, 2, 4),
     ],
     128: [
-        BackwardTileConfig(64, 4),
-        BackwardTileConfig(64, 4, stagger=True),
         BackwardTileConfig(64, 2),
+        BackwardTileConfig(64, 2, stagger=True),
+        BackwardTileConfig(64, 4),
         BackwardTileConfig(64, 2, 4),
-        BackwardTileConfig(64, 2, ahead=False),
-        BackwardTileConfig(64, 2, ahead=False, stagger=True),
-        BackwardTileConfig(64, 4, ahead=False),
+        BackwardTileConfig(64, 1, 1),
     ],
 }
 SHAPES = [  # batch, seqlen_q, seqlen_k, heads, kv heads
@@ -56,7 +54,7 @@ WINDOWS = ((-1, -1), (-1, 0), (100, 0), (60, 30))
 def label(who: Contender) -> str:
     if isinstance(who, str):
         return who
-    return f"{who.block_m}q{who.q_stages}d{who.do_stages}" + "a" * who.ahead + "s" * who.stagger
+    return f"{who.block_m}q{who.q_stages}d{who.do_stages}" + "s" * who.stagger
 
 
 def _by_autograd(attend: Any, given: list[Any], dout: Any, options: dict[str, Any]) -> list[Any]:

@@ -26,7 +26,7 @@ def differentiable(cases: list[Case]) -> list[Case]:
 
 @pytest.fixture
 def any_order() -> None:
-    """Gradients may be added in any order. The fixture of all tests asks for deterministic algorithms, and restores the choice."""
+    """Gradients may be added in any order. The fixture that poisons memory asks for a fixed one, and restores its choice."""
     torch.use_deterministic_algorithms(False)
 
 

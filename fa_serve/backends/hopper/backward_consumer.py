@@ -6,11 +6,7 @@ Each warpgroup owns 64 keys of the tile. Scores are transposed, so that P^T and 
     dP^T = V dO^T   dS = P * (dP - delta)       dK += dS^T Q
                                                 dQ  = dS K, over the keys of both warpgroups
 
-For dQ both warpgroups write dS^T to shared memory, wait for each other, and compute one square of 64 by 64 each. With `ahead`,
-the tensor cores have products of this order to work on all the time, while the threads do what stands below:
-
-    tensor cores    dK of i - 1, dP of i    dV of i    dQ of i                S of i + 1, dK of i    dP of i + 1
-    threads         P of i                  dS of i    wait for each other    add dQ of i            P of i + 1
+For dQ both warpgroups write dS^T to shared memory, wait for each other, and compute one square of 64 by 64 each.
 
 In this file `i` counts the blocks that the tile has begun, and selects a ring's stage and its barrier's phase.
 """
@@ -129,11 +125,11 @@ def _issue_dv(p, dv, i, smem, dtype: gl.constexpr, var: gl.constexpr):
 
 @gluon.jit
 def _issue_dk(ds, dk, i, smem, var: gl.constexpr):
-    """Start dK += dS^T Q of block `i`. `ds` is in the layout of the operand or in shared memory."""
+    """Start dK += dS^T Q of block `i`."""
     BLOCK_M: gl.constexpr = var.tiles.block_m
     WIDTH: gl.constexpr = var.width
     q = smem.q.index(i % var.tiles.q_stages).reshape([BLOCK_M, WIDTH])
-    return warpgroup_mma(ds, q, dk, is_async=True)
+    return warpgroup_mma(gl.convert_layout(ds, var.operand_layout), q, dk, is_async=True)
 
 
 @gluon.jit
@@ -182,7 +178,7 @@ def _walk(first, desc, smem, bars, args, tile, group: gl.constexpr, var: gl.cons
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         ds = _share_ds(weight, dp, i, smem, dtype, group, var)
         dq_token = _issue_dq(i, smem, group, var)
-        dk_token = _issue_dk(gl.convert_layout(ds, var.operand_layout), dk, i, smem, var)
+        dk_token = _issue_dk(ds, dk, i, smem, var)
         dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
         mbarrier.arrive(bars.do_empty.index(i % var.tiles.do_stages), count=1)
         _add_square(dq, m, head, args, tile, group, var)
@@ -190,42 +186,6 @@ def _walk(first, desc, smem, bars, args, tile, group: gl.constexpr, var: gl.cons
         mbarrier.arrive(bars.q_empty.index(i % var.tiles.q_stages), count=1)
         m, head = next_block(m, head, tile)
     return dk, dv
-
-
-@gluon.jit
-def _walk_ahead(first, desc, smem, bars, args, tile, group: gl.constexpr, var: gl.constexpr):
-    """-> dK without its scale and dV of a tile with blocks. S of the next block is issued before dK, which runs on under P.
-
-    Only dK runs on from one iteration to the next, and its left operand lies in shared memory. If a product with an operand in
-    registers, or one whose result the threads read, ran on, ptxas would wait for every product.
-    """
-    dtype: gl.constexpr = desc.q.dtype
-    STAGES: gl.constexpr = var.tiles.q_stages
-    dk = _no_gradient(var)
-    dv = _no_gradient(var)
-    m = tile.start
-    head = tile.kv_head * args.heads_per_kv
-    _wait_queries(0, bars, var)
-    s = warpgroup_mma_wait(0, deps=[_issue_transposed_scores(0, smem, group, var)])
-    for i in range(tile.count):
-        _wait_gradients(i, bars, var)
-        dp_token = _issue_dp(i, smem, group, var)
-        p, weight = _probabilities(s, m, i, first, smem, args, tile, var)
-        dv_token = _issue_dv(p, dv, i, smem, dtype, var)
-        dp, dk = warpgroup_mma_wait(1, deps=[dp_token, dk])
-        mbarrier.arrive(bars.q_empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        _share_ds(weight, dp, i, smem, dtype, group, var)
-        dq_token = _issue_dq(i, smem, group, var)
-        # the last block multiplies what the buffer holds, and nothing uses the product
-        _wait_queries(i + 1, bars, var, i + 1 < tile.count)
-        s_token = _issue_transposed_scores(i + 1, smem, group, var)
-        dk_token = _issue_dk(smem.ds.index(i % 2 * var.groups + group), dk, i, smem, var)
-        dv, dq = warpgroup_mma_wait(2, deps=[dv_token, dq_token])
-        mbarrier.arrive(bars.do_empty.index(i % var.tiles.do_stages), count=1)
-        _add_square(dq, m, head, args, tile, group, var)
-        s, dk = warpgroup_mma_wait(1, deps=[s_token, dk_token])
-        m, head = next_block(m, head, tile)
-    return warpgroup_mma_wait(0, deps=[dk]), dv
 
 
 @gluon.jit
@@ -239,10 +199,7 @@ def backward_consumer(desc, smem, bars, args, tile, group: gl.constexpr, var: gl
     if tile.count > 0:
         mbarrier.wait(bars.k_full.index(0), 0)
         mbarrier.wait(bars.v_full.index(0), 0)
-        if var.tiles.ahead:
-            dk, dv = _walk_ahead(first, desc, smem, bars, args, tile, group, var)
-        else:
-            dk, dv = _walk(first, desc, smem, bars, args, tile, group, var)
+        dk, dv = _walk(first, desc, smem, bars, args, tile, group, var)
     # dK leaves through the buffer of K, which the other warpgroup reads for dQ
     named_barrier("sync", FIRST_NAMED_BARRIER)
     origin = tile.k_origin

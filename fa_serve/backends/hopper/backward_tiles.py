@@ -15,12 +15,8 @@ class BackwardTileConfig:
     """One way to run the kernel. A tile has `BLOCK_N` keys.
 
     block_m:   queries in a block, a multiple of 64
-    q_stages:  blocks of Q in flight. With `ahead`, a stage is free after the next block's dP, so more than 2 hide the copies.
-               The remainder by a power of 2 takes fewer registers than by 3
+    q_stages:  blocks of Q in flight
     do_stages: blocks of dO in flight
-    ahead:     S of the next block is issued between dQ and dK of this one, so that the tensor cores always have work. False
-               issues S at the block's start, as FlashAttention-3 does, and needs fewer registers. With blocks of 128 queries
-               there are too few registers for True, and ptxas waits for each product
     stagger:   neighbouring tiles start at different queries. Otherwise the tiles of a head, which run at the same time, add to
                the same rows of dQ at the same time
     """
@@ -28,11 +24,7 @@ class BackwardTileConfig:
     block_m: int
     q_stages: int
     do_stages: int = 2
-    ahead: bool = True
     stagger: bool = False
-
-    def __post_init__(self) -> None:
-        assert not self.ahead or self.q_stages > 1, "Q of a block is held until the next block's dP"
 
 
 def gradient_columns(head_dim: int, head_dim_v: int) -> int:
@@ -47,9 +39,8 @@ def backward_tiles(width: int) -> BackwardTileConfig:
     8192, full and causal, then at 16384). cuDNN has 564, 536, 548 and 557 at head_dim 128 and 454, 427, 451 and 441 at 64.
 
         128 columns, 64 queries:   593 534 568 601   staggered 583 555 575 571   4 stages of Q 578 515 542 567
-                          ahead:   534 461 526 495   with 4 stages 515 510 510 553, staggered 562 535 554 558
         64 columns, 128 queries:   454 420 455 447   staggered 461 422 462 450
     """
     if width == 64:
-        return BackwardTileConfig(128, 2, ahead=False, stagger=True)
-    return BackwardTileConfig(64, 2, ahead=False)
+        return BackwardTileConfig(128, 2, stagger=True)
+    return BackwardTileConfig(64, 2)

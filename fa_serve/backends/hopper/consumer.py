@@ -310,10 +310,7 @@ def _online_softmax(s, state, piece, words, limits, scale, args, dtype: gl.const
     parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
     rescale = gl.convert_layout(alpha, gl.SliceLayout(1, SUM_LAYOUT), assert_trivial=True)
     l = state.l * gl.expand_dims(rescale, 1) + gl.convert_layout(parts, SUM_LAYOUT, assert_trivial=True)  # noqa: E741
-    if var.float8_values:
-        p = pack_probabilities(p, var)
-    else:
-        p = gl.convert_layout(p.to(dtype), P_LAYOUT)
+    p = pack_probabilities(p, var) if var.float8_values else gl.convert_layout(p.to(dtype), P_LAYOUT)
     return p, Softmax(m, l, alpha)
 
 

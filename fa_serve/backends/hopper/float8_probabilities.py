@@ -1,7 +1,8 @@
 """Float8 probabilities of the Hopper kernel, four in a register from the softmax of a block to its product with V.
 
-Triton keeps a float8 tensor that a loop carries as single bytes. Each iteration would take the registers of P apart and put them
-together again, which is 187 of 665 instructions for a block of 128 keys. So the loop carries P as integers of four numbers each.
+Triton keeps a float8 tensor that a loop carries as single bytes. Each iteration would take the registers of P apart and put
+them together again, which is 187 of 665 instructions for a block of 128 keys. So the loop carries P as integers of four
+numbers each.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _SWAP_HALVES = gl.constexpr("prmt.b32 $0, $1, $1, 0x1032;")
 def pack_probabilities(p, var: gl.constexpr):
     """P in float32 [64, block_n] -> int32 [64, block_n / 4].
 
-    A thread has pairs of neighbours and takes groups of four: of every 16 keys, key 8 h + 2 t + i moves to position 4 t + 2 h + i.
-    V is stored with its keys in this order.
+    A thread has pairs of neighbours and takes groups of four: of every 16 keys, key 8 h + 2 t + i moves to position
+    4 t + 2 h + i. V is stored with its keys in this order.
     """
     BLOCK_N: gl.constexpr = var.tiles.block_n
     groups = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, BLOCK_N // 4, 2, 2])

@@ -156,12 +156,14 @@ def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> T
 def float8_tiles(head_dim: int, head_dim_v: int) -> TileConfig:
     """The tiles of a call with float8 products. O has more bytes than Q, so it leaves through a separate buffer.
 
-    These follow from shared memory and registers alone. None has been measured.
+    Measured at head_dim 128 on one H200, 16k tokens, full and causal, quantisation included. TFLOPS of "qk8", then "fp8":
+
+        this tile 804 736, 810 730    exponentials after the wait for P V 716 720, 800 638    with ping-pong 783 658, 789 718
+        without overlap 626 620, 788 626    blocks of 64 keys 674 624, - 596    of 256 keys, without overlap - -, 695 623
     """
-    width = max(head_dim, head_dim_v)
-    if width > 128:
+    if max(head_dim, head_dim_v) > 128:
         return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
-    return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False, o_parts=2)
+    return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, o_parts=2)
 
 
 def _tiles_of_width(

@@ -23,7 +23,6 @@ from fa_serve.testing import cu_seqlens
 
 CAUSAL = (-1, 0)
 FULL = (-1, -1)
-NOT_AHEAD = BackwardTileConfig(64, 2, ahead=False)
 
 
 @cache
@@ -63,7 +62,7 @@ CASES = [
     pytest.param({"head_dim": 128, "window": CAUSAL, "packed": True}, 112, id="d128-causal-packed"),
     pytest.param({"head_dim": 64, "window": CAUSAL}, 80, id="d64-causal"),
     pytest.param(
-        {"head_dim": 80, "window": FULL, "softcap": 30.0, "dtype": torch.float16, "tiles": NOT_AHEAD},
+        {"head_dim": 80, "window": FULL, "softcap": 30.0, "dtype": torch.float16},
         112,
         id="d80-softcap-float16",
     ),
