@@ -22,6 +22,7 @@ from fa_serve.backends.launch import multiprocessors
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors
 from fa_serve.backends.reference import attention_reference
 from fa_serve.backends.triton.decode import DecodeTiles, decode_tiles, plan_decode
+from fa_serve.spec import Precision
 from fa_serve.testing import assert_lse_matches, assert_matches_reference, cu_seqlens, eager_attention
 
 DEVICE = torch.device("cuda", 0)
@@ -121,12 +122,12 @@ class Problem:
             0,
         )
 
-    def ours(self, backend: str = "auto") -> Callable[[], Tensor]:
+    def ours(self, backend: str = "auto", precision: Precision = "bf16") -> Callable[[], Tensor]:
         """A call of the public function."""
         out = torch.empty_like(self.q)
         o = self.options
         names = ("block_table", "seqused_k", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "k_descale", "v_descale")
-        call = {name: o[name] for name in names} | {"causal": True, "out": out, "backend": backend}
+        call = {name: o[name] for name in names} | {"causal": True, "out": out, "backend": backend, "precision": precision}
         return lambda: fa_serve.attention_paged(self.q, self.k_cache, self.v_cache, **call)
 
     def fa3(self) -> Callable[[], Tensor] | None:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fa_serve.api import MAX_COPY_BYTES
 from fa_serve.engine import fusion, kv_cache
 from fa_serve.engine.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.block_table import BlockTable
@@ -91,6 +92,8 @@ class ModelRunner:
         if config.kv_cache_dtype == "fp8":
             self.layers = [replace(layer, kv_dtype=torch.float8_e4m3fn) for layer in self.layers]
             self._options["descales"] = kv_cache.descales(model, self.vocab_size, self.layers)
+        if config.attention_precision != "bf16":
+            self._options["precision"] = config.attention_precision
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
         self._graphs: StepGraphs | None = None
         self._counts: TokenCounts | None = None
@@ -235,6 +238,8 @@ class ModelRunner:
         if not self.eager:
             # graphs have a separate memory pool, which the largest step determines as well; and so have those of a draft model
             peak += (peak - before) * (1 if self.draft is None else 2)
+        if "precision" in self._options:
+            peak += MAX_COPY_BYTES  # a later step may have more keys in its prompts than this one
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         self._release()

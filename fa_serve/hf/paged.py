@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -26,9 +26,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.api import attention_paged, attention_varlen, store_kv
+from fa_serve.backends import explain
 from fa_serve.hf.models import NAME, check_class, counts_positions
 from fa_serve.hf.translate import AttendsBatch, LayerCall, spec_of
-from fa_serve.spec import AttentionSpec, UnsupportedModelError
+from fa_serve.spec import AttentionSpec, ParameterError, Precision, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class PagedBatch:
     fresh:      no sequence has keys in the cache but those of this step, so attention takes them as they come
     num_splits: as in `attention_paged`
     descales:   (k_descale, v_descale) by layer_idx, for those caches that are float8; None if none is
+    precision:  of the products of prompts, as in `attention_paged`
     """
 
     kv_caches: Sequence[tuple[Tensor, Tensor]]
@@ -52,6 +54,7 @@ class PagedBatch:
     fresh: bool = False
     num_splits: int = 0
     descales: Sequence[tuple[Tensor, Tensor]] | None = None
+    precision: Precision = "bf16"
 
     def attend(self, call: LayerCall) -> Tensor:
         """Store this step's keys and values, then attend to all keys of each sequence -> (1, total, num_heads, head_dim_v)."""
@@ -112,6 +115,7 @@ class PagedBatch:
                 attention_chunk=attention_chunk,
                 softcap=softcap,
                 sinks=sinks,
+                precision=self.precision,
                 backend=self.backend,
             )
             return cast(Tensor, out)
@@ -131,6 +135,7 @@ class PagedBatch:
             softcap=softcap,
             sinks=sinks,
             num_splits=self.num_splits,
+            precision=self.precision,
             backend=self.backend,
             **self.descale(layer_idx),
         )
@@ -276,6 +281,21 @@ def attention_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> lis
         raise UnsupportedModelError(f"{type(config).__name__} is not the config of a causal language model in transformers")
     with torch.device("meta"):
         return _probe(auto.from_config(config, attn_implementation=NAME))
+
+
+def check_attention_precision(layers: Sequence[AttentionSpec], page_size: int, precision: Precision) -> None:
+    """Raise ParameterError, with the reasons of the backends, unless prompts of these layers have products in `precision`.
+
+    layers: as from `attention_layers`, whose products in q's dtype ("bf16") every device has
+    """
+    for layer in dict.fromkeys(layers) if precision != "bf16" else ():
+        paged = replace(layer, layout="paged", page_size=page_size, precision=precision)
+        for spec in (replace(paged, layout="varlen", page_size=0, kv_dtype=layer.dtype), paged):
+            reasons = explain(spec)
+            if None not in reasons.values():
+                told = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+                rule = f"be bf16 for a model and a device without float8 products ({spec}: {told})"
+                raise ParameterError("attention_precision", rule, precision)
 
 
 def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
