@@ -124,6 +124,24 @@ def descales(
     return cast(list[tuple[Tensor, Tensor]], scaled)
 
 
+def device_room(device: torch.device, share: float, needed: int, least: int) -> int:
+    """Bytes of a GPU's memory for the KV cache, at least `least`. ParameterError if there is less.
+
+    share:  of the whole memory, for this process and the other programs that use the GPU now
+    needed: bytes of this process beside the cache
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    room = int(total * share) - others - needed
+    if room < least:
+        rule = (
+            f"leave room for a KV cache in {total / 2**30:.1f} GiB: weights and the largest step take "
+            f"{needed / 2**30:.1f} GiB, other programs {others / 2**30:.1f} GiB"
+        )
+        raise ParameterError("gpu_memory_utilization", rule, share)
+    return room
+
+
 def available_memory() -> int:
     """Bytes of host memory that are available now: the machine's, or the container's if that is less."""
     if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:

@@ -43,7 +43,6 @@ from fa_serve.engine.warm_up import EmptyStep, SamplingVariant, largest_batch
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, take_scaled_experts, vocab_size
 from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.ops.compilations import num_compilations
-from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -240,18 +239,9 @@ class ModelRunner:
             peak += (peak - before) * (1 if self.draft is None else 2)
         if "precision" in self._options:
             peak += MAX_COPY_BYTES  # a later step may have more keys in its prompts than this one
-        free, total = torch.cuda.mem_get_info(self.device)
-        others = total - free - torch.cuda.memory_reserved(self.device)
         self._release()
         torch.cuda.empty_cache()
-        room = int(total * config.gpu_memory_utilization) - others - peak
-        if room < size:
-            rule = (
-                f"leave room for a KV cache in {total / 2**30:.1f} GiB: weights and the largest step take "
-                f"{peak / 2**30:.1f} GiB, other programs {others / 2**30:.1f} GiB"
-            )
-            raise ParameterError("gpu_memory_utilization", rule, config.gpu_memory_utilization)
-        return room // size
+        return kv_cache.device_room(self.device, config.gpu_memory_utilization, peak, size) // size
 
     def _release(self) -> None:
         self.kv_caches = []

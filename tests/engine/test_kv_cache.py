@@ -12,6 +12,7 @@ from tiny_models import VOCAB, make_model
 from fa_serve.engine import Engine, EngineConfig, SamplingParams, kv_cache
 from fa_serve.hf import attention_layers, patch
 from fa_serve.hf.latent_layers import latent_sizes, latent_spec
+from fa_serve.spec import ParameterError
 
 
 def test_a_page_has_the_bytes_of_its_tensors() -> None:
@@ -80,3 +81,14 @@ def test_a_float8_cache_is_near_and_small(make_engine) -> None:
             assert b.logprob == pytest.approx(a.logprob, abs=0.25)
     again = rough.generate(asked, params)
     assert [c.error for c in again] == [None] * 3
+
+
+def test_the_room_on_a_gpu_is_what_this_process_and_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 80 GiB, 30 of which are free. This process holds 10, so other programs hold 40."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 << 30)
+    device = torch.device("cuda")
+    assert kv_cache.device_room(device, share=0.75, needed=15 << 30, least=1) == 5 << 30
+    with pytest.raises(ParameterError, match="take 15.0 GiB, other programs 40.0 GiB") as raised:
+        kv_cache.device_room(device, share=0.75, needed=15 << 30, least=(5 << 30) + 1)
+    assert raised.value.field == "gpu_memory_utilization"
