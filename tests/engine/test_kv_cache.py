@@ -89,6 +89,6 @@ def test_the_room_on_a_gpu_is_what_this_process_and_others_leave(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 << 30)
     device = torch.device("cuda")
     assert kv_cache.device_room(device, share=0.75, needed=15 << 30, least=1) == 5 << 30
-    with pytest.raises(ParameterError, match="take 15.0 GiB, other programs 40.0 GiB") as raised:
+    with pytest.raises(ParameterError, match=r"take 15\.0 GiB, other programs 40\.0 GiB") as raised:
         kv_cache.device_room(device, share=0.75, needed=15 << 30, least=(5 << 30) + 1)
     assert raised.value.field == "gpu_memory_utilization"
