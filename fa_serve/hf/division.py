@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from fa_serve.hf.paged import attention_layers
 from fa_serve.hf.quantized_experts import QuantizedExperts
+from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.spec import AttentionSpec, UnsupportedModelError
 
 BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
@@ -179,9 +180,11 @@ class _Planner:
     def _plan_linear(self, name: str, path: str, module: nn.Module, rule: str) -> None:
         if rule not in BY_ROWS + BY_COLUMNS:
             raise _NotDivisible(f"the rule {rule!r} of {name} is not supported")
-        if type(module) is not nn.Linear or not module.weight.is_floating_point():
+        plain = type(module) is nn.Linear and module.weight.is_floating_point()
+        if not (plain or isinstance(module, QuantizedLinear)):
             raise _NotDivisible(
-                f"{name} must be a plain nn.Linear of floats for the rule {rule!r}, got {type(module).__name__}"
+                f"{name} must be an nn.Linear of floats, or be quantised in a format of fa_serve, for the rule {rule!r}, "
+                f"got {type(module).__name__}"
             )
         bias = module.bias is not None
         if rule in BY_ROWS:
@@ -192,9 +195,24 @@ class _Planner:
             return
         sections = self._columns(path, module.in_features)
         self._cut(name, f"{path}.weight", rule, 1, sections)
+        if isinstance(module, QuantizedLinear):
+            self._check_groups(name, rule, module, Cut(1, sections))
         self.layer.sums.append(path)
         if bias:
             self.layer.once.append(f"{path}.bias")
+
+    def _check_groups(self, name: str, rule: str, module: QuantizedLinear, cut: Cut) -> None:
+        """Columns that share a scale stay together. Rows may be divided anywhere, because each has scales of its own."""
+        if module.scheme.ordered:
+            reason = "their groups are in the order of the activations (act-order)"
+            raise _NotDivisible(f"the columns of {name} (rule {rule!r}) cannot be divided: {reason}")
+        group, columns = module.scheme.columns_of_group, module.in_features
+        borders = {start for rank in range(self.size) for start, _ in cut.ranges(rank, self.size)}
+        if group and any(border % group for border in borders):
+            raise _NotDivisible(
+                f"the {columns} columns of {name} (rule {rule!r}) cannot be divided by {self.size}: "
+                f"{group} columns share a scale ({module.description})"
+            )
 
     def _rows(self, name: str, path: str, rule: str, rows: int) -> tuple[Section, ...]:
         """How output features are divided: by heads in attention, in two halves where a gate and its values are merged."""

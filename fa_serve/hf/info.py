@@ -23,12 +23,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fa_serve import ops
-from fa_serve.hf.division import plan_division
+from fa_serve.hf.division import Cut, plan_division
 from fa_serve.hf.experts import expert_modules, gate_of
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.models import NAME, check_class, prepare_model
 from fa_serve.hf.paged import attention_layers, check_model
-from fa_serve.hf.quantized_linear import describe_weights, quantize_layers
+from fa_serve.hf.quantized_linear import QuantizedLinear, describe_weights, quantize_layers
 from fa_serve.hf.translate import spec_of, translate
 from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
 
@@ -160,10 +160,15 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
     divided = saved = 0
     for path, layer in division.layers.items():
         for name, cut in layer.cuts.items():
-            parameter = model.get_parameter(f"{path}.{name}")
-            kept = sum(part.numel() for part in cut.kept(parameter, 0, size)) * parameter.element_size()
+            module = model.get_submodule(f"{path}.{name.rpartition('.')[0]}")
+            if isinstance(module, QuantizedLinear) and name.endswith(".weight"):
+                kept, num_bytes = _quantized_bytes(module, cut, size, model.dtype)
+            else:
+                parameter = model.get_parameter(f"{path}.{name}")
+                kept = sum(part.numel() for part in cut.kept(parameter, 0, size)) * parameter.element_size()
+                num_bytes = parameter.numel() * parameter.element_size()
             divided += kept
-            saved += parameter.numel() * parameter.element_size() - kept
+            saved += num_bytes - kept
     if division.vocabulary is not None:
         whole: Any = model
         parts = {id(m.weight): m.weight for m in (whole.get_input_embeddings(), whole.get_output_embeddings())}
@@ -179,6 +184,15 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
         sizes = None if attention is None else latent_sizes(attention, spec.num_heads, spec.head_dim)
         specs.append(own if sizes is None else latent_spec(own, sizes))
     return RankShare(size, divided, total - saved - divided, total, specs)
+
+
+def _quantized_bytes(module: QuantizedLinear, cut: Cut, size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the quantised weights of a linear layer that a rank keeps, and of all."""
+    shape = [module.out_features, module.in_features]
+    whole = module.scheme.tensors(*shape, dtype)
+    shape[cut.dim] = sum(count for _, count in cut.ranges(0, size))
+    kept = module.scheme.tensors(*shape, dtype)
+    return sum(x.nbytes for x in kept.values()), sum(x.nbytes for x in whole.values())
 
 
 def decoding(layer: Layer) -> AttentionSpec:
