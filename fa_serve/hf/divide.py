@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from fa_serve.hf.division import Cut, Division, LayerDivision
 from fa_serve.hf.paged import OneSequence, paged_forward
+from fa_serve.hf.quantized_experts import QuantizedExperts
 from fa_serve.hf.quantized_linear import QuantizedLinear, finish
 from fa_serve.ops.all_reduce import AllReduce, AllReduceError
 from fa_serve.ops.quantized_weight import QuantizedWeight, merge_rows
@@ -155,7 +156,9 @@ def _divide_layer(
 ) -> None:
     for name, cut in own.cuts.items():
         module, parameter = _find(layer, name)
-        if isinstance(parameter, QuantizedWeight):
+        if isinstance(module, QuantizedExperts):
+            _divide_experts(module, cut, cut.ranges(rank, size))
+        elif isinstance(parameter, QuantizedWeight):
             module.weight = _part_of_quantized(parameter, cut.dim, cut.ranges(rank, size))
         else:
             _replace(module, name, torch.cat(cut.kept(parameter.detach(), rank, size), dim=cut.dim).to(device))
@@ -177,8 +180,22 @@ def _divide_layer(
 def _finish(layer: nn.Module, path: str, device: torch.device) -> None:
     """Convert the quantised weights of a layer on the device. Its other tensors stay where they are."""
     for name, module in layer.named_modules(prefix=path):
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear | QuantizedExperts):
             finish(module.to(device), name)
+
+
+def _divide_experts(experts: QuantizedExperts, cut: Cut, ranges: list[tuple[int, int]]) -> None:
+    """Keep rows of both halves of each expert's first product, or columns of the second."""
+    weights = experts.weights
+    assert isinstance(weights.gate_up, QuantizedWeight)
+    assert isinstance(weights.down, QuantizedWeight)
+    if cut.dim == 1:
+        rows = weights.gate_up.shape[0] // experts.num_experts
+        every = [(expert * rows + start, count) for expert in range(experts.num_experts) for start, count in ranges]
+        experts.weights = weights._replace(gate_up=_part_of_quantized(weights.gate_up, 0, every))
+    else:
+        experts.weights = weights._replace(down=_part_of_quantized(weights.down, 1, ranges))
+        experts.width = experts.weights.sizes.width
 
 
 def _part_of_quantized(weight: QuantizedWeight, dim: int, ranges: list[tuple[int, int]]) -> QuantizedWeight:
@@ -208,10 +225,10 @@ def _set_heads(attention: Any, num_heads: int, num_kv_heads: int) -> None:
 
 
 def _find(layer: nn.Module, name: str) -> tuple[Any, Any]:
-    """A module of a layer, and its Tensor or QuantizedWeight of this name."""
+    """A module of a layer, and its Tensor or QuantizedWeight of this name, which quantised experts do not have."""
     path, _, own = name.rpartition(".")
     module = layer.get_submodule(path)
-    return module, getattr(module, own)
+    return module, getattr(module, own, None)
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:

@@ -159,7 +159,8 @@ class _Planner:
     def plan(self, name: str, path: str, module: nn.Module, rules: dict[str, str]) -> None:
         """Plan one module. name: its full name; path: its name in the layer"""
         if isinstance(module, QuantizedExperts):
-            raise _NotDivisible(f"{name} has quantised experts ({module.description}), which are not divided")
+            self._plan_experts(name, path, module, rules)
+            return
         rule = rules.get(_general(name))
         if rule in SUMMED:
             self.layer.sums.append(path)
@@ -177,7 +178,19 @@ class _Planner:
             elif own_rule is not None:
                 raise _NotDivisible(f"the rule {own_rule!r} of {name}.{own} is not supported")
 
-    def _plan_linear(self, name: str, path: str, module: nn.Module, rule: str) -> None:
+    def _plan_experts(self, name: str, path: str, module: QuantizedExperts, rules: dict[str, str]) -> None:
+        """Every rank keeps some of the width of every expert: rows of the gate and of up, and columns of down."""
+        kinds = [rules.get(_general(each)) for each in (name, f"{name}.gate_up_proj", f"{name}.down_proj")]
+        if kinds[0] not in SUMMED or kinds[1:] != ["packed_colwise", "rowwise"] or module.gate_up_proj_bias is not None:
+            rule = "transformers' plan must divide their width, and they must have no biases"
+            raise _NotDivisible(f"{name} has quantised experts ({module.description}), which are not divided: {rule}")
+        self.layer.sums.append(path)
+        self._cut(name, f"{path}.gate_up_proj", "packed_colwise", 1, _equal(2 * module.width, 2))
+        columns = Cut(2, _equal(module.width))
+        self._cut(name, f"{path}.down_proj", "rowwise", *columns)
+        self._check_groups(f"{name}.down_proj", "rowwise", module, columns)
+
+    def _plan_linear(self, name: str, path: str, module: Any, rule: str) -> None:
         if rule not in BY_ROWS + BY_COLUMNS:
             raise _NotDivisible(f"the rule {rule!r} of {name} is not supported")
         plain = type(module) is nn.Linear and module.weight.is_floating_point()
@@ -201,16 +214,16 @@ class _Planner:
         if bias:
             self.layer.once.append(f"{path}.bias")
 
-    def _check_groups(self, name: str, rule: str, module: QuantizedLinear, cut: Cut) -> None:
+    def _check_groups(self, name: str, rule: str, module: QuantizedLinear | QuantizedExperts, cut: Cut) -> None:
         """Columns that share a scale stay together. Rows may be divided anywhere, because each has scales of its own."""
         if module.scheme.ordered:
             reason = "their groups are in the order of the activations (act-order)"
             raise _NotDivisible(f"the columns of {name} (rule {rule!r}) cannot be divided: {reason}")
-        group, columns = module.scheme.columns_of_group, module.in_features
+        group = module.scheme.columns_of_group
         borders = {start for rank in range(self.size) for start, _ in cut.ranges(rank, self.size)}
         if group and any(border % group for border in borders):
             raise _NotDivisible(
-                f"the {columns} columns of {name} (rule {rule!r}) cannot be divided by {self.size}: "
+                f"the {cut.sections[0].size} columns of {name} (rule {rule!r}) cannot be divided by {self.size}: "
                 f"{group} columns share a scale ({module.description})"
             )
 

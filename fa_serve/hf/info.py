@@ -28,6 +28,7 @@ from fa_serve.hf.experts import expert_modules, gate_of
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.models import NAME, check_class, prepare_model
 from fa_serve.hf.paged import attention_layers, check_model
+from fa_serve.hf.quantized_experts import PROJECTIONS, QuantizedExperts
 from fa_serve.hf.quantized_linear import QuantizedLinear, describe_weights, quantize_layers
 from fa_serve.hf.translate import spec_of, translate
 from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
@@ -160,9 +161,10 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
     divided = saved = 0
     for path, layer in division.layers.items():
         for name, cut in layer.cuts.items():
-            module = model.get_submodule(f"{path}.{name.rpartition('.')[0]}")
-            if isinstance(module, QuantizedLinear) and name.endswith(".weight"):
-                kept, num_bytes = _quantized_bytes(module, cut, size, model.dtype)
+            inside, _, last = name.rpartition(".")
+            module = model.get_submodule(f"{path}.{inside}")
+            if isinstance(module, QuantizedExperts) or (isinstance(module, QuantizedLinear) and last == "weight"):
+                kept, num_bytes = _quantized_bytes(module, last, cut, size, model.dtype)
             else:
                 parameter = model.get_parameter(f"{path}.{name}")
                 kept = sum(part.numel() for part in cut.kept(parameter, 0, size)) * parameter.element_size()
@@ -186,13 +188,22 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
     return RankShare(size, divided, total - saved - divided, total, specs)
 
 
-def _quantized_bytes(module: QuantizedLinear, cut: Cut, size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of the quantised weights of a linear layer that a rank keeps, and of all."""
-    shape = [module.out_features, module.in_features]
-    whole = module.scheme.tensors(*shape, dtype)
-    shape[cut.dim] = sum(count for _, count in cut.ranges(0, size))
-    kept = module.scheme.tensors(*shape, dtype)
-    return sum(x.nbytes for x in kept.values()), sum(x.nbytes for x in whole.values())
+def _quantized_bytes(
+    module: QuantizedLinear | QuantizedExperts, projection: str, cut: Cut, size: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Bytes of the quantised weights of a linear layer, or of a product of experts, that a rank keeps, and of all."""
+    if isinstance(module, QuantizedExperts):
+        n, k = module.sizes(projection)
+        matrices = module.num_experts * PROJECTIONS[projection]
+        by_rows = cut.dim == 1
+    else:
+        n, k = module.out_features, module.in_features
+        matrices = 1
+        by_rows = cut.dim == 0
+    share = sum(count for _, count in cut.ranges(0, size)) / sum(section.size for section in cut.sections)
+    kept = (round(n * share), k) if by_rows else (n, round(k * share))
+    found = [sum(x.nbytes for x in module.scheme.tensors(*shape, dtype).values()) for shape in (kept, (n, k))]
+    return matrices * found[0], matrices * found[1]
 
 
 def decoding(layer: Layer) -> AttentionSpec:

@@ -282,7 +282,7 @@ def finish(model: nn.Module, path: str = "") -> None:
     Raises ParameterError that names the first tensor with a wrong shape.
     """
     for layer, module in model.named_modules(prefix=path):
-        if isinstance(module, QuantizedExperts) or (isinstance(module, QuantizedLinear) and not module.is_finished):
+        if isinstance(module, QuantizedLinear | QuantizedExperts) and not module.is_finished:
             module.finish(layer)
 
 

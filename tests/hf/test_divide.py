@@ -21,7 +21,7 @@ from fa_serve.engine import kv_cache
 from fa_serve.engine.fused_layer import FusedLayer
 from fa_serve.engine.fusion import cached_layers, fuse
 from fa_serve.hf import NAME, attention_layers, divide, patch, plan_division, vocab_size
-from fa_serve.hf.info import describe
+from fa_serve.hf.info import RankShare, describe
 from fa_serve.hf.paged import OneSequence, PagedBatch, paged_forward
 from fa_serve.hf.quantized_linear import QuantizedLinear, finish, with_quantized_linears
 from fa_serve.spec import UnsupportedModelError
@@ -260,10 +260,16 @@ def test_groups_that_ranks_would_share_are_refused(quantised: Callable[[str], Pa
 
 
 def test_what_each_rank_holds_of_quantised_weights(quantised: Callable[[str], Path]) -> None:
-    described = describe(str(quantised("gptq")), tensor_parallel=2)
-    share = described.share
-    # 2 layers: q and o 2 * 2^16, k and v 2 * 2^15, the MLP 3 * 2^17 numbers of 4 bits; groups of 64 with scales and zero points
-    numbers = 2 * (2 * 2**16 + 2 * 2**15 + 3 * 2**17)
-    groups = numbers // 64
-    assert share.divided >= (numbers // 2 + groups * (4 + 0.5)) / 2
-    assert share.divided + share.whole < share.total
+    share = describe(str(quantised("gptq")), tensor_parallel=2).share
+    assert isinstance(share, RankShare)
+    vocabulary = 2 * 96 * 256 * 2  # embeddings and head, in bfloat16
+    biases = 2 * (256 + 2 * 128) * 2  # of queries, keys and values
+    shapes = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]  # q, k, v, o, gate, up, down
+    numbers = 2 * sum(n * k for n, k in shapes)
+    scales = numbers // 64
+    # 4 bits a number; a scale of 2 bytes and a zero point of 4 bits a group. 4 bytes for the group of each column, which a rank
+    # keeps for all columns unless it keeps some of them
+    columns = 2 * 4 * sum(k for _, k in shapes)
+    kept_columns = 2 * 4 * sum(k // 2 if place in (3, 6) else k for place, (_, k) in enumerate(shapes))
+    assert share.total - share.whole - vocabulary - biases == numbers // 2 + scales * 2 + scales // 2 + columns
+    assert share.divided == (vocabulary + biases + numbers // 2 + scales * 2 + scales // 2) // 2 + kept_columns
