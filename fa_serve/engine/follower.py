@@ -16,8 +16,6 @@ from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from transformers.utils.logging import disable_progress_bar
-
 from fa_serve.engine.engine import Engine
 from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
 from fa_serve.engine.ranks import Follower
@@ -49,7 +47,6 @@ def run(connection: Connection, local_rank: int | None = None) -> NoReturn:
     limit_host_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # rank 0's is enough
     code = follow(connection, local_rank)
     sys.stderr.flush()
     os._exit(code)  # threads of a broken process group may not end

@@ -69,11 +69,11 @@ class Link:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
 
-    def describe_end(self) -> str:
-        """How the follower has ended, for an error."""
+    def describe_end(self, size: int) -> str:
+        """How the follower, one of so many ranks, has ended."""
         if self.process is None:
-            return f"on {self.host} has ended, or its machine cannot be reached"
-        return f"ended with exit code {self.process.returncode}"
+            return f"rank {self.rank} of {size} on {self.host} has ended, or its machine cannot be reached"
+        return f"rank {self.rank} of {size} ended with exit code {self.process.returncode}"
 
     def kill(self) -> None:
         """End the follower at once. A process of another machine ends by itself when its connection closes."""

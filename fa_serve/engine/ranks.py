@@ -362,7 +362,7 @@ def _watch(leader: weakref.ref[Leader], link: Link) -> None:
     if error is None:
         link.closed.set()
         link.wait(STOP_SECONDS)
-        error = EngineDeadError(f"rank {link.rank} of {owner.size} {link.describe_end()}")
+        error = EngineDeadError(link.describe_end(owner.size))
     owner.lose(error)
     link.replies.put(error)
 

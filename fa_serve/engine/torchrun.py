@@ -178,6 +178,7 @@ def follow_if_told(config: EngineConfig) -> None:
     if torchrun is None or torchrun.rank == 0:
         return
     log.info("rank %d of %d follows rank 0 at %s, and takes its settings", torchrun.rank, torchrun.size, torchrun.host)
+    os.environ["TQDM_DISABLE"] = "1"  # rank 0's progress bar is enough
     from fa_serve.engine.follower import run  # with it comes the engine, which rank 0 may run in another process
 
     run(torchrun.connect(), torchrun.local_rank)

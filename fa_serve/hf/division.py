@@ -215,7 +215,7 @@ class _Planner:
             self.layer.once.append(f"{path}.bias")
 
     def _check_groups(self, name: str, rule: str, module: QuantizedLinear | QuantizedExperts, cut: Cut) -> None:
-        """Columns that share a scale stay together. Rows may be divided anywhere, because each has scales of its own."""
+        """Columns that share a scale stay together. Rows may be divided anywhere, because each has separate scales."""
         if module.scheme.ordered:
             reason = "their groups are in the order of the activations (act-order)"
             raise _NotDivisible(f"the columns of {name} (rule {rule!r}) cannot be divided: {reason}")

@@ -197,7 +197,8 @@ def _quantized_bytes(
         matrices = module.num_experts * PROJECTIONS[projection]
         by_rows = cut.dim == 1
     else:
-        n, k = module.out_features, module.in_features
+        n = module.out_features
+        k = module.in_features
         matrices = 1
         by_rows = cut.dim == 0
     share = sum(count for _, count in cut.ranges(0, size)) / sum(section.size for section in cut.sections)

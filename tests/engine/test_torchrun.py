@@ -84,7 +84,8 @@ def test_when_torchrun_has_a_say(place: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_only_those_who_know_the_secret_are_listened_to(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One who is silent, one who speaks another protocol, one with another secret, a rank that is there twice; and rank 1."""
     monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 1)
-    leader, follower = place(0), place(1)
+    leader = place(0)
+    follower = place(1)
     links: list[Link] = []
     thread = threading.Thread(target=leader.accept, args=(links,))
     thread.start()

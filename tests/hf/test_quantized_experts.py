@@ -266,7 +266,8 @@ def test_experts_on_two_ranks(checkpoints: Path, name: str, tmp_path: Path, monk
     monkeypatch.setattr(quantised_experts, "QWEN", Qwen3MoeConfig(**QWEN.to_dict() | {"moe_intermediate_size": 64}))
     WRITERS[name](tmp_path)
     model = load(tmp_path, dtype="float32")
-    ids, positions = torch.arange(3, 20), torch.arange(17)
+    ids = torch.arange(3, 20)
+    positions = torch.arange(17)
     expected = paged_forward(model, ids, positions, OneSequence(), positions)
     whole = experts_of(model)[0].width
     division = plan_division(model, 2)
