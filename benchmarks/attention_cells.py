@@ -16,6 +16,15 @@ DECODE_CELLS = (
     (256, 512),
     (256, 4096),
 )
+# sequences that decode, each with 4096 keys; chunks of prompts, their tokens, keys before each chunk
+MIXED_CELLS = (
+    (32, 1, 2048, 0),
+    (32, 1, 2048, 4096),
+    (8, 1, 512, 8192),
+    (40, 4, 512, 4096),
+    (64, 8, 256, 2048),
+    (128, 2, 1024, 16384),
+)
 
 # name, query heads, KV heads, head_dim, head_dim_v, window (left, right), softcap
 MODELS = (
@@ -26,6 +35,7 @@ MODELS = (
     ("gemma-2-9b-local", 16, 8, 256, 256, (4095, 0), 50.0),
     ("gemma-3-4b", 8, 4, 256, 256, (-1, 0), 0.0),
     ("gemma-3-4b-local", 8, 4, 256, 256, (1023, 0), 0.0),
+    ("gemma-4-26b", 16, 2, 512, 512, (-1, 0), 0.0),
     ("phi-3-mini", 32, 32, 96, 96, (-1, 0), 0.0),
     ("gpt-neox-20b", 64, 64, 96, 96, (-1, 0), 0.0),
     ("stablelm-3b", 32, 32, 80, 80, (-1, 0), 0.0),
@@ -40,6 +50,8 @@ MODELS = (
     ("modernbert-local", 12, 12, 64, 64, (64, 64), 0.0),
     ("whisper-large", 20, 20, 64, 64, (-1, -1), 0.0),
 )
+MODELS_WITH_SINKS = {"gpt-oss-20b", "gpt-oss-20b-local"}
+
 CHUNK_HEADS = ((32, 8, 128), (16, 8, 128), (16, 2, 128), (64, 8, 64))
 # queries, keys before them, sequences
 CHUNK_CELLS = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from attention_cells import HIDDEN, TOKENS, tflops
-from measure import Cells, Results, in_turns, sdpa
+from measure import Results, in_turns, sdpa
 from torch.nn.attention import SDPBackend
 
 import fa_serve
@@ -46,7 +46,6 @@ def backward(args: argparse.Namespace) -> None:
     dtype, device = (torch.float32, "cpu") if args.tiny else (torch.bfloat16, "cuda")
     tokens, hidden, seqlens = (256, 128, [64, 256]) if args.tiny else (TOKENS, HIDDEN, args.seqlens)
     results = Results("backward", args.out)
-    cells = Cells(args.cells, args.budget)
     for head_dim in args.head_dims:
         for causal in (False, True):
             check_gradients(head_dim, causal, dtype, device)
@@ -57,7 +56,7 @@ def backward(args: argparse.Namespace) -> None:
         for head_dim in args.head_dims:
             for causal in (False, True):
                 case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}"
-                if not cells.takes(case):
+                if not args.cells.takes(case):
                     continue
                 shape = (tokens // seqlen, seqlen, hidden // head_dim, head_dim)
                 calls = _calls(shape, causal, kinds, dtype, device)
@@ -67,7 +66,6 @@ def backward(args: argparse.Namespace) -> None:
                 ratio = results.add(case, "TFLOPS", mine, rates)
                 shown = "".join(f"{x:8.0f}" for x in [mine, *rates.values()])
                 print(f"{case:<21}{shown}{ratio:8.2f}", flush=True)
-    cells.report()
     results.write()
 
 

@@ -1,17 +1,17 @@
 """Attention kernels and their peers on one GPU; each result is checked before it is timed.
 
-    python benchmarks/bench_attention.py prefill                      # what `auto` selects; SDPA-flash, cuDNN, FA3
+    python benchmarks/bench_attention.py prefill                      # what `auto` selects; SDPA-flash, cuDNN, FA3, FA4
     python benchmarks/bench_attention.py prefill --backend triton --peers flash,cudnn
     python benchmarks/bench_attention.py varlen                       # unequal lengths, and many short ones
     python benchmarks/bench_attention.py window                       # sliding windows over 16k tokens
     python benchmarks/bench_attention.py decode                       # paged: 45 cells, uneven lengths, float8; dense caches
-    python benchmarks/bench_attention.py mixed                        # 32 sequences decoding and one mid-prompt, in one call
+    python benchmarks/bench_attention.py mixed                        # 8 to 128 sequences decoding beside 1 to 8 chunks
     python benchmarks/bench_attention.py models                       # heads, head sizes and options of 20 models, four batches
     python benchmarks/bench_attention.py chunk                        # 64 to 2048 queries behind 1k to 64k keys, paged
     python benchmarks/bench_attention.py verify                       # 2 to 16 queries per sequence, as in speculative decoding
     python benchmarks/bench_attention.py latent                       # one KV head of 512 + 64 (MLA), also float8; GB/s
     python benchmarks/bench_attention.py sparse                       # block-sparse, beside FlexAttention and dense calls
-    python benchmarks/bench_attention.py sparse --head-dims 128 --budget 75       # the cells that 75 seconds allow
+    python benchmarks/bench_attention.py models --budget 75           # the cells that 75 seconds allow
     python benchmarks/bench_attention.py tune_lists                   # tiles of the Hopper kernel with lists
     python benchmarks/bench_attention.py backward                     # gradients over the grid of prefill; SDPA-flash, cuDNN
     python benchmarks/bench_attention.py backward --cells 8192,16384  # the cells whose names contain one of these
@@ -25,38 +25,27 @@ is microseconds of one call inside a CUDA graph, because a captured step runs th
 paged call. The peer of a float8 cell is our bfloat16 call, timed once before. Ours and the other peers are measured three times
 in turn, after pauses, and the median counts. A wrong result reports no speed. A run replaces the results of the last run.
 
-`--cells` and `--budget` are for latent, sparse, backward and fp8, whose last lines name the cells that were left out for lack
-of time. With `--tiny` they run small cells on a CPU in float32, which shows only that they run.
+`--cells` and `--budget` choose what is measured; the last line names the cells that were left out for lack of time. With
+`--tiny`, latent, sparse, backward and fp8 run small cells on a CPU in float32, which shows only that they run.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from attention_cells import (
-    CHUNK_CELLS,
-    CHUNK_HEADS,
-    DECODE_CELLS,
-    HIDDEN,
-    MODELS,
-    PAGED_HEADS,
-    SEQLENS,
-    TOKENS,
-    VERIFY_CELLS,
-    VERIFY_HEADS,
-    WINDOWS,
-    tflops,
-)
+from attention_cells import HIDDEN, MODELS, MODELS_WITH_SINKS, SEQLENS, TOKENS, WINDOWS, tflops
 from backward_problem import backward
 from float8_problem import fp8, tune_fp8
 from latent_problem import latent
-from measure import Results, fa3, graph_microseconds, host_microseconds, in_turns, milliseconds, read_bandwidth, sdpa, served
-from paged_problem import Problem, pools, uneven
+from measure import Cells, Results, fa3, flash_peers, host_microseconds, in_turns, milliseconds, sdpa, served
+from paged_benches import chunk, decode, mixed, verify
 from sparse_problem import sparse, tune_lists
 from torch.nn.attention import SDPBackend
 
@@ -65,25 +54,28 @@ from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention, make_qkv
 
 
-def gate(head_dim: int, window: tuple[int, int], **options: object) -> None:
+@functools.cache
+def gate(head_dim: int, window: tuple[int, int], backend: str) -> None:
     """Compare with the float64 oracle at lengths that leave a tail in every tile; AssertionError if the 2x rule is broken."""
     for seqlen_q, seqlen_k, heads, kv_heads in ((333, 333, 4, 1), (129, 717, 4, 4)):
         q, k, v = make_qkv(2, seqlen_q, seqlen_k, heads, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
         case = {"softmax_scale": head_dim**-0.5, "window_size": window}
         exact, _ = attention_reference(q.double(), k.double(), v.double(), **case)
-        out = fa_serve.attention(q, k, v, **case, **options)
+        out = fa_serve.attention(q, k, v, **case, backend=backend)
         assert_matches_reference(out, exact, eager_attention(q, k, v, **case), f"D{head_dim} {window} {seqlen_q}x{seqlen_k}")
 
 
 def prefill(args: argparse.Namespace) -> None:
     peers = args.peers.split(",")
     results = Results("prefill" if args.backend == "auto" else f"prefill_{args.backend}", args.out)
-    flash3 = fa3() if "fa3" in peers else None
     print("case                 " + "".join(f"{name:>8}" for name in ["ours", *peers]) + "   ratio   host us")
     for head_dim in args.head_dims:
         for causal in (False, True):
-            gate(head_dim, (-1, 0 if causal else -1), backend=args.backend)
             for seqlen in args.seqlens:
+                case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}"
+                if not args.cells.takes(case):
+                    continue
+                gate(head_dim, (-1, 0 if causal else -1), args.backend)
                 batch = TOKENS // seqlen
                 heads = HIDDEN // head_dim
                 q, k, v = (torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -96,24 +88,13 @@ def prefill(args: argparse.Namespace) -> None:
                     calls["flash"] = sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, causal)
                 if "cudnn" in peers:
                     calls["cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
-                if flash3 is not None:
-                    cu = torch.arange(0, TOKENS + 1, seqlen, device="cuda", dtype=torch.int32)
-                    flat = [x.flatten(0, 1) for x in (q, k, v)]
-                    calls["fa3"] = lambda flat=flat, cu=cu, seqlen=seqlen, causal=causal: flash3(
-                        *flat,
-                        max_seqlen_q=seqlen,
-                        cu_seqlens_q=cu,
-                        max_seqlen_k=seqlen,
-                        cu_seqlens_k=cu,
-                        causal=causal,
-                        fa_version=3,
-                    )
+                flat = [x.flatten(0, 1) for x in (q, k, v)]
+                calls |= flash_peers(args.peers, *flat, [seqlen] * batch, (-1, 0 if causal else -1))
                 for name, call in calls.items():
                     theirs = call()
-                    theirs = theirs.view_as(q) if name == "fa3" else theirs.transpose(1, 2)
+                    theirs = theirs.view_as(q) if name in ("fa3", "fa4") else theirs.transpose(1, 2)
                     worst = (ours().float() - theirs.float()).abs().max().item()
                     assert worst < 0.05, f"{name} and ours differ by {worst}"
-                case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}"
                 times = in_turns({"ours": ours} | calls)
                 rates = {name: tflops(seqlen, causal, ms) for name, ms in times.items()}
                 mine = rates.pop("ours")
@@ -145,8 +126,11 @@ def window(args: argparse.Namespace) -> None:
     flash3 = fa3()
     for head_dim in args.head_dims:
         for width in WINDOWS:
+            case = f"d{head_dim}_{width}"
+            if not args.cells.takes(case):
+                continue
             seen = (width - 1, 0)
-            gate(head_dim, seen, backend=args.backend)
+            gate(head_dim, seen, args.backend)
             q, k, v = (torch.randn(TOKENS, HIDDEN // head_dim, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
             calls = {"ours": partial(fa_serve.attention, q[None], k[None], v[None], window_size=seen, backend=args.backend)}
             if flash3 is not None:
@@ -163,19 +147,20 @@ def window(args: argparse.Namespace) -> None:
             operations = 4 * HIDDEN * (TOKENS * width - width * (width - 1) // 2)
             rates = {name: operations / ms * 1e-9 for name, ms in in_turns(calls).items()}
             mine = rates.pop("ours")
-            ratio = results.add(f"d{head_dim}_{width}", "TFLOPS", mine, rates)
+            ratio = results.add(case, "TFLOPS", mine, rates)
             shown = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
             print(f"d{head_dim:<4}window {width:<5} ours {mine:.0f}  {shown}  ratio {ratio:.2f}", flush=True)
     results.write()
 
 
 def varlen(args: argparse.Namespace) -> None:
-    """Packed sequences; the peers are FA3 on the same input and cuDNN on the padded batch. TFLOPS count no padding."""
+    """Packed sequences; the peers are FA3 and FA4 on the same input and cuDNN on the padded batch. TFLOPS count no padding."""
     results = Results("varlen", args.out)
-    flash3 = fa3()
     generator = torch.Generator().manual_seed(0)
     uneven = (torch.rand(64, generator=generator) * math.log(8192 / 32)).exp().mul(32).int().tolist()
     for case, lengths, heads, kv_heads in (("64_log_uniform_32_8192", uneven, 32, 8), ("512_of_64", [64] * 512, 32, 8)):
+        if not args.cells.takes(case):
+            continue
         total = sum(lengths)
         longest = max(lengths)
         dim = 128
@@ -193,10 +178,10 @@ def varlen(args: argparse.Namespace) -> None:
         calls = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION, *padded, True)}
         theirs = calls["cudnn"]().transpose(1, 2)
         packed = torch.cat([theirs[row, :length] for row, length in enumerate(lengths)])
-        worst = (ours().float() - packed.float()).abs().max().item()
-        assert worst < 0.05, f"cuDNN and ours differ by {worst}"
-        if flash3 is not None:
-            calls["fa3"] = partial(flash3, q, k, v, fa_version=3, **ends)
+        calls |= flash_peers(args.peers, q, k, v, lengths, (-1, 0))
+        for name, out in ({"cudnn": packed} | {name: calls[name]() for name in calls if name != "cudnn"}).items():
+            worst = (ours().float() - out.float()).abs().max().item()
+            assert worst < 0.05, f"{name} and ours differ by {worst}"
         operations = sum(2 * n * n for n in lengths) * heads * dim
         rates = {name: operations / ms * 1e-9 for name, ms in in_turns({"ours": ours} | calls).items()}
         mine = rates.pop("ours")
@@ -206,123 +191,56 @@ def varlen(args: argparse.Namespace) -> None:
     results.write()
 
 
-def paged_cell(results: Results, case: str, problem: Problem, peers: dict[str, float] | None = None) -> None:
-    """Check the result, then time ours and FA3. `peers`, if given, holds times that replace those of FA3."""
-    ours = problem.ours()
-    flash = problem.fa3() if peers is None else None
-    problem.check(case, ours(), rows=2)
-    calls: dict[str, Callable[[], torch.Tensor]] = {} if flash is None else {"fa3": flash}
-    for name, call in calls.items():
-        worst = (ours().float() - call().float()).abs().max().item()
-        assert worst < 0.05, f"{name} and ours differ by {worst}"
-    rates = in_turns({"ours": ours} | calls, graph_microseconds) | (peers or {})
-    mine = rates.pop("ours")
-    ratio = results.add(case, "us", mine, rates)
-    theirs = next(iter(rates.values()), float("nan"))
-    print(f"{case:<28}{mine:9.1f}{theirs:9.1f}{problem.bytes_read / mine * 1e-6:7.2f}{ratio:7.2f}", flush=True)
-
-
-def decode(args: argparse.Namespace) -> None:
-    results = Results("decode", args.out)
-    bandwidth = read_bandwidth()
-    results.add("read_bandwidth", "TB/s", bandwidth, {})
-    print(f"read bandwidth {bandwidth:.2f} TB/s\n{'case':<28}{'ours us':>9}{'peer us':>9}{'TB/s':>7}{'ratio':>7}", flush=True)
-    pool = pools()
-    small_pool = pools(torch.float8_e4m3fn)
-    for heads, kv_heads, dim in PAGED_HEADS:
-        layout = f"{heads}_{kv_heads}_d{dim}"
-        caches = pool(kv_heads, dim)
-        for batch, kv in DECODE_CELLS:
-            paged_cell(results, f"{layout}_{batch}x{kv}", Problem.make([kv] * batch, heads, kv_heads, dim, pool=caches))
-        if (heads, kv_heads, dim) not in ((32, 8, 128), (64, 8, 64)):
-            continue
-        for batch in (16, 64, 256):
-            for name, lengths in uneven(batch).items():
-                paged_cell(results, f"{layout}_{batch}_{name}", Problem.make(lengths, heads, kv_heads, dim, pool=caches))
-        small = small_pool(kv_heads, dim)
-        for batch, kv in ((1, 131072), (64, 8192), (256, 4096)):
-            plain = graph_microseconds(Problem.make([kv] * batch, heads, kv_heads, dim, pool=caches).ours())
-            problem = Problem.make([kv] * batch, heads, kv_heads, dim, torch.float8_e4m3fn, pool=small)
-            paged_cell(results, f"{layout}_{batch}x{kv}_fp8", problem, {"own_bf16": plain})
-    first = Problem.make([1024], 32, 8, 128).ours()
-    print(f"host time of a call {host_microseconds(first):.1f} us")
-    dense_decode(results)
-    results.write()
-
-
-def dense_decode(results: Results) -> None:
-    """One token over a cache of (batch, heads, seqlen, dim), the layout of transformers; the peers are PyTorch's kernels."""
-    for batch, kv in ((1, 1024), (1, 16384), (8, 8192), (32, 4096)):
-        q = torch.randn(batch, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
-        k, v = (torch.randn(batch, 8, kv, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
-        ours = partial(fa_serve.attention, q, k, v, causal=True)
-        kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-        calls = {name: sdpa(kind, q, k, v, False) for name, kind in kinds.items()}
-        for name, call in calls.items():
-            worst = (ours().float() - call().transpose(1, 2).float()).abs().max().item()
-            assert worst < 0.05, f"{name} and ours differ by {worst}"
-        rates = in_turns({"ours": ours} | calls, graph_microseconds)
-        mine = rates.pop("ours")
-        ratio = results.add(f"32_8_d128_{batch}x{kv}_dense", "us", mine, rates)
-        shown = "  ".join(f"{name} {us:.1f}" for name, us in rates.items())
-        print(f"dense {batch}x{kv:<10} ours {mine:.1f}  {shown}  ratio {ratio:.2f}", flush=True)
-
-
-def mixed(args: argparse.Namespace) -> None:
-    results = Results("mixed", args.out)
-    print(f"{'case':<28}{'ours us':>9}{'peer us':>9}{'TB/s':>7}{'ratio':>7}")
-    pool = pools()
-    for heads, kv_heads, dim in PAGED_HEADS:
-        for name, before in (("new", 0), ("after_4k", 4096)):
-            lengths = [4096] * 32 + [before + 2048]
-            queries = [1] * 32 + [2048]
-            problem = Problem.make(lengths, heads, kv_heads, dim, queries=queries, pool=pool(kv_heads, dim))
-            paged_cell(results, f"{heads}_{kv_heads}_d{dim}_{name}", problem)
-    results.write()
-
-
 def models(args: argparse.Namespace) -> None:
-    """Packed prompts of real models; the peers are FA3 on the same input and, for equal lengths, cuDNN.
+    """Packed prompts of real models; the peers are FA3 and FA4 on the same input and, for equal lengths, cuDNN.
 
     TFLOPS count the products of visible keys. Each sequence of one batch is compared with float64 first.
     """
     results = Results("models", args.out)
-    flash3 = fa3()
     generator = torch.Generator().manual_seed(0)
     ragged = (torch.rand(32, generator=generator) * math.log(4096 / 64)).exp().mul(64).int().tolist()
     batches = {"64x197": [197] * 64, "8x2048": [2048] * 8, "2x8192": [8192] * 2, "ragged": ragged}
+    gated: set[str] = set()
     for name, heads, kv_heads, dim, dim_v, window_size, softcap in MODELS:
-        options = {"window_size": window_size, "softcap": softcap}
-        exact_options = {**options, "softmax_scale": dim**-0.5}
-        for case, lengths in ({"gate": [333, 1, 200]} | batches).items():
-            total = sum(lengths)
-            q = torch.randn(total, heads, dim, device="cuda", dtype=torch.bfloat16)
-            k = torch.randn(total, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
-            v = torch.randn(total, kv_heads, dim_v, device="cuda", dtype=torch.bfloat16)
-            cu = cu_seqlens(lengths, "cuda")
-            ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
-            ours = partial(fa_serve.attention_varlen, q, k, v, backend=args.backend, **ends, **options)
-            if case == "gate":
-                for out, *one in zip(*(x.split(lengths) for x in (ours(), q, k, v)), strict=True):
+        for batch, lengths in batches.items():
+            case = f"{name}_{batch}"
+            if not args.cells.takes(case):
+                continue
+            sinks = torch.randn(heads, device="cuda", dtype=torch.bfloat16) if name in MODELS_WITH_SINKS else None
+            options = {"window_size": window_size, "softcap": softcap, "sinks": sinks}
+            packed = partial(_packed, args.backend, heads, kv_heads, dim, dim_v, options)
+            if name not in gated:
+                gated.add(name)
+                q, k, v, ours = packed([333, 1, 200])
+                exact_options = {**options, "softmax_scale": dim**-0.5}
+                for out, *one in zip(*(x.split([333, 1, 200]) for x in (ours(), q, k, v)), strict=True):
                     exact, _ = attention_reference(*(x[None].double() for x in one), **exact_options)
                     assert_matches_reference(out[None], exact, eager_attention(*(x[None] for x in one), **exact_options), name)
-                continue
-            calls: dict[str, Callable[[], torch.Tensor]] = {}
-            if flash3 is not None:
-                causal = window_size[1] == 0
-                calls["fa3"] = partial(
-                    flash3, q, k, v, fa_version=3, causal=causal, window_size=list(window_size), softcap=softcap, **ends
-                )
-            if len(set(lengths)) == 1 and window_size[0] < 0 and not softcap:
+            q, k, v, ours = packed(lengths)
+            calls = flash_peers(args.peers, q, k, v, lengths, window_size, softcap, sinks)
+            if len(set(lengths)) == 1 and window_size[0] < 0 and not softcap and sinks is None and "cudnn" in args.peers:
                 dense = [x.unflatten(0, (len(lengths), -1)) for x in (q, k, v)]
                 calls["cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION, *dense, window_size[1] == 0)
             operations = 2 * heads * (dim + dim_v) * sum(visible_pairs(n, window_size) for n in lengths)
             rates = {n: operations / ms * 1e-9 for n, ms in in_turns({"ours": ours} | served(calls)).items()}
             mine = rates.pop("ours")
-            ratio = results.add(f"{name}_{case}", "TFLOPS", mine, rates)
+            ratio = results.add(case, "TFLOPS", mine, rates)
             shown = "  ".join(f"{peer} {rate:.0f}" for peer, rate in rates.items())
-            print(f"{name + ' ' + case:<28} ours {mine:.0f}  {shown}  ratio {ratio:.2f}", flush=True)
+            print(f"{name + ' ' + batch:<28} ours {mine:.0f}  {shown}  ratio {ratio:.2f}", flush=True)
     results.write()
+
+
+def _packed(
+    backend: str, heads: int, kv_heads: int, dim: int, dim_v: int, options: dict[str, Any], lengths: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
+    """Random q, k and v of packed sequences, and our call."""
+    total = sum(lengths)
+    q = torch.randn(total, heads, dim, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(total, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn(total, kv_heads, dim_v, device="cuda", dtype=torch.bfloat16)
+    cu = cu_seqlens(lengths, "cuda")
+    ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    return q, k, v, partial(fa_serve.attention_varlen, q, k, v, backend=backend, **ends, **options)
 
 
 def visible_pairs(seqlen: int, window_size: tuple[int, int]) -> int:
@@ -330,29 +248,6 @@ def visible_pairs(seqlen: int, window_size: tuple[int, int]) -> int:
     left, right = (seqlen if side < 0 else min(side, seqlen) for side in window_size)
     hidden = sum((seqlen - side) * (seqlen - side - 1) // 2 for side in (left, right) if side < seqlen)
     return seqlen * seqlen - hidden
-
-
-def chunk(args: argparse.Namespace) -> None:
-    """A chunk of a prompt behind the keys of its earlier chunks, in a paged cache."""
-    few_queries("chunk", CHUNK_HEADS, [(q, before + q, batch) for q, before, batch in CHUNK_CELLS], args)
-
-
-def verify(args: argparse.Namespace) -> None:
-    """Several queries per sequence over a paged cache: drafts that are verified, or the tail of a chunk."""
-    few_queries("verify", VERIFY_HEADS, VERIFY_CELLS, args)
-
-
-def few_queries(
-    bench: str, layouts: Sequence[tuple[int, int, int]], cells: Sequence[tuple[int, int, int]], args: argparse.Namespace
-) -> None:
-    results = Results(bench, args.out)
-    print(f"{'case':<28}{'ours us':>9}{'peer us':>9}{'TB/s':>7}{'ratio':>7}")
-    pool = pools()
-    for heads, kv_heads, dim in layouts:
-        for queries, keys, batch in cells:
-            problem = Problem.make([keys] * batch, heads, kv_heads, dim, queries=queries, pool=pool(kv_heads, dim))
-            paged_cell(results, f"{heads}_{kv_heads}_d{dim}_{queries}_of_{keys}x{batch}", problem)
-    results.write()
 
 
 def tune(args: argparse.Namespace) -> None:
@@ -395,22 +290,27 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = (prefill, varlen, window, decode, mixed, models, chunk, verify, latent, sparse, backward, fp8)
-    benches = {mode.__name__: mode for mode in (*modes, tune, tune_lists, tune_fp8)}
-    parser.add_argument("bench", choices=list(benches))
+    tiny = {mode.__name__: mode for mode in (latent, sparse, backward, fp8)}
+    measured = {mode.__name__: mode for mode in (prefill, varlen, window, decode, mixed, models, chunk, verify)} | tiny
+    tuned = {mode.__name__: mode for mode in (tune, tune_lists, tune_fp8)}
+    parser.add_argument("bench", choices=[*measured, *tuned])
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--peers", default="flash,cudnn,fa3")
+    parser.add_argument("--peers", default="flash,cudnn,fa3,fa4", help="peers that are not installed are left out")
     parser.add_argument("--head-dims", type=lambda s: [int(x) for x in s.split(",")], default=[64, 128, 256])
     parser.add_argument("--seqlens", type=lambda s: [int(x) for x in s.split(",")], default=list(SEQLENS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--cells", default="", help="parts of names of cells, separated by commas; default: all cells")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no cell is begun")
-    parser.add_argument("--tiny", action="store_true", help="small cells on a CPU in float32")
+    parser.add_argument("--tiny", action="store_true", help=f"small cells on a CPU in float32: {', '.join(tiny)}")
     args = parser.parse_args()
-    if args.bench not in ("latent", "sparse", "backward", "fp8") and (args.cells or args.tiny or args.budget < math.inf):
-        parser.error(f"--cells, --budget and --tiny are for latent, sparse, backward and fp8, got {args.bench}")
+    if args.bench in tuned and (args.cells or args.budget < math.inf):
+        parser.error(f"--cells and --budget are for {', '.join(measured)}, got {args.bench}")
+    if args.tiny and args.bench not in tiny:
+        parser.error(f"--tiny is for {', '.join(tiny)}, got {args.bench}")
     torch.manual_seed(0)
-    benches[args.bench](args)
+    args.cells = Cells(args.cells, args.budget)
+    (measured | tuned)[args.bench](args)
+    args.cells.report()
 
 
 if __name__ == "__main__":

@@ -1,27 +1,31 @@
 """Experts of mixtures and products with quantised weights: us of a call beside its bound and its peers.
 
     python benchmarks/bench_ops.py experts             # matrices and quantised weights, 1 to 8192 tokens
-    python benchmarks/bench_ops.py quantized           # dense products by format, 1 to 256 tokens
+    python benchmarks/bench_ops.py experts --shapes gptoss20b --forms mxfp4 --tokens 256,1024 --ways wgmma,portable
+    python benchmarks/bench_ops.py quantized           # dense products by format, 1 to 2048 tokens
     python benchmarks/bench_ops.py experts --tiny      # on a CPU: small sizes, which show only that the benchmark runs
 
 Each subcommand compares our results with float64 first, and ends if they are wrong. A call of experts is timed with several
 routings that are drawn at random, because equal tokens would meet few experts; its bound is the time of reading the experts
 that are met, or of the products, whichever is longer, by the bandwidth and the rate that are measured in the same run. Peers:
 transformers' `grouped_mm` and, for few tokens, `batched_mm` with bfloat16 experts; the bfloat16 product for dense weights. All
-are timed in CUDA graphs with weights that exceed the L2 cache. Results go to results/ops_<subcommand>.jsonl in the form of
-measure.py, with the bound as the peer "bound". Left out: whole layers and models (bench_engine.py).
+are timed in CUDA graphs with weights that exceed the L2 cache. --shapes, --forms and --tokens restrict the cells. --ways times
+the ways of `quantized_choice.choose_experts` instead of the one that it chooses, and names them in the case. Results go to
+results/ops_<subcommand>.jsonl in the form of measure.py, with the bound as the peer "bound". Left out: whole layers and models
+(bench_engine.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from measure import Results, graph_microseconds, read_bandwidth
@@ -29,11 +33,14 @@ from torch import Tensor
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
 from fa_serve import ops
+from fa_serve.backends.plan import PLANS
+from fa_serve.ops import experts_kernel
 from fa_serve.ops.quantized_weight import FLOAT8, QuantizedWeight, pack_int4
 from fa_serve.ops.torch_experts import gated
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
+T = TypeVar("T")
 HERE = Path(__file__).parent
 ROUTINGS = 6
 """Calls of experts with different routings that are timed together."""
@@ -56,9 +63,31 @@ SILU = ops.Gate("silu")
 CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=7.0, offset=1.0)
 MIXTURES = {"qwen30a3b": Mixture(128, 8, 2048, 768, SILU), "gptoss20b": Mixture(32, 4, 2880, 2880, CLAMPED)}
 SHAPES = {"6144x4096": (6144, 4096), "28672x4096": (28672, 4096), "4096x14336": (4096, 14336), "4096x4096": (4096, 4096)}
+EXPERT_FORMS = ("matrices", "mxfp4", "fp8-block", "fp8-32", "int4")
+DENSE_FORMS = ("int4", "fp8-row", "fp8-block", "mxfp4")
 BEYOND_CACHE = 160_000_000  # bytes
 TINY_MIXTURES = {"tiny": Mixture(4, 2, 288, 64, CLAMPED)}
 TINY_SHAPES = {"64x288": (64, 288)}
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Which cells are timed: all if a choice is empty. ways: of experts, "" for the one that is chosen"""
+
+    tiny: bool
+    shapes: tuple[str, ...] = ()
+    forms: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    ways: tuple[str, ...] = ("",)
+
+    def of_shapes(self, known: dict[str, T]) -> dict[str, T]:
+        return {name: shape for name, shape in known.items() if not self.shapes or name in self.shapes}
+
+    def of_forms(self, known: tuple[str, ...]) -> list[str]:
+        return [form for form in known if not self.forms or form in self.forms]
+
+    def of_tokens(self, known: tuple[int, ...]) -> tuple[int, ...]:
+        return self.tokens or ((1, 3) if self.tiny else known)
 
 
 @dataclass(frozen=True)
@@ -106,7 +135,8 @@ def random_weight(form: str, n: int, k: int, device: str) -> QuantizedWeight:
         exponent = 127 + round(torch.log2(torch.tensor(small / 3)).item())
         scales = torch.full((n, k // 32), exponent, dtype=torch.uint8, device=device)
         return QuantizedWeight(pack_int4(bits), scales, group_size=32, width=k)
-    groups = k if form == "fp8-row" else 32 if k % 128 else 128
+    # integers have whole groups; the last block of float8 weights may be a part of one, as in checkpoints
+    groups = k if form == "fp8-row" else 32 if form == "fp8-32" or (form == "int4" and k % 128) else 128
     scales = torch.rand(n, -(-k // groups), device=device) + 0.5
     if form == "int4":
         bits = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
@@ -194,17 +224,33 @@ def module_of(weights: ops.ExpertWeights, mixture: Mixture) -> Any:
     )
 
 
+@contextmanager
+def computed_by(way: str) -> Iterator[None]:
+    """Products of many pairs with quantised experts take a way of `choose_experts`; "" is the one that it chooses."""
+    chosen = experts_kernel.choose_experts
+    experts_kernel.choose_experts = (lambda *_: way) if way else chosen
+    PLANS.clear()
+    try:
+        yield
+    finally:
+        experts_kernel.choose_experts = chosen
+        PLANS.clear()
+
+
 @torch.no_grad()
-def bench_experts(machine: Machine, results: Results, tiny: bool) -> None:
+def bench_experts(machine: Machine, results: Results, cells: Cells) -> None:
     """Each shape, format and number of tokens."""
-    for shape, mixture in (TINY_MIXTURES if tiny else MIXTURES).items():
+    for shape, mixture in cells.of_shapes(TINY_MIXTURES if cells.tiny else MIXTURES).items():
         plain = make_experts(mixture, "matrices", machine)
         module = module_of(plain, mixture)
-        for form in ("matrices", "mxfp4", "fp8-block", "int4"):
+        for form in cells.of_forms(EXPERT_FORMS):
             weights = plain if form == "matrices" else make_experts(mixture, form, machine)
             each = (num_bytes(weights.gate_up) + num_bytes(weights.down)) / mixture.num_experts
-            for tokens in (1, 3) if tiny else (1, 4, 16, 64, 256, 1024, 8192):
-                _time_experts(f"{shape} {form} {tokens}", weights, module, mixture, tokens, each, machine, results)
+            for tokens in cells.of_tokens((1, 4, 16, 64, 256, 1024, 8192)):
+                for way in cells.ways if form != "matrices" else ("",):
+                    with computed_by(way):
+                        case = f"{shape} {form} {tokens} {way}".strip()
+                        _time_experts(case, weights, module, mixture, tokens, each, machine, results)
             del weights
 
 
@@ -252,15 +298,15 @@ def check_product(form: str, n: int, k: int, machine: Machine) -> None:
 
 
 @torch.no_grad()
-def bench_quantized(machine: Machine, results: Results, tiny: bool) -> None:
+def bench_quantized(machine: Machine, results: Results, cells: Cells) -> None:
     """Each shape, format and number of tokens, beside the product with a matrix."""
-    for shape, (n, k) in (TINY_SHAPES if tiny else SHAPES).items():
+    for shape, (n, k) in cells.of_shapes(TINY_SHAPES if cells.tiny else SHAPES).items():
         matrix = torch.randn(n, k, device=machine.device, dtype=machine.dtype) * k**-0.5
-        for form in ("int4", "fp8-row", "fp8-block", "mxfp4"):
+        for form in cells.of_forms(DENSE_FORMS):
             weight = random_weight(form, n, k, machine.device)
             weights = _beyond_cache(weight, num_bytes(weight))
             matrices = _beyond_cache(matrix, matrix.nbytes)
-            for tokens in (1, 3) if tiny else (1, 4, 8, 16, 48, 64, 128, 256):
+            for tokens in cells.of_tokens((1, 4, 8, 16, 48, 64, 128, 256, 512, 2048)):
                 x = torch.randn(tokens, k, device=machine.device, dtype=machine.dtype)
                 bound = machine.bound(num_bytes(weight), 2.0 * tokens * n * k)
                 linear = machine.microseconds(_in_turn(torch.nn.functional.linear, x, matrices), len(matrices))
@@ -292,27 +338,42 @@ def _add(case: str, ours: float, peers: dict[str, float], results: Results) -> N
     print(f"{case:<28}{ours:>10.1f} us  " + "  ".join(f"{name} {value:.1f}" for name, value in peers.items()), flush=True)
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("experts", "quantized"))
     parser.add_argument("--tiny", action="store_true", help="small sizes on a CPU in float32")
+    parser.add_argument("--shapes", type=_names, default=(), help="names of shapes, with commas; default: all")
+    parser.add_argument("--forms", type=_names, default=(), help="formats of weights, with commas; default: all")
+    parser.add_argument("--tokens", type=_numbers, default=(), help="numbers of tokens, with commas")
+    parser.add_argument("--ways", type=_names, default=("",), help="of experts: portable, wgmma, dequantized, with commas")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
     if args.tiny:
         torch.set_num_threads(1)
     machine = measure_machine(args.tiny)
     print(f"{machine.bandwidth / 1e12:.3f} TB/s, {machine.rate / 1e12:.3f} TFLOPS")
+    cells = Cells(args.tiny, args.shapes, args.forms, args.tokens, args.ways)
     results = Results(f"ops_{args.what}", args.out)
     if args.what == "experts":
         for mixture in (TINY_MIXTURES if args.tiny else {"check": Mixture(16, 4, 576, 192, CLAMPED)}).values():
-            for form in ("matrices", "mxfp4", "fp8-block", "int4"):
-                check_experts(mixture, form, machine)
+            for form in cells.of_forms(EXPERT_FORMS):
+                for way in cells.ways:
+                    with computed_by(way):
+                        check_experts(mixture, form, machine)
     else:
         for n, k in (TINY_SHAPES if args.tiny else {"check": (512, 1056)}).values():
-            for form in ("int4", "fp8-row", "fp8-block", "mxfp4"):
+            for form in cells.of_forms(DENSE_FORMS):
                 check_product(form, n, k, machine)
     print("gate: results are right")
-    (bench_experts if args.what == "experts" else bench_quantized)(machine, results, args.tiny)
+    (bench_experts if args.what == "experts" else bench_quantized)(machine, results, cells)
     results.write()
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from attention_cells import HIDDEN, TOKENS, tflops
-from measure import Cells, Results, fa3, in_turns, milliseconds, sdpa, served
+from measure import Results, fa3, in_turns, milliseconds, sdpa, served
+from paged_problem import Problem
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -26,6 +27,13 @@ LARGEST_ERROR = {"bf16": 4e-4, "qk8": 8e-3, "fp8": 9.1e-3}
 """The gate: for head_dim 128 what the paper has for float8, and what float64 says that rounding q and k costs."""
 PRECISIONS = {64: ("qk8", "fp8"), 128: ("qk8", "fp8"), 256: ("qk8",)}
 NEEDLES = 64
+PAGED = {
+    "prompt": ([8192], [8192]),
+    "chunk": ([2048], [32768]),
+    "short_chunk": ([256], [32768]),
+    "mixed": ([*[1] * 32, 2048], [*[4096] * 32, 8192]),
+}
+"""Queries and keys of the sequences of a paged call."""
 ABLATIONS = {
     "both ideas": {"rows": 128, "rotated": True},
     "no rotation": {"rows": 128, "rotated": False},
@@ -107,14 +115,17 @@ def fp8(args: argparse.Namespace) -> None:
     if args.tiny:
         return
     results = Results("fp8", args.out)
-    cells = Cells(args.cells, args.budget)
     flash3 = fa3() if "fa3" in args.peers.split(",") else None
     for head_dim in args.head_dims:
         for causal in (False, True):
             case = f"d{head_dim}_{'causal' if causal else 'full'}_{TOKENS}"
-            if cells.takes(case):
+            if args.cells.takes(case):
                 _measure(results, case, head_dim, causal, flash3)
-    cells.report()
+    for case, (queries, keys) in PAGED.items():
+        for dtype in (torch.bfloat16, FLOAT8):
+            name = f"paged_{case}{'_float8' if dtype == FLOAT8 else ''}"
+            if args.cells.takes(name):
+                _measure_pages(results, name, queries, keys, dtype)
     results.write()
 
 
@@ -139,8 +150,22 @@ def _measure(results: Results, case: str, head_dim: int, causal: bool, flash3: A
         )
 
 
+def _measure_pages(results: Results, case: str, queries: list[int], keys: list[int], dtype: torch.dtype) -> None:
+    """32 heads of 128 with 8 KV heads, as in Llama 8B: a call with each precision, in microseconds."""
+    problem = Problem.make(keys, 32, 8, 128, dtype, queries=queries)
+    calls = {name: problem.ours(name) for name in ("bf16", *PRECISIONS[128])}  # type: ignore[arg-type]
+    expected = calls["bf16"]().clone().float()
+    for name in PRECISIONS[128]:
+        assert (calls[name]().float() - expected).norm() <= 0.1 * expected.norm(), f"{name} differs from bf16"
+    times = {name: 1e3 * ms for name, ms in in_turns(calls).items()}
+    print(f"{case:<28}" + "".join(f"  {name} {us:.0f} us" for name, us in times.items()), flush=True)
+    for name in PRECISIONS[128]:
+        results.add(f"{case}_{name}", "us", times[name], {"bf16": times["bf16"]})
+
+
 def tune_fp8(args: argparse.Namespace) -> None:
     """Time the tiles of `float8_tiles` and others; each result is compared with that of the default tile."""
+    from fa_serve.backends.hopper.descriptors import Layout
     from fa_serve.backends.hopper.float8_inputs import Quantizer
     from fa_serve.backends.hopper.forward import plan_forward
     from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig
@@ -177,13 +202,6 @@ def tune_fp8(args: argparse.Namespace) -> None:
                     except Exception as error:  # a tile that does not fit this GPU has its error in the table
                         rate = f"{type(error).__name__}: {error}"[:100]
                     print(f"  {name:<32}{rate}", flush=True)
-                quantizer = _quantizer(Quantizer, tensors, precision)
-                ms = milliseconds(partial(quantizer, *tensors[:3], None), 30)
+                layouts = [Layout(x.shape, x.stride(), x.dtype) for x in tensors[:3]]
+                ms = milliseconds(partial(Quantizer(layouts, "dense", 1, options), tensors), 30)
                 print(f"  the quantisation takes {1e3 * ms:.0f} us", flush=True)
-
-
-def _quantizer(kind: Any, tensors: Any, precision: str) -> Any:
-    from fa_serve.backends.hopper.descriptors import Layout
-
-    layouts = [Layout(x.shape, x.stride(), x.dtype) for x in tensors[:3]]
-    return kind(layouts, 1, False, precision)

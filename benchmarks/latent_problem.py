@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from attention_cells import LATENT_CELLS, LATENT_FLOAT8_CELLS, LATENT_HEADS
-from measure import Cells, Results, graph_microseconds, in_turns, read_bandwidth
+from measure import Results, graph_microseconds, in_turns, read_bandwidth
 from torch import Tensor
 
 import fa_serve
@@ -143,13 +143,12 @@ def latent(args: argparse.Namespace) -> None:
         bandwidth = read_bandwidth()
         results.add("read_bandwidth", "TB/s", bandwidth, {})
     print(f"read bandwidth {bandwidth:.2f} TB/s\n{'case':<28}{'us':>9}{'GB/s':>9}{'of it':>8}{'TFLOPS':>9}")
-    cells = Cells(args.cells, args.budget)
     for heads in (4,) if args.tiny else LATENT_HEADS:
         grids = ([(1, 70, 3), (2, 50, 1)], [(1, 70, 3)]) if args.tiny else (LATENT_CELLS, LATENT_FLOAT8_CELLS)
         for float8, grid in zip((False, True), grids, strict=True):
             for queries, keys, batch in grid:
                 case = f"h{heads}_{queries}_of_{keys}x{batch}" + "_float8" * float8
-                if not cells.takes(case):
+                if not args.cells.takes(case):
                     continue
                 problem = LatentProblem.make([keys] * batch, heads, queries, dtype, device, float8=float8)
                 ours = problem.ours(args.backend)
@@ -159,5 +158,4 @@ def latent(args: argparse.Namespace) -> None:
                 rate = problem.bytes_read / us * 1e-3
                 flops = problem.operations / us * 1e-6
                 print(f"{case:<28}{us:9.1f}{rate:9.0f}{rate / bandwidth * 1e-3:8.1%}{flops:9.0f}", flush=True)
-    cells.report()
     results.write()

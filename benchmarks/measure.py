@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
+
+from fa_serve.testing import cu_seqlens
 
 PAUSE = 0.1
 """Seconds between two measurements. TFLOPS of ours and of FlashAttention-3, measured in turn on D256 causal 16k, were
@@ -135,6 +138,50 @@ def fa3() -> Callable[..., Any] | None:
     return flash_attn_varlen_func  # type: ignore[no-any-return]
 
 
+def fa4() -> Callable[..., Any] | None:
+    """The function of FlashAttention-4 for packed and for dense calls, or None where `flash-attn-4` cannot be imported."""
+    try:
+        from flash_attn.cute.interface import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+def flash_peers(
+    wanted: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    window_size: tuple[int, int],
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Calls of FlashAttention-3 and 4 over packed sequences, those of `wanted` that are installed, which return `out`.
+
+    wanted: names of peers, separated by commas; q, k, v: (total, heads, dim); lengths: of the sequences
+    """
+    names = wanted.split(",")
+    calls: dict[str, Callable[[], torch.Tensor]] = {}
+    cu = cu_seqlens(lengths, q.device)
+    ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    shared = {"causal": window_size[1] == 0, "softcap": softcap} | ends
+    flash3 = fa3() if "fa3" in names else None
+    if flash3 is not None:
+        extra = {} if sinks is None else {"s_aux": sinks}
+        calls["fa3"] = partial(flash3, q, k, v, window_size=list(window_size), fa_version=3, **shared, **extra)
+    flash4 = fa4() if "fa4" in names else None
+    if flash4 is not None:
+        # -1 means unlimited to FlashAttention-3; to FlashAttention-4, None does
+        window = tuple(None if side < 0 else side for side in window_size)
+        if len(set(lengths)) == 1:
+            shared = {name: value for name, value in shared.items() if name not in ends}
+            q, k, v = (x.unflatten(0, (len(lengths), -1)) for x in (q, k, v))
+        call = partial(flash4, q, k, v, window_size=window, learnable_sink=sinks, **shared)
+        calls["fa4"] = lambda: call()[0].flatten(0, -3)
+    return calls
+
+
 def served(calls: dict[str, Callable[[], torch.Tensor]]) -> dict[str, Callable[[], torch.Tensor]]:
     """The calls of peers that support their arguments."""
     found = {}
@@ -143,7 +190,7 @@ def served(calls: dict[str, Callable[[], torch.Tensor]]) -> dict[str, Callable[[
             call()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-        except RuntimeError as error:
+        except Exception as error:  # FlashAttention-4 compiles here, and refuses arguments with errors of several types
             print(f"  {name}: {str(error).splitlines()[0][:100]}")
         else:
             found[name] = call
@@ -184,8 +231,8 @@ class Results:
             "bench": self.bench,
             "case": case,
             "unit": unit,
-            "ours": round(ours, 2),
-            "peers": {name: round(value, 2) for name, value in peers.items()},
+            "ours": float(f"{ours:.5g}"),
+            "peers": {name: float(f"{value:.5g}") for name, value in peers.items()},
             "ratio": round(ratio, 3) if peers else None,
         }
         self.lines.append(line | self.machine)

@@ -14,11 +14,12 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "performance.md"
-COLOURS = {"ours": "#d1495b", "cudnn": "#30638e", "fa3": "#003d5b", "flash": "#8d99ae"}
+COLOURS = {"ours": "#d1495b", "cudnn": "#30638e", "fa3": "#003d5b", "fa4": "#edae49", "flash": "#8d99ae"}
 LABELS = {
     "ours": "fa_serve",
     "cudnn": "cuDNN",
     "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
     "flash": "FlashAttention-2 (SDPA)",
     "flex": "FlexAttention",
 }
@@ -41,7 +42,10 @@ TABLE = [
     ("varlen", "packed batches of unequal and of short sequences (`attention_varlen`)", False, ("fa3",), "`... varlen`"),
     ("decode", "paged decoding, equal lengths", False, ("fa3",), "`... decode`"),
     ("decode", "paged decoding, unequal lengths", True, ("fa3",), ""),
-    ("mixed", "decoding in one batch with a prompt chunk of 2k tokens", False, ("fa3",), "`... mixed`"),
+    ("mixed", "decoding in one batch with chunks of prompts", False, ("fa3",), "`... mixed`"),
+    ("models", "packed prompts with the heads and options of real models", False, ("fa3",), "`... models`"),
+    ("chunk", "chunks of 64 to 2048 tokens behind cached keys", False, ("fa3",), "`... chunk`"),
+    ("verify", "2 to 16 queries per sequence over a paged cache", False, ("fa3",), "`... verify`"),
     ("window", "sliding windows of 128 to 4096 keys, sequences of 16k", False, ("fa3",), "`... window`"),
 ]
 # benchmark, case without its shape, description
@@ -97,7 +101,7 @@ def prefill_chart(lines: list[Line], name: str) -> None:
         axis = axes[index // 3][index % 3]
         cells.sort(key=lambda line: int(line["case"].rsplit("_", 1)[1]))
         lengths = [cell["case"].rsplit("_", 1)[1] for cell in cells]
-        for kind in ("flash", "fa3", "cudnn", "ours"):
+        for kind in ("flash", "fa3", "fa4", "cudnn", "ours"):
             rates = [cell["ours"] if kind == "ours" else cell["peers"].get(kind) for cell in cells]
             if all(rate is not None for rate in rates):
                 axis.plot(
@@ -143,6 +147,8 @@ def table() -> str:
         lines = [
             line for line in read(bench) if line["case"].endswith(("_log", "_20x")) == unequal and peers[0] in line["peers"]
         ]
+        if not lines:
+            continue
         what = f"{what}, {len(lines)} cells (at {', '.join(dict.fromkeys(line['commit'] for line in lines))})"
         for peer in peers:
             pairs = [(line["ours"], line["peers"][peer]) for line in lines]

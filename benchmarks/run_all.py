@@ -1,6 +1,6 @@
 """Run every benchmark, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # 40 minutes on one H200; DIR has vLLM and FA3
+    python benchmarks/run_all.py --peer-path DIR                         # 50 minutes on one H200; DIR has vLLM and FA3
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
 
@@ -67,7 +67,10 @@ JOBS = {
     "backward": Job(90, "bench_attention.py backward --peers flash,cudnn --budget 100"),
     "sparse": Job(170, "bench_attention.py sparse --budget 190"),
     "profile": Job(40, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
-    "mixed": Job(36, "bench_attention.py mixed", "import"),
+    "models": Job(260, "bench_attention.py models --budget 280", "import"),
+    "chunk": Job(110, "bench_attention.py chunk --budget 130", "import"),
+    "verify": Job(80, "bench_attention.py verify --budget 100", "import"),
+    "mixed": Job(90, "bench_attention.py mixed --budget 110", "import"),
     "varlen": Job(28, "bench_attention.py varlen", "import"),
     "window": Job(40, "bench_attention.py window", "import"),
 }

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 from attention_cells import HIDDEN, SPARSE_PARTS, SPARSE_SEQLENS
-from measure import Cells, Results, in_turns, milliseconds, served
+from measure import Results, in_turns, milliseconds, served
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -111,7 +111,6 @@ def sparse(args: argparse.Namespace) -> None:
     A few small calls are compared with float64 first, and some rows of each cell. `--peers` does not apply.
     """
     results = Results("sparse" if args.backend == "auto" else f"sparse_{args.backend}", args.out)
-    cells = Cells(args.cells, args.budget)
     where = {"dtype": torch.float32, "device": "cpu"} if args.tiny else {"dtype": torch.bfloat16, "device": "cuda"}
     hidden = 128 if args.tiny else HIDDEN
     for head_dim in args.head_dims:
@@ -124,12 +123,11 @@ def sparse(args: argparse.Namespace) -> None:
     for seqlen, head_dim, causal in [(512, dim, causal) for _, dim, causal in grid[:2]] if args.tiny else grid:
         for part in SPARSE_PARTS:
             case = f"d{head_dim}_{'causal' if causal else 'full'}_{seqlen}_{part:.0%}"
-            if not cells.takes(case):
+            if not args.cells.takes(case):
                 continue
             problem = SparseProblem.make(seqlen, hidden // head_dim, head_dim, part, causal, **where)
             _sparse_cell(results, case, problem, args.backend)
         torch.compiler.reset()
-    cells.report()
     results.write()
 
 

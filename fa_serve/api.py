@@ -19,10 +19,11 @@ Conventions shared by all:
 - `block_mask` makes the call block-sparse: each block of queries attends to the key blocks of a list, and a kernel reads no
   other keys. It is a `fa_serve.BlockLists`, a `BlockMask` of FlexAttention without a mask_mod, or its four tensors for blocks
   of 128. `causal` and `window_size` apply to the blocks of the lists.
-- `precision`: "bf16" computes in q's dtype. On Hopper, calls without pages and block_mask also have "qk8", which rounds q and k
-  to float8 before q k^T, and "fp8", which rounds the probabilities and v as well (see `backends.hopper.float8_inputs`). Calls
-  of up to FEW_QUERIES queries behind more keys are limited by memory, not by products: they keep q's dtype. The reference
-  computes exactly at every precision.
+- `precision`: "bf16" computes in q's dtype. On Hopper, calls without block_mask also have "qk8", which rounds q and k to float8
+  before q k^T, and "fp8", which rounds the probabilities and v as well (see `backends.hopper.float8_inputs`). Calls of up to
+  FEW_QUERIES queries behind more keys are limited by memory, not by products: they keep q's dtype, and so do the sequences of a
+  paged batch that decode. A paged call also keeps it if copies of its keys would take more than MAX_COPY_BYTES (see
+  `backends.float8_copies`). The reference computes exactly at every precision.
 - `sinks` (num_heads,): one more logit per head in the denominator of the softmax, without a value.
 - `lse`: float32, the natural logarithm of the softmax denominator including the sink (float64 from the reference for float64
   input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
@@ -44,6 +45,7 @@ from torch import Tensor
 
 from fa_serve import operators
 from fa_serve.backends import MAX_KEYS_PER_TILE as MAX_KEYS_PER_TILE
+from fa_serve.backends.float8_copies import MAX_COPY_BYTES as MAX_COPY_BYTES
 from fa_serve.backends.plan import AttentionTensors, StoreTensors
 from fa_serve.block_lists import as_block_lists
 from fa_serve.dispatch import Options, Result, run_block_sparse, run_dense, run_paged, run_store, run_varlen

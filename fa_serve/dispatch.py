@@ -36,6 +36,7 @@ from fa_serve.argument_checks import (
 from fa_serve.autograd import attention_gradients, plan_differentiable
 from fa_serve.backends import Backend, select_backend
 from fa_serve.backends.chunks import divides_keys
+from fa_serve.backends.float8_copies import MAX_COPY_BYTES, copied_bytes
 from fa_serve.backends.mixed import plan_mixed
 from fa_serve.backends.plan import (
     PLANS,
@@ -215,7 +216,10 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
     check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=length)
     if length > capacity:
         raise ValueError(f"max_seqlen_k must be at most max_pages * page_size = {capacity}, got {length}")
-    chunk = effective_chunk(chunk, options.window_size, length)
+    # with num_splits, nothing depends on the longest sequence of the batch
+    fitting_chunk = effective_chunk(chunk, options.window_size, length)
+    if not num_splits:
+        chunk = fitting_chunk
     if num_splits < 0:
         raise ValueError(f"num_splits must be 0 (heuristic) or positive, got {num_splits}")
     check_cache(k_cache, v_cache)
@@ -223,12 +227,17 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
     check_alibi(tensors.alibi_slopes, q, batch)
     check_block_lists(tensors.blocks, q, k_cache, batch, max_seqlen_q)
     check_out(tensors.out, q, v_cache)
-    decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or k_cache.dtype != q.dtype
+    check_precision(precision)
+    if copied_bytes(k_cache, v_cache, batch, length, precision) > MAX_COPY_BYTES:
+        precision = "bf16"
+    decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or (k_cache.dtype != q.dtype and precision == "bf16")
     spec = _spec("paged", "decode" if decodes else "attention", tensors, options, chunk, precision)
     unequal = q.shape[0] < batch * max_seqlen_q
     if backend == "auto" and not unequal and divides_keys(spec, batch, max_seqlen_q, length, _multiprocessors(q)):
         spec = replace(spec, op="decode")
-    complete = AttentionOptions(*options, max_seqlen_q, length, return_lse, num_splits, attention_chunk=chunk)
+    complete = AttentionOptions(
+        *options, max_seqlen_q, length, return_lse, num_splits, attention_chunk=chunk, precision=spec.precision
+    )
     chosen = select_backend(spec, backend)
     if not decodes and unequal and tensors.blocks is None:
         # Some sequences have fewer queries than the longest one, and may be decoding.

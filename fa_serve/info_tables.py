@@ -190,7 +190,13 @@ def common_cases(device: str, arch: int) -> list[tuple[str, AttentionSpec]]:
     gpt_oss = {**paged, "head_dim": 64, "head_dim_v": 64, "num_heads": 64, "sinks": True, "window_size": (127, 0)}
     latent = {**paged, "head_dim": 576, "head_dim_v": 512, "num_heads": 128, "num_kv_heads": 1, "values_in_keys": True}
     deepseek = {"head_dim": 192, "head_dim_v": 128, "num_heads": 128, "num_kv_heads": 128}
-    float8 = [("prefill, float8 products", spec(precision="fp8"))] if arch == 90 else []  # refused everywhere else
+    float8 = []  # refused on other devices
+    if arch == 90:
+        float8 = [
+            ("prefill, float8 products", spec(precision="fp8")),
+            ("serving, float8 products", spec(**paged, precision="fp8")),
+            ("... and a float8 cache", spec(**paged, precision="fp8", kv_dtype=torch.float8_e4m3fn)),
+        ]
     return [
         ("prefill, Llama-3 8B", spec()),
         ("prefill in float16", spec(dtype=torch.float16)),

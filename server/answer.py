@@ -9,7 +9,7 @@ like. Connections are in streaming.py, and the engine's errors in generation.py.
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
@@ -77,7 +77,7 @@ class Answer(ABC):
             "prompt_tokens_details": {"cached_tokens": 0},
         }
         self._head: dict[str, Any] = {
-            "id": f"{self.prefix}{secrets.token_hex(16)}",
+            "id": f"{self.prefix}{os.urandom(16).hex()}",
             "created": int(time.time()),
             "model": service.model_name,
             "system_fingerprint": f"fa_serve-{__version__}",
@@ -152,7 +152,7 @@ class Answer(ABC):
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The outputs of all sequences, with the index of their choice. The usage is complete when this ends."""
         num_prompts = self._num_prompts()
-        best_of = getattr(self._body, "best_of", None) or 1
+        best_of = vars(self._body).get("best_of") or 1
         count = num_prompts * max(self._n, best_of)
         asks_for_count = "n" if num_prompts == 1 else self._prompt_field
         with self._service.reserve(count, self._key, asks_for_count):
@@ -207,6 +207,8 @@ class Answer(ABC):
     def _estimate(self, size: int) -> None:
         """The answer will have about `size` bytes. Raises BadRequest above the limit."""
         self._size_estimate = size
+        if size <= self._service.settings.max_answer_bytes:
+            return
         fields = [name for name in SIZE_FIELDS if getattr(self._body, name, None)]
         cause = next((name for name in fields if "logprobs" in name), fields[0] if fields else self._prompt_field)
         self._service.require_size(size, cause, [self._prompt_field, *fields])

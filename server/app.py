@@ -15,13 +15,14 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from starlette import types as asgi
 from starlette.middleware.cors import CORSMiddleware
 
 import fa_serve
 
 from . import errors
 from .guard import BodyLimit, Hosts, Keys, RequestIds
-from .routes import posts, router, tokenizer_router
+from .routes import BodyRoutes, posts, router, tokenizer_router
 from .service import Service
 from .settings import Settings
 from .timelines import Timelines
@@ -58,28 +59,29 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
         title="fa_serve", version=fa_serve.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, telemetry=NO_TELEMETRY
     )
     app.state.service = service
-    # FastAPI searches the routes of an included router twice, which takes longer than all the rest of its work
-    app.router.routes[:0] = posts.routes
+    app.include_router(posts)
     app.include_router(router)
     if settings.tokenizer_info:
         app.include_router(tokenizer_router)
     errors.install(app)
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes, in_flight=settings.max_body_bytes_in_flight)
+    guarded: asgi.ASGIApp = BodyRoutes(app.build_middleware_stack(), service)
+    guarded = BodyLimit(guarded, limit=settings.max_body_bytes, in_flight=settings.max_body_bytes_in_flight)
     if keys := settings.all_keys:
         public = {"/health", "/ready"} | ({"/metrics"} if settings.public_metrics else set())
-        app.add_middleware(Keys, keys=keys, open_paths=frozenset(public))
+        guarded = Keys(guarded, keys=keys, open_paths=frozenset(public))
     elif settings.host not in LOCAL_HOSTS:
         log.warning(
             "no API key is set: every client that can reach %s, port %d, can use the model", settings.host, settings.port
         )
     if settings.cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+        guarded = CORSMiddleware(guarded, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     allowed = settings.allowed_hosts or (["localhost"] if settings.host in LOCAL_HOSTS and not keys else ["*"])
     if "*" not in allowed:
-        app.add_middleware(Hosts, names=allowed)
+        guarded = Hosts(guarded, names=allowed)
     if provider is not None:
-        app.add_middleware(Traces, provider=provider)
+        guarded = Traces(guarded, provider=provider)
     if settings.log_slow is not None or provider is not None:
-        app.add_middleware(Timelines, limit=math.inf if settings.log_slow is None else settings.log_slow / 1000)
-    app.add_middleware(RequestIds, count=service.metrics.responded)
+        guarded = Timelines(guarded, limit=math.inf if settings.log_slow is None else settings.log_slow / 1000)
+    # ours are around FastAPI's own layers instead of between them, so that the tokens of a stream do not pass FastAPI's
+    app.middleware_stack = RequestIds(guarded, count=service.metrics.responded)
     return app

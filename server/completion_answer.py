@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from fa_serve.engine import RequestOutput, TokenLogprob
@@ -44,12 +43,12 @@ class CompletionAnswer(Answer):
             self._estimate(self._size_estimate + self._n * more)
 
     def _size(self) -> AnswerSize:
-        size = super()._size()
         body = self._body
+        ids = TEXT if body.return_token_ids else 0
         scored = 0 if body.logprobs is None else COMPLETION_LOGPROB * (body.logprobs + 2)
         echoed = TEXT + scored if body.echo else 0
         prompt_scores = 0 if body.prompt_logprobs is None else PROMPT_LOGPROB * (body.prompt_logprobs + 1)
-        return replace(size, per_prompt_token=size.per_prompt_token + echoed + prompt_scores, per_token=size.per_token + scored)
+        return AnswerSize(per_prompt_token=ids + echoed + prompt_scores, once=0, per_token=ids + scored)
 
     def _max_tokens(self) -> int | None:
         return self._body.max_tokens

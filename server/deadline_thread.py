@@ -108,6 +108,7 @@ class DeadlineThread:
         finally:
             if not job.future.done() or job.future.cancelled():
                 self._abandon(job)
+            del job  # as in _run_job
 
     def _abandon(self, job: _Job) -> None:
         with self._lock:
@@ -142,6 +143,9 @@ class DeadlineThread:
             _raise_in(threading.current_thread(), None)  # forget an interrupt that came too late
         with suppress(RuntimeError):  # the event loop is closed
             job.future.get_loop().call_soon_threadsafe(_settle, job.future, value, error)
+        # An error has this frame, and its future has the error: with the job in the frame they would keep each other, and a
+        # body of many megabytes that an error is about, until the garbage is collected.
+        del job, error
 
 
 def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:

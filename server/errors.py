@@ -16,8 +16,8 @@ OpenAI's shape is {"error": {"message", "type", "param", "code"}}. Routes below 
     ├── TimedOut 504
     └── HttpError              an error of the protocol or of the routing, with any status
 
-Handlers raise these errors and do not know how they are written as JSON. `install` teaches an application to write them, and
-to write FastAPI's own errors in the same shapes. An unexpected failure becomes a 500 that shows no internals (guard.py).
+Handlers raise these errors and do not know how they are written as JSON. `response_to` writes them and FastAPI's own errors in
+the same shapes, and `install` teaches it to an application. An unexpected failure becomes a 500 that shows no internals.
 
 `parameter_refused` turns the engine's ParameterError into a 400. It reads the error's fields; nothing parses a message.
 """
@@ -56,7 +56,7 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }  # of other statuses: invalid_request_error below 500, api_error above
 
-MAX_NAME = 200  # characters of an unknown field's name that an error repeats
+MAX_NAME = 200  # characters of an unknown name that an error repeats
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 77
@@ -176,25 +176,27 @@ def is_anthropic(path: str) -> bool:
 def install(app: FastAPI) -> None:
     """Make the application write every error in the shape of its route."""
 
-    async def api_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ApiError)
-        return error.response(request.scope)
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return response_to(error, request.scope)
 
-    async def validation_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return validation_refused(error.errors()).response(request.scope)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
-    async def http_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        no_route = error.status_code in (404, 405)
-        message = f"There is no route {request.method} {request.url.path}." if no_route else str(error.detail)
-        response = HttpError(error.status_code, message).response(request.scope)
-        response.headers.update(error.headers or {})
-        return response
 
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(RequestValidationError, validation_error)
-    app.add_exception_handler(HTTPException, http_error)
+def response_to(error: Exception, scope: asgi.Scope) -> JSONResponse:
+    """The error as a response, in the shape of its route."""
+    match error:
+        case ApiError():
+            return error.response(scope)
+        case RequestValidationError():
+            return validation_refused(error.errors()).response(scope)
+        case HTTPException():
+            no_route = error.status_code in (404, 405)
+            message = f"There is no route {scope['method']} {scope['path']}." if no_route else str(error.detail)
+            response = HttpError(error.status_code, message).response(scope)
+            response.headers.update(error.headers or {})
+            return response
+    return ApiError(INTERNAL_ERROR).response(scope)
 
 
 def parameter_refused(error: ParameterError, param: str) -> BadRequest:

@@ -1,10 +1,11 @@
 """The middleware before the routes: request ids and the access log, host names, API keys, the size of a body.
 
-It is plain ASGI middleware, because FastAPI's `@app.middleware("http")` hides a client's disconnection from the handlers. The
-access log has the method, path, status and time of a request, its id, the client's address, the beginning of its key's hash,
-and the `user` that it names; it never has a prompt or a key. API keys are compared by their SHA-256 in constant time. A key is
-a bearer token, the header x-api-key of Anthropic's clients or, for a browser that opens the page at `/`, the password of basic
-authentication. `scope["state"]` hands `request_id` and `key` (the key's hash) to the handlers.
+It is plain ASGI middleware, because FastAPI's `@app.middleware("http")` hides a client's disconnection from the handlers. It
+stands around FastAPI's own layers, so that POSTs need not pass them (routes.BodyRoutes). The access log has the method, path,
+status and time of a request, its id, the client's address, the beginning of its key's hash, and the `user` that it names; it
+never has a prompt or a key. API keys are compared by their SHA-256 in constant time. A key is a bearer token, the header
+x-api-key of Anthropic's clients or, for a browser that opens the page at `/`, the password of basic authentication.
+`scope["state"]` hands `request_id` and `key` (the key's hash) to the handlers.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import base64
 import hashlib
 import hmac
 import logging
+import os
 import re
-import secrets
 import socket
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from typing import Any
 from urllib.parse import quote
 
 from starlette import types as asgi
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
 from .errors import INTERNAL_ERROR, ApiError, TooLarge, TooManyRequests, Unauthorized, WrongHost, is_anthropic
@@ -33,6 +34,7 @@ log = logging.getLogger("fa_serve.server")
 access_log = logging.getLogger("fa_serve.access")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 KEY_CHARACTERS = 8  # of a key's hash that name it in the log
+SMALL_BODY = 1 << 16  # bytes; such a body takes up to ten milliseconds to parse and validate, which is done at once
 CLIENT_GONE = 499  # the status in the log of a request whose client left before the response began
 
 
@@ -50,8 +52,8 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(16)}"
+        given = header(scope, b"x-request-id")
+        request_id = given if REQUEST_ID.fullmatch(given) else f"req-{os.urandom(16).hex()}"
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         status = 0
@@ -61,10 +63,9 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
-                if is_anthropic(scope["path"]):
-                    headers["request-id"] = request_id
+                identity = request_id.encode()
+                names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
+                message["headers"] = [*message.get("headers", ()), *[(name, identity) for name in names]]
             await send(message)
 
         try:
@@ -116,7 +117,7 @@ class Hosts:
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "http":
-            name = _host_name(Headers(scope=scope).get("host", ""))
+            name = _host_name(header(scope, b"host"))
             if name and name not in self._names and not name.endswith(self._ends or ("\n",)) and not _is_address(name):
                 message = (
                     f"This server does not serve the host name {name[:100]!r}. The operator can allow it with --allowed-hosts."
@@ -232,35 +233,45 @@ class BodyLimit:
     def __init__(self, app: asgi.ASGIApp, limit: int, in_flight: int):
         self._app = app
         self._limit = limit
+        self._uncounted = min(limit, SMALL_BODY)  # bytes of a body that comes in one piece: nothing of it is kept
         self._in_flight = BytesInFlight(in_flight)
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        message = f"The body must have at most {self._limit} bytes (--max-body-bytes), got more."
-        announced = Headers(scope=scope).get("content-length", "0")
+        announced = header(scope, b"content-length")
         if announced.isdecimal() and int(announced) > self._limit:
-            await TooLarge(message).response(scope)(scope, receive, send)
+            await self._too_large().response(scope)(scope, receive, send)
             return
-        read = 0
         state = scope.setdefault("state", {})
         body = state["received_body"] = ReceivedBody(self._in_flight, state.get("key") or _address(scope))
 
         async def receive_counted() -> asgi.Message:
-            nonlocal read
             event = await receive()
-            if size := len(event.get("body", b"")):
-                read += size
-                if read > self._limit:
-                    raise TooLarge(message)
+            size = len(event.get("body", b""))
+            if size and (body.size or size > self._uncounted or event.get("more_body")):
+                if body.size + size > self._limit:
+                    raise self._too_large()
                 body.add(size)
             return event
 
         try:
             await self._app(scope, receive_counted, send)
         finally:
-            body.release()
+            if body.size:
+                body.release()
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(f"The body must have at most {self._limit} bytes (--max-body-bytes), got more.")
+
+
+def header(scope: asgi.Scope, name: bytes) -> str:
+    """The value of the first header with this name, in lower case, or "". Starlette's `Headers` takes four times as long."""
+    for given, value in scope["headers"]:
+        if given == name:
+            return str(value, "latin-1")
+    return ""
 
 
 def _address(scope: asgi.Scope) -> str:

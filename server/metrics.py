@@ -13,6 +13,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 PREFIX = "fa_serve:"
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+MAX_COUNTERS = 256  # by labels: there are a dozen paths with a dozen statuses
 DELAY_INTERVAL = 0.05  # seconds between two looks at the event loop
 TOKENS = tuple(float(2**power) for power in range(18))
 
@@ -59,12 +61,13 @@ class Metrics(Collector):
         self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a finished sequence.", TOKENS)
         self.output = self._histogram("request_generation_tokens", "Generated tokens of a finished sequence.", TOKENS)
         labels = ["model_name", "finished_reason"]
-        self.finished = Counter(
-            f"{PREFIX}request_success", "Sequences that have ended, by reason.", labels, registry=self._registry
-        )
-        self._responses = Counter(
+        finished = Counter(f"{PREFIX}request_success", "Sequences that have ended, by reason.", labels, registry=self._registry)
+        responses = Counter(
             f"{PREFIX}http_responses", "HTTP responses, by path and status.", ["path", "status"], registry=self._registry
         )
+        # the library takes a lock, and writes the labels as texts, to find a counter by its labels
+        self.finished = lru_cache(MAX_COUNTERS)(finished.labels)
+        self._responses = lru_cache(MAX_COUNTERS)(responses.labels)
 
         self._refused = Counter(
             f"{PREFIX}connections_refused",
@@ -77,7 +80,7 @@ class Metrics(Collector):
         self._refused.labels(reason).inc()
 
     def responded(self, path: str, status: int) -> None:
-        self._responses.labels(path, status).inc()
+        self._responses(path, status).inc()
 
     def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
         histogram = Histogram(name, help, bounds)
@@ -155,16 +158,22 @@ class Histogram(Collector):
         self._bounds = bounds
         # by model name, of which a server has one: the number of values in each bucket, and the sum of all values
         self._seen: dict[str, tuple[list[int], list[float]]] = {}
+        self._observers: dict[str, Callable[[float, int], None]] = {}
 
     def of(self, model_name: str) -> Callable[[float, int], None]:
         """`observe(value, count)` for this model; only the event loop may call it."""
-        counts, total = self._seen.setdefault(model_name, ([0] * (len(self._bounds) + 1), [0.0]))
+        if model_name in self._observers:
+            return self._observers[model_name]
         bounds = self._bounds
+        counts = [0] * (len(bounds) + 1)
+        total = [0.0]
+        self._seen[model_name] = (counts, total)
 
         def observe(value: float, count: int) -> None:
             counts[bisect_left(bounds, value)] += count
             total[0] += value * count
 
+        self._observers[model_name] = observe
         return observe
 
     def collect(self) -> Iterator[Metric]:
@@ -236,7 +245,7 @@ class SequenceMetrics:
         output: the sequence's last output, or None if it ended without one
         """
         if reason != "refused":
-            self._metrics.finished.labels(self._model, reason).inc()
+            self._metrics.finished(self._model, reason).inc()
         if self._span is None:
             return
         seconds: dict[str, float | None] = {"time_to_first_token": self._first, "e2e": time.perf_counter() - self._arrival}

@@ -39,12 +39,13 @@ class AnswerParams:
 
 def sampling_params(body: SamplingRequest, answer: AnswerParams) -> SamplingParams:
     """A field that the request leaves out gets the engine's default. Raises BadRequest, which names the field."""
-    given: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAME} | vars(answer)
+    values = vars(body)
+    given: dict[str, Any] = {name: values[name] for name in SAME_NAME} | vars(answer)
     given["top_k"] = None if body.top_k is None else max(body.top_k, 0)
     given["logit_bias"] = _token_ids(body.logit_bias) if body.logit_bias else None
     given["allowed_token_ids"] = None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
     given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    given["best_of"] = getattr(body, "best_of", None)
+    given["best_of"] = values.get("best_of")
     given["stop_token_ids"] = tuple(body.stop_token_ids or ())
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 from starlette import types as asgi
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import fa_serve
 
@@ -30,7 +30,8 @@ from .dialects.anthropic_request import CountTokensRequest, MessagesRequest
 from .dialects.responses_answer import ResponsesAnswer
 from .dialects.responses_replies import ResponseObject
 from .dialects.responses_request import ResponsesRequest
-from .errors import BadRequest, Unavailable
+from .errors import ApiError, BadRequest, Unavailable, response_to, validation_refused
+from .guard import SMALL_BODY, ReceivedBody, header
 from .json_bounds import JsonTotal
 from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply, TokenizerInfo
 from .schemas import CompletionRequest, DetokenizeRequest
@@ -54,7 +55,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 ANTHROPIC_ERRORS = {status: each | {"model": AnthropicErrorReply} for status, each in ERRORS.items()}
 ANTHROPIC_VERSIONS = ("2023-06-01", "2026-10-21")
 JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
-LARGE_BODY = 1 << 16  # bytes; a smaller body takes up to ten milliseconds to parse and validate
 STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
@@ -66,60 +66,79 @@ def strict_json(content: bytes) -> Any:
         raise HTTPException(400, f"The body is not valid JSON: {error}.") from None
 
 
-class BodyRoute(APIRoute):
-    """A POST to `endpoint(body, request)` without FastAPI's dependencies, which take longer than all the rest of the route.
+class BodyRoutes:
+    """Middleware that answers the POSTs. The rest of FastAPI takes longer for one of them than all that is done here.
 
-    A large body is parsed beside the event loop. FastAPI still finds the route and reads the endpoint's signature for the
-    schema. Errors have the shape of FastAPI's own.
+    FastAPI has these routes too, for the schema and for other methods. A large body is parsed beside the event loop.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._model = get_type_hints(self.endpoint)["body"]
+    def __init__(self, app: asgi.ASGIApp, service: Service):
+        self._app = app
+        self._service = service
+        self._routes = {route.path: route for route in posts.routes if isinstance(route, APIRoute)}
+        self._models = {path: get_type_hints(route.endpoint)["body"] for path, route in self._routes.items()}
 
-    async def handle(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        if scope["method"] != "POST":
-            await super().handle(scope, receive, send)
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        path = scope.get("path")
+        if path not in self._routes or scope["method"] != "POST":
+            await self._app(scope, receive, send)
             return
-        request = Request(scope, receive)
-        response = await self.endpoint(await self._body(request), request)
-        await response(scope, receive, send)
+        route = scope["route"] = self._routes[path]
+        try:
+            body = await self._body(self._models[path], scope, receive)
+            response = await route.endpoint(body, Request(scope, receive))
+            await response(scope, receive, send)
+        except (ApiError, HTTPException) as error:  # before the response has begun
+            await response_to(error, scope)(scope, receive, send)
 
-    async def _body(self, request: Request) -> Any:
-        service: Service = request.app.state.service
-        is_json = JSON_TYPE.match(request.headers.get("content-type", ""))
-        content = b"".join([part async for part in request.stream()])
-        received = getattr(request.state, "received_body", None)
-        if not is_json:
+    async def _body(self, model: type[BaseModel], scope: asgi.Scope, receive: asgi.Receive) -> Any:
+        service = self._service
+        content = await _received(receive)
+        if not JSON_TYPE.match(header(scope, b"content-type")):
             content = b""
-        if len(content) <= LARGE_BODY:
-            body = self._validated(content, service)
+        received: ReceivedBody | None = scope["state"].get("received_body")
+        if len(content) <= SMALL_BODY:
+            body = _validated(content, model, service)
         else:
-            body = await service.parse(lambda: self._validated(content, service), received.owner if received else None)
+            body = await service.parse(lambda: _validated(content, model, service), received.owner if received else None)
         if received:
             received.release()
         return body
 
-    def _validated(self, content: bytes, service: Service) -> Any:
-        service.json_bounds.check(content)
-        values = strict_json(content) if content else None
-        limit = service.settings.max_messages
-        for field in ("messages", "input"):
-            messages = values.get(field) if isinstance(values, dict) else None
-            if isinstance(messages, list) and len(messages) > limit:
-                message = f"{field} must hold at most {limit} messages (--max-messages), got {len(messages)}."
-                raise BadRequest(message, param=field)
-        try:
-            arguments = JsonTotal(service.json_bounds, "the arguments of all tool calls")
-            return self._model.model_validate(values, context={"lenient": service.settings.lenient, "arguments": arguments})
-        except ValidationError as error:
-            errors = [each | {"loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-            raise RequestValidationError(errors) from None
+
+async def _received(receive: asgi.Receive) -> bytes:
+    """The whole body."""
+    parts = []
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _validated(content: bytes, model: type[BaseModel], service: Service) -> Any:
+    service.json_bounds.check(content)
+    values = strict_json(content) if content else None
+    limit = service.settings.max_messages
+    for field in ("messages", "input"):
+        messages = values.get(field) if isinstance(values, dict) else None
+        if isinstance(messages, list) and len(messages) > limit:
+            message = f"{field} must hold at most {limit} messages (--max-messages), got {len(messages)}."
+            raise BadRequest(message, param=field)
+    try:
+        arguments = JsonTotal(service.json_bounds, "the arguments of all tool calls")
+        return model.model_validate(values, context={"lenient": service.settings.lenient, "arguments": arguments})
+    except ValidationError as error:
+        errors = [each | {"loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        raise validation_refused(errors) from None
 
 
 router = APIRouter(responses=ERRORS)
 tokenizer_router = APIRouter(responses=ERRORS)  # served with --tokenizer-info
-posts = APIRouter(responses=ERRORS, route_class=BodyRoute)
+posts = APIRouter(responses=ERRORS)  # BodyRoutes answers them
 
 
 async def _service(request: Request) -> Service:  # FastAPI calls a plain function in a thread for each request
@@ -173,11 +192,12 @@ def _require_version(request: Request) -> None:
 
 
 async def _respond(kind: Callable[[Any, Service, str | None], Answer], body: Any, request: Request) -> Response:
-    request.state.user = body.user or getattr(body, "safety_identifier", None)
+    state = request.scope["state"]
+    state["user"] = body.user or vars(body).get("safety_identifier")
     service = await _service(request)
     settings = service.settings
-    answer = kind(body, service, getattr(request.state, "key", None))
-    answer.timeline = getattr(request.state, "timeline", None)
+    answer = kind(body, service, state.get("key"))
+    answer.timeline = state.get("timeline")
     if body.stream:
         return EventStream(answer, settings.request_timeout, settings.send_timeout)
     return _reply(answer.whole, service)

@@ -10,11 +10,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from .deadline_thread import DeadlineThread
-from .errors import BadRequest, NotFound, TooManyRequests, Unavailable
+from .errors import MAX_NAME, BadRequest, NotFound, TooManyRequests, Unavailable
 from .isolation import Isolation
 from .json_bounds import JsonBounds
 from .metrics import LoopDelay, Metrics
@@ -157,24 +158,24 @@ class Service:
 
     @contextmanager
     def reserve(self, count: int, key: str | None, param: str = "n") -> Iterator[None]:
-        """Room for `count` sequences while the context lasts.
+        """Room for `count` sequences while the context lasts. The service must be ready (`require_ready`).
 
         key:   the hash of the API key that the sequences belong to
         param: the request's field that asks for so many
         """
-        self.require_ready()
         limit = self.settings.max_num_seqs + self.settings.max_waiting
         largest = min(limit, self.settings.max_n)
         if count > largest:
             raise BadRequest(f"A request must ask for at most {largest} sequences, got {count}.", param=param)
-        if self.in_flight + count > limit:
-            message = f"The queue is full: {self.in_flight} of at most {limit} sequences are in flight. Try again later."
+        in_flight = self.in_flight
+        if in_flight + count > limit:
+            message = f"The queue is full: {in_flight} of at most {limit} sequences are in flight. Try again later."
             raise TooManyRequests(message, retry_after=1)
         key_limit = self.settings.max_per_key
         if key_limit is not None and self._in_flight[key] + count > key_limit:
             message = f"This API key may have at most {key_limit} sequences in flight. Try again later."
             raise TooManyRequests(message, retry_after=1)
-        self._require_share(count, key, limit)
+        self._require_share(count, key, limit - in_flight - count)
         self._in_flight[key] += count
         self._idle.clear()
         try:
@@ -186,19 +187,16 @@ class Service:
             if not self._in_flight:
                 self._idle.set()
 
-    @contextmanager
-    def reserve_bytes(self, size: int) -> Iterator[None]:
+    def reserve_bytes(self, size: int) -> AbstractContextManager[None]:
         """Room for an answer with `size` bytes besides its text while the context lasts. Up to LARGE_ANSWER is not counted."""
-        size = size if size > LARGE_ANSWER else 0
         limit = self.settings.max_answer_bytes_in_flight
-        if size and self._answer_bytes and self._answer_bytes + size > limit:
+        if size > LARGE_ANSWER and self._answer_bytes and self._answer_bytes + size > limit:
             message = (
                 f"The large answers in flight may have at most {limit} bytes together (--max-answer-bytes-in-flight), and "
                 f"{self._answer_bytes} are taken. Try again later."
             )
             raise TooManyRequests(message, retry_after=1)
-        with self.hold_bytes(size):
-            yield
+        return self.hold_bytes(size)
 
     def require_size(self, size: int, param: str, fields: Sequence[str]) -> None:
         """Raise BadRequest for an answer of more than `max_answer_bytes`. fields: of the request, which ask for less"""
@@ -210,25 +208,28 @@ class Service:
             )
             raise BadRequest(message, param=param, code="answer_too_large")
 
-    @contextmanager
-    def hold_bytes(self, size: int) -> Iterator[None]:
+    def hold_bytes(self, size: int) -> AbstractContextManager[None]:
         """Count `size` bytes of an answer, which exists already, while the context lasts. Small answers do not count."""
-        size = size if size > LARGE_ANSWER else 0
+        return self._hold_bytes(size) if size > LARGE_ANSWER else nullcontext()
+
+    @contextmanager
+    def _hold_bytes(self, size: int) -> Iterator[None]:
         self._answer_bytes += size
         try:
             yield
         finally:
             self._answer_bytes -= size
 
-    def _require_share(self, count: int, key: str | None, limit: int) -> None:
+    def _require_share(self, count: int, key: str | None, left: int) -> None:
         """Leave room in the queue for other keys: the less is left, the less of it a key may take that has some already.
 
         These are the dynamic thresholds of Choudhury and Hahne (1998). One key alone reaches `max_key_share` of the queue, and
         several keys share it evenly, with some room left.
+
+        left: places that are free when `count` more are taken
         """
         own = self._in_flight[key]
         share = self.settings.max_key_share
-        left = limit - self.in_flight - count
         if own and len(self.settings.all_keys) > 1 and (own + count) * (1 - share) > left * share:
             message = (
                 f"This API key has {own} sequences in flight, and the last places in the queue are kept for other keys "
@@ -236,13 +237,14 @@ class Service:
             )
             raise TooManyRequests(message, retry_after=1)
 
-    @property
+    @cached_property
     def model_name(self) -> str:
+        """Known when the model is loaded, or from the settings."""
         return self.settings.served_model_name or self.engine.model_name
 
     def require_model(self, name: str | None) -> None:
-        if name not in (None, self.model_name):
-            message = f"The model {name!r} does not exist. This server serves {self.model_name!r}."
+        if name is not None and name != self.model_name:
+            message = f"The model {name[:MAX_NAME]!r} does not exist. This server serves {self.model_name!r}."
             raise NotFound(message, param="model", code="model_not_found")
 
     def model_card(self) -> ModelCard:

@@ -82,6 +82,12 @@ class Settings(BaseSettings):
     kv_cache_dtype: Literal["auto", "fp8"] = _option(
         "auto", "fp8 halves the memory of the KV cache, and may change tokens.", "Engine"
     )
+    attention_precision: Literal["bf16", "qk8", "fp8"] = _option(
+        "bf16",
+        "Products of attention in prompts, on Hopper GPUs: qk8 rounds queries and keys to 8 bits, fp8 probabilities and values "
+        "as well. Both may change tokens; bf16 computes in the model's data type.",
+        "Engine",
+    )
     gpu_memory_utilization: float = _option(0.9, "Fraction of the GPU's memory to use in all.", "Engine", gt=0, le=1)
     prefix_caching: bool = _option(
         True, "Keep the pages of finished requests for prompts that begin with the same tokens.", "Engine"

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger("fa_serve.server")
+EVENT_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 PART = 1 << 16  # bytes of a plain reply that are sent in one go
 
 
@@ -164,11 +169,9 @@ class EventStream(WatchedResponse):
     send_timeout: seconds that the client may leave an event unread
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, answer: Answer, timeout: float | None, send_timeout: float):
         super().__init__(send_timeout)
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.raw_headers = [*EVENT_HEADERS]
         self._answer = answer
         self._timeout = timeout
         self._started = False

@@ -46,6 +46,8 @@ class StrictModel(BaseModel):
             # pydantic would make an error for each of a million unknown fields
             unknown = next(name for name in data if name not in cls.KNOWN)
             raise PydanticCustomError("unknown_field", "{field} is unknown", {"field": unknown})
+        if cls.UNSUPPORTED.keys().isdisjoint(data):
+            return data
         kept = dict(data)
         for field in data.keys() & cls.UNSUPPORTED.keys():
             value = kept.pop(field)

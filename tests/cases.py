@@ -159,6 +159,32 @@ PAGED = [
 ]
 
 
+def decoding_head_dims() -> list[Case]:
+    """Every head_dim of the kernels, with one query per sequence."""
+    return [Case((1, 1), (300, 17), heads=4, kv_heads=2, head_dim=d, causal=True) for d in (*range(8, 257, 8), 512)]
+
+
+def few_queries() -> list[Case]:
+    """1 to 16 query heads per KV head and 1 to 16 queries per sequence, each of both at least once, in all sizes of tiles."""
+    pairs = [(group, 17 - group) for group in range(1, 17)]
+    pairs += [(group, 1) for group in (3, 5, 6, 7, 12)] + [(4, queries) for queries in (2, 3, 5, 8, 16)]
+    return [Case((queries, 1), (300, 33), heads=2 * group, kv_heads=2, head_dim=128, causal=True) for group, queries in pairs]
+
+
+def odd_groups() -> list[Case]:
+    """Prompts whose number of query heads per KV head is no power of two."""
+    return [Case((130, 70), (150, 200), heads=2 * group, kv_heads=2, head_dim=128, causal=True) for group in (3, 5, 6, 7, 12)]
+
+
+def divided_prompts() -> list[Case]:
+    """Prompts of equal length with few rows behind many keys, whose keys are divided on a Hopper GPU (`backends.chunks`)."""
+    return [
+        Case((256,), (2048,), heads=16, kv_heads=2, head_dim=128, causal=True),
+        Case((65, 65), (1500, 1030), heads=6, kv_heads=2, head_dim=64, causal=True, softcap=20.0, sinks=True),
+        Case((100,), (1300,), heads=5, kv_heads=1, head_dim=96, causal=True, window=(1100, -1)),
+    ]
+
+
 def _sequences(case: Case, dtype: torch.dtype, device: str) -> list[tuple[torch.Tensor, ...]]:
     return [
         tuple(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,42 +32,72 @@ def to_float8(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).float().to(FLOAT8)
 
 
+def _packed_rows(x: Tensor, groups: int, bounds: list[int]) -> Tensor:
+    """Packed rows with gaps, (1, groups * ROWS, heads, dim)."""
+    padded = torch.full((1, groups * ROWS, *x.shape[1:]), float("nan"), dtype=x.dtype)
+    for b, (first, end) in enumerate(pairwise(bounds)):
+        at = (first // ROWS + b) * ROWS
+        length = max(-(-(end - first) // ROWS), 1) * ROWS
+        padded[0, at : at + length] = 0
+        padded[0, at : at + end - first] = x[first:end]
+    return padded
+
+
+def _paged_rows(
+    cache: Tensor, groups: int, num_queries: list[int], lengths: list[int], block_table: Tensor, skip_q: int, left: int
+) -> Tensor:
+    """Rows of a cache as a batch (sequences, groups * ROWS, heads, dim), float64."""
+    page_size = cache.shape[1]
+    padded = torch.full((len(lengths), groups * ROWS, *cache.shape[2:]), float("nan"), dtype=torch.float64)
+    for b, (queries, length) in enumerate(zip(num_queries, lengths, strict=True)):
+        if queries <= skip_q:
+            continue
+        low = max(length - queries - left, 0) if left >= 0 else 0
+        padded[b, low // ROWS * ROWS : max(-(-length // ROWS), 1) * ROWS] = 0
+        for row in range(low, length):
+            padded[b, row] = cache[block_table[b, row // page_size], row % page_size].double()
+    return padded
+
+
 def quantize_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_k: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    block_table: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
     q8: Tensor,
     k8: Tensor,
     v8: Tensor | None,
     q_scale: Tensor,
     k_scale: Tensor,
     v_scale: Tensor | None,
-    *numbers: Any,
+    *,
+    skip_q: int = 0,
+    left: int = -1,
 ) -> None:
-    """Writes what `_quantize_inputs` writes. Groups that belong to no sequence become NaN."""
+    """Writes what `_quantize_inputs` writes. Groups that it does not write become NaN."""
     dim = q.shape[-1]
     h = rotation(dim)
-    if cu_seqlens_k is None:
-        queries = q
+    queries = q if lengths is None else q[None]
+    groups = k_scale.shape[-1]
+    if block_table is not None:
+        assert lengths is not None
+        assert cu_seqlens_q is not None
+        num_queries = cu_seqlens_q.diff().tolist()
+        keys, values = (_paged_rows(x, groups, num_queries, lengths.tolist(), block_table, skip_q, left) for x in (k, v))
+    elif lengths is not None:
+        keys, values = (_packed_rows(x, groups, lengths.tolist()) for x in (k, v))
+    else:
         keys = k
         values = v
-    else:
-        queries = q[None]
-        bounds = cu_seqlens_k.tolist()
-        groups = k_scale.shape[-1]
-        keys, values = (torch.full((1, groups * ROWS, *x.shape[1:]), float("nan"), dtype=x.dtype) for x in (k, v))
-        for b, (first, end) in enumerate(pairwise(bounds)):
-            at = (first // ROWS + b) * ROWS
-            length = max(-(-(end - first) // ROWS), 1) * ROWS
-            for padded, x in ((keys, k), (values, v)):
-                padded[0, at : at + length] = 0
-                padded[0, at : at + end - first] = x[first:end]
     x = (queries.double() @ h).transpose(1, 2)
     scale = scale_of(x, -1)
     q_scale.copy_(scale / math.sqrt(dim))
     q8.copy_(to_float8(x, scale[..., None]))
-    rows = k_scale.shape[-1] * ROWS
+    rows = groups * ROWS
 
     def grouped(x: Tensor) -> Tensor:
         """(batch, heads, groups, ROWS, dim)"""
@@ -76,19 +105,27 @@ def quantize_inputs(
         return x.unflatten(2, (-1, ROWS))
 
     x = grouped(keys.double() @ h)
+    if k_descale is not None:
+        x *= k_descale.double()[:, None, None, None]
     scale = scale_of(x, -1, -2)
     k_scale.copy_(scale / math.sqrt(dim))
     k8.copy_(to_float8(x, scale[..., None, None]).flatten(2, 3))
     if v8 is None:
         return
-    if v_scale is None:
-        v8.copy_(grouped(values).flatten(2, 3))
-        return
     x = grouped(values.double())
-    scale = scale_of(x, -1, -2)
+    factor = None if v_descale is None else v_descale.double()[:, None, None, None]
+    if v_scale is None:
+        v8.copy_((x if factor is None else x * factor).flatten(2, 3))
+        return
+    if factor is None:
+        scale = scale_of(x, -1, -2)
+        x = to_float8(x, scale[..., None, None])
+    else:
+        scale = (x[..., 0, 0] * 0 + 1) * factor[..., 0, 0]  # NaN where no group is
+        x = x.float().to(FLOAT8)
     v_scale.copy_(scale)
     # of every 16 keys, 8 h + 2 t + i is stored at 4 t + 2 h + i
-    x = to_float8(x, scale[..., None, None]).flatten(2, 3).unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).flatten(2, 5)
+    x = x.flatten(2, 3).unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).flatten(2, 5)
     v8.copy_(x.transpose(2, 3))
 
 

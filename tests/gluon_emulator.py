@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,7 +51,8 @@ class _Pointer:
     """Addresses inside of one tensor."""
 
     def __init__(self, data: torch.Tensor, offsets: Any = 0) -> None:
-        self.data = data
+        last = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
+        self.data = data.as_strided((last + 1,), (1,))  # what lies between its elements too
         self.offsets = offsets
         self.dtype = types.SimpleNamespace(element_ty=data.dtype)
 
@@ -60,12 +62,12 @@ class _Pointer:
     def load(self, mask: Any = None, other: Any = 0) -> Any:
         offsets = torch.as_tensor(self.offsets)
         keep = torch.as_tensor(True if mask is None else mask).expand(offsets.shape)
-        found = self.data.view(-1)[torch.where(keep, offsets, 0).long()]
+        found = self.data[torch.where(keep, offsets, 0).long()]
         return _tensor(torch.where(keep, found, torch.as_tensor(other, dtype=found.dtype)))
 
     def store(self, value: Any, mask: Any) -> None:
         offsets, keep, value = torch.broadcast_tensors(torch.as_tensor(self.offsets), mask, value)
-        self.data.view(-1)[offsets[keep].long()] = value[keep].as_subclass(torch.Tensor)
+        self.data[offsets[keep].long()] = value[keep].as_subclass(torch.Tensor)
 
 
 class _Shared:
@@ -146,7 +148,7 @@ _PTX = {
 
 def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any) -> Any:
     registers = {f"${i + 1}": _unsigned(torch.as_tensor(value)) for i, value in enumerate(values)}
-    for line in re.sub(r"[{}]|\.reg \.b32 t;", "", text).split(";"):
+    for line in re.sub(r"[{}]|\.reg \.b32 [^;]*;", "", text).split(";"):
         if line.strip():
             name, *names = re.split(r"[\s,]+", line.strip())
             inputs = [registers[n] if n in registers else torch.tensor(int(n, 0)) for n in names[1:]]
@@ -170,7 +172,7 @@ def _language(program: int, warps: int) -> types.SimpleNamespace:
         return None
 
     layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
-    dtypes = ("int16", "int32", "int64", "float16", "bfloat16", "float32")
+    dtypes = ("uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
     return types.SimpleNamespace(
         **dict.fromkeys((*layouts, "NVMMASharedLayout"), nothing),
         **{name: getattr(torch, name) for name in dtypes},
@@ -208,6 +210,11 @@ _ACTIVATIONS = (
 )
 
 
+def _gated_values(gate: Any, up: Any, slope: float, limit: float, offset: float, kind: int) -> Any:
+    """`experts_primitives.gated_values`, whose source is written in Triton."""
+    return _ACTIVATIONS[kind](gate.clamp(max=limit) * slope) / slope * (up.clamp(-limit, limit) + offset)
+
+
 def _store_product(y: Any, out: _Pointer, residual: _Pointer | None, alpha: float, offsets: Any, keep: Any) -> None:
     """`linear_kernel.store_product`, whose source is written in Triton."""
     if residual is not None:
@@ -216,31 +223,49 @@ def _store_product(y: Any, out: _Pointer, residual: _Pointer | None, alpha: floa
 
 
 @contextlib.contextmanager
+def _replaced(modules: list[types.ModuleType], names: dict[str, Any]) -> Iterator[None]:
+    """Within this context, names that the modules have stand for other things."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            known = {name: x for name, x in names.items() if hasattr(module, name)}
+            if known:
+                stack.enter_context(mock.patch.multiple(module, **known))
+        yield
+
+
+@contextlib.contextmanager
 def emulated(module: types.ModuleType) -> Iterator[None]:
-    """Launches of the module's kernels run here. Their inputs are CPU tensors."""
-    functions = {name: x.fn for name, x in vars(module).items() if isinstance(x, JITFunction)}
+    """Launches of the module's kernels run here, with the functions that they take from other modules in Gluon."""
+    helpers = {sys.modules[x.fn.__module__] for x in vars(module).values() if isinstance(x, JITFunction)}
+    modules = [module, *(helper for helper in helpers - {module} if hasattr(helper, "gl"))]
     others = {
         "activate": lambda x, kind: _ACTIVATIONS[kind](x),
         "fence_async_shared": lambda: None,
+        "gated_values": _gated_values,
         "mma_v2": _product,
         "store_product": _store_product,
         "sync_threads": lambda: None,
         "wait_for_previous_kernel": lambda pdl: None,
         "warpgroup_mma": _product,
-        "warpgroup_mma_wait": lambda pending, deps: deps[0],
-        "_word_layout": lambda *sizes: None,
+        "warpgroup_mma_init": lambda acc: acc,
+        "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else tuple(deps),
+        "word_layout": lambda *sizes: None,
     }
 
     def launch(self: Launch, tensors: Any, *late: float) -> None:
         pointers = [None if x is None else _Pointer(x) for x in tensors]
         for program in range(self._grid[0]):
-            language = _language(program, self._options["num_warps"])
             copies = _Copies()
-            with mock.patch.multiple(module, gl=language, async_copy=copies, copy_to_shared=copies.copy_to_shared):
+            names = {"async_copy": copies, "copy_to_shared": copies.copy_to_shared}
+            names["gl"] = _language(program, self._options["num_warps"])
+            with _replaced(modules, names):
                 self._kernel(*pointers, *late, *self._numbers)
 
-    replaced = functions | {name: x for name, x in others.items() if hasattr(module, name)}
-    with mock.patch.object(Launch, "__call__", launch), mock.patch.multiple(module, **replaced):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Launch, "__call__", launch))
+        for part in modules:
+            functions = {name: x.fn for name, x in vars(part).items() if isinstance(x, JITFunction)}
+            stack.enter_context(_replaced([part], functions | others))
         PLANS.clear()
         yield
         PLANS.clear()

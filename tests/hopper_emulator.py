@@ -436,7 +436,8 @@ def emulated(
 
     def launch(self: Launch, tensors: Any, *late: float) -> None:
         if self._kernel.__name__ == "_quantize_inputs":  # a kernel of Triton, which has its own test in Triton's interpreter
-            quantize_inputs(*tensors)
+            *_, skip_q, left = self._numbers[:11]
+            quantize_inputs(*tensors, skip_q=skip_q, left=left)
             return
         machine = Machine(seed, patience, delay)
         function = names[self._kernel.__name__]

@@ -74,7 +74,7 @@ def _of_engine(name: str) -> dict[str, str]:
     from fa_serve.engine.fused_latent import LatentAttention
     from fa_serve.engine.fused_layer import FusedLayer
     from fa_serve.engine.fusion import fuse
-    from fa_serve.hf import check_model, patch
+    from fa_serve.hf import check_model, patch, take_scaled_experts
     from fa_serve.hf.experts import expert_modules, take_experts
     from fa_serve.spec import UnsupportedModelError
 
@@ -88,6 +88,7 @@ def _of_engine(name: str) -> dict[str, str]:
         with _reasons() as reasons:
             found = expert_modules(model)
             taken = take_experts(model)
+            scaled = take_scaled_experts(model)
             count = fuse(model)
     except UnsupportedModelError as error:
         return row | {"layers": "refused", "reason": _short(str(error).removeprefix(f"{type(model).__name__} "))}
@@ -99,6 +100,8 @@ def _of_engine(name: str) -> dict[str, str]:
     row["cache"] = "latent keys" if latent else "heads"
     if found:
         row["experts"] = "fa_serve" if taken == len(found) else "transformers"
+    elif scaled:
+        row["experts"] = "fa_serve"
     if not layers:
         reasons = ["its layers have no self_attn"]
     return row | {"reason": "; ".join(dict.fromkeys(_short(reason) for reason in reasons))}

@@ -64,8 +64,8 @@ def test_reasons_of_single_calls_stand_in_their_rows():
 def test_float8_products_are_told_where_they_exist():
     assert "prefill, float8 products" in run("--arch", "90")
     assert "float8 products" not in run("--arch", "80")
-    [float8] = [spec for title, spec in common_cases("cuda", 90) if "float8" in title]
-    assert chosen(explain(float8)) == "hopper"
+    float8 = [spec for _, spec in common_cases("cuda", 90) if spec.precision == "fp8"]
+    assert [chosen(explain(spec)) for spec in float8] == ["hopper"] * 3
 
 
 def test_shared_reasons_hold_for_every_call():

@@ -13,6 +13,7 @@ from transformers import (
     Gemma2Config,
     GenerationConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -44,6 +45,12 @@ CONFIGS = {
     "mistral": lambda: MistralConfig(**SIZES | {"sliding_window": 9}),
     "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES | {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}),
     "gpt-oss": lambda: GptOssConfig(**SIZES | {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    # chunks and rotation in one layer, temperature in the other; one is dense
+    "llama4": lambda: Llama4TextConfig(
+        **SIZES
+        | {"attention_chunk_size": 9, "no_rope_layers": [1, 0], "floor_scale": 7, "attn_scale": 0.5}
+        | {"moe_layers": [1], "num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size_mlp": 40}
+    ),
     "gemma2": lambda: Gemma2Config(**SIZES | {"sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
 }
 

@@ -21,9 +21,9 @@ from fa_serve.spec import AttentionSpec
 def plan_mixed(
     decoder: Backend, forward: Backend, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions
 ) -> Run:
-    """Plan paged calls that look like this one, for a cache of q's dtype and no fixed number of splits.
+    """Plan paged calls that look like this one, for no fixed number of splits.
 
-    decoder: the backend that serves the spec with op "decode"; its `mixed_rows` is not None
+    decoder: the backend that serves the spec with op "decode", in q's dtype; its `mixed_rows` is not None
     forward: the backend that serves the spec, which skips sequences of up to `options.skip_q` queries
     """
     total_q, num_heads, _ = tensors.q.shape
@@ -42,7 +42,8 @@ def plan_mixed(
 
     example = prepare(tensors)
     long = forward.plan(spec, example, replace(options, skip_q=few_queries))
-    short = decoder.plan(replace(spec, op="decode"), example, replace(options, max_seqlen_q=few_queries))
+    decode_options = replace(options, max_seqlen_q=few_queries, precision="bf16")
+    short = decoder.plan(replace(spec, op="decode", precision="bf16"), example, decode_options)
 
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
         shared = prepare(tensors)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fa_serve.engine.prompt_share import PromptShare
-from fa_serve.spec import ParameterError
+from fa_serve.spec import ParameterError, Precision
 
 MAX_DRAFTS = 15
 """Bound of `num_speculative_tokens`: attention decodes at most 16 queries of a sequence together."""
@@ -36,6 +36,8 @@ class EngineConfig:
     num_pages:              pages of the KV cache; None fits them into the memory
     kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens.
                             Latent keys, which are few, keep the model's dtype
+    attention_precision:    of the products of attention in prompts, on Hopper: "bf16" (the model's dtype), "qk8" (q and k are
+                            rounded to 8 bits) or "fp8" (probabilities and values as well), which may change tokens
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together
     max_num_seqs:           sequences that run at once
     max_waiting:            requests that may wait in addition to the running ones
@@ -70,6 +72,7 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_dtype: str = "auto"
+    attention_precision: Precision = "bf16"
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 256
     max_waiting: int = 1024
@@ -122,6 +125,11 @@ class EngineConfig:
             raise ParameterError("quantization", "be None or fp8", self.quantization)
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise ParameterError("kv_cache_dtype", "be auto or fp8", self.kv_cache_dtype)
+        if self.attention_precision not in ("bf16", "qk8", "fp8"):
+            raise ParameterError("attention_precision", "be bf16, qk8 or fp8", self.attention_precision)
+        if self.attention_precision != "bf16" and self.deterministic:
+            rule = "be bf16 with deterministic=True, because its rounding depends on how prompts are cut into chunks"
+            raise ParameterError("attention_precision", rule, self.attention_precision)
         if self.speculative == "mtp":
             rule = "be None, ngram, draft=MODEL or eagle3=HEAD: transformers leaves the weights of MTP layers out"
             raise ParameterError("speculative", rule, self.speculative)

@@ -90,6 +90,27 @@ def _by_row(func: Any) -> Callable[..., Any]:
     return function
 
 
+def _log1p(x: Tensor) -> Any:
+    """Each number by itself on a CPU: Llama 4 takes the logarithms of a row of positions, one for each token."""
+    if x.is_cuda or x.dim() != 1 or not x.numel():
+        return NotImplemented
+    return torch.stack([torch.log1p(number) for number in x])
+
+
+def _polar(length: Tensor, angle: Tensor) -> Any:
+    """Complex numbers of a rotary embedding, on a CPU row by row."""
+    if angle.is_cuda or angle.dim() < 2 or not angle.numel():
+        return NotImplemented
+    return torch.complex(length * _by_row(torch.cos)(angle), length * _by_row(torch.sin)(angle))
+
+
+def _mul(x: Any, y: Any) -> Any:
+    """A product of complex numbers, on a CPU of their parts: where its loop ends, it would round otherwise."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or not (x.is_complex() and y.is_complex()) or x.is_cuda:
+        return NotImplemented
+    return torch.complex(x.real * y.real - x.imag * y.imag, x.real * y.imag + x.imag * y.real)
+
+
 def _sum(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     if dim is None or [d % x.dim() for d in dim] != [x.dim() - 1] or not x.is_floating_point():
         return NotImplemented
@@ -127,6 +148,9 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _sum,
     aten.mean.dim: _mean,
     aten.logsumexp.default: _logsumexp,
+    aten.log1p.default: _log1p,
+    aten.polar.default: _polar,
+    aten.mul.Tensor: _mul,
     torch.ops.fa_serve.experts.default: partial(experts_operator.compute, invariant=True),
     **{func: _by_row(func) for func in _POINTWISE},
 }

@@ -79,7 +79,15 @@ def load_head_runner(config: EngineConfig, runner: ModelRunner) -> HeadRunner:
     from fa_serve.hf.eagle3 import load_head  # imported late, because it imports a model of transformers
 
     # a head has one layer, so its cache is small and keeps the model's dtype
-    own = replace(config, model=config.draft_head, speculative=None, deterministic=False, fusion=False, kv_cache_dtype="auto")
+    own = replace(
+        config,
+        model=config.draft_head,
+        speculative=None,
+        deterministic=False,
+        fusion=False,
+        kv_cache_dtype="auto",
+        attention_precision="bf16",
+    )
     try:
         folder = Path(own.model_path())
         if not folder.is_dir():

@@ -150,8 +150,8 @@ def _latent(attention: Any, call: Call, sizes: LatentSizes, rotation: str) -> Fu
 def _latent_options(call: Call) -> dict[str, Any]:
     """What the layer asks of attention. The default of the scale is that of its heads, which latent keys do not have."""
     options = dict(call.options)
-    if options["left"] >= 0 or options["softcap"] or options["sinks"] is not None:
-        raise NotFusedError("latent attention with a window, softcap or sinks is not fused")
+    if options["left"] >= 0 or options["attention_chunk"] or options["softcap"] or options["sinks"] is not None:
+        raise NotFusedError("latent attention with a window, chunks, softcap or sinks is not fused")
     if options["softmax_scale"] is None:
         options["softmax_scale"] = call.heads[0].shape[2] ** -0.5
     return options

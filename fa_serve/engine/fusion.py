@@ -31,7 +31,7 @@ from fa_serve.engine.fused_latent import LatentAttention
 from fa_serve.engine.fused_layer import FusedLayer, LayerStep, cos_and_sin
 from fa_serve.engine.fused_parts import ROTATIONS, Call, NotFusedError, build, rotations
 from fa_serve.engine.fused_router import FusedRouter
-from fa_serve.hf import LayerCall, PartOfSum, paged_forward, vocab_size
+from fa_serve.hf import LayerCall, PackedPositions, PartOfSum, ScaledExperts, paged_forward, vocab_size
 from fa_serve.hf.latent_layers import latent_spec
 from fa_serve.spec import AttentionSpec
 
@@ -56,6 +56,7 @@ class _Recorder:
             self.call.heads = (call.query[0].transpose(0, 1), call.key[0].transpose(0, 1), v)
             self.call.options = {
                 "left": call.window_size[0],
+                "attention_chunk": call.attention_chunk,
                 "softmax_scale": call.softmax_scale,
                 "softcap": call.softcap,
                 "sinks": call.sinks,
@@ -84,9 +85,9 @@ def fuse(model: PreTrainedModel) -> int:
 
 
 def unfuse(model: PreTrainedModel) -> None:
-    """Give layers and routers that an earlier engine on this model has fused their own forward again."""
+    """Give layers, routers and mixtures that an earlier engine on this model has fused their own forward again."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter):
+        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | ScaledExperts):
             del module.forward
 
 
@@ -196,12 +197,14 @@ def _expected(original: nn.Module, call: Call) -> _Expected:
     """Run a float32 layer by its own code on the input of `call`.
 
     The layer is told positions that are far beyond those of its rotary embedding. One that reads them, as to scale queries
-    (Ministral), then differs from its fused form.
+    (Ministral, Llama 4), then differs from its fused form.
     """
     kwargs = dict(call.kwargs)
     kwargs["position_embeddings"] = _in_float32(kwargs["position_embeddings"])
     if isinstance(kwargs.get("position_ids"), Tensor):
         kwargs["position_ids"] = kwargs["position_ids"] + FAR
+    if isinstance(kwargs.get("past_key_values"), PackedPositions):
+        kwargs["past_key_values"] = PackedPositions(kwargs["past_key_values"].position_ids + FAR)
     own = Call(call.hidden.float(), kwargs)
     output = original(own.hidden.clone(), **kwargs, fa_serve_batch=_Recorder(own))
     if not isinstance(output, Tensor):

@@ -28,7 +28,7 @@ from fa_serve.engine.kv_cache import check_num_pages
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.ranks import Ranks
 from fa_serve.engine.speculation import Drafter, NgramDrafter
-from fa_serve.hf import NAME, divide, patch, plan_division
+from fa_serve.hf import NAME, check_attention_precision, divide, patch, plan_division
 from fa_serve.hf.quantized_linear import check_report, finish, quantized_elsewhere, with_quantized_linears
 from fa_serve.spec import ParameterError
 
@@ -68,6 +68,7 @@ def load(
     else:
         patch(model)
     runner = ModelRunner(model, config, check=ranks.check)
+    check_attention_precision(runner.layers, config.page_size, config.attention_precision)
     drafter = load_drafter(config, runner, tokenizer, clock)
     if runner.fuses:
         clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
@@ -94,7 +95,14 @@ def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, cloc
         return DraftModel(runner.draft, config.max_num_batched_tokens)
     if config.draft_model is None:
         return NgramDrafter()
-    own = replace(config, model=config.draft_model, speculative=None, deterministic=False, quantization=None)
+    own = replace(
+        config,
+        model=config.draft_model,
+        speculative=None,
+        deterministic=False,
+        quantization=None,
+        attention_precision="bf16",
+    )
     try:
         own.model_path()
     except ParameterError as error:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fa_serve.api import MAX_COPY_BYTES
 from fa_serve.engine import fusion, kv_cache
 from fa_serve.engine.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.block_table import BlockTable
@@ -39,7 +40,7 @@ from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.transfer import packed_size, send
 from fa_serve.engine.warm_up import EmptyStep, SamplingVariant, largest_batch
-from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, vocab_size
+from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, take_scaled_experts, vocab_size
 from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.ops.compilations import num_compilations
 from fa_serve.spec import ParameterError
@@ -78,6 +79,7 @@ class ModelRunner:
         self._max_tokens = config.max_num_batched_tokens
         if self.fuses or config.deterministic:
             take_experts(model)
+            take_scaled_experts(model)
         self.layers = attention_layers(model)
         self._deterministic = config.deterministic
         for module in model.modules():
@@ -90,6 +92,8 @@ class ModelRunner:
         if config.kv_cache_dtype == "fp8":
             self.layers = [replace(layer, kv_dtype=torch.float8_e4m3fn) for layer in self.layers]
             self._options["descales"] = kv_cache.descales(model, self.vocab_size, self.layers)
+        if config.attention_precision != "bf16":
+            self._options["precision"] = config.attention_precision
         self.kv_caches: list[tuple[Tensor, Tensor]] = []
         self._graphs: StepGraphs | None = None
         self._counts: TokenCounts | None = None
@@ -234,6 +238,8 @@ class ModelRunner:
         if not self.eager:
             # graphs have a separate memory pool, which the largest step determines as well; and so have those of a draft model
             peak += (peak - before) * (1 if self.draft is None else 2)
+        if "precision" in self._options:
+            peak += MAX_COPY_BYTES  # a later step may have more keys in its prompts than this one
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         self._release()

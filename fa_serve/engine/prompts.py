@@ -96,15 +96,15 @@ class PromptReader:
         """Token ids are checked here, because a bad one would fail a whole step later."""
         rule = f"hold token ids from 0 to {self._vocab_size - 1}"
         try:
-            numbers = np.frombuffer(array("q", prompt), dtype=np.int64)
+            numbers = np.frombuffer(array("q", prompt), dtype=np.uint64)
         except (TypeError, OverflowError) as error:
             raise ParameterError("prompt", f"{rule} ({error})", prompt) from None
         if not len(numbers):
             return []
-        least = int(numbers.min())
-        largest = int(numbers.max())
-        if least < 0 or largest >= self._vocab_size:
-            raise ParameterError("prompt", rule, least if least < 0 else largest)
+        if np.maximum.reduce(numbers) >= self._vocab_size:  # a negative number is larger than all others
+            signed = numbers.view(np.int64)
+            least = int(signed.min())
+            raise ParameterError("prompt", rule, least if least < 0 else int(signed.max()))
         tokens: list[int] = numbers.tolist()
         return tokens
 

@@ -94,6 +94,8 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int) -> list[Em
     for keys in (*KEYS_OF_BATCHES, max_keys):
         steps += [EmptyStep(batch, count, keys) for batch in several for count in few]
         steps += [EmptyStep(size + 1, count, keys) for size in WIDTHS_OF_BATCHES for count in range(1, FEW_QUERIES + 1)]
+    # with so many keys, prompts with float8 products may keep the model's dtype (fa_serve.backends.float8_copies)
+    steps.append(EmptyStep(max_num_seqs, min(max(max_tokens - max_num_seqs + 1, 1), max_keys), max_keys))
     return list(
         dict.fromkeys(
             step

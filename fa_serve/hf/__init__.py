@@ -51,8 +51,18 @@ from fa_serve.hf.hidden_states import HiddenStateReader
 from fa_serve.hf.layer_kinds import few_layers
 from fa_serve.hf.masks import mask_forward
 from fa_serve.hf.models import NAME
-from fa_serve.hf.paged import OneSequence, PagedBatch, attention_layers, check_model, paged_forward, paged_output
+from fa_serve.hf.paged import (
+    OneSequence,
+    PackedPositions,
+    PagedBatch,
+    attention_layers,
+    check_attention_precision,
+    check_model,
+    paged_forward,
+    paged_output,
+)
 from fa_serve.hf.register import patch, register
+from fa_serve.hf.scaled_experts import ScaledExperts, take_scaled_experts
 from fa_serve.hf.translate import AttendsBatch, LayerCall
 
 __all__ = [
@@ -61,10 +71,13 @@ __all__ = [
     "HiddenStateReader",
     "LayerCall",
     "OneSequence",
+    "PackedPositions",
     "PagedBatch",
     "PartOfSum",
+    "ScaledExperts",
     "attention_forward",
     "attention_layers",
+    "check_attention_precision",
     "check_model",
     "divide",
     "expert_modules",
@@ -77,6 +90,7 @@ __all__ = [
     "plan_division",
     "register",
     "take_experts",
+    "take_scaled_experts",
     "vocab_size",
 ]
 

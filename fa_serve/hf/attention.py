@@ -106,6 +106,7 @@ def _attend_directly(
         value.transpose(1, 2),
         softmax_scale=scaling,
         window_size=_needed_window(mask.window_size, key.shape[2]),
+        attention_chunk=mask.attention_chunk,
         softcap=words.get("softcap") or 0.0,
         sinks=words.get("s_aux"),
         mask=mask.key_mask,
@@ -138,6 +139,7 @@ def _attend(call: LayerCall) -> Tensor:
         sinks=call.sinks,
         softmax_scale=call.softmax_scale,
         window_size=_needed_window(call.visible_window, call.key.shape[2]),
+        attention_chunk=call.visible_chunk,
         softcap=call.softcap,
     )
     return out.contiguous()  # models view it as they like, and the sdpa backend may compute heads before tokens
@@ -156,6 +158,7 @@ def _attend_packed(call: LayerCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
         sinks=call.sinks,
         softmax_scale=call.softmax_scale,
         window_size=_needed_window(call.visible_window, call.key.shape[2]),
+        attention_chunk=call.visible_chunk,
         softcap=call.softcap,
     )
     packed: Tensor = out[None]
@@ -177,6 +180,7 @@ def _attend_packed_keys(call: LayerCall, keys: PackedKeys) -> Tensor:
         sinks=call.sinks,
         softmax_scale=call.softmax_scale,
         window_size=_needed_window(call.visible_window, call.key.shape[2]),
+        attention_chunk=call.visible_chunk,
         softcap=call.softcap,
     )
     padded: Tensor = out.view(batch, seqlen_q, *out.shape[1:])

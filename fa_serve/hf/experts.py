@@ -143,13 +143,13 @@ def _read(module: Any) -> ops.Gate:
         pairs = torch.cat([gate, up]) if module.is_concatenated else torch.stack([gate, up], dim=1).flatten()
         return cast(Tensor, module._apply_gate(pairs[None])[0])
 
-    found = _fit(own, interleaved=not module.is_concatenated)
+    found = fit_gate(own, interleaved=not module.is_concatenated)
     if found is None:
         raise UnsupportedModelError(f"{name} gates its experts in a way that fa_serve does not compute")
     return found
 
 
-def _fit(own: Any, *, interleaved: bool) -> ops.Gate | None:
+def fit_gate(own: Any, *, interleaved: bool) -> ops.Gate | None:
     """The gate with the values of `own`, a function of gate and up values (n,), or None.
 
     With a gate of 1 the result is linear in up until a limit, which gives offset and limit, and its factor gives the slope.

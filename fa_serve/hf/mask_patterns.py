@@ -1,7 +1,8 @@
-"""The pattern behind a mask function of transformers: a window of keys, or packed sequences with one, or nothing we know.
+"""The pattern behind a mask function of transformers: a window or chunks of keys, or packed sequences, or nothing we know.
 
     classify(causal_mask_function)                                # Pattern(window_size=(-1, 0), sequences=None)
     classify(sliding_window_causal_mask_function(128))            # Pattern(window_size=(127, 0), sequences=None)
+    classify(chunked_causal_mask_function(8192, padding))         # Pattern(window_size=(-1, 0), chunks=Chunks(8192, padding))
 
 transformers describes a mask by a function of (batch, head, query, key) indices, which it composes of closures. Closures of one
 function share its code object, so the code objects and the closed-over values tell how a mask function was composed.
@@ -21,6 +22,7 @@ from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    chunked_overlay,
     packed_sequence_mask_function,
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
@@ -29,15 +31,28 @@ from transformers.masking_utils import (
 MaskFunction = Callable[..., Any]
 
 
+class Chunks(NamedTuple):
+    """A query sees the keys of the same chunk only (Llama 4). The first chunk begins behind the padding on the left.
+
+    length:       keys in a chunk
+    left_padding: (batch,) int64: keys of padding before the first token
+    """
+
+    length: int
+    left_padding: Tensor
+
+
 class Pattern(NamedTuple):
     """What a kernel can apply without a mask.
 
     window_size: (left, right) as in `fa_serve.api`; right is 0 if causal
     sequences:   (batch, seqlen) int64, the number of the packed sequence that each token belongs to, or None
+    chunks:      of a causal pattern without a window, or None
     """
 
     window_size: tuple[int, int]
     sequences: Tensor | None = None
+    chunks: Chunks | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -49,6 +64,7 @@ _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
 _REMAPPED = None
 if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # later than transformers 5.17
     _REMAPPED = masking_utils.remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
+_CHUNKS = chunked_overlay(1, torch.empty(0)).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _WINDOW_BOTH_WAYS = sliding_window_bidirectional_overlay(1).__code__
 
@@ -71,6 +87,8 @@ def classify(mask_function: MaskFunction) -> Pattern | None:
     if _code(first) is _WINDOW_BOTH_WAYS and second is bidirectional_mask_function:
         side = _closed_over(first, "sliding_window")
         return Pattern((side, side)) if side >= 0 else None
+    if _code(first) is _CHUNKS and second is causal_mask_function:
+        return Pattern((-1, 0), chunks=Chunks(_closed_over(first, "chunk_size"), _closed_over(first, "left_padding")))
     return _classify_packed(first, second)
 
 
@@ -85,8 +103,8 @@ def _classify_packed(first: MaskFunction, second: MaskFunction) -> Pattern | Non
         sequences = _closed_over(first, "packed_sequence_mask")
     else:
         return None
-    if within is None or within.sequences is not None:
-        return None
+    if within is None or within.sequences is not None or within.chunks is not None:
+        return None  # transformers counts chunks from the start of the row, across packed sequences
     return Pattern(within.window_size, sequences)
 
 

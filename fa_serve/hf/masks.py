@@ -1,9 +1,9 @@
 """The mask function of `attn_implementation="fa_serve"`, and the mask that it returns in most cases, `ImplicitMask`.
 
-transformers asks for one mask per forward and kind of layer, and hands it to every layer. If the mask is a window, padding or
-packed sequences, a kernel can apply it from a few numbers and skip the keys that no query sees. Then `mask_forward` returns an
-`ImplicitMask`, which holds these numbers and is never formed. Otherwise (chunks, image blocks, users' masks) it
-returns the bool tensor of 4 dimensions that transformers' sdpa would get.
+transformers asks for one mask per forward and kind of layer, and hands it to every layer. If the mask is a window, chunks,
+padding or packed sequences, a kernel can apply it from a few numbers and skip the keys that no query sees. Then `mask_forward`
+returns an `ImplicitMask`, which holds these numbers and is never formed. Otherwise (image blocks, users' masks) it returns the
+bool tensor of 4 dimensions that transformers' sdpa would get.
 
 Left out: what a mask function of transformers stands for, which `mask_patterns.py` knows.
 """
@@ -53,6 +53,7 @@ class ImplicitMask:
     key_mask:    (1 or batch, 1, 1, keys) bool, False where a key is padding; or None
     cu_seqlens:  (n + 1,) int32: a batch of 1 holds n sequences packed end to end, which do not see each other; or None
     packed_keys: the keys that `key_mask` leaves, where kernels take them packed; or None
+    attention_chunk: keys per chunk as in `fa_serve.api`, counted from the first key that is passed; 0 without chunks
     only_last_queries: only the last queries are passed, while `cu_seqlens`, or a caller's cu_seq_lens_q, counts all of them
     """
 
@@ -61,6 +62,7 @@ class ImplicitMask:
     key_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
     packed_keys: PackedKeys | None = None
+    attention_chunk: int = 0
     only_last_queries: bool = False
 
     ndim = 4  # transformers reads it of a mask that was made ahead of the forward
@@ -203,18 +205,23 @@ def _mask_of_one_query(request: _Request, pattern: Pattern, tracing: bool) -> Im
     if known is None or known.device.type not in KERNELS_ON or (tracing and not is_static):
         return None
     kv_length = request.kv_length
+    chunks = pattern.chunks
+    if chunks is not None and request.kv_offset + kv_length <= chunks.length:
+        chunks = None  # all keys are in the first chunk
     padding = prepare_padding_mask(request.padding, kv_length, request.kv_offset)
     if padding is not None and padding.shape[1] != kv_length:
         # Copied, because a kernel that gets an address other than a multiple of 16 is launched through the JIT, in every layer.
         # Contiguous, because CUDA graphs of a compiled step are recorded again for each stride.
         kv_end = request.kv_offset + kv_length
         padding = padding[:, request.kv_offset : kv_end].clone(memory_format=torch.contiguous_format)
-    if not is_static and q_offset + 1 - request.kv_offset == kv_length:
-        return ImplicitMask(pattern.window_size, key_mask=_over_keys(padding))
+    if chunks is None and not is_static and q_offset + 1 - request.kv_offset == kv_length:
+        return ImplicitMask(pattern.window_size, key_mask=_over_keys(padding), attention_chunk=_chunk_length(pattern))
     distance = q_offset - request.kv_offset - torch.arange(kv_length, device=known.device)
     seen = (distance >= 0)[None]
     if pattern.window_size[0] >= 0:
         seen = seen & (distance <= pattern.window_size[0])
+    if chunks is not None:
+        seen = seen & (distance <= (q_offset - chunks.left_padding[:, None]) % chunks.length)
     return ImplicitMask((-1, -1), key_mask=_over_keys(seen if padding is None else seen & padding))
 
 
@@ -240,7 +247,28 @@ def _mask_of_queries(request: _Request, pattern: Pattern, may_skip: bool) -> Imp
         # a model that is tried out on the meta device has no padding to look at
         padding = None if padding.is_meta or padding.all() else padding
     packed_keys = _packed_keys(padding, pattern, request.q_length)
-    return replace(implicit, key_mask=_over_keys(padding), packed_keys=packed_keys)
+    if not _chunks_begin_at_first_key(request, pattern, packed_keys):
+        return None
+    return replace(implicit, key_mask=_over_keys(padding), packed_keys=packed_keys, attention_chunk=_chunk_length(pattern))
+
+
+def _chunk_length(pattern: Pattern) -> int:
+    return 0 if pattern.chunks is None else pattern.chunks.length
+
+
+def _chunks_begin_at_first_key(request: _Request, pattern: Pattern, packed_keys: PackedKeys | None) -> bool:
+    """Whether a kernel, which counts chunks from the first key that it is given, places them right. It may wait for the device.
+
+    transformers counts them from the first token of each row, which padding on the left and a cache that has rolled move. The
+    row of a query in the padding may hold anything.
+    """
+    chunks = pattern.chunks
+    if chunks is None or request.kv_offset + request.kv_length <= chunks.length:
+        return True
+    if packed_keys is not None:  # they begin at the first token
+        return request.kv_offset == 0
+    is_padded = request.padding is not None and not request.padding.is_meta and bool(chunks.left_padding.any())
+    return not is_padded and request.kv_offset % chunks.length == 0
 
 
 def _aligned(request: _Request, window_size: tuple[int, int]) -> ImplicitMask | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -26,9 +26,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.api import attention_paged, attention_varlen, store_kv
+from fa_serve.backends import explain
 from fa_serve.hf.models import NAME, check_class, counts_positions
 from fa_serve.hf.translate import AttendsBatch, LayerCall, spec_of
-from fa_serve.spec import AttentionSpec, UnsupportedModelError
+from fa_serve.spec import AttentionSpec, ParameterError, Precision, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class PagedBatch:
     fresh:      no sequence has keys in the cache but those of this step, so attention takes them as they come
     num_splits: as in `attention_paged`
     descales:   (k_descale, v_descale) by layer_idx, for those caches that are float8; None if none is
+    precision:  of the products of prompts, as in `attention_paged`
     """
 
     kv_caches: Sequence[tuple[Tensor, Tensor]]
@@ -52,6 +54,7 @@ class PagedBatch:
     fresh: bool = False
     num_splits: int = 0
     descales: Sequence[tuple[Tensor, Tensor]] | None = None
+    precision: Precision = "bf16"
 
     def attend(self, call: LayerCall) -> Tensor:
         """Store this step's keys and values, then attend to all keys of each sequence -> (1, total, num_heads, head_dim_v)."""
@@ -71,6 +74,7 @@ class PagedBatch:
             k,
             v,
             left=call.window_size[0],
+            attention_chunk=call.attention_chunk,
             softmax_scale=call.softmax_scale,
             softcap=call.softcap,
             sinks=call.sinks,
@@ -85,6 +89,7 @@ class PagedBatch:
         v: Tensor,
         *,
         left: int,
+        attention_chunk: int = 0,
         softmax_scale: float | None,
         softcap: float,
         sinks: Tensor | None,
@@ -92,7 +97,7 @@ class PagedBatch:
         """Causal attention to all keys of each sequence, after this step's keys and values have been stored.
 
         q: (total, num_heads, head_dim); k, v: this step's, (total, num_kv_heads, head_dim or head_dim_v)
-        left: keys before a query that it sees, -1 unlimited
+        left: keys before a query that it sees, -1 unlimited; attention_chunk: as in `fa_serve.api`
         Returns (total, num_heads, head_dim_v).
         """
         if self.fresh:
@@ -107,8 +112,10 @@ class PagedBatch:
                 causal=True,
                 softmax_scale=softmax_scale,
                 window_size=(left, 0),
+                attention_chunk=attention_chunk,
                 softcap=softcap,
                 sinks=sinks,
+                precision=self.precision,
                 backend=self.backend,
             )
             return cast(Tensor, out)
@@ -124,9 +131,11 @@ class PagedBatch:
             max_seqlen_k=self.max_seqlen_k,
             softmax_scale=softmax_scale,
             window_size=(left, 0),
+            attention_chunk=attention_chunk,
             softcap=softcap,
             sinks=sinks,
             num_splits=self.num_splits,
+            precision=self.precision,
             backend=self.backend,
             **self.descale(layer_idx),
         )
@@ -157,6 +166,7 @@ class OneSequence:
             max_seqlen_k=len(q),
             causal=True,
             window_size=(call.window_size[0], 0),
+            attention_chunk=call.attention_chunk,
             softmax_scale=call.softmax_scale,
             softcap=call.softcap,
             sinks=call.sinks,
@@ -184,13 +194,16 @@ def paged_output(
     position_ids: Tensor,
     batch: AttendsBatch,
     logits_indices: Tensor,
-    **inputs: Tensor,
+    **inputs: Any,
 ) -> Any:
     """The whole output of that forward. inputs: what the model takes beside tokens, in its own shapes. No mask is
     built and nothing is read back from the device.
     """
     # transformers passes a mask of 4 dimensions on untouched: it builds none, and does not look for packed sequences
     no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
+    config: Any = model.config.get_text_config()
+    if getattr(config, "attn_temperature_tuning", False):
+        inputs = {**inputs, "past_key_values": PackedPositions(position_ids)}
     return model(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
@@ -200,6 +213,26 @@ def paged_output(
         fa_serve_batch=batch,
         **inputs,
     )
+
+
+class PackedPositions:
+    """Takes the place of a cache for layers that count the positions of their queries from its length (Llama 4).
+
+    Llama 4 scales queries by their positions, which it takes to be 0, 1, 2, ... plus the length of the cache. For each token
+    the length is thus what is missing to its position.
+
+    position_ids: (total,) int64
+    """
+
+    def __init__(self, position_ids: Tensor) -> None:
+        self.position_ids = position_ids
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self.position_ids - torch.arange(len(self.position_ids), device=self.position_ids.device)
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The batch keeps the keys and values."""
+        return key, value
 
 
 class Probe:
@@ -222,7 +255,7 @@ class Probe:
         if layer_idx in self.layers:
             raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
         left, _ = call.window_size
-        if call.visible_window != (left, 0):
+        if call.visible_window != (left, 0) or call.visible_chunk != call.attention_chunk:
             raise UnsupportedModelError(
                 f"layer {layer_idx} ({type(module).__name__}) needs a mask beyond causality and its sliding window"
             )
@@ -236,7 +269,7 @@ def attention_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> lis
     A config is tried out on the meta device, without weights.
 
     Raises UnsupportedModelError with the reason if the model cannot run on a paged cache, for example because it keeps more
-    than keys and values, or because its masks are more than causality and windows.
+    than keys and values, or because its masks are more than causality, windows and chunks.
     """
     if isinstance(model_or_config, PreTrainedModel):
         return _probe(model_or_config)
@@ -248,6 +281,21 @@ def attention_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> lis
         raise UnsupportedModelError(f"{type(config).__name__} is not the config of a causal language model in transformers")
     with torch.device("meta"):
         return _probe(auto.from_config(config, attn_implementation=NAME))
+
+
+def check_attention_precision(layers: Sequence[AttentionSpec], page_size: int, precision: Precision) -> None:
+    """Raise ParameterError, with the reasons of the backends, unless prompts of these layers have products in `precision`.
+
+    layers: as from `attention_layers`, whose products in q's dtype ("bf16") every device has
+    """
+    for layer in dict.fromkeys(layers) if precision != "bf16" else ():
+        paged = replace(layer, layout="paged", page_size=page_size, precision=precision)
+        for spec in (replace(paged, layout="varlen", page_size=0, kv_dtype=layer.dtype), paged):
+            reasons = explain(spec)
+            if None not in reasons.values():
+                told = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+                rule = f"be bf16 for a model and a device without float8 products ({spec}: {told})"
+                raise ParameterError("attention_precision", rule, precision)
 
 
 def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:

@@ -3,17 +3,18 @@
     call = translate(module, query, key, value, attention_mask, scaling, sliding_window=128, softcap=50.0)
     call.visible_window           # (127, 0)
 
-transformers says which keys a query sees in three places: in the mask, in keyword arguments of the call (`is_causal`,
-`sliding_window`, `cu_seq_lens_q`), and in an attribute of the module (`is_causal`). The rule that joins them stands here and
-nowhere else. Everything that is told of a call uses it: `attention.py`, which computes the call, `PagedBatch`, which computes
-it on the engine's paged cache, and those that only write the call down (`Probe`, `info.py`).
+transformers says which keys a query sees in four places: in the mask, in keyword arguments of the call (`is_causal`,
+`sliding_window`, `cu_seq_lens_q`), in an attribute of the module (`is_causal`), and in its config (`layer_types`). The rule
+that joins them stands here and nowhere else. Everything that is told of a call uses it: `attention.py`, which computes the
+call, `PagedBatch`, which computes it on the engine's paged cache, and those that only write the call down (`Probe`,
+`info.py`).
 
 Left out: any computation. `translate` reads shapes and never the contents of a tensor.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class LayerCall(NamedTuple):
     cu_seqlens_q:  (n + 1,), int32: a batch of 1 holds n sequences packed end to end, which do not see each other; or None
     cu_seqlens_k:  the same for the keys; None exactly if cu_seqlens_q is
     max_seqlen_q, max_seqlen_k: upper bounds of the packed sequences' lengths; 0 without packing
+    attention_chunk: keys per chunk, 0 without chunks: what the layer asks for apart from its mask
 
     A named tuple, because one is made in every layer of every token: a frozen dataclass of as many fields takes four times as
     long to make (1.7 us against 0.4 us on a 2-core VM).
@@ -59,6 +61,7 @@ class LayerCall(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    attention_chunk: int = 0
 
     @property
     def visible_window(self) -> tuple[int, int]:
@@ -66,6 +69,13 @@ class LayerCall(NamedTuple):
         if self.mask is None:
             return self.window_size
         return self.mask.window_size if isinstance(self.mask, ImplicitMask) else (-1, -1)
+
+    @property
+    def visible_chunk(self) -> int:
+        """The chunks that the kernel applies, as `visible_window` says its window."""
+        if self.mask is None:
+            return self.attention_chunk
+        return self.mask.attention_chunk if isinstance(self.mask, ImplicitMask) else 0
 
 
 class AttendsBatch(Protocol):
@@ -135,6 +145,7 @@ def translate(
         softcap or 0.0,
         s_aux,
         position_bias,
+        attention_chunk=_chunk_of(module) if is_causal else 0,
     )
     if cu_seq_lens_q is None:
         return call
@@ -154,6 +165,16 @@ def translate(
         max_seqlen_q=int(max_length_q or query.shape[2]),
         max_seqlen_k=int(max_length_k or key.shape[2]),
     )
+
+
+def _chunk_of(module: nn.Module) -> int:
+    """The chunks of a layer that its config calls chunked; transformers tells them to the mask alone (Llama 4)."""
+    config: Any = getattr(module, "config", None)
+    length = getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None)
+    if not length or not kinds or kinds[cast(int, module.layer_idx)] != "chunked_attention":
+        return 0
+    return int(length)
 
 
 def spec_of(call: LayerCall, layout: Layout) -> AttentionSpec:
@@ -177,4 +198,5 @@ def spec_of(call: LayerCall, layout: Layout) -> AttentionSpec:
         softcap=call.softcap != 0.0,
         sinks=call.sinks is not None,
         mask=mask,
+        attention_chunk=call.visible_chunk > 0,
     )

@@ -11,15 +11,17 @@ graph. A number that is none of the experts, which expert parallelism uses for t
 
 Weights are read as models keep them: transposed weights are other strides, and interleaved gates are another step between rows.
 Quantised weights have no strides. They become numbers in registers (quantized_primitives.py), and a tile is then the product of
-weights and inputs instead of inputs and weights. Tiles come from the pure functions below. Those of Hopper for matrices are
-measured; the others follow from sizes of shared memory and registers. This module leaves out the choice of experts, which is
+weights and inputs instead of inputs and weights. Hopper has another kernel for them, for which `_list_tiles` lists the tiles
+(experts_wgmma_kernel.py). Where that cannot run, many pairs multiply matrices of some experts at a time (`choose_experts`).
+Tiles come from the pure functions below. Those of Hopper for matrices are measured; the others follow from sizes of shared
+memory and registers. This module leaves out the choice of experts, which is
 the model's router, and experts that every token takes.
 """
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,12 +42,16 @@ from fa_serve.ops.experts_primitives import (
     weight_strides,
 )
 from fa_serve.ops.experts_rows_kernel import plan_rows
-from fa_serve.ops.ops_backend import ExpertWeights, Weight
+from fa_serve.ops.ops_backend import ExpertWeights, Gate, Weight
+from fa_serve.ops.quantized_choice import ExpertsWay, choose_experts
 from fa_serve.ops.quantized_primitives import add_products, run_width
+from fa_serve.ops.quantized_product import dequantize, hopper_arch
 from fa_serve.ops.quantized_weight import QuantizedWeight
 
 _SORT_BLOCK = 1024
 _SUM_BLOCK = 1024
+_MATRIX_BYTES = 512 << 20
+"""What the matrices of experts may take that are dequantised at once."""
 
 
 class GroupedTile(NamedTuple):
@@ -96,6 +102,16 @@ def _find_tile(starts_ptr, tile, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexp
     mine = experts == expert
     row = tl.sum(tl.where(mine, begins + (tile - last + tiles) * BLOCK_M, 0), 0)
     return expert, row, tl.sum(tl.where(mine, ends, 0), 0)
+
+
+@triton.jit
+def _list_tiles(starts_ptr, tiles_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Program i writes what `_find_tile` finds for tile i: (tiles, 3) int32. A tile that does not exist has no rows."""
+    tile = tl.program_id(0)
+    expert, first, end = _find_tile(starts_ptr, tile, NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    tl.store(tiles_ptr + 3 * tile, expert)
+    tl.store(tiles_ptr + 3 * tile + 1, first)
+    tl.store(tiles_ptr + 3 * tile + 2, end)
 
 
 @triton.jit
@@ -251,42 +267,14 @@ def launch_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, expert
 
 def _plan_grouped(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: bool) -> Run:
     tokens, top_k = index.shape
-    pairs = tokens * top_k
     num_experts, hidden, width = experts.sizes
-    pairs_per_expert = 0 if invariant else pairs / num_experts
-    first, second = (_tile(w, pairs_per_expert, x) for w in (experts.gate_up, experts.down))
-    block_m, block_n, _, num_warps, num_stages = first
-    # each expert that is met wastes less than one tile
-    tiles_m = (pairs + (block_m - 1) * min(num_experts, pairs)) // block_m
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    common = ("ieee", power_of_2(num_experts))
+    pairs = tokens * top_k
+    call = _Call(x, pairs, top_k, num_experts, 0 if invariant else pairs / num_experts)
     sort = Launch(_sort_pairs, num_experts, varying=(pairs,), fixed=(_SORT_BLOCK,), options={"num_warps": 8})
-    gated = Launch(
-        _grouped_linear,
-        tiles_m * triton.cdiv(2 * width, block_n),
-        varying=gate_numbers(experts.gate),
-        strides=weight_strides(experts.gate_up, experts.gate_up_bias),
-        fixed=(
-            num_experts,
-            width,
-            hidden,
-            top_k,
-            True,
-            *rows_of_outputs(experts.gate, width),
-            *common,
-            *kernel_constants(experts.gate_up),
-            *first[:3],
-        ),
-        options=options,
-    )
-    product = Launch(
-        _grouped_linear,
-        tiles_m * triton.cdiv(hidden, block_n),
-        varying=(1.0, math.inf, 0.0),
-        strides=weight_strides(experts.down, experts.down_bias),
-        fixed=(num_experts, hidden, width, top_k, False, 1, 0, 0, *common, *kernel_constants(experts.down), *second[:3]),
-        options=options,
-    )
+    ways = [call.way(w) for w in (experts.gate_up, experts.down)]
+    gated = call.plan(ways[0], experts.gate_up, experts.gate_up_bias, experts.gate)
+    product = call.plan(ways[1], experts.down, experts.down_bias, None)
+    list_tiles = call.plan_tiles() if "wgmma" in ways else None
     block = min(_SUM_BLOCK, power_of_2(hidden))
     total = Launch(
         _sum_experts,
@@ -303,17 +291,149 @@ def _plan_grouped(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: b
         h = x.new_empty(pairs, width)
         parts = x.new_empty(pairs, hidden)
         sort((index, order, starts))
-        gated((x, *expert_tensors(experts.gate_up), experts.gate_up_bias, order, starts, h))
-        product((h, *expert_tensors(experts.down), experts.down_bias, order, starts, parts))
+        places = _Places(order, starts, None if list_tiles is None else list_tiles(starts))
+        gated(x, experts.gate_up, experts.gate_up_bias, places, h)
+        product(h, experts.down, experts.down_bias, places, parts)
         total((parts, index, weights, out))
 
     return run
+
+
+class _Places(NamedTuple):
+    """Where the pairs of each expert are: what `_sort_pairs` and `_list_tiles` write."""
+
+    order: Tensor
+    starts: Tensor
+    tiles: Tensor | None
+
+
+_Product = Callable[[Tensor, Any, Tensor | None, _Places, Tensor], None]
+"""Computes a product from x, weights, their biases and the places of pairs, into a tensor."""
+
+
+class _Call(NamedTuple):
+    """What the products of a call have in common. pairs_per_expert is 0 in deterministic mode."""
+
+    x: Tensor
+    pairs: int
+    top_k: int
+    num_experts: int
+    pairs_per_expert: float
+
+    def way(self, weight: Weight) -> ExpertsWay:
+        """How a product with the weights of all experts is computed. Matrices have the portable kernel."""
+        if not isinstance(weight, QuantizedWeight):
+            return "portable"
+        shape = (weight.shape[0] // self.num_experts, weight.width)
+        arch = hopper_arch(self.x, weight)
+        return choose_experts(weight.values, shape, weight.group_size, self.pairs_per_expert, self.x.dtype, arch)
+
+    def plan(self, way: ExpertsWay, weight: Weight, bias: Tensor | None, gate: Gate | None) -> _Product:
+        """A product with the weights of all experts. With `gate` its input has a row for each token, and outputs are gated."""
+        if isinstance(weight, QuantizedWeight) and way == "wgmma":
+            return self._plan_wgmma(weight, bias, gate)
+        if isinstance(weight, QuantizedWeight) and way == "dequantized":
+            return self._plan_dequantized(weight, bias, gate)
+        return self._plan_portable(weight, bias, gate, self.num_experts)
+
+    def tiles(self, block_m: int) -> int:
+        """The most tiles of pairs that any routing may need: each expert that is met wastes less than one tile."""
+        return (self.pairs + (block_m - 1) * min(self.num_experts, self.pairs)) // block_m
+
+    def _plan_portable(self, weight: Weight, bias: Tensor | None, gate: Gate | None, num_experts: int) -> _Product:
+        """The product with the weights of so many experts, which may be some of all."""
+        rows, k = (weight.shape[0] // num_experts, weight.width) if isinstance(weight, QuantizedWeight) else weight.shape[1:]
+        n = rows // 2 if gate else rows
+        tile = _tile(weight, self.pairs_per_expert, self.x)
+        launch = Launch(
+            _grouped_linear,
+            self.tiles(tile.block_m) * triton.cdiv(rows, tile.block_n),
+            varying=gate_numbers(gate),
+            strides=weight_strides(weight, bias),
+            fixed=(
+                num_experts,
+                n,
+                k,
+                self.top_k,
+                *rows_of_outputs(gate, n),
+                "ieee",
+                power_of_2(num_experts),
+                *kernel_constants(weight),
+                *tile[:3],
+            ),
+            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        )
+
+        def run(x: Tensor, weight: Weight, bias: Tensor | None, places: _Places, out: Tensor) -> None:
+            launch((x, *expert_tensors(weight), bias, places.order, places.starts, out))
+
+        return run
+
+    def plan_tiles(self) -> Callable[[Tensor], Tensor]:
+        """Lists the tiles of the kernel for Hopper from where each expert begins. One launch."""
+        from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile
+
+        block_m = grouped_wgmma_tile(self.pairs_per_expert).block_m
+        count = self.tiles(block_m)
+        sizes = (self.num_experts, power_of_2(self.num_experts), block_m)
+        launch = Launch(_list_tiles, count, varying=(), fixed=sizes, options={"num_warps": 1})
+
+        def run(starts: Tensor) -> Tensor:
+            tiles = torch.empty(count, 3, dtype=torch.int32, device=starts.device)
+            launch((starts, tiles))
+            return tiles
+
+        return run
+
+    def _plan_wgmma(self, weight: QuantizedWeight, bias: Tensor | None, gate: Gate | None) -> _Product:
+        """One launch, in a kernel for Hopper."""
+        # Gluon's names change with each release of Triton, so modules that use them are imported where the release is known
+        from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile, plan_grouped_wgmma, product_tensors
+
+        tile = grouped_wgmma_tile(self.pairs_per_expert)
+        stride_be = 0 if bias is None else bias.stride(0)
+        launch = plan_grouped_wgmma(weight, self.num_experts, self.top_k, gate, self.tiles(tile.block_m), tile, stride_be)
+
+        def run(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, places: _Places, out: Tensor) -> None:
+            if x.data_ptr() % 16:
+                x = x.clone()  # copies to shared memory are 16 bytes each
+            launch((x, *product_tensors(weight), bias, places.order, places.tiles, out))
+
+        return run
+
+    def _plan_dequantized(self, weight: QuantizedWeight, bias: Tensor | None, gate: Gate | None) -> _Product:
+        """Two launches for some experts at a time, whose matrices take at most _MATRIX_BYTES."""
+        rows = weight.shape[0] // self.num_experts
+        at_once = experts_at_once(self.num_experts, rows * weight.width * self.x.element_size())
+        products = dict[int, _Product]()
+        for count in {min(at_once, self.num_experts - first) for first in range(0, self.num_experts, at_once)}:
+            matrices = torch.empty(count, rows, weight.width, dtype=self.x.dtype, device="meta")
+            products[count] = self._plan_portable(matrices, bias, gate, count)
+
+        def run(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, places: _Places, out: Tensor) -> None:
+            for first in range(0, self.num_experts, at_once):
+                last = min(first + at_once, self.num_experts)
+                matrices = dequantize(weight.rows(first * rows, last * rows), x.dtype).view(last - first, rows, -1)
+                biases = None if bias is None else bias[first:last]
+                products[last - first](x, matrices, biases, places._replace(starts=places.starts[first:]), out)
+
+        return run
 
 
 def _tile(weight: Weight, pairs_per_expert: float, x: Tensor) -> GroupedTile:
     if isinstance(weight, QuantizedWeight):
         return quantized_tile(pairs_per_expert, x.element_size())._replace(block_k=run_width(weight))
     return grouped_tile(pairs_per_expert, x.element_size(), spec.arch_of(x.device))
+
+
+def experts_at_once(num_experts: int, matrix_bytes: int) -> int:
+    """How many experts are dequantised at once: as many as _MATRIX_BYTES hold, in equal parts.
+
+    The number is a multiple of 4, by which the addresses of the parts' first elements are multiples of 16 bytes.
+    """
+    most = max(_MATRIX_BYTES // matrix_bytes // 4 * 4, 4)
+    parts = -(-num_experts // most)
+    return 4 * -(-num_experts // (4 * parts))
 
 
 def reads_by_rows(pairs: int, tokens: int, experts: ExpertWeights) -> bool:
@@ -357,11 +477,13 @@ def quantized_tile(pairs_per_expert: float, element_size: int) -> GroupedTile:
     """The tile of a product with quantised weights; 0 asks for the tile of deterministic mode. It leaves block_k to the format.
 
     Weights go to tensor cores from registers, so a tile has 64 rows of weights, and up to 64 pairs: that of a dense product
-    (`quantized_kernel.linear_tile`), which is the fastest of five there. Here it is not measured.
+    (`quantized_kernel.linear_tile`), which is the fastest of five there. A second tile of an expert unpacks its weights again,
+    which costs more than tensor cores that multiply with nothing. So a tile has room for the average and 2.5 of its roots, as
+    random routing needs for 99% of the experts. This is derived and has not been measured.
     """
     if element_size == 4:
         return GroupedTile(16, 32, 32, 4, 2)
     if pairs_per_expert <= 0:
         return GroupedTile(32, 64, 32, 4, 2)
-    block_m = 16 if pairs_per_expert <= 16 else 32 if pairs_per_expert <= 32 else 64
+    block_m = 16 if pairs_per_expert <= 8 else 32 if pairs_per_expert <= 20 else 64
     return GroupedTile(block_m, 64, 32, 4, 3 if block_m == 16 else 2)

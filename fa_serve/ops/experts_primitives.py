@@ -6,6 +6,8 @@ quantised weights (GROUP, VALUES, PARTS, see quantized_primitives.py) say nothin
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -38,14 +40,17 @@ def rows_of_weights(columns, GATED: tl.constexpr, STEP: tl.constexpr, UP: tl.con
     return rows
 
 
-def gate_numbers(gate: Gate) -> tuple[float, float, float]:
-    return (gate.slope, gate.limit, gate.offset)
+def gate_numbers(gate: Gate | None) -> tuple[float, float, float]:
+    """The slope, limit and offset of a gate. A product without a gate ignores them."""
+    return (1.0, math.inf, 0.0) if gate is None else (gate.slope, gate.limit, gate.offset)
 
 
-def rows_of_outputs(gate: Gate, width: int) -> tuple[int, int, int]:
-    """STEP, UP and KIND of the kernels: the rows of the weights that an output is gated from, and the activation."""
+def rows_of_outputs(gate: Gate | None, width: int) -> tuple[bool, int, int, int]:
+    """GATED, STEP, UP and KIND of the kernels: the rows of the weights that an output is gated from, and the activation."""
+    if gate is None:
+        return (False, 1, 0, 0)
     step, up = (2, 1) if gate.interleaved else (1, width)
-    return (step, up, ACTIVATION_KINDS[gate.activation])
+    return (True, step, up, ACTIVATION_KINDS[gate.activation])
 
 
 def weight_strides(weight: Weight, bias: Tensor | None) -> tuple[int, ...]:
@@ -57,7 +62,8 @@ def weight_strides(weight: Weight, bias: Tensor | None) -> tuple[int, ...]:
 def weight_facts(weight: Weight) -> tuple[object, ...]:
     """Everything about a weight that a plan depends on."""
     if isinstance(weight, QuantizedWeight):
-        return (*facts(weight.data, weight.scales, weight.zeros), weight.group_size, weight.width)
+        aligned = weight.data.data_ptr() % 16 == 0
+        return (*facts(weight.data, weight.scales, weight.zeros), weight.group_size, weight.width, aligned)
     return facts(weight)
 
 

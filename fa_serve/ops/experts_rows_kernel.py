@@ -244,7 +244,7 @@ def plan_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Run:
             width,
             hidden,
             top_k,
-            *rows_of_outputs(experts.gate, width),
+            *rows_of_outputs(experts.gate, width)[1:],
             *kernel_constants(experts.gate_up, by_rows=True),
             *first,
         ),

@@ -19,6 +19,7 @@ import torch
 from fa_serve.ops.quantized_weight import Values
 
 Way = Literal["kernel", "scaled_mm", "dequantized"]
+ExpertsWay = Literal["portable", "wgmma", "dequantized"]
 Kernel = Literal["portable", "few", "wgmma"]
 """Which kernel unpacks weights in registers: the portable ones (quantized_kernel.py), or those for Hopper."""
 
@@ -58,6 +59,7 @@ WGMMA_TOKENS = range(33, 65)
 """The numbers of tokens that the Hopper kernel with `wgmma` multiplies with 4-bit weights."""
 _FEW_COLUMNS = 32768  # one token is kept in shared memory
 _MOST_WEIGHTS = 1 << 33  # words are counted in 32 bits
+_MOST_VALUES = 1 << 31  # of an expert, whose offsets are counted in 32 bits
 
 
 def kernel_of(
@@ -93,6 +95,41 @@ def kernel_of(
     # scales are rounded to the input's dtype, and float16 may not hold scales of another one
     exact = dtype == torch.bfloat16 or scales == dtype
     return "wgmma" if num_tokens in WGMMA_TOKENS and k % 8 == 0 and exact else "portable"
+
+
+DEQUANTIZED_PAIRS = 192
+"""The most pairs for each expert that the portable kernel multiplies with quantised weights. With more, some experts at a time
+are dequantised and multiplied as matrices.
+
+It is derived from measured times of gpt-oss' shape with 4 bits on an H200, and has not been measured. The portable kernel takes
+some 450 us for each tile of 64 pairs of every expert. Dequantising writes 1.6 GB, which takes 500 us at 4 TB/s; the matrices
+then take 745 us for 128 pairs and 3790 for 1,024. Both ways take about 1,450 us for 192 pairs.
+"""
+
+
+def choose_experts(
+    values: Values, shape: tuple[int, int], group_size: int, pairs_per_expert: float, dtype: torch.dtype, arch: int
+) -> ExpertsWay:
+    """How a product of many pairs with quantised experts is computed on a GPU.
+
+    values:           the kind of the weights' values
+    shape:            (n, k) of one expert
+    pairs_per_expert: the average; 0 asks for the way of deterministic mode
+    dtype:            of the input
+    arch:             90 on Hopper where Gluon compiles the kernels written in it, else anything else
+
+    By instructions in machine code the kernel for Hopper has 3.3 to 5.0 for a weight and tile of up to 128 pairs, and the
+    portable one 5.0 to 8.9 for a tile of up to 64. So it takes every number of pairs; this has not been measured.
+    """
+    if pairs_per_expert <= 0:
+        return "portable"
+    n, k = shape
+    grouped = group_size >= k or group_size % 256 == 0 or group_size in (32, 64, 128)
+    whole = k % (16 if values == "float8" else 8) == 0
+    if arch == 90 and dtype == torch.bfloat16 and grouped and whole and n * k < _MOST_VALUES:
+        return "wgmma"
+    # a product in float32 is not one of tensor cores, and takes longer than unpacking
+    return "dequantized" if pairs_per_expert > DEQUANTIZED_PAIRS and dtype in HALVES else "portable"
 
 
 def converts_float8(arch: int) -> bool:

@@ -31,6 +31,7 @@ from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.activation_kernel import ACTIVATION_KINDS, activate
 from fa_serve.ops.linear_kernel import store_product
 from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.quantized_pairs import both_numbers, pairs_of_float8
 from fa_serve.ops.quantized_primitives import kernel_tensors, kernel_values, product_facts
 from fa_serve.ops.quantized_weight import QuantizedWeight, Values
 
@@ -75,30 +76,6 @@ def pairs_of_int4(words, opaque, RUN: gl.constexpr, HALF: gl.constexpr):
         t = words << 3 if RUN == 0 else words >> (4 * RUN - 3)
         t = (t & 0x00780078) | (0x41804180 * opaque)
     return t
-
-
-@gluon.jit
-def pairs_of_float8(words, UPPER: gl.constexpr, HALF: gl.constexpr):
-    """int32: two numbers of the lower or the upper two bytes of words, exact. HALF: whether in float16."""
-    SELECT: gl.constexpr = "0xb3a2" if UPPER else "0x9180"
-    MOVE: gl.constexpr = (
-        "shl.b32 t, t, 7; and.b32 t, t, 0xbf80bf80; mul.rn.f16x2 $0, t, $2; }"
-        if HALF
-        else "shl.b32 t, t, 4; and.b32 t, t, 0x87f087f0; mul.rn.bf16x2 $0, t, $2; }"
-    )
-    ASM: gl.constexpr = "{ .reg .b32 t; prmt.b32 t, $1, 0, " + SELECT + "; " + MOVE
-    # 2^8 or 2^120, twice: what the exponents differ by
-    factor = 0x5C005C00 if HALF else 0x7B807B80
-    return gl.inline_asm_elementwise(ASM, "=r,r,r", [words, factor], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def both_numbers(pairs, HALF: gl.constexpr):
-    """[...] int32 -> [..., 2]: the numbers in the lower and in the upper half."""
-    dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
-    lower = pairs.to(gl.int16).to(dtype, bitcast=True)
-    upper = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.join(lower, upper)
 
 
 @gluon.jit

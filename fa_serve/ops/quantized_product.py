@@ -77,10 +77,14 @@ def _packed_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, res
 
 def _kernel(x: Tensor, weight: QuantizedWeight) -> Kernel:
     """Which kernel multiplies x with a weight that it unpacks in registers."""
-    # the kernels for Hopper copy 16 bytes of a weight at a time
-    arch = spec.arch_of(x.device) if _COMPILES_GLUON and not weight.data.data_ptr() % 16 else 0
     n, k = weight.shape
+    arch = hopper_arch(x, weight)
     return kernel_of(weight.values, (n, k), weight.group_size, x.shape[0], x.dtype, weight.scales.dtype, arch)
+
+
+def hopper_arch(x: Tensor, weight: QuantizedWeight) -> int:
+    """The architecture of x's device if kernels in Gluon can read the weight, else 0: they copy 16 bytes at a time."""
+    return spec.arch_of(x.device) if _COMPILES_GLUON and not weight.data.data_ptr() % 16 else 0
 
 
 def _has_kernels(weight: QuantizedWeight) -> bool:

@@ -2,9 +2,9 @@
 
 A program computes a tile of all columns, or of one of several ranges of them, whose sums a second kernel adds in their order.
 The words of a block of 256 columns and the input's columns are copied to shared memory asynchronously, one block ahead. A
-thread reads neighbouring pairs of words, makes pairs of numbers 16 + value of them (see quantized_few_kernel.py), subtracts 16
-and the zero point, which is exact, and multiplies by the scale in the input's dtype. The weights are then rounded, as those of
-the unpacked matrix are. Left out: an input in another order of columns, which the caller rearranges.
+thread reads neighbouring pairs of words and makes pairs of weights of them in the input's dtype (see quantized_pairs.py). They
+are then rounded, as those of the unpacked matrix are. Left out: an input in another order of columns, which the caller
+rearranges.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fa_serve.backends.launch import Launch, multiprocessors
 from fa_serve.backends.plan import PLANS
 from fa_serve.ops.linear_kernel import store_product
 from fa_serve.ops.quantized_kernel import launch_sum_splits
+from fa_serve.ops.quantized_pairs import load_scales, load_zeros, weights_of_half, word_layout
 from fa_serve.ops.quantized_primitives import product_facts
 from fa_serve.ops.quantized_weight import QuantizedWeight
 
@@ -37,98 +38,6 @@ class WgmmaTile(NamedTuple):
 
     block_n: int
     splits: int
-
-
-@gluon.constexpr_function
-def _word_layout(BLOCK_N, WARPS, PAIRS):
-    """The layout of [BLOCK_N, 16] words in which a thread has the words of the columns that `wgmma` expects of it.
-
-    PAIRS: of [BLOCK_N, 32] words, in which two neighbouring ones are in the place of one
-    """
-    warps = []
-    row = 16
-    while row < 16 * WARPS:
-        warps.append([row, 0])
-        row *= 2
-    word = 2 if PAIRS else 1
-    registers = [[0, 4 * word], [0, 8 * word], [8, 0]]
-    while row < BLOCK_N:
-        registers.append([row, 0])
-        row *= 2
-    if PAIRS:
-        registers = [[0, 1], *registers]
-    lanes = [[0, word], [0, 2 * word], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [BLOCK_N, 16 * word])
-
-
-@gluon.jit
-def twice(numbers, HALF: gl.constexpr):
-    """int32: each number in both halves, in float16 or bfloat16."""
-    dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
-    bits = numbers.to(dtype).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    return bits | (bits << 16)
-
-
-@gluon.jit
-def weight_pairs(words, zero, scale, RUN: gl.constexpr, HALF: gl.constexpr):
-    """int32: two weights of the bits 4 * RUN to 4 * RUN + 3 of each half of words.
-
-    zero, scale: 16 + zero point, and the scale, in both halves
-    """
-    PLACE: gl.constexpr = 6 if HALF else 3
-    SHIFT: gl.constexpr = PLACE - 4 * RUN
-    MOVE: gl.constexpr = f"shl.b32 t, $1, {SHIFT}; " if SHIFT >= 0 else f"shr.u32 t, $1, {-SHIFT}; "
-    MASK: gl.constexpr = "0x03c003c0" if HALF else "0x00780078"
-    KIND: gl.constexpr = "f16x2" if HALF else "bf16x2"
-    ASM: gl.constexpr = (
-        "{ .reg .b32 t; " + MOVE + f"lop3.b32 t, t, {MASK}, $4, 0xea; sub.rn.{KIND} t, t, $2; mul.rn.{KIND} $0, t, $3; " + "}"
-    )
-    sixteen = 0x4C004C00 if HALF else 0x41804180
-    return gl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [words, zero, scale, sixteen], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def weights_of_half(words, zeros, scales, LAYOUT: gl.constexpr, UPPER: gl.constexpr, HALF: gl.constexpr):
-    """[BLOCK_N, 128]: the weights of columns 0 to 127 of a block, or with UPPER of columns 128 to 255.
-
-    words:         [BLOCK_N, 32] of the block
-    zeros, scales: tuples of [BLOCK_N, 1] int32, of the equal parts of the block
-    """
-    PARTS: gl.constexpr = len(scales)
-    FIRST: gl.constexpr = 4 if UPPER else 0
-    even, odd = gl.split(gl.reshape(words, [words.shape[0], 16, 2]))
-    if UPPER:
-        t = gl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
-    else:
-        t = gl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
-    t = gl.convert_layout(t, LAYOUT)
-    pairs = ()
-    for run in gl.static_range(4):
-        scale, _ = gl.broadcast(scales[(FIRST + run) * PARTS // 8], t)
-        zero, _ = gl.broadcast(zeros[(FIRST + run) * PARTS // 8], t)
-        pairs += (weight_pairs(t, zero, scale, run, HALF),)
-    joined = gl.join(gl.join(pairs[0], pairs[2]), gl.join(pairs[1], pairs[3]))  # type: ignore[misc]
-    dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
-    lower = joined.to(gl.int16).to(dtype, bitcast=True)
-    upper = (joined >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.reshape(gl.permute(gl.join(lower, upper), (0, 2, 3, 1, 4)), [words.shape[0], 128])
-
-
-@gluon.jit
-def load_parts(
-    ptr, offsets, start, ADDED: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, HALF: gl.constexpr
-):
-    """PARTS tensors [BLOCK_N, 1] int32: ADDED and the scales or zero points of the equal parts of a block from column start on,
-    in both halves."""
-    found = ()
-    for part in gl.static_range(PARTS):
-        group = gl.minimum((start + part * (256 // PARTS)) // GROUP, GROUPS - 1)
-        found += (gl.expand_dims(twice(gl.load(ptr + offsets + group).to(gl.float32) + ADDED, HALF), 1),)
-    return found
 
 
 @gluon.jit
@@ -167,12 +76,11 @@ def _quantized_wgmma(
     HALF: gl.constexpr = x_ptr.dtype.element_ty == gl.float16
     BLOCKS: gl.constexpr = (K + 255) // 256
     SPAN: gl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
-    PARTS: gl.constexpr = 256 // GROUP if GROUP < 256 else 1
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    w_layout: gl.constexpr = _word_layout(BLOCK_N, WARPS, True)
-    pair_layout: gl.constexpr = _word_layout(BLOCK_N, WARPS, False)
+    w_layout: gl.constexpr = word_layout(BLOCK_N, WARPS, 16, True)
+    pair_layout: gl.constexpr = word_layout(BLOCK_N, WARPS, 16)
     w_copy: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     w_shared: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
@@ -195,13 +103,12 @@ def _quantized_wgmma(
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=mma)
     for step in range(0, count):
         block = first + step
-        scales = load_parts(scales_ptr, groups, block * 256, 0.0, GROUPS, GROUP, PARTS, HALF)
-        if zeros_ptr is not None:
-            zeros = load_parts(zeros_ptr, groups, block * 256, 16.0, GROUPS, GROUP, PARTS, HALF)
-        else:
-            zeros = ()
-            for _ in gl.static_range(PARTS):
-                zeros += (gl.full([BLOCK_N, 1], 0x4E004E00 if HALF else 0x41C041C0, gl.int32, layout=pair_layout),)
+        scales = ()
+        zeros = ()
+        for half in gl.static_range(2):
+            start = block * 256 + 128 * half
+            scales += (load_scales(scales_ptr, groups, start, GROUPS, GROUP, 1, HALF),)
+            zeros += (load_zeros(zeros_ptr, groups, start, GROUPS, GROUP, 1, HALF, pair_layout),)
         async_copy.wait_group(0)
         fence_async_shared()
         sync_threads()
@@ -209,7 +116,7 @@ def _quantized_wgmma(
         copy_block(words, tokens, 1 - stage, w_ptrs, x_ptrs, columns, block + 1, step + 1 < count, K)
         found = words.index(stage).load(w_layout)
         for half in gl.static_range(2):
-            w = gl.convert_layout(weights_of_half(found, zeros, scales, pair_layout, half == 1, HALF), a_layout)
+            w = gl.convert_layout(weights_of_half(found, zeros[half], scales[half], pair_layout, half == 1, 1, HALF), a_layout)
             acc = warpgroup_mma(w, tokens.index(2 * stage + half).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
     o_row = gl.expand_dims(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma)), 1)

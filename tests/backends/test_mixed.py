@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from float8_cases import dequantized
 from hopper_cases import Case, PagedCall
 from hopper_emulator import emulated
 from torch import Tensor
 
 from fa_serve import api, dispatch
 from fa_serve.backends import Backend
+from fa_serve.backends.float8_copies import copied_bytes
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.mixed import plan_mixed
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, PlanTable, Run
-from fa_serve.backends.reference import ReferenceBackend
+from fa_serve.backends.reference import ReferenceBackend, attention_reference
 from fa_serve.spec import AttentionSpec
 
 LENGTHS_Q = [1, 70, 16, 17, 3]
@@ -172,3 +174,51 @@ def test_prompts_of_one_length_need_no_decoder(attend: Call) -> None:
     assert decoder.planned == []
     for sequence in range(2):
         call.check(out, lse, sequence)
+
+
+def float8_error(call: PagedCall, out: Tensor, sequence: int, precision: str = "fp8") -> float:
+    """The norm of the error beside attention of the numbers that the float8 inputs stand for, relative to the result's."""
+    rows, k, v = call.sequences[sequence]
+    inputs = dequantized(call.tensors.q[None, rows], k[None], v[None], precision)
+    exact, _ = attention_reference(*inputs, softmax_scale=0.125, window_size=(-1, 0))
+    return float((out[None, rows].double() - exact).norm() / exact.norm())
+
+
+def test_float8_products_are_for_prompts(attend: Call) -> None:
+    call = PagedCall.of(Case(""), LENGTHS_Q, LENGTHS_K)
+    decoder = RowsOfReference(mixed_rows=8)
+    out, lse = attend(call, decoder, precision="fp8")
+    assert [(spec.precision, options.precision) for spec, options in decoder.planned] == [("bf16", "bf16")]
+    for sequence, queries in enumerate(LENGTHS_Q):
+        if queries <= 4:
+            call.check(out, lse, sequence)
+        else:
+            assert 1e-3 < float8_error(call, out, sequence) < 0.03
+
+
+def test_prompts_behind_a_float8_cache_have_float8_products(attend: Call) -> None:
+    call = PagedCall.of(Case(""), LENGTHS_Q, LENGTHS_K)
+    k_cache, v_cache = (x.to(torch.float8_e4m3fn) for x in call.tensors[1:3])
+    ones = torch.ones(1)
+    call.tensors = call.tensors._replace(k=k_cache, v=v_cache)
+    decoder = RowsOfReference(mixed_rows=8)
+    out, _ = attend(call, decoder, precision="fp8", k_descale=ones, v_descale=ones)
+    assert [(spec.op, spec.kv_dtype, spec.precision) for spec, _ in decoder.planned] == [
+        ("decode", torch.float8_e4m3fn, "bf16")
+    ]
+    call.sequences = [(rows, *(x.to(torch.float8_e4m3fn).double() for x in kv)) for rows, *kv in call.sequences]
+    for sequence in (1, 2, 3):
+        assert float8_error(call, out, sequence, "qk8") < 0.03, "the values of the cache are not rounded again"
+
+
+def test_copies_that_take_too_much_memory_are_not_made(attend: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for each of the 5 sequences to have as many keys as the longest one."""
+    call = PagedCall.of(Case(""), LENGTHS_Q, LENGTHS_K)
+    assert copied_bytes(*call.tensors[1:3], 5, 90, "fp8") == 5 * 90 * 128
+    monkeypatch.setattr(dispatch, "MAX_COPY_BYTES", 5 * 90 * 128 - 1)
+    out, lse = attend(call, RowsOfReference(mixed_rows=8), precision="fp8")
+    for sequence in range(len(LENGTHS_Q)):
+        call.check(out, lse, sequence)
+    monkeypatch.setattr(dispatch, "MAX_COPY_BYTES", 5 * 90 * 128)
+    out, _ = attend(call, RowsOfReference(mixed_rows=8), precision="fp8")
+    assert float8_error(call, out, 1) > 1e-3

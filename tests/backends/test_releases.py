@@ -21,6 +21,8 @@ from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
 from fa_serve.ops import quantized_few_kernel, quantized_wgmma_kernel
+from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma, product_tensors
+from fa_serve.ops.ops_backend import Gate
 from fa_serve.ops.quantized_few_kernel import few_tile, launch_quantized_few
 from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma, wgmma_tile
 from fa_serve.spec import AttentionSpec
@@ -87,6 +89,21 @@ def test_the_portable_kernels(target: str) -> None:
     assert kernels[-1].name == "attn_block_sparse"
     assert kernels[-1].instructions["LDGSTS"] > 0, "keys and values are not copied ahead of their use"
     assert all(kernel.spill_bytes <= 32 for kernel in kernels)
+
+
+def test_quantised_experts_on_hopper() -> None:
+    """The largest and the smallest tile, with a gate: registers suffice and no product is serialised."""
+    weight = int4_weight(2 * 256, 1024, group_size=128, zeros=True, dtype=torch.bfloat16)
+    x, y = (torch.zeros(64, n, dtype=torch.bfloat16) for n in (1024, 128))
+    order = torch.zeros(64, dtype=torch.int32)
+    tiles = torch.zeros(4, 3, dtype=torch.int32)
+    with compiling_for("sm90") as kernels:
+        for block_m in (16, 128):
+            launch = plan_grouped_wgmma(weight, 2, 2, Gate("silu"), 4, GroupedWgmmaTile(block_m, 128), 0)
+            launch((x, *product_tensors(weight), None, order, tiles, y))
+    assert [kernel.name for kernel in kernels] == ["_grouped_wgmma"] * 2
+    assert all(kernel.spill_bytes <= 8 and kernel.instructions["HGMMA"] > 0 for kernel in kernels)
+    assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
 
 
 def test_products_of_quantised_weights_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

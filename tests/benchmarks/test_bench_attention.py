@@ -1,16 +1,21 @@
-"""Benches run to their end on a CPU, and report nothing if results are wrong: latent and sparse calls, and gradients."""
+"""Benches run to their end on a CPU, report nothing if results are wrong, and name what they left out."""
 
 from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
+import attention_cells
 import backward_problem
 import bench_attention
 import latent_problem
+import measure
+import paged_problem
 import pytest
 import sparse_problem
+import torch
 
 CASES = {
     "latent": {"h4_1_of_70x3", "h4_2_of_50x1", "h4_1_of_70x3_float8"},
@@ -56,10 +61,59 @@ def test_a_wrong_result_ends_the_bench(bench: str, tmp_path: Path, monkeypatch) 
     assert not list(tmp_path.iterdir())
 
 
-def test_options_of_other_benches_are_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(
+    ("bench", "cells"),
+    [("prefill", 36), ("varlen", 2), ("window", 12), ("models", 80), ("chunk", 40), ("verify", 24), ("mixed", 20)],
+)
+def test_the_last_line_names_each_cell_that_was_left_out(bench: str, cells: int, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_attention.py", bench, "--budget", "0", "--out", str(tmp_path)])
+    bench_attention.main()
+    named = capsys.readouterr().out.splitlines()[-1].removeprefix("not measured for lack of time: ").split(", ")
+    assert len(set(named)) == len(named) >= cells
+    assert not (tmp_path / f"{bench}.jsonl").read_text()
+
+
+def test_every_mixed_step_fits_the_pool() -> None:
+    for decoding, chunks, tokens, before in attention_cells.MIXED_CELLS:
+        assert 4096 * decoding + (before + tokens) * chunks <= 16 * paged_problem.POOL_PAGES
+        assert 8 <= decoding <= 128
+        assert 1 <= chunks <= 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["prefill", "--tiny"], "--tiny is for latent, sparse, backward, fp8, got prefill"),
+        (["tune", "--budget", "1"], "got tune"),
+    ],
+)
+def test_options_of_other_benches_are_refused(options: list[str], message: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_attention.py", *options])
     with pytest.raises(SystemExit):
-        run("prefill", tmp_path, monkeypatch)
-    assert "are for latent, sparse, backward and fp8, got prefill" in capsys.readouterr().err
+        bench_attention.main()
+    assert message in capsys.readouterr().err
+
+
+def test_the_flash_peers_are_called_in_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(6, 2, 8) for _ in range(3))
+    told: dict[str, dict] = {}
+
+    def fake(name: str, *tensors: torch.Tensor, **options: object) -> object:
+        told[name] = {"shape": tensors[0].shape, **options}
+        return (tensors[0], None) if name == "fa4" else tensors[0]
+
+    for name in ("fa3", "fa4"):
+        monkeypatch.setattr(measure, name, lambda name=name: partial(fake, name))
+    for lengths, shape in (([3, 3], (2, 3, 2, 8)), ([2, 4], (6, 2, 8))):
+        calls = measure.flash_peers("fa4,fa3,cudnn", q, k, v, lengths, (-1, 0))
+        assert set(calls) == {"fa3", "fa4"}
+        assert all(torch.equal(call(), q) for call in calls.values())
+        assert told["fa4"]["shape"] == shape  # equal lengths are a dense call
+        assert ("cu_seqlens_q" in told["fa4"]) == (len(shape) == 3)
+        assert told["fa4"]["window_size"] == (None, 0)
+        assert told["fa3"]["shape"] == q.shape
+        assert told["fa3"]["window_size"] == [-1, 0]
+    assert not measure.flash_peers("cudnn", q, k, v, [3, 3], (-1, 0))
 
 
 def test_the_ideas_of_float8_inputs_lower_the_error(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -9,9 +9,11 @@ import bench_ops
 import pytest
 import torch
 
+from fa_serve.ops import experts_kernel
+
 CASES = {
-    "experts": {f"tiny {form} {tokens}" for form in ("matrices", "mxfp4", "fp8-block", "int4") for tokens in (1, 3)},
-    "quantized": {f"64x288 {form} {tokens}" for form in ("int4", "fp8-row", "fp8-block", "mxfp4") for tokens in (1, 3)},
+    "experts": {f"tiny {form} {tokens}" for form in bench_ops.EXPERT_FORMS for tokens in (1, 3)},
+    "quantized": {f"64x288 {form} {tokens}" for form in bench_ops.DENSE_FORMS for tokens in (1, 3)},
 }
 PEERS = {"experts": {"bound", "batched_mm"}, "quantized": {"bound", "linear"}}
 
@@ -25,6 +27,16 @@ def test_every_case_is_measured_after_the_gate(what: str, tmp_path: Path, monkey
     assert all(line["ours"] > 0 and set(line["peers"]) == PEERS[what] and line["unit"] == "us" for line in lines)
     printed = capsys.readouterr().out
     assert printed.index("gate: results are right") < printed.index(lines[0]["case"])
+
+
+def test_some_cells_and_ways(tmp_path: Path, monkeypatch) -> None:
+    options = ["--shapes", "tiny", "--forms", "matrices,int4", "--tokens", "5", "--ways", "portable,dequantized"]
+    monkeypatch.setattr("sys.argv", ["bench_ops.py", "experts", "--tiny", *options, "--out", str(tmp_path)])
+    chosen = experts_kernel.choose_experts
+    bench_ops.main()
+    lines = [json.loads(line) for line in (tmp_path / "ops_experts.jsonl").read_text().splitlines()]
+    assert [line["case"] for line in lines] == ["tiny matrices 5", "tiny int4 5 portable", "tiny int4 5 dequantized"]
+    assert experts_kernel.choose_experts is chosen
 
 
 @pytest.mark.parametrize("what", CASES)

@@ -22,6 +22,7 @@ def test_bad_values_name_the_field() -> None:
         ("max_waiting", 1.5),
         ("max_restarts", -1),
         ("kv_cache_dtype", "int4"),
+        ("attention_precision", "fp16"),
         ("seed", 0.5),
         ("target_itl", -1.0),
         ("target_itl", True),
@@ -31,6 +32,24 @@ def test_bad_values_name_the_field() -> None:
             EngineConfig(**{field: value})
         assert error.value.field == field
         assert repr(value) in str(error.value)
+
+
+def test_deterministic_mode_refuses_float8_products() -> None:
+    rule = r"attention_precision must be bf16 with deterministic=True, .*, got 'qk8'"
+    with pytest.raises(ParameterError, match=rule) as error:
+        EngineConfig(attention_precision="qk8", deterministic=True)
+    assert error.value.field == "attention_precision"
+    assert EngineConfig(deterministic=True).attention_precision == "bf16"
+
+
+@pytest.mark.parametrize("precision", ["qk8", "fp8"])
+def test_a_device_without_float8_products_is_refused_at_start(precision: str) -> None:
+    with pytest.raises(
+        ParameterError, match=r"hopper runs on Hopper .* only, got cpu; triton .*; sdpa computes in q's dtype"
+    ) as error:
+        Engine(EngineConfig(device="cpu", attention_precision=precision))
+    assert error.value.field == "attention_precision"
+    assert error.value.value == precision
 
 
 def test_a_draft_model_is_not_divided() -> None:

@@ -16,7 +16,7 @@ from fa_serve.engine.fused_layer import HeadsAttention
 from fa_serve.engine.fused_parts import Call, NotFusedError, build, rotations
 
 V3 = next(family for family in LATENT if family.name == "deepseek-v3")
-OPTIONS = {"left": -1, "softmax_scale": 0.3, "softcap": 0.0, "sinks": None}
+OPTIONS = {"left": -1, "attention_chunk": 0, "softmax_scale": 0.3, "softcap": 0.0, "sinks": None}
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +62,11 @@ def test_the_scale_of_latent_keys_is_that_of_heads() -> None:
     assert build(layer, latent_call(softmax_scale=None), "halves").options["softmax_scale"] == 24**-0.5
 
 
-@pytest.mark.parametrize("option", [{"left": 9}, {"softcap": 5.0}, {"sinks": torch.zeros(4)}], ids=lambda x: next(iter(x)))
+@pytest.mark.parametrize(
+    "option", [{"left": 9}, {"attention_chunk": 4}, {"softcap": 5.0}, {"sinks": torch.zeros(4)}], ids=lambda x: next(iter(x))
+)
 def test_latent_attention_with_other_options_is_left_alone(option) -> None:
-    with pytest.raises(NotFusedError, match="latent attention with a window, softcap or sinks"):
+    with pytest.raises(NotFusedError, match="latent attention with a window, chunks, softcap or sinks"):
         build(V3.build().model.layers[0], latent_call(**option), "halves")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, VOCAB, greedy, make_model
 
-from fa_serve.engine import SamplingParams, model_runner
+from fa_serve.engine import SamplingParams, loading, model_runner
 from fa_serve.hf import paged
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -65,6 +65,25 @@ def test_prompts_without_a_past_are_attended_to_as_they_come(make_engine, monkey
     again = engine.generate([asked[0] + [61, 62]], GREEDY)[0]
     assert (again.num_cached_tokens, set(calls)) == (20, {"attention_paged"}), "what was attended to has been stored as well"
     assert again.token_ids == greedy(reference, asked[0] + [61, 62], 12)
+
+
+def test_attention_gets_the_precision_of_the_settings(make_engine, monkeypatch) -> None:
+    """A CPU has no float8 products, so the calls are written down and computed without."""
+    calls: list[tuple[str, str]] = []
+    checked: list[str] = []
+    for name in ("attention_varlen", "attention_paged"):
+        real = getattr(paged, name)
+        monkeypatch.setattr(
+            paged, name, lambda *args, _n=name, _f=real, **kw: calls.append((_n, kw.pop("precision"))) or _f(*args, **kw)
+        )
+    monkeypatch.setattr(loading, "check_attention_precision", lambda *given: checked.append(given[-1]))
+    engine = make_engine(max_num_batched_tokens=40, attention_precision="fp8")
+    prompt = list(range(2, 60))
+    calls.clear()
+    completion = engine.generate([prompt], GREEDY)[0]
+    assert checked == ["fp8"]
+    assert set(calls) == {("attention_varlen", "fp8"), ("attention_paged", "fp8")}
+    assert completion.token_ids == greedy(make_model(), prompt, 12)
 
 
 def test_pages_that_are_not_finite_are_not_shared_for_good(make_engine) -> None:

@@ -12,8 +12,9 @@ from fa_serve.backends.triton import triton_tiles
 from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
 from fa_serve.ops import ExpertWeights, Gate
-from fa_serve.ops.experts_kernel import grouped_tile, reads_by_rows
-from fa_serve.ops.quantized_choice import KERNEL_TOKENS, kernel_of
+from fa_serve.ops.experts_kernel import grouped_tile, quantized_tile, reads_by_rows
+from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile
+from fa_serve.ops.quantized_choice import DEQUANTIZED_PAIRS, KERNEL_TOKENS, kernel_of
 from fa_serve.ops.quantized_few_kernel import few_tile
 from fa_serve.ops.quantized_kernel import linear_tile
 from fa_serve.ops.quantized_wgmma_kernel import wgmma_tile
@@ -144,9 +145,19 @@ def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys)
         def tile(tokens: int, top_k: int = top_k, experts: ExpertWeights = experts) -> object:
             pairs = tokens * top_k
             by_rows = reads_by_rows(pairs, tokens, experts)
-            return "rows" if by_rows else grouped_tile(pairs / len(experts.down), 2, 90)
+            each = pairs / len(experts.down)
+            return "rows" if by_rows else (grouped_tile(each, 2, 90), grouped_wgmma_tile(each))
 
-        assert {tile(tokens) for tokens in possible} == {tile(tokens) for tokens in planned}
+        def portable(tokens: int, top_k: int = top_k, num_experts: int = num_experts) -> object:
+            each = tokens * top_k / num_experts
+            return quantized_tile(each, 2), each > DEQUANTIZED_PAIRS
+
+        for part in (0, 1):
+            chosen = {tokens: tile(tokens) for tokens in possible}
+            assert {c if c == "rows" else c[part] for c in chosen.values()} == {
+                c if c == "rows" else c[part] for c in (chosen[tokens] for tokens in planned)
+            }
+        assert {portable(tokens) for tokens in possible} == {portable(tokens) for tokens in planned}
 
 
 def test_a_draft_model_has_no_penalties_and_no_masks() -> None:

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
-from cases import DENSE, PAGED, VARLEN, Case, check, check_without_keys, params
+from cases import (
+    DENSE,
+    PAGED,
+    VARLEN,
+    Case,
+    check,
+    check_without_keys,
+    decoding_head_dims,
+    divided_prompts,
+    few_queries,
+    odd_groups,
+    params,
+)
 
 import fa_serve
+from fa_serve import dispatch
+from fa_serve.backends import select_backend
+from fa_serve.backends.plan import PlanTable
+from fa_serve.spec import AttentionSpec
 from fa_serve.testing import make_qkv
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -43,6 +60,30 @@ def test_varlen(case: Case, dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("case", params(PAGED))
 def test_paged(case: Case, dtype: torch.dtype, backend: str) -> None:
     _check(case, backend, dtype, "paged")
+
+
+@pytest.mark.parametrize("case", params([*decoding_head_dims(), *few_queries(), *odd_groups()]))
+def test_sizes_of_paged_calls(case: Case) -> None:
+    _check(case, "auto", torch.bfloat16, "paged")
+
+
+@pytest.mark.parametrize("layout", ["dense", "paged"])
+@pytest.mark.parametrize("case", params(divided_prompts()))
+def test_keys_of_prompts_are_divided(case: Case, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    if layout == "dense" and len(set(case.lengths_k)) > 1:
+        pytest.skip("a dense batch has one length")
+    ops: list[str] = []
+
+    def select(spec: AttentionSpec, backend: str) -> Any:
+        ops.append(spec.op)
+        return select_backend(spec, backend)
+
+    monkeypatch.setattr(dispatch, "select_backend", select)
+    monkeypatch.setattr(dispatch, "PLANS", PlanTable())
+    check(case, "auto", torch.bfloat16, "cuda", layout)
+    assert set(ops) == {"decode"}
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import pytest
 import torch
 from float8_cases import dequantized
+from tiny_models import SIZES
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fa_serve
+from fa_serve.api import MAX_COPY_BYTES
 from fa_serve.backends.reference import attention_reference
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.spec import Precision
-from fa_serve.testing import cu_seqlens, make_qkv
+from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -106,3 +115,139 @@ def test_outliers() -> None:
     for precision, bound in (("fp8", 9.1e-3), ("qk8", 8e-3)):
         out = fa_serve.attention(q, k, v, precision=precision)
         assert (out.double() - exact).pow(2).mean().sqrt() <= bound
+
+
+def paged_call(
+    lengths_q: list[int], lengths_k: list[int], dim: int, float8: bool, window: tuple[int, int]
+) -> tuple[dict[str, Any], list[tuple[slice, torch.Tensor, torch.Tensor]]]:
+    """Arguments of `attention_paged`, and for each sequence its rows, keys and values as float64 numbers of the cache.
+
+    Pages before a window are given up: their entries of the block table point outside. So do entries past a sequence's end.
+    """
+    q, k, v = (x[0] for x in make_qkv(1, sum(lengths_q), sum(lengths_k), 4, 2, dim, dtype=torch.bfloat16))
+    v *= torch.linspace(0.1, 20, len(v))[:, None, None].bfloat16()
+    k_cache, v_cache, block_table, seqused_k = make_paged(k.split(lengths_k), v.split(lengths_k), 16)
+    k_cache, v_cache = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k_cache, v_cache))
+    descales = {}
+    if float8:
+        descales = {"k_descale": torch.tensor([0.02, 0.03]), "v_descale": torch.tensor([0.3, 0.4])}
+        k_cache, v_cache = (
+            (x / d[:, None]).to(torch.float8_e4m3fn) for x, d in zip((k_cache, v_cache), descales.values(), strict=True)
+        )
+        k, v = (
+            (x / d[:, None]).to(torch.float8_e4m3fn).double() * d[:, None]
+            for x, d in zip((k, v), descales.values(), strict=True)
+        )
+    cu_q = cu_seqlens(lengths_q)
+    sequences = []
+    for b, (keys, values) in enumerate(zip(k.double().split(lengths_k), v.double().split(lengths_k), strict=True)):
+        if window[0] >= 0:  # the copies are zero before the first query's window
+            hidden = max(lengths_k[b] - lengths_q[b] - window[0], 0)
+            keys[:hidden] = values[:hidden] = 0
+            block_table[b, : hidden // 128 * 8] = 2**28
+        sequences.append((slice(cu_q[b], cu_q[b + 1]), keys[None], values[None]))
+    call = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_table": block_table,
+        "seqused_k": seqused_k,
+        "cu_seqlens_q": cu_q,
+    }
+    lengths = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k), "window_size": window}
+    return {name: x.cuda() for name, x in (call | descales).items()} | lengths, sequences
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=["16-bit", "float8"])
+@pytest.mark.parametrize("window", [(-1, 0), (200, 0)], ids=str)
+@pytest.mark.parametrize(("dim", "precision"), CASES)
+def test_pages(dim: int, precision: Precision, window: tuple[int, int], float8: bool) -> None:
+    """Prompts of unequal lengths beside sequences that decode, whose rows have the bits of the usual decoding kernel."""
+    lengths_q = [70, 0, 1, 150, 90, 700, 1, 17]
+    lengths_k = [70, 30, 900, 310, 0, 1000, 1, 1111]
+    call, sequences = paged_call(lengths_q, lengths_k, dim, float8, window)
+    out = fa_serve.attention_paged(**call, precision=precision)
+    usual = fa_serve.attention_paged(**call)
+    for b, (rows, keys, values) in enumerate(sequences):
+        if lengths_q[b] > 16 and lengths_k[b]:
+            # the values of a float8 cache are not rounded again
+            rounded = "qk8" if float8 else precision
+            q = call["q"][None, rows].cpu()
+            exact, _ = attention_reference(*dequantized(q, keys, values, rounded), softmax_scale=dim**-0.5, window_size=window)
+            found = out[None, rows].cpu()
+            assert torch.isfinite(found).all()
+            assert (found.double() - exact).norm() <= BOUND[precision] * exact.norm()
+            assert not torch.equal(out[rows], usual[rows])
+        elif not float8:
+            assert torch.equal(out[rows], usual[rows])
+        else:  # without float8 products, prompts behind this cache are decoded too, with other splits
+            torch.testing.assert_close(out[rows], usual[rows], rtol=0.02, atol=0.02)
+    for _ in range(20):
+        assert torch.equal(fa_serve.attention_paged(**call, precision=precision), out)
+
+
+def test_many_sequences_in_pages() -> None:
+    """300 sequences, of which every third one decodes."""
+    lengths_q = [1 if i % 3 == 0 else 20 + i % 50 for i in range(300)]
+    lengths_k = [100 + 7 * i % 390 for i in range(300)]
+    call, sequences = paged_call(lengths_q, lengths_k, 64, False, (-1, 0))
+    out = fa_serve.attention_paged(**call, precision="fp8")
+    for b in (1, 2, 4, 100, 200, 299):
+        rows, keys, values = sequences[b]
+        check(out[None, rows], call["q"][None, rows], keys, values, "fp8", softmax_scale=0.125, window_size=(-1, 0))
+
+
+def test_pages_need_no_host_and_can_be_captured(no_synchronisation: Callable[[], AbstractContextManager[None]]) -> None:
+    call, _ = paged_call([300, 1, 40], [1000, 500, 40], 128, False, (-1, 0))
+    out = torch.empty_like(call["q"])
+    expected = fa_serve.attention_paged(**call, precision="fp8")
+    with no_synchronisation():
+        fa_serve.attention_paged(**call, precision="fp8", out=out)
+    assert torch.equal(out, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fa_serve.attention_paged(**call, precision="fp8", out=out)
+    call["k_cache"].neg_()
+    call["seqused_k"] -= 5
+    graph.replay()
+    assert torch.equal(out, fa_serve.attention_paged(**call, precision="fp8"))
+    assert not torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=["16-bit", "float8"])
+def test_a_call_whose_copies_would_not_fit_keeps_the_dtype_of_q(float8: bool) -> None:
+    """The longest sequence might have 2M keys, as far as the host knows."""
+    call, _ = paged_call([70, 1, 20, 30], [300, 200, 70, 400], 64, float8, (-1, 0))
+    entries = call["block_table"]
+    call["block_table"] = torch.nn.functional.pad(entries, (0, (1 << 17) - entries.shape[1]), value=2**28)
+    call["max_seqlen_k"] = 1 << 21
+    torch.cuda.reset_peak_memory_stats()
+    out = fa_serve.attention_paged(**call, precision="fp8")
+    assert torch.equal(out, fa_serve.attention_paged(**call))
+    assert torch.cuda.max_memory_allocated() < MAX_COPY_BYTES
+
+
+def test_the_engine_with_float8_products() -> None:
+    """Prompts that are cut into chunks, beside sequences that decode: the log-probabilities of an engine without, nearly."""
+    sizes = {"head_dim": 64, "hidden_size": 256, "vocab_size": 512, "initializer_range": 0.06, "num_attention_heads": 8}
+    draw = random.Random(0)
+    asked = [[draw.randrange(5, 512) for _ in range(draw.randint(1, 700))] for _ in range(60)]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=0)
+    seen = {}
+    for name, settings in {
+        "bf16": {},
+        "qk8": {"attention_precision": "qk8"},
+        "fp8": {"attention_precision": "fp8"},
+        "fp8 and cache": {"attention_precision": "fp8", "kv_cache_dtype": "fp8"},
+    }.items():
+        torch.manual_seed(0)
+        config = LlamaConfig(**SIZES | sizes | {"max_position_embeddings": 1024})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
+        limits = {"num_pages": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 512}
+        engine = Engine(EngineConfig(device="cuda", seed=0, **limits, **settings), model=model)
+        completions = engine.generate(asked, params)
+        seen[name] = torch.tensor([c.logprobs[0].logprob for c in completions if c.logprobs])
+    assert seen["bf16"].std() > 0.1, "prompts have different log-probabilities"
+    for name in ("qk8", "fp8", "fp8 and cache"):
+        difference = (seen[name] - seen["bf16"]).abs()
+        assert 0 < difference.mean() < 0.25 * seen["bf16"].std()

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.ops import experts_kernel
 from fa_serve.ops.quantized_kernel import launch_dequantize
+from fa_serve.ops.quantized_product import _COMPILES_GLUON
 from fa_serve.ops.quantized_weight import quantize_float8
 from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.torch_ops import TorchOps
@@ -162,6 +164,48 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
             assert all(torch.equal(each, found[0]) for each in found)
         alone = ops.experts(x[-1:], index[-1:], scores[-1:], weights, invariant=True)
         assert torch.equal(alone, found[0][-1:])
+
+
+@pytest.mark.parametrize("way", ["wgmma", "portable", "dequantized"])
+@pytest.mark.parametrize("name", ["mxfp4", "float8-row", "float8-G128", "int4-G128", "int4-G32-zeros"])
+def test_every_way_of_experts(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, with columns and rows that do not fill a tile: 1 to 128 pairs in a tile, uneven routing, experts of other
+    processes, an input whose address is odd, and a graph that is replayed with another routing."""
+    if way == "wgmma" and not _COMPILES_GLUON:
+        pytest.skip("needs the Gluon of Triton 3.6 to 3.9")
+    if way == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    monkeypatch.setattr(experts_kernel, "choose_experts", lambda *_: way)
+    monkeypatch.setattr(experts_kernel, "_MATRIX_BYTES", 8 * 2 * 272 * 416 * 2)  # 4 experts at a time, and then 2
+    experts_kernel.PLANS.clear()
+    num_experts = 10
+    hidden = 416
+    width = 272 if name == "float8-G128" else 288
+    dtype = torch.bfloat16
+    gate_up, down = (on_gpu(WEIGHTS[name](num_experts * n, k)) for n, k in ((2 * width, hidden), (hidden, width)))
+    biases = [gpu_randn(num_experts, n, dtype=dtype, seed=n) for n in (2 * width, hidden)]
+    for gate in (CLAMPED, ops.Gate("silu")):
+        weights = ops.ExpertWeights(gate_up, biases[0], down, biases[1], gate)
+        wide = weights._replace(gate_up_bias=biases[0].double(), down_bias=biases[1].double())
+        for tokens in (3, 40, 100, 190, 700, 2000):
+            flat = gpu_randn(tokens * hidden + 1, dtype=dtype, seed=tokens)
+            x = flat[1:].view(tokens, hidden) if tokens == 40 else flat[:-1].view(tokens, hidden)
+            scores, index = (gpu_randn(tokens, num_experts, dtype=torch.float32, seed=1) * 2).softmax(-1).topk(3)
+            index[0] = torch.tensor([-1, 3, num_experts])
+            scores = scores.to(dtype)
+            exact = EXACT.experts(x.double(), index, scores.double(), wide, False)
+            eager = EXACT.experts(x, index, scores, weights, False)
+            found = [ops.experts(x, index, scores, weights) for _ in range(CALLS)]
+            assert_matches_reference(found[0], exact, eager, roundings=2)  # of the gated product, then of the sum over experts
+            assert all(torch.equal(each, found[0]) for each in found)
+    graph = torch.cuda.CUDAGraph()
+    given = torch.zeros_like(index)
+    with torch.cuda.graph(graph):
+        out = ops.experts(x, given, scores, weights)
+    given.copy_(index)
+    graph.replay()
+    assert torch.equal(out, found[0])
+    experts_kernel.PLANS.clear()
 
 
 @pytest.mark.parametrize("name", quantised_experts.WRITERS)

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
 from fa_serve import hf
+from fa_serve.hf import masks
 from fa_serve.hf.masks import ImplicitMask
 from fa_serve.spec import UnsupportedModelError
 
@@ -105,6 +106,17 @@ def test_generate(family: Family, kind: str) -> None:
 @each([f for f in DECODERS if f.paged is True])
 def test_paged(family: Family) -> None:
     check_paged(family)
+
+
+def test_chunks_need_no_mask_on_devices_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts with padding on one side, and each token behind them, also with a static cache that is full."""
+    monkeypatch.setattr(masks, "KERNELS_ON", {"cpu"})
+    monkeypatch.setattr(masks, "sdpa_mask", None)
+    llama4 = BY_NAME["llama4"]
+    for kind in ("none", "left", "right"):
+        check_forward(llama4, kind)
+    check_decode(llama4)
+    check_decode(llama4, lambda config: StaticCache(config=config, max_cache_len=LENGTH))
 
 
 @each(SEQ2SEQ)

@@ -48,7 +48,9 @@ def test_windows_sinks_softcap_masks_and_dims_by_layer() -> None:
     left = (WINDOW - 1, 0)
     assert kinds("gpt-oss") == [(left, True, False, None, 32, 32), (full, True, False, None, 32, 32)]
     assert kinds("gemma2") == [(left, False, True, None, 32, 32), (full, False, True, None, 32, 32)]
-    assert kinds("llama4") == [((-1, -1), False, False, "bool", 16, 16), (full, False, False, None, 16, 16)]
+    assert kinds("llama4") == [(full, False, False, None, 16, 16)] * 2
+    chunked, full_layer = describe(BY_NAME["llama4"].make_config(), "cuda", 90).parts[0].layers
+    assert (chunked.spec.attention_chunk, full_layer.spec.attention_chunk) == (True, False)
     assert kinds("deepseek-v3") == [(full, False, False, None, 24, 16)] * 2
     assert kinds("t5")[0] == ((-1, -1), False, False, "float", 16, 16)
     assert kinds("modernbert") == [((WINDOW, WINDOW), False, False, None, 16, 16), ((-1, -1), False, False, None, 16, 16)]

@@ -36,7 +36,7 @@ def seen(mask: Tensor | ImplicitMask, batch: int, seqlen_q: int, seqlen_k: int) 
     if isinstance(mask, Tensor):
         return mask.expand(batch, 1, seqlen_q, seqlen_k)
     keys = mask.num_keys or seqlen_k
-    keep = visible_keys(seqlen_q, keys, mask.window_size, torch.device("cpu")).expand(batch, 1, -1, -1)
+    keep = visible_keys(seqlen_q, keys, mask.window_size, torch.device("cpu"), mask.attention_chunk).expand(batch, 1, -1, -1)
     if mask.key_mask is not None:
         keep = keep & mask.key_mask
     if mask.cu_seqlens is not None:
@@ -119,6 +119,43 @@ def test_a_mask_moves_as_a_tensor_does() -> None:
     assert mask.key_mask.is_meta
 
 
+@pytest.mark.parametrize("length", [4, 20], ids=["crossed", "one chunk"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_chunks_begin_behind_the_padding(
+    padding: str, layout: tuple[int, int, Any, int], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bool tensor of all scores is made only where a kernel would count chunks from another key."""
+    q_length, kv_length, q_offset, kv_offset = layout
+    pads = torch.tensor([3, 0]) if padding == "left" else torch.zeros(2, dtype=torch.int64)
+    mask = None
+    if padding != "none":
+        mask = torch.ones(2, kv_length + kv_offset, dtype=torch.bool)
+        mask[0, slice(0, 3) if padding == "left" else slice(-2, None)] = False
+    arguments = {
+        "batch_size": 2,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": masking_utils.chunked_causal_mask_function(length, pads),
+        "attention_mask": mask,
+    }
+    theirs = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False).expand(2, 1, q_length, kv_length)
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(masks, "KERNELS_ON", {device})
+        ours = hf.mask_forward(**arguments)
+        if isinstance(ours, ImplicitMask) and ours.packed_keys is not None:
+            continue  # see test_keys_are_packed_where_kernels_can_count_from_their_end
+        # the row of a query in the padding may hold anything
+        real = slice(3, None) if padding == "left" and q_length + q_offset == kv_length else slice(None)
+        assert torch.equal(seen(ours, 2, q_length, kv_length)[:, :, real], theirs[:, :, real])
+    crossed = kv_offset + kv_length > length
+    can_count = not crossed or (padding != "left" and kv_offset % length == 0)
+    if q_length > 1 and can_count:
+        assert isinstance(ours, ImplicitMask)
+
+
 PACKED = {
     "left": ([3, 0, 5], CAUSAL, True),
     "left, window": ([3, 0, 5], SLIDING, True),
@@ -126,6 +163,8 @@ PACKED = {
     "right": ([-3, 0, -5], CAUSAL, False),
     "right, both ways": ([-3, 0, -5], FULL, True),
     "right, window both ways": ([-3, 0, -5], SLIDING_FULL, False),
+    "left, chunks": ([3, 0, 5], None, True),
+    "right, chunks": ([-3, 0, -5], None, False),
     "nothing left": ([0, 7], CAUSAL, False),
 }
 
@@ -139,6 +178,8 @@ def test_keys_are_packed_where_kernels_can_count_from_their_end(
     keep = torch.ones(len(pads), 7, dtype=torch.bool)
     for row, pad in enumerate(pads):
         keep[row, slice(pad) if pad > 0 else slice(7 + pad, None)] = False
+    if function is None:
+        function = masking_utils.chunked_causal_mask_function(3, torch.tensor([max(pad, 0) for pad in pads]))
     queries = 7 - offset
     given = {"batch_size": len(pads), "q_length": queries, "kv_length": 7, "q_offset": offset, "mask_function": function}
     mask = hf.mask_forward(**given, attention_mask=keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from fa_serve import hf
 from fa_serve.hf.masks import ImplicitMask
 from fa_serve.hf.paged import Probe
 from fa_serve.hf.translate import translate
-from fa_serve.spec import UnsupportedModelError
+from fa_serve.spec import ParameterError, UnsupportedModelError
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,22 @@ def test_layers_are_found_from_a_config_alone() -> None:
     ]
     large = LlamaConfig(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=3)
     assert [s.head_dim for s in hf.attention_layers(large)] == [128] * 3
+
+
+def test_layers_whose_prompts_have_float8_products() -> None:
+    """Every layer, with new keys and with keys in pages, of the model's dtype or float8."""
+    llama = LlamaConfig(hidden_size=2048, num_attention_heads=16, num_key_value_heads=8, num_hidden_layers=2)
+    layers = [replace(x, device="cuda", arch=90, dtype=torch.bfloat16) for x in hf.attention_layers(llama)]
+    for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        cached = [replace(x, kv_dtype=kv_dtype) for x in layers]
+        hf.check_attention_precision(cached, 16, "fp8")
+        wide = replace(cached[1], head_dim=256, head_dim_v=256)
+        hf.check_attention_precision([cached[0], wide], 16, "qk8")
+        with pytest.raises(ParameterError, match="hopper has head sizes of 64 and 128 with precision 'fp8', got 256") as error:
+            hf.check_attention_precision([cached[0], wide], 16, "fp8")
+        assert error.value.field == "attention_precision"
+        with pytest.raises(ParameterError, match=r"got compute capability 8\.0"):
+            hf.check_attention_precision([replace(x, arch=80) for x in cached], 16, "qk8")
 
 
 def test_a_step_must_come_without_a_mask() -> None:

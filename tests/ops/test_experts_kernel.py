@@ -7,7 +7,7 @@ import torch
 from quantized import float4_weight
 
 from fa_serve import ops
-from fa_serve.ops.experts_kernel import grouped_tile, quantized_tile, reads_by_rows
+from fa_serve.ops.experts_kernel import experts_at_once, grouped_tile, quantized_tile, reads_by_rows
 
 
 @pytest.mark.parametrize("pairs_per_expert", [0.1, 4, 16, 17, 96, 97, 5000])
@@ -60,9 +60,19 @@ def test_quantised_experts_have_sizes_and_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pairs_per_expert", "block_m"), [(0, 32), (0.1, 16), (4, 16), (16, 16), (17, 32), (96, 64), (5000, 64)]
+    ("pairs_per_expert", "block_m"), [(0, 32), (0.1, 16), (8, 16), (9, 32), (20, 32), (21, 64), (5000, 64)]
 )
 def test_quantised_tiles_follow_the_pairs_of_an_expert(pairs_per_expert: float, block_m: int) -> None:
     tile = quantized_tile(pairs_per_expert, 2)
     assert (tile.block_m, tile.block_n) == (block_m, 64)
     assert quantized_tile(pairs_per_expert, 4) == quantized_tile(0, 4), "float32 has one tile"
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "megabytes", "expected"), [(32, 33, 12), (32, 17, 16), (128, 6, 64), (128, 3, 128), (8, 700, 4), (6, 1, 8)]
+)
+def test_experts_that_are_dequantised_at_once_fit_in_their_memory(num_experts: int, megabytes: int, expected: int) -> None:
+    """Four at least, because of addresses; equal parts; gpt-oss' gate and up weights take 33 MB an expert."""
+    found = experts_at_once(num_experts, megabytes << 20)
+    assert found == expected
+    assert found * megabytes <= 512 or found == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -11,10 +12,12 @@ from rounded_once import randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops import experts_kernel, experts_primitives, experts_rows_kernel
+from fa_serve.ops import experts_kernel, experts_primitives, experts_rows_kernel, experts_wgmma_kernel
 from fa_serve.ops.experts_kernel import GroupedTile, launch_experts
 from fa_serve.ops.experts_rows_kernel import RowTile
+from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile
 from fa_serve.ops.quantized_weight import QuantizedWeight
+from fa_serve.ops.torch_experts import gated
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
@@ -155,6 +158,56 @@ def test_quantised_experts(name: str, dtype: torch.dtype, as_bytes: bool, monkey
         exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
         eager = TorchOps().experts(x, index, weights, experts, False)
         assert_matches_reference(launch_experts(x, index, weights, experts, False), exact, eager)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "float8-row", "int4-zeros"])
+def test_some_experts_at_a_time_are_dequantised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts, of 4 and of 2 experts, with biases and pairs that belong to another process."""
+    monkeypatch.setattr(experts_kernel, "choose_experts", lambda *_: "dequantized")
+    monkeypatch.setattr(experts_kernel, "_MATRIX_BYTES", 1)
+    case = Case(9, 2, num_experts=6, hidden=288, width=32, gate=CLAMPED, bias=True, routing="elsewhere")
+    x, index, weights, experts = quantised(name, case, torch.float32)
+    exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
+    eager = TorchOps().experts(x, index, weights, experts, False)
+    assert_matches_reference(launch_experts(x, index, weights, experts, False), exact, eager)
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_tiles_are_listed_for_the_kernel_for_hopper(block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in multiplies the pairs of the listed tiles, each of which has at most block_m pairs of one expert."""
+    rows_of = []
+
+    def plan(
+        weight: QuantizedWeight, num_experts: int, top_k: int, gate: ops.Gate | None, *_: object
+    ) -> Callable[[tuple[Tensor, ...]], None]:
+        rows = weight.shape[0] // num_experts
+
+        def product(tensors: tuple[Tensor, ...]) -> None:
+            x, data, scales, _, bias, order, tiles, out = tensors
+            assert data is weight.data
+            assert scales is weight.scales
+            for expert, first, end in tiles.tolist():
+                places = list(range(first, min(first + block_m, end)))
+                rows_of.append(len(places))
+                if places:
+                    matrix = weight.rows(expert * rows, (expert + 1) * rows).dequantize(x.dtype)
+                    pairs = order[places].long()
+                    y = x[pairs // top_k if gate else places] @ matrix.t() + bias[expert]
+                    out[places if gate else pairs] = gated(y, gate) if gate else y
+
+        return product
+
+    monkeypatch.setattr(experts_kernel, "choose_experts", lambda *_: "wgmma")
+    monkeypatch.setattr(experts_wgmma_kernel, "grouped_wgmma_tile", lambda _: GroupedWgmmaTile(block_m, 128))
+    monkeypatch.setattr(experts_wgmma_kernel, "plan_grouped_wgmma", plan)
+    case = Case(40, 2, num_experts=3, hidden=64, width=32, gate=CLAMPED, bias=True, routing="elsewhere")
+    x, index, weights, experts = quantised("mxfp4", case, torch.float32)
+    exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
+    eager = TorchOps().experts(x, index, weights, experts, False)
+    assert_matches_reference(launch_experts(x, index, weights, experts, False), exact, eager)
+    met = int(((index >= 0) & (index < 3)).sum())
+    assert sum(rows_of) == 2 * met
+    assert max(rows_of) == block_m or block_m == 64
 
 
 def test_rows_of_quantised_experts_do_not_know_each_other_where_that_is_asked() -> None:

@@ -138,6 +138,8 @@ BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     "a-number-of-a-million-digits": lambda: _with(COMPLETIONS, "seed", b"9" * 1_000_000),
     "a-float-of-a-million-digits": lambda: _with(COMPLETIONS, "temperature", b"0." + b"1" * 1_000_000),
     "escapes": lambda: _with(COMPLETIONS, "user", b'"' + b"\\u0041" * 2_000_000 + b'"'),
+    "a-long-value-that-is-refused": lambda: _with(COMPLETIONS, "cache_salt", b'"' + b"x" * 10_000_000 + b'"'),
+    "a-long-name-of-a-model": lambda: (COMPLETIONS, b'{"prompt":"x","model":"%b"}' % (b"x" * 15_000_000)),
     "content-parts": lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 250_000}]),
     "unknown-content-parts": lambda: chat(messages=[{"role": "user", "content": [{}] * 2_000_000}]),
     "tool-calls": lambda: chat(messages=[{"role": "assistant", "tool_calls": [{}] * 2_000_000}]),

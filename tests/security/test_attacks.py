@@ -52,6 +52,14 @@ def test_a_hostile_body(fortress: Fortress, name: str):
         assert len(reply.content) < 4096, "an error does not repeat what the client sent"
 
 
+def test_refused_bodies_are_not_kept(fortress: Fortress):
+    """Before: each was kept until the garbage was collected, which texts alone do not cause."""
+    path, body = attacks.BODIES["a-long-value-that-is-refused"]()
+    with fortress.under_attack("refused bodies", growth=200 * 2**20):
+        for _ in range(40):
+            assert fortress.post(path, body).status_code == 400
+
+
 @pytest.mark.parametrize("name", WIRE)
 def test_hostile_bytes(fortress: Fortress, name: str):
     # more is of no use to the server, except what a grammar may take while it is compiled, and the cache of grammars

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
-from fa_serve.server import errors, routes
+from fa_serve.server import errors, routes, streaming
 from fa_serve.server.app import create_app
 from fa_serve.server.process import Server
 from fa_serve.server.settings import Settings
-from fa_serve.server.streaming import EventStream
 from fa_serve.server.tokenization import Tokenization
 from starlette.responses import JSONResponse
 
@@ -242,7 +241,7 @@ def a_handler_fails(monkeypatch):
 
 
 def errors_are_fastapis_own(monkeypatch):
-    monkeypatch.setattr(errors, "validation_refused", lambda found: Plain(str(found)))
+    monkeypatch.setattr(routes, "validation_refused", lambda found: Plain(str(found)))
 
 
 class Plain(errors.BadRequest):
@@ -262,7 +261,7 @@ def fields_are_not_looked_at(monkeypatch):
 
 
 def streams_are_called_json(monkeypatch):
-    monkeypatch.setattr(EventStream, "media_type", "application/x-ndjson")
+    monkeypatch.setattr(streaming, "EVENT_HEADERS", [(b"content-type", b"application/x-ndjson")])
 
 
 def any_method_will_do(monkeypatch):

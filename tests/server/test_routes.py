@@ -1,12 +1,15 @@
 """The routes over a fake engine: which bodies they read, the models, the tokenizer, and unknown paths."""
 
+import asyncio
+import gc
 import json
 import re
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
-from fa_serve.server.routes import BodyRoute
+from fa_serve.server import routes
 
 pytestmark = pytest.mark.anyio
 
@@ -53,8 +56,8 @@ async def test_pages_load_nothing_and_can_be_framed_by_nobody(serving, path):
 
 async def test_a_large_body_is_parsed_beside_the_event_loop(serving, monkeypatch):
     threads = []
-    validated = BodyRoute._validated
-    monkeypatch.setattr(BodyRoute, "_validated", lambda *given: threads.append(threading.current_thread()) or validated(*given))
+    validated = routes._validated
+    monkeypatch.setattr(routes, "_validated", lambda *given: threads.append(threading.current_thread()) or validated(*given))
     async with serving() as client:
         for size in (100, 100_000):
             headers = {"content-type": "application/json"}
@@ -161,3 +164,38 @@ async def test_unforeseen_failure_tells_no_internals(serving, engine, conforms, 
     assert response.headers["x-request-id"].startswith("req-")
     [record] = [record for record in caplog.records if record.exc_info]
     assert response.headers["x-request-id"] in record.getMessage()
+
+
+@pytest.mark.parametrize("field", ["user", "model", "prompt", "cache_salt", "truncation_side", "x"])
+async def test_a_long_value_is_not_repeated_by_its_error(serving, field):
+    async with serving() as client:
+        response = await client.post("/v1/completions", json={**TEXT, field: "long" * 100_000})
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize("size", [100, 100_000], ids=["parsed at once", "parsed in a thread"])
+async def test_a_refused_body_is_not_kept(serving, monkeypatch, size):
+    """Ten refused bodies of 16 MB a second would fill the memory: texts alone do not make the garbage collector run."""
+
+    class Values(dict):
+        pass
+
+    kept = []
+
+    def parsed(content):
+        values = Values(json.loads(content))
+        kept.append(weakref.ref(values))
+        return values
+
+    monkeypatch.setattr(routes, "strict_json", parsed)
+    async with serving() as client:
+        gc.collect()
+        gc.disable()
+        try:
+            response = await client.post("/v1/completions", json={**TEXT, "priority": "x" * size})
+            await asyncio.sleep(0.05)
+            assert response.status_code == 400
+            assert [each() for each in kept] == [None]
+        finally:
+            gc.enable()

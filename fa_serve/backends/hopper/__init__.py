@@ -12,7 +12,7 @@ hopper_tiles    the shape of tiles
 descriptors     how the copy engine addresses tensors
 gluon_names     what releases of Triton call by different names
 
-Left out: decoding, caches in float8 and explicit masks, which the portable kernels have.
+Left out: decoding, 16-bit products with caches in float8, and explicit masks, which the portable kernels have.
 
 Gluon is Triton's experimental layer and changes with every release. The modules with kernels are therefore imported only when a
 call is planned, after `supports` has seen a release that they are written for.
@@ -90,8 +90,10 @@ class HopperBackend:
 
 def _cannot_quantize(spec: AttentionSpec) -> str | None:
     """Why the products cannot be float8, or None."""
-    if spec.layout == "paged" or spec.block_mask:
-        return f"multiplies float8 without pages and block_mask only, got precision {spec.precision!r}"
+    if spec.block_mask:
+        return f"multiplies float8 without a block_mask only, got precision {spec.precision!r}"
+    if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
+        return f"quantises caches of q's dtype or float8_e4m3fn, got {dtype_name(spec.kv_dtype)}"
     widest = 256 if spec.precision == "qk8" else 128
     if spec.head_dim != spec.head_dim_v or spec.head_dim not in (64, 128, widest):
         sizes = "64, 128 and 256" if spec.precision == "qk8" else "64 and 128"
@@ -103,7 +105,9 @@ def _cannot_quantize(spec: AttentionSpec) -> str | None:
 
 
 def _cannot_page(spec: AttentionSpec) -> str | None:
-    """Why the paged cache cannot be read, or None."""
+    """Why the paged cache cannot be read, or None. The kernel that makes float8 copies reads any."""
+    if spec.precision != "bf16":
+        return None
     if spec.kv_dtype != spec.dtype:
         return f"reads caches of q's dtype {dtype_name(spec.dtype)}, got {dtype_name(spec.kv_dtype)}"
     if spec.page_size % 16:

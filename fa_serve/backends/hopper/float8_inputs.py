@@ -14,13 +14,20 @@ The copies of packed keys have gaps: each sequence begins at a multiple of BLOCK
 
     first(b) = cu_seqlens_k[b] // BLOCK_KEYS + b       in units of BLOCK_KEYS rows
 
-which needs no length on the host. Rows past the end of a sequence are zero.
+which needs no length on the host. The copies of keys in pages are a dense batch with room for max_seqlen_k keys of each
+sequence, because only the device knows how many there are. Rows past the end of a sequence are zero, and so are rows before
+its first query's window. Groups without any other rows are not written, and neither are those of sequences that another kernel
+computes (see `backends.mixed`).
+
+A cache that is float8 already has one scale for each head, its descale, which commutes with H: keys are multiplied by H as they
+are, then by the descale, and are rounded again with the scale of their group. Values keep their numbers, and their descale is
+the scale of each group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -30,7 +37,7 @@ from torch import Tensor
 from fa_serve.backends.hopper.descriptors import Layout, contiguous, permuted
 from fa_serve.backends.hopper.kernel_types import BLOCK_KEYS
 from fa_serve.backends.launch import Launch
-from fa_serve.spec import Precision
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
@@ -39,10 +46,14 @@ SMALLEST_SCALE = tl.constexpr(2.0**-60)
 _CHUNK = tl.constexpr(256)  # sequences that a program reads at a time
 _ROWS = BLOCK_KEYS.value
 _GROUP = tl.constexpr(_ROWS)
+_FAR = tl.constexpr(1 << 30)
+Form = Literal["dense", "packed", "paged"]
+"""How keys lie: in a dense batch, or behind packed queries, end to end or in pages."""
 
 
 class Strides(NamedTuple):
-    """Elements from one sequence of a dense batch to the next (0 if packed), from token to token, and from head to head."""
+    """Elements from one sequence of a dense batch to the next (0 if packed) or from page to page, from token to token, and from
+    head to head."""
 
     batch: int
     token: int
@@ -59,14 +70,14 @@ def _sign(row):
 
 
 @triton.jit
-def _rotate(x_ptrs, keep, DIM: tl.constexpr, dtype: tl.constexpr):
+def _rotate(x_ptr, offsets, keep, DIM: tl.constexpr, dtype: tl.constexpr):
     """Rows of x times H * sqrt(DIM), float32. Its entries are +1 and -1, so that the product with 16 bits is exact."""
     PART: tl.constexpr = 64
     cols = tl.arange(0, DIM)[None, :]
     y = tl.zeros([_GROUP, DIM], tl.float32)
     for start in tl.static_range(0, DIM, PART):
         rows = start + tl.arange(0, PART)
-        x = tl.load(x_ptrs + rows[None, :], mask=keep[:, None], other=0.0)
+        x = tl.load(x_ptr + offsets[:, None] + rows[None, :], mask=keep[:, None], other=0.0).to(dtype)
         bits = rows[:, None] & cols
         bits = bits ^ (bits >> 4)
         bits = bits ^ (bits >> 2)
@@ -89,8 +100,8 @@ def _quantize_queries(q_ptr, q8_ptr, scale_ptr, strides, block, head, num_heads,
     batch = row // seqlen
     token = row % seqlen
     q_ptr += head.to(tl.int64) * strides.head
-    q_ptrs = q_ptr + batch.to(tl.int64) * strides.batch + token.to(tl.int64) * strides.token
-    y = _rotate(q_ptrs[:, None], keep, DIM, q_ptr.dtype.element_ty)
+    offsets = batch.to(tl.int64) * strides.batch + token.to(tl.int64) * strides.token
+    y = _rotate(q_ptr, offsets, keep, DIM, q_ptr.dtype.element_ty)
     scale = _scale_of(tl.max(tl.abs(y), 1))
     # (batch, num_heads, seqlen, dim), where a packed call is one sequence
     at = (batch.to(tl.int64) * num_heads + head) * seqlen + token
@@ -117,9 +128,29 @@ def _find_group(group, cu_seqlens_ptr, batch):
 
 
 @triton.jit
-def _quantize_keys(k_ptrs, keep, k8_ptr, scale_ptr, at, DIM: tl.constexpr, dtype: tl.constexpr):
+def _visible_rows(sequence, seqused_k_ptr, cu_seqlens_q_ptr, skip_q, left):
+    """The keys [low, length) that queries of a paged sequence see; low is _FAR if another kernel computes the sequence."""
+    length = tl.load(seqused_k_ptr + sequence)
+    queries = tl.load(cu_seqlens_q_ptr + sequence + 1) - tl.load(cu_seqlens_q_ptr + sequence)
+    low = tl.where(left >= 0, tl.maximum(length - queries - left, 0), 0)
+    return tl.where(queries > skip_q, low, _FAR), length
+
+
+@triton.jit
+def _row_offsets(rows, keep, sequence, first, strides, block_table_ptr, table_stride, PAGE_SIZE: tl.constexpr):
+    """Elements from the beginning of a head of k or v to each of these rows of a sequence, int64. Pages of rows that are not
+    kept are not looked up."""
+    if block_table_ptr is not None:
+        entries = block_table_ptr + sequence.to(tl.int64) * table_stride + rows // PAGE_SIZE
+        page = tl.load(entries, mask=keep, other=0)
+        return page.to(tl.int64) * strides.batch + (rows % PAGE_SIZE).to(tl.int64) * strides.token
+    return sequence.to(tl.int64) * strides.batch + (first + rows).to(tl.int64) * strides.token
+
+
+@triton.jit
+def _quantize_keys(k_ptr, offsets, keep, descale, k8_ptr, scale_ptr, at, DIM: tl.constexpr, dtype: tl.constexpr):
     """A group of rows of one head of k, with one scale, to the `at`-th group of the copy."""
-    y = _rotate(k_ptrs[:, None], keep, DIM, dtype)
+    y = _rotate(k_ptr, offsets, keep, DIM, dtype) * descale
     scale = _scale_of(tl.max(tl.max(tl.abs(y), 1), 0))
     tl.store(scale_ptr + at, scale * DIM**-0.5)
     rows = (at * _GROUP + tl.arange(0, _GROUP)) * DIM
@@ -127,35 +158,44 @@ def _quantize_keys(k_ptrs, keep, k8_ptr, scale_ptr, at, DIM: tl.constexpr, dtype
 
 
 @triton.jit
-def _transpose_values(v_ptr, token_stride, length, row, v8_ptr, scale_ptr, at, groups, DIM: tl.constexpr):
-    """A group of rows of one head of v, from `row` on, with one scale, to columns of the copy (heads, dim, rows)."""
-    place = tl.arange(0, _GROUP)
-    key = row + place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2
-    cols = tl.arange(0, DIM)
-    v_ptrs = v_ptr + (key.to(tl.int64) * token_stride)[:, None] + cols[None, :]
-    v = tl.load(v_ptrs, mask=(key < length)[:, None], other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.max(tl.abs(v), 1), 0))
+def _transpose_values(v, descale, IS_FLOAT8: tl.constexpr, v8_ptr, scale_ptr, at, groups, DIM: tl.constexpr):
+    """A group of rows of one head of v, with one scale, to columns of the copy (heads, dim, rows)."""
+    if IS_FLOAT8:
+        scale = tl.maximum(descale, SMALLEST_SCALE)
+    else:
+        v = v.to(tl.float32)
+        scale = _scale_of(tl.max(tl.max(tl.abs(v), 1), 0))
+        v = (v / scale).to(tl.float8e4nv)
     tl.store(scale_ptr + at, scale)
-    columns = (at // groups * DIM + cols) * groups * _GROUP
-    tl.store(v8_ptr + columns[:, None] + (at % groups * _GROUP + place)[None, :], tl.trans((v / scale).to(tl.float8e4nv)))
+    columns = (at // groups * DIM + tl.arange(0, DIM)) * groups * _GROUP
+    tl.store(v8_ptr + columns[:, None] + (at % groups * _GROUP + tl.arange(0, _GROUP))[None, :], tl.trans(v))
 
 
-@triton.jit
-def _copy_values(v_ptr, token_stride, length, row, copy_ptr, at, DIM: tl.constexpr):
-    """A group of rows of one head of v, as it is, to the `at`-th group of the copy."""
-    rows = tl.arange(0, _GROUP)
-    cols = tl.arange(0, DIM)[None, :]
-    v_ptrs = v_ptr + ((row + rows).to(tl.int64) * token_stride)[:, None] + cols
-    v = tl.load(v_ptrs, mask=(row + rows < length)[:, None], other=0.0)
-    tl.store(copy_ptr + ((at * _GROUP + rows) * DIM)[:, None] + cols, v)
-
-
-@triton.jit(do_not_specialize=["num_heads", "num_kv_heads", "seqlen_q", "total_q", "seqlen_k", "groups", "batch", "programs"])
+@triton.jit(
+    do_not_specialize=[
+        "num_heads",
+        "num_kv_heads",
+        "seqlen_q",
+        "total_q",
+        "seqlen_k",
+        "groups",
+        "batch",
+        "query_blocks",
+        "key_groups",
+        "skip_q",
+        "left",
+        "table_stride",
+    ]
+)
 def _quantize_inputs(
     q_ptr,
     k_ptr,
     v_ptr,
-    cu_seqlens_k_ptr,
+    keys_ptr,
+    cu_seqlens_q_ptr,
+    block_table_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
     q8_ptr,
     k8_ptr,
     v8_ptr,
@@ -169,7 +209,11 @@ def _quantize_inputs(
     seqlen_k,
     groups,
     batch,
-    programs,
+    query_blocks,
+    key_groups,
+    skip_q,
+    left,
+    table_stride,
     q_batch_stride,
     q_token_stride,
     q_head_stride,
@@ -181,52 +225,79 @@ def _quantize_inputs(
     v_head_stride,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
 ):
     """A program quantises _GROUP rows of one head of q, k or v.
 
+    keys_ptr: cu_seqlens_k of packed keys, seqused_k of keys in pages, None for a dense batch
+    cu_seqlens_q_ptr, block_table_ptr: None unless keys are in pages. k_descale_ptr, v_descale_ptr: None unless k and v are
+              float8
+    v8_ptr:   None: v is used as it is. v_scale_ptr: None: v is copied in 16 bits
     seqlen_q, seqlen_k: lengths of a dense batch; packed queries are one sequence of total_q rows
-    programs: programs of one head
-    groups: groups of rows of one sequence of a dense batch or, with cu_seqlens_k, of all sequences together
-    v8_ptr: None: v is used as it is. v_scale_ptr: None: v is copied as it is
+    groups:   groups of rows of one sequence of a dense batch or of a batch in pages, or of all packed sequences together
+    query_blocks, key_groups: programs of one head of q, and of one head of k or v
+    skip_q, left: as in `_visible_rows`
     """
-    index = tl.program_id(0) % programs
-    head = tl.program_id(0) // programs
+    program = tl.program_id(0)
     q_strides = Strides(q_batch_stride, q_token_stride, q_head_stride)
     k_strides = Strides(k_batch_stride, k_token_stride, k_head_stride)
     v_strides = Strides(v_batch_stride, v_token_stride, v_head_stride)
-    if head < num_heads:
-        if index * _GROUP < total_q:
-            _quantize_queries(q_ptr, q8_ptr, q_scale_ptr, q_strides, index, head, num_heads, seqlen_q, total_q, DIM)
+    if program < num_heads * query_blocks:
+        head = program // query_blocks
+        block = program % query_blocks
+        _quantize_queries(q_ptr, q8_ptr, q_scale_ptr, q_strides, block, head, num_heads, seqlen_q, total_q, DIM)
     else:
-        # the index of the group among those of its head, its sequence in a dense batch, and its rows
+        # the index of the group among those of its head, its sequence in a batch, and its rows [low, length) from `row` on
+        program -= num_heads * query_blocks
+        index = program % key_groups
+        number = program // key_groups
         sequence = index // groups
         group = index % groups
         first = 0
+        low = 0
         length = seqlen_k
         row = group * _GROUP
-        if cu_seqlens_k_ptr is not None:
-            first, length, row = _find_group(group, cu_seqlens_k_ptr, batch)
-            batch = 1
+        if block_table_ptr is not None:
+            low, length = _visible_rows(sequence, keys_ptr, cu_seqlens_q_ptr, skip_q, left)
+        elif keys_ptr is not None:
+            first, length, row = _find_group(group, keys_ptr, batch)
         # a sequence without keys has a group of zeros, which a tile of its queries visits and masks
-        if (sequence < batch) & (row < tl.maximum(length, 1)):
-            kv_head = (head - num_heads) % num_kv_heads
+        if (row < tl.maximum(length, 1)) & (row + _GROUP > low):
+            kv_head = number % num_kv_heads
             at = (sequence * num_kv_heads + kv_head).to(tl.int64) * groups + group
-            if head < num_heads + num_kv_heads:
-                k_ptr += sequence.to(tl.int64) * k_strides.batch + kv_head.to(tl.int64) * k_strides.head
-                rows = row + tl.arange(0, _GROUP)
-                k_ptrs = k_ptr + (first + rows).to(tl.int64) * k_strides.token
-                _quantize_keys(k_ptrs, rows < length, k8_ptr, k_scale_ptr, at, DIM, k_ptr.dtype.element_ty)
+            place = tl.arange(0, _GROUP)
+            if number < num_kv_heads:
+                rows = row + place
+                keep = (rows >= low) & (rows < length)
+                offsets = _row_offsets(rows, keep, sequence, first, k_strides, block_table_ptr, table_stride, PAGE_SIZE)
+                k_ptr += kv_head.to(tl.int64) * k_strides.head
+                descale = 1.0
+                if k_descale_ptr is not None:
+                    descale = tl.load(k_descale_ptr + kv_head)
+                _quantize_keys(k_ptr, offsets, keep, descale, k8_ptr, k_scale_ptr, at, DIM, q_ptr.dtype.element_ty)
             elif v8_ptr is not None:
-                v_ptr += sequence.to(tl.int64) * v_strides.batch + kv_head.to(tl.int64) * v_strides.head
-                v_ptr += tl.cast(first, tl.int64) * v_strides.token
+                rows = row + place
                 if v_scale_ptr is not None:
-                    _transpose_values(v_ptr, v_strides.token, length, row, v8_ptr, v_scale_ptr, at, groups, DIM_V)
+                    rows = row + place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2
+                keep = (rows >= low) & (rows < length)
+                offsets = _row_offsets(rows, keep, sequence, first, v_strides, block_table_ptr, table_stride, PAGE_SIZE)
+                cols = tl.arange(0, DIM_V)[None, :]
+                v_ptr += kv_head.to(tl.int64) * v_strides.head
+                v = tl.load(v_ptr + offsets[:, None] + cols, mask=keep[:, None], other=0.0)
+                descale = 1.0
+                if v_descale_ptr is not None:
+                    descale = tl.load(v_descale_ptr + kv_head)
+                if v_scale_ptr is not None:
+                    IS_FLOAT8: tl.constexpr = v_descale_ptr is not None
+                    _transpose_values(v, descale, IS_FLOAT8, v8_ptr, v_scale_ptr, at, groups, DIM_V)
                 else:
-                    _copy_values(v_ptr, v_strides.token, length, row, v8_ptr, at, DIM_V)
+                    if v_descale_ptr is not None:
+                        v = v.to(tl.float32) * descale
+                    tl.store(v8_ptr + ((at * _GROUP + place) * DIM_V)[:, None] + cols, v)
 
 
 class Quantizer:
-    """The launch of `_quantize_inputs` for calls whose tensors lie alike; sequences are packed or a dense batch.
+    """The launch of `_quantize_inputs` for calls whose tensors lie alike.
 
     groups:  groups of BLOCK_KEYS keys of a head: of one sequence, or of all that are packed
     layouts: how the copies of q, k and v lie, with their dimensions in the order that the kernel's views have: (batch, seqlen,
@@ -234,46 +305,68 @@ class Quantizer:
              and seqlen exchanged. Values that are not copied lie as they were given
     """
 
-    def __init__(self, given: Sequence[Layout], sequences: int, packed: bool, precision: Precision) -> None:
+    def __init__(
+        self, given: Sequence[Layout], form: Form, sequences: int, options: AttentionOptions, table_stride: int = 0
+    ) -> None:
         """given: the layouts of q, k and v; sequences: how many are packed, or the batch size"""
         q, k, v = given
-        batch, seqlen_q, num_heads, dim = (1,) * packed + q.shape
-        seqlen_k, num_kv_heads = k.shape[-3:-1]
-        self._float8_values = precision == "fp8"
-        self._copies_values = packed or self._float8_values
-        self.groups = seqlen_k // _ROWS + sequences if packed else -(-seqlen_k // _ROWS)
-        rows = self.groups * _ROWS
+        one = form != "dense"  # packed queries are one sequence
+        batch, seqlen_q, num_heads, dim = (1,) * one + q.shape
+        num_kv_heads = k.shape[-2]
         dim_v = v.shape[-1]
+        self._float8_values = options.precision == "fp8"
+        self._copies_values = form != "dense" or self._float8_values
+        copies = 1 if form == "packed" else sequences
+        seqlen_k = options.max_seqlen_k if form == "paged" else k.shape[-3]
+        self.groups = seqlen_k // _ROWS + sequences if form == "packed" else max(-(-seqlen_k // _ROWS), 1)
+        rows = self.groups * _ROWS
         self._q = contiguous((batch, num_heads, seqlen_q, dim), FLOAT8)
-        self._k = contiguous((batch, num_kv_heads, rows, dim), FLOAT8)
+        self._k = contiguous((copies, num_kv_heads, rows, dim), FLOAT8)
         if self._float8_values:
-            self._v = contiguous((batch, num_kv_heads, dim_v, rows), FLOAT8)
+            self._v = contiguous((copies, num_kv_heads, dim_v, rows), FLOAT8)
         else:
-            self._v = contiguous((batch, num_kv_heads, rows, dim_v), v.dtype)
+            self._v = contiguous((copies, num_kv_heads, rows, dim_v), q.dtype)
         queries = permuted(self._q, 0, 2, 1, 3)
         self.layouts = [
-            Layout(queries.shape[packed:], queries.strides[packed:], FLOAT8),
+            Layout(queries.shape[one:], queries.strides[one:], FLOAT8),
             permuted(self._k, 0, 2, 1, 3),
             permuted(self._v, 0, 2, 1, 3) if self._copies_values else v,
         ]
-        programs = max(-(-batch * seqlen_q // _ROWS), batch * self.groups)
+        query_blocks = -(-batch * seqlen_q // _ROWS)
+        key_groups = copies * self.groups
         self._launch = Launch(
             _quantize_inputs,
-            programs * (num_heads + (1 + self._copies_values) * num_kv_heads),
-            varying=(num_heads, num_kv_heads, seqlen_q, batch * seqlen_q, seqlen_k, self.groups, sequences, programs),
-            fixed=(dim, dim_v),
+            num_heads * query_blocks + (1 + self._copies_values) * num_kv_heads * key_groups,
+            varying=(
+                num_heads,
+                num_kv_heads,
+                seqlen_q,
+                batch * seqlen_q,
+                seqlen_k,
+                self.groups,
+                sequences,
+                query_blocks,
+                key_groups,
+                options.skip_q,
+                options.window_size[0],
+                table_stride,
+            ),
+            fixed=(dim, dim_v, k.shape[1] if form == "paged" else 0),
             options={"num_warps": 8},
-            strides=[stride for x in (q, k, v) for stride in ((0,) * packed + x.strides)[:3]],
+            strides=[stride for x in (q, k, v) for stride in ((0,) * (4 - len(x.shape)) + x.strides)[:3]],
         )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Tensor | None, ...]:
+    def __call__(self, tensors: AttentionTensors) -> tuple[Tensor | None, ...]:
         """-> the copies of q, k and v, then their scales: float32, of q in the shape of lse, of k and v (batch, num_kv_heads,
         groups), None for values that are not float8."""
+        q, k, v = tensors[:3]
         q8 = q.new_empty(self._q.shape, dtype=FLOAT8)
         k8 = k.new_empty(self._k.shape, dtype=FLOAT8)
         copy = v.new_empty(self._v.shape, dtype=self._v.dtype) if self._copies_values else None
         q_scale = q.new_empty(self._q.shape[:3], dtype=torch.float32)
         k_scale = k.new_empty((*self._k.shape[:2], self.groups), dtype=torch.float32)
         v_scale = torch.empty_like(k_scale) if self._float8_values else None
-        self._launch((q, k, v, cu_seqlens_k, q8, k8, copy, q_scale, k_scale, v_scale))
+        table = tensors.block_table
+        pages = (None if table is None else tensors.cu_seqlens_q, table, tensors.k_descale, tensors.v_descale)
+        self._launch((q, k, v, tensors.keys, *pages, q8, k8, copy, q_scale, k_scale, v_scale))
         return q8, k8, v if copy is None else copy, q_scale, k_scale, v_scale

@@ -45,9 +45,11 @@ def tile_factors(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.
         kv_head = tile.head // args.scales.heads_per_kv
         if var.varlen:
             q = args.scales.q + tile.head.to(gl.int64) * args.lse_stride + tile.origin
-            first = kv_head * args.scales.stride + tile.k_origin // BLOCK_KEYS
         else:
             q = args.scales.q + (tile.origin.to(gl.int64) * args.num_heads + tile.head) * args.lse_stride
+        if var.gaps:
+            first = kv_head * args.scales.stride + tile.k_origin // BLOCK_KEYS
+        else:
             first = (tile.k_origin * (args.num_heads // args.scales.heads_per_kv) + kv_head) * args.scales.stride
         scales = args.scale * gl.load(q + rows, mask=rows < tile.q_len, other=1.0)
         return Factors(scales, args.scales.k + first, args.scales.v + first if var.float8_values else first)

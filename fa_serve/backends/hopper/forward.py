@@ -16,14 +16,15 @@ The hardware bounds packed sequences: descriptors are ragged (see `descriptors.r
 sequence read as zero and are not written. So a NaN of a neighbouring sequence is neither read nor overwritten, and no tile
 needs a slow path. A page of a paged cache is bounded in the same way, as a packed sequence whose length is the number of rows
 that are in use; a block of K or V arrives page by page. Entries of the block table after the last page or before a window
-are not read.
+are not read. With float8 products, the kernel reads copies instead of pages (see `float8_inputs`).
 
 With lists of key blocks, the producer copies the blocks of the list and no others (see `listed_blocks`).
 
     run = plan_forward(tensors, options)      # once for calls that look alike
     out, lse = run(tensors)
 
-Left out: explicit masks, float8 caches and head sizes that are not a multiple of 8. The module `backward` has the gradients.
+Left out: explicit masks, 16-bit products with float8 caches, and head sizes that are not a multiple of 8. The module `backward`
+has the gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from triton.experimental.gluon import language as gl
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.hopper.consumer import consumer
 from fa_serve.backends.hopper.descriptors import Layout, addressable, contiguous, copy_engine_strides, dense_view, ragged_view
-from fa_serve.backends.hopper.float8_inputs import Quantizer
+from fa_serve.backends.hopper.float8_inputs import Form, Quantizer
 from fa_serve.backends.hopper.hopper_tiles import (
     Schedule,
     TileConfig,
@@ -263,7 +264,7 @@ def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: Ti
     """Plan attention for calls whose tensors have the shapes, strides, dtypes, device and presence of `tensors`.
 
     Queries are dense, or packed by cu_seqlens_q with keys packed by cu_seqlens_k or in the pages of block_table, in the shapes
-    of `fa_serve.api`. Mask, descales and num_splits are ignored, because `HopperBackend.supports` refuses them.
+    of `fa_serve.api`. Mask and num_splits are ignored, because `HopperBackend.supports` refuses them.
 
     tiles: overrides the choice of `forward_tiles`, for tuning and tests
 
@@ -275,14 +276,18 @@ def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: Ti
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3]) if options.return_lse else None
     if 0 in (*q.shape[:2], *k.shape[:2]):
         return _run_without_keys(out_shape, lse_shape)
+    form: Form = "dense" if tensors.cu_seqlens_q is None else "packed" if tensors.block_table is None else "paged"
     given = [Layout(x.shape, x.stride(), x.dtype) for x in (q, k, v)]
     given.append(contiguous(out_shape, q.dtype) if tensors.out is None else Layout(out_shape, tensors.out.stride(), q.dtype))
-    copied = tuple([copy_engine_strides(layout.shape, layout.strides) is None for layout in given])
+    copied: tuple[bool | None, ...] = tuple([copy_engine_strides(x.shape, x.strides) is None for x in given])
+    if form == "paged" and options.precision != "bf16":
+        copied = (copied[0], None, None, copied[3])
     sequences = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
     layouts = [contiguous(x.shape, x.dtype) if copy else x for x, copy in zip(given, copied, strict=True)]
+    table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
     quantizer = None
     if options.precision != "bf16":
-        quantizer = Quantizer(layouts[:3], sequences, tensors.cu_seqlens_q is not None, options.precision)
+        quantizer = Quantizer(layouts[:3], form, sequences, options, table_stride)
         layouts[:3] = quantizer.layouts
     problem = _Problem(
         q=layouts[0],
@@ -290,15 +295,14 @@ def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: Ti
         v=layouts[2],
         out=layouts[3],
         device=q.device,
-        packed=tensors.cu_seqlens_q is not None,
+        form=form,
         batch=sequences,
-        paged=tensors.block_table is not None,
-        table_stride=0 if tensors.block_table is None else tensors.block_table.stride(0),
+        table_stride=table_stride,
         options=options,
         blocks=tensors.blocks,
         scale_stride=0 if quantizer is None else quantizer.groups,
     )
-    run = _run_launches(_plan_launches(problem, tiles), quantizer, out_shape, lse_shape)
+    run = _run_launches(_plan_launches(problem, tiles), quantizer, out_shape, lse_shape, copied)
     return (lambda tensors: _run_on_copies(run, tensors, copied)) if any(copied) else run
 
 
@@ -310,13 +314,22 @@ class _Problem(NamedTuple):
     v: Layout
     out: Layout
     device: torch.device
-    packed: bool
+    form: Form
     batch: int
-    paged: bool
     table_stride: int
     options: AttentionOptions
     blocks: BlockLists | None
     scale_stride: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether queries are packed."""
+        return self.form != "dense"
+
+    @property
+    def paged(self) -> bool:
+        """Whether the kernel reads pages. Of float8 keys in pages it reads copies."""
+        return self.form == "paged" and self.options.precision == "bf16"
 
     @property
     def num_heads(self) -> int:
@@ -377,6 +390,7 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
         block_k=0 if blocks is None else blocks.block_size[1],
         bits=blocks is not None and blocks.partial_bits is not None,
         precision=options.precision,
+        gaps=problem.form == "packed" and options.precision != "bf16",
     )
     assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
     counts = _count_tiles(problem, tiles)
@@ -395,9 +409,10 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
     )
     if not problem.packed:
         return _Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC)
-    group = BLOCK_KEYS.value if var.float8_keys else 1
+    group = BLOCK_KEYS.value if var.gaps else 1
+    in_pages = problem.form == "paged"
     table = table_launch(
-        counts.per_head, problem.batch, options.window_size, tiles.block_m, tiles.block_n, options.skip_q, problem.paged, group
+        counts.per_head, problem.batch, options.window_size, tiles.block_m, tiles.block_n, options.skip_q, in_pages, group
     )
     return _Launches(attention, table, counts.per_head)
 
@@ -492,15 +507,26 @@ def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
 
 
 def _run_launches(
-    launches: _Launches, quantizer: Quantizer | None, out_shape: tuple[int, ...], lse_shape: tuple[int, ...] | None
+    launches: _Launches,
+    quantizer: Quantizer | None,
+    out_shape: tuple[int, ...],
+    lse_shape: tuple[int, ...] | None,
+    copied: tuple[bool | None, ...],
 ) -> Run:
-    """The plan of a call whose strides the copy engine can address. `lse_shape` is None if lse is not wanted."""
+    """The plan of a call whose strides the copy engine can address.
+
+    lse_shape: None if lse is not wanted
+    copied:    as in `_run_on_copies`
+    """
     attention, table_of, max_tiles, counted = launches
+    any_address = copied[1] is None
+    unmarked = tuple([None if copy is None else False for copy in copied])
 
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
         q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse, _, blocks = tensors
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or (out is not None and out.data_ptr() & 15):
-            return _run_on_copies(run, tensors)
+        addresses = q.data_ptr() if any_address else q.data_ptr() | k.data_ptr() | v.data_ptr()
+        if addresses & 15 or (out is not None and out.data_ptr() & 15):
+            return _run_on_copies(run, tensors, unmarked)
         if out is None:
             out = q.new_empty(out_shape)
         if lse is None and lse_shape is not None:
@@ -514,19 +540,20 @@ def _run_launches(
             lists = _NO_LISTS if blocks is None else [x if x is None else x.contiguous() for x in blocks.tensors]
             scales = _NO_SCALES
             if quantizer is not None:
-                q, k, v, *scales = quantizer(q, k, v, keys)
+                q, k, v, *scales = quantizer(tensors)
             attention((q, q, k, k, v, v, out, out, lse, sinks, table, counter, block_table, *lists, *scales))
         return out, lse
 
     return run
 
 
-def _run_on_copies(
-    run: Run, tensors: AttentionTensors, copied: tuple[bool, ...] = (False, False, False, False)
-) -> tuple[Tensor, Tensor | None]:
-    """Run on copies of those of q, k, v and out that are marked or have an unaligned address, and copy the output back."""
+def _run_on_copies(run: Run, tensors: AttentionTensors, copied: tuple[bool | None, ...]) -> tuple[Tensor, Tensor | None]:
+    """Run on copies of those of q, k, v and out that are marked or have an unaligned address, and copy the output back.
+
+    copied: None marks caches that only the quantizer reads, which takes any strides and addresses
+    """
     given = (tensors.q, tensors.k, tensors.v, tensors.out)
-    q, k, v, out = (None if x is None else addressable(x, copy) for x, copy in zip(given, copied, strict=True))
+    q, k, v, out = (x if x is None or copy is None else addressable(x, copy) for x, copy in zip(given, copied, strict=True))
     result, lse = run(tensors._replace(q=q, k=k, v=v, out=out))
     return (result if out is tensors.out else tensors.out.copy_(result)), lse
 

@@ -34,6 +34,7 @@ class Variant:
     block_q, block_k: queries and keys per block of the lists, 0 without lists; bits: partial blocks have bits
     precision:  "bf16": Q, K, V and P have 16 bits; "qk8": Q and K are float8 with scales; "fp8": V and P are float8 as well.
                 See `float8_inputs`
+    gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See `float8_inputs`
     """
 
     tiles: TileConfig
@@ -50,6 +51,7 @@ class Variant:
     block_k: int = 0
     bits: bool = False
     precision: Precision = "bf16"
+    gaps: bool = False
 
     @property
     def float8_keys(self) -> bool:
@@ -215,7 +217,7 @@ class Scales(NamedTuple):
     """What float8 numbers must be multiplied by, see `float8_inputs`; None or 0 without them.
 
     q:      of each row, in the shape of lse
-    k, v:   of each BLOCK_KEYS keys, (batch, num_kv_heads, stride), or (num_kv_heads, stride) if sequences are packed
+    k, v:   of each BLOCK_KEYS keys, (batch, num_kv_heads, stride), or (num_kv_heads, stride) if keys are packed with gaps
     stride: groups of keys that one head has
     """
 

@@ -198,7 +198,7 @@ def _load_pages(
 @gluon.jit
 def _float8_rows(tile, block, var: gl.constexpr):
     """The coordinates in the copies that `float8_inputs` makes: the batch index and the first row of a block of keys."""
-    if var.varlen:
+    if var.gaps:
         return 0, tile.k_origin + block * var.tiles.block_n
     else:  # noqa: RET505
         return tile.k_origin, block * var.tiles.block_n

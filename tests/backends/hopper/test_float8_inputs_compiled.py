@@ -22,21 +22,34 @@ SPILL_BUDGET = 96
 
 
 @pytest.mark.parametrize(
-    ("dim", "precision", "window", "packed"),
+    ("dim", "precision", "window", "form"),
     [
-        (64, "fp8", CAUSAL, False),
-        (128, "fp8", FULL, False),
-        (128, "fp8", CAUSAL, True),
-        (128, "qk8", CAUSAL, False),
-        (256, "qk8", FULL, True),
+        (64, "fp8", CAUSAL, "dense"),
+        (128, "fp8", FULL, "dense"),
+        (128, "fp8", CAUSAL, "packed"),
+        (128, "qk8", CAUSAL, "dense"),
+        (256, "qk8", FULL, "packed"),
+        (128, "fp8", CAUSAL, "paged"),
+        (64, "qk8", (500, 0), "paged"),
+        (128, "fp8", CAUSAL, "float8 pages"),
+        (256, "qk8", CAUSAL, "float8 pages"),
     ],
 )
-def test_compiles_to_the_intended_instructions(dim: int, precision: Precision, window: tuple[int, int], packed: bool) -> None:
+def test_compiles_to_the_intended_instructions(dim: int, precision: Precision, window: tuple[int, int], form: str) -> None:
     q, k, v = (torch.zeros(1, 2048, heads, dim, dtype=torch.bfloat16) for heads in (4, 2, 2))
     tensors = AttentionTensors(q, k, v)
-    if packed:
-        cu = cu_seqlens([2048])
+    cu = cu_seqlens([2048])
+    if form == "packed":
         tensors = AttentionTensors(q[0], k[0], v[0], cu_seqlens_q=cu, keys=cu)
+    elif form != "dense":
+        k, v = (x.view(128, 2, 16, dim).transpose(1, 2) for x in (k, v))
+        table = torch.arange(128, dtype=torch.int32)[None]
+        tensors = AttentionTensors(q[0], k, v, cu_seqlens_q=cu, keys=cu[1:], block_table=table)
+        if form == "float8 pages":
+            descale = torch.ones(2)
+            tensors = tensors._replace(
+                k=k.to(torch.float8_e4m3fn), v=v.to(torch.float8_e4m3fn), k_descale=descale, v_descale=descale
+            )
     options = AttentionOptions(0.1, window, 0.0, 2048, 2048, return_lse=True, precision=precision)
     with compiling_for("sm90") as kernels:
         plan_forward(tensors, options)(tensors)

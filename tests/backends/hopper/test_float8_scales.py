@@ -16,7 +16,7 @@ from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors
 from fa_serve.backends.reference import attention_reference
 from fa_serve.spec import Precision
-from fa_serve.testing import cu_seqlens, make_qkv
+from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 SERIAL = TileConfig(2, 64, 3, 2, Schedule.DYNAMIC, overlap=False, o_parts=2)
 
@@ -81,6 +81,47 @@ def test_packed(precision: Precision) -> None:
         if length:
             one = (out[None, rows], lse[None, :, rows], q[None, rows], k[None, keys], v[None, keys])
             assert error_of(*one, precision, softmax_scale=0.125, window_size=CAUSAL) < BOUND[precision]
+
+
+@pytest.mark.parametrize("precision", ["qk8", "fp8"])
+@pytest.mark.parametrize(
+    ("window", "float8"), [(CAUSAL, False), ((40, 0), False), (CAUSAL, True)], ids=["", "window", "float8"]
+)
+def test_pages(window: tuple[int, int], float8: bool, precision: Precision) -> None:
+    """Sequences without keys, without queries, left to another kernel, and longer than two groups of keys; the address of the
+    cache is not a multiple of 16 bytes."""
+    lengths_q = [70, 0, 1, 150, 90, 20]
+    lengths_k = [70, 30, 200, 310, 0, 129]
+    q, k, v = (x[0] for x in make_qkv(1, sum(lengths_q), sum(lengths_k), 2, 1, 64, dtype=torch.bfloat16))
+    v[:300] *= 100
+    descales: dict[str, Tensor] = {}
+    if float8:
+        descales = {"k_descale": torch.tensor([0.3]), "v_descale": torch.tensor([0.7])}
+        k, v = (x.to(torch.float8_e4m3fn) for x in (k, v / 100))
+    caches = make_paged([x.float() for x in k.split(lengths_k)], [x.float() for x in v.split(lengths_k)], 24)
+    k_cache, v_cache = (torch.empty(x.numel() + 1, dtype=k.dtype)[1:].view(x.shape).copy_(x) for x in caches[:2])
+    if window[0] >= 0:
+        for b, (num_queries, length) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+            caches[2][b, : max(length - num_queries - window[0], 0) // 24] = 2**28
+    cu = cu_seqlens(lengths_q)
+    out = torch.full_like(q, 7.0)
+    tensors = AttentionTensors(q, k_cache, v_cache, cu_seqlens_q=cu, keys=caches[3], block_table=caches[2], out=out, **descales)
+    options = AttentionOptions(0.125, window, 0.0, 150, 310, return_lse=True, skip_q=1, precision=precision)
+    with emulated():
+        _, lse = plan_forward(tensors, options)(tensors)
+    for b, length in enumerate(lengths_q):
+        rows = slice(cu[b], cu[b + 1])
+        if length <= 1:
+            assert (out[rows] == 7.0).all()
+            continue
+        keys, values = (x.split(lengths_k)[b].double()[None] for x in (k, v))
+        if float8:
+            keys, values = keys * 0.3, values * 0.7
+        elif window[0] >= 0:  # the copies are zero before the first query's window
+            hidden = max(lengths_k[b] - length - window[0], 0)
+            keys[:, :hidden] = values[:, :hidden] = 0
+        one = (out[None, rows], lse[None, :, rows], q[None, rows], keys, values)
+        assert error_of(*one, "qk8" if float8 else precision, softmax_scale=0.125, window_size=window) < BOUND[precision]
 
 
 @pytest.mark.parametrize(

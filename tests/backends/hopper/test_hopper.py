@@ -55,8 +55,9 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"block_mask": True, "needs_grad": True}, "no backward pass for a block_mask"),
         ({"attention_chunk": True}, "no attention_chunk"),
         ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
-        ({"precision": "fp8", "layout": "paged", "page_size": 16}, "without pages"),
-        ({"precision": "qk8", "block_mask": True}, "without pages and block_mask"),
+        ({"precision": "qk8", "block_mask": True}, "without a block_mask"),
+        ({"precision": "fp8", "layout": "paged", "page_size": 16, "kv_dtype": torch.float16}, "got float16"),
+        ({"precision": "fp8", "layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
         ({"precision": "fp8", "needs_grad": True}, "no backward pass with precision 'fp8'"),
         ({"precision": "fp8", "head_dim": 256, "head_dim_v": 256}, "head sizes of 64 and 128 with precision 'fp8', got 256"),
         ({"precision": "qk8", "head_dim": 96, "head_dim_v": 96}, "head sizes of 64, 128 and 256 with precision 'qk8', got 96"),
@@ -71,9 +72,13 @@ def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -
 
 @pytest.mark.parametrize(("precision", "dim"), [("qk8", 64), ("qk8", 128), ("qk8", 256), ("fp8", 64), ("fp8", 128)])
 def test_serves_float8_products(precision: Precision, dim: int) -> None:
+    spec = replace(H200, head_dim=dim, head_dim_v=dim, precision=precision, softcap=True, sinks=True)
     for layout in ("dense", "varlen"):
-        spec = replace(H200, layout=layout, head_dim=dim, head_dim_v=dim, precision=precision, softcap=True, sinks=True)
-        assert HopperBackend().supports(spec) is None
+        assert HopperBackend().supports(replace(spec, layout=layout)) is None
+    for page_size in (1, 16, 24):
+        paged = replace(spec, layout="paged", page_size=page_size, whole_rows=False)
+        assert HopperBackend().supports(paged) is None
+        assert HopperBackend().supports(replace(paged, kv_dtype=torch.float8_e4m3fn)) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,29 @@
+"""How much memory a paged call with float8 products takes for copies of its keys and values, and the bound of it.
+
+A backend that multiplies float8 reads copies of a cache, with other scales and with transposed values. The lengths of sequences
+are on the device, so the host allocates for the longest sequence that is possible, once for each sequence. Where that is more
+than MAX_COPY_BYTES, `fa_serve.dispatch` plans the call with products in q's dtype, whose result is more accurate. The choice
+depends on shapes and `max_seqlen_k` alone. This module leaves out the copies of dense and packed keys, which are no larger than
+the keys.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fa_serve.spec import Precision
+
+MAX_COPY_BYTES = 1 << 30
+"""Bytes that the copies of one call may take. With 8 KV heads of 128 they hold 512k keys with "fp8", such as 64 sequences of up
+to 8k keys, and 340k with "qk8". A layer's copies are freed before the next layer's are made."""
+
+
+def copied_bytes(k_cache: Tensor, v_cache: Tensor, batch: int, max_seqlen_k: int, precision: Precision) -> int:
+    """Bytes of the copies of `batch` sequences of up to `max_seqlen_k` keys; 0 for products in q's dtype.
+
+    "qk8" copies values in 16 bits. Scales are a hundredth of the copies, and are not counted.
+    """
+    if precision == "bf16":
+        return 0
+    value_bytes = v_cache.shape[3] * (1 if precision == "fp8" else 2)
+    return batch * max_seqlen_k * k_cache.shape[2] * (k_cache.shape[3] + value_bytes)

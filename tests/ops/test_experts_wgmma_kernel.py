@@ -1,0 +1,124 @@
+"""The source of the Hopper kernel of quantised experts, emulated on a CPU, against float64; its tiles and its machine code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cross_compile import compiling_for
+from gluon_emulator import emulated
+from quantized import float4_weight, float8_weight, int4_weight
+from rounded_once import randn
+from torch import Tensor
+
+from fa_serve import ops
+from fa_serve.ops import experts_wgmma_kernel
+from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, grouped_wgmma_tile, plan_grouped_wgmma, product_tensors
+from fa_serve.ops.quantized_weight import QuantizedWeight
+from fa_serve.ops.torch_experts import gated
+from fa_serve.testing import assert_matches_reference
+
+CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=1.5, offset=1.0)
+GATES = {"halves": ops.Gate("silu"), "gpt-oss": CLAMPED, "none": None}
+BF16 = torch.bfloat16
+WEIGHTS = {
+    "mxfp4": lambda n, k: float4_weight(n, k),
+    "int4-G128": lambda n, k: int4_weight(n, k, group_size=128, dtype=BF16),
+    "int4-G32-zeros": lambda n, k: int4_weight(n, k, group_size=32, zeros=True, dtype=BF16),
+    "int4-G64-float32": lambda n, k: int4_weight(n, k, group_size=64),
+    "int4-row": lambda n, k: int4_weight(n, k, group_size=4096, dtype=BF16),
+    "int4-G256": lambda n, k: int4_weight(n, k, group_size=256, zeros=True, dtype=BF16),
+    "float8-G128": lambda n, k: float8_weight(n, k, group_size=128),
+    "float8-G32": lambda n, k: float8_weight(n, k, group_size=32),
+    "float8-row": lambda n, k: float8_weight(n, k, group_size=k),
+}
+PAIRS = (5, 0, 17, 1)
+"""Pairs of each expert: with tiles of 16, one expert has two."""
+TOP_K = 2
+
+
+def tiles_of(block_m: int, room: int) -> Tensor:
+    """What `experts_kernel._list_tiles` writes for PAIRS, with room for more tiles than there are."""
+    tiles = []
+    first = 0
+    for expert, count in enumerate(PAIRS):
+        tiles += [(expert, first + i, first + count) for i in range(0, count, block_m)]
+        first += count
+    return torch.tensor([*tiles, *[(len(PAIRS), 0, 0)] * (room - len(tiles))], dtype=torch.int32)
+
+
+def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, order: Tensor, gate: ops.Gate | None) -> Tensor:
+    """The product in x's dtype. It has a row for each place in `order` with a gate, and else for each pair."""
+    rows = weight.shape[0] // len(PAIRS)
+    matrices = weight.dequantize(x.dtype).view(len(PAIRS), rows, -1)
+    y = x.new_empty(sum(PAIRS), rows // 2 if gate else rows)
+    places = list(range(sum(PAIRS)))
+    for expert, count in enumerate(PAIRS):
+        here = places[:count]
+        places = places[count:]
+        given = x[order[here] // TOP_K] if gate else x[here]
+        found = given @ matrices[expert].t() + (0 if bias is None else bias[expert])
+        wide = found.to(torch.promote_types(x.dtype, torch.float32))
+        y[here if gate else order[here].long()] = gated(wide, gate).to(x.dtype) if gate else found
+    return y
+
+
+@pytest.mark.parametrize("how", GATES)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products(name: str, how: str) -> None:
+    """Rows, pairs and columns that do not fill a tile or a block, with biases of any stride."""
+    gate = GATES[how]
+    n = 40
+    k = 304 if name != "mxfp4" else 288
+    rows = 2 * n if gate else n
+    weight = WEIGHTS[name](len(PAIRS) * rows, k)
+    order = torch.randperm(sum(PAIRS) + 1, generator=torch.Generator().manual_seed(0))[: sum(PAIRS)].int() % sum(PAIRS)
+    order = torch.argsort(torch.argsort(order)).int()
+    x = randn(sum(PAIRS), k, dtype=BF16)
+    bias = randn(len(PAIRS), rows + 3, dtype=BF16, seed=1)[:, :rows]
+    exact = product(x.double(), weight, bias.double(), order, gate)
+    eager = product(x, weight, bias, order, gate)
+    y = torch.full((sum(PAIRS), n), float("nan"), dtype=BF16)
+    tiles = tiles_of(16, 6)
+    with emulated(experts_wgmma_kernel):
+        launch = plan_grouped_wgmma(weight, len(PAIRS), TOP_K, gate, len(tiles), GroupedWgmmaTile(16, 64), bias.stride(0))
+        launch((x, *product_tensors(weight), bias, order, tiles, y))
+    assert_matches_reference(y, exact, eager)
+
+
+@pytest.mark.parametrize(
+    ("pairs_per_expert", "block_m"), [(0.1, 16), (8, 16), (9, 32), (20, 32), (48, 64), (49, 128), (5000, 128)]
+)
+def test_tiles_have_room_for_random_routing(pairs_per_expert: float, block_m: int) -> None:
+    assert grouped_wgmma_tile(pairs_per_expert) == GroupedWgmmaTile(block_m, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "block_m", "most"),
+    [
+        ("int4-G128", 16, 3.6),
+        ("int4-G128", 128, 3.6),
+        ("int4-G32-zeros", 16, 4.8),
+        ("int4-G32-zeros", 128, 4.8),
+        ("mxfp4", 32, 5.0),
+        ("mxfp4", 128, 5.0),
+        ("float8-G128", 64, 4.3),
+        ("float8-G128", 128, 4.3),
+    ],
+)
+def test_machine_code_of_hopper(name: str, block_m: int, most: float) -> None:
+    """Few instructions for a weight, of which a thread has 128 in the loop, and neither spills nor products that wait."""
+    k = 2880
+    weight = WEIGHTS[name](4 * 256, k)
+    bias = torch.zeros(4, 256, dtype=BF16)
+    order = torch.zeros(64, dtype=torch.int32)
+    tiles = torch.zeros(8, 3, dtype=torch.int32)
+    with compiling_for("sm90") as kernels:
+        launch = plan_grouped_wgmma(weight, 4, TOP_K, CLAMPED, 8, GroupedWgmmaTile(block_m, 128), 256)
+        launch((torch.zeros(64, k, dtype=BF16), *product_tensors(weight), bias, order, tiles, torch.zeros(64, 128, dtype=BF16)))
+    (kernel,) = kernels
+    assert kernel.spill_bytes <= 8
+    assert kernel.registers <= (128 if block_m == 16 else 255)
+    assert kernel.shared_bytes <= (113 << 10 if block_m < 128 else 227 << 10)
+    assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
+    assert kernel.instructions["HGMMA"] == 16
+    assert kernel.hot_loop.total() <= 128 * most
