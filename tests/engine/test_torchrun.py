@@ -28,7 +28,7 @@ from fa_serve.engine.torchrun import KEY, Torchrun, follow_if_told
 from fa_serve.spec import ParameterError
 
 SECRET = "a secret of the test"
-SETTINGS = {"device": "cpu", "dtype": "float32", "seed": 3, "page_size": 8, "num_pages": 300}
+SETTINGS = {"device": "cpu", "dtype": "float32", "quantization": "fp8", "seed": 3, "page_size": 8, "num_pages": 300}
 PROMPTS = ["Once upon a time", "one two three one two"]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.9)
 
@@ -161,6 +161,7 @@ except EngineDeadError as error:
 
 
 def test_two_machines_answer_as_one_rank_and_end_with_a_killed_one(tmp_path: Path) -> None:
+    """The weights are rounded while they are loaded, so that quantised weights are divided between processes, too."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     port = free_port()
