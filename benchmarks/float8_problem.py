@@ -153,7 +153,7 @@ def _measure(results: Results, case: str, head_dim: int, causal: bool, flash3: A
 def _measure_pages(results: Results, case: str, queries: list[int], keys: list[int], dtype: torch.dtype) -> None:
     """32 heads of 128 with 8 KV heads, as in Llama 8B: a call with each precision, in microseconds."""
     problem = Problem.make(keys, 32, 8, 128, dtype, queries=queries)
-    calls = {name: problem.ours(name) for name in ("bf16", *PRECISIONS[128])}  # type: ignore[arg-type]
+    calls = {name: problem.ours(precision=name) for name in ("bf16", *PRECISIONS[128])}  # type: ignore[arg-type]
     expected = calls["bf16"]().clone().float()
     for name in PRECISIONS[128]:
         assert (calls[name]().float() - expected).norm() <= 0.1 * expected.norm(), f"{name} differs from bf16"

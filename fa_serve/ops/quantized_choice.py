@@ -97,13 +97,16 @@ def kernel_of(
     return "wgmma" if num_tokens in WGMMA_TOKENS and k % 8 == 0 and exact else "portable"
 
 
-DEQUANTIZED_PAIRS = 192
-"""The most pairs for each expert that the portable kernel multiplies with quantised weights. With more, some experts at a time
-are dequantised and multiplied as matrices.
+DEQUANTIZED_PAIRS = {"wgmma": 512, "portable": 192}
+"""The most pairs for each expert that each kernel multiplies with quantised weights. With more, some experts at a time are
+dequantised and multiplied as matrices.
 
-It is derived from measured times of gpt-oss' shape with 4 bits on an H200, and has not been measured. The portable kernel takes
-some 450 us for each tile of 64 pairs of every expert. Dequantising writes 1.6 GB, which takes 500 us at 4 TB/s; the matrices
-then take 745 us for 128 pairs and 3790 for 1,024. Both ways take about 1,450 us for 192 pairs.
+Microseconds of a layer of gpt-oss in mxfp4 on one H200. Straight lines between the last two columns cross at 515 and 171:
+
+    pairs for each expert   2     8     32    128    1,024
+    wgmma                   236   262   470   976    4,379
+    portable                309   350   459   1,114  7,334
+    dequantised             912   957   1,002 1,282  3,980
 """
 
 
@@ -118,18 +121,18 @@ def choose_experts(
     dtype:            of the input
     arch:             90 on Hopper where Gluon compiles the kernels written in it, else anything else
 
-    By instructions in machine code the kernel for Hopper has 3.3 to 5.0 for a weight and tile of up to 128 pairs, and the
-    portable one 5.0 to 8.9 for a tile of up to 64. So it takes every number of pairs; this has not been measured.
+    The kernel for Hopper takes 3.3 to 5.0 instructions for a weight and tile of up to 128 pairs, and the portable one 5.0 to
+    8.9 for a tile of up to 64.
     """
     if pairs_per_expert <= 0:
         return "portable"
     n, k = shape
     grouped = group_size >= k or group_size % 256 == 0 or group_size in (32, 64, 128)
     whole = k % (16 if values == "float8" else 8) == 0
-    if arch == 90 and dtype == torch.bfloat16 and grouped and whole and n * k < _MOST_VALUES:
-        return "wgmma"
+    on_hopper = arch == 90 and dtype == torch.bfloat16 and grouped and whole and n * k < _MOST_VALUES
+    kernel: ExpertsWay = "wgmma" if on_hopper else "portable"
     # a product in float32 is not one of tensor cores, and takes longer than unpacking
-    return "dequantized" if pairs_per_expert > DEQUANTIZED_PAIRS and dtype in HALVES else "portable"
+    return "dequantized" if pairs_per_expert > DEQUANTIZED_PAIRS[kernel] and dtype in HALVES else kernel
 
 
 def converts_float8(arch: int) -> bool:

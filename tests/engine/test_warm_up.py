@@ -146,11 +146,12 @@ def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys)
             pairs = tokens * top_k
             by_rows = reads_by_rows(pairs, tokens, experts)
             each = pairs / len(experts.down)
-            return "rows" if by_rows else (grouped_tile(each, 2, 90), grouped_wgmma_tile(each))
+            wide = each > DEQUANTIZED_PAIRS["wgmma"]
+            return "rows" if by_rows else (grouped_tile(each, 2, 90), (grouped_wgmma_tile(each), wide))
 
         def portable(tokens: int, top_k: int = top_k, num_experts: int = num_experts) -> object:
             each = tokens * top_k / num_experts
-            return quantized_tile(each, 2), each > DEQUANTIZED_PAIRS
+            return quantized_tile(each, 2), each > DEQUANTIZED_PAIRS["portable"]
 
         for part in (0, 1):
             chosen = {tokens: tile(tokens) for tokens in possible}

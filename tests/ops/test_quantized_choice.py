@@ -94,16 +94,21 @@ def test_the_kernel_of_packed_weights(weight: dict, dtype: torch.dtype, arch: in
     [
         pytest.param("float4", (5760, 2880), 32, 0.5, torch.bfloat16, 90, "wgmma", id="mxfp4-few"),
         pytest.param("float8", (5760, 2880), 32, 8, torch.bfloat16, 90, "wgmma", id="float8-G32"),
-        pytest.param("float8", (1536, 2048), 2048, 9000, torch.bfloat16, 90, "wgmma", id="float8-row-many"),
+        pytest.param("float8", (1536, 2048), 2048, DEQUANTIZED_PAIRS["wgmma"], torch.bfloat16, 90, "wgmma", id="float8-row"),
+        pytest.param("float8", (1536, 2048), 2048, 513, torch.bfloat16, 90, "dequantized", id="float8-row-many"),
         pytest.param("int4", (1536, 2048), 128, 64, torch.bfloat16, 90, "wgmma", id="int4"),
         pytest.param("int4", (1536, 2048), 128, 0, torch.bfloat16, 90, "portable", id="deterministic"),
         pytest.param("int4", (1536, 2048), 96, 64, torch.bfloat16, 90, "portable", id="int4-G96"),
-        pytest.param("int4", (1536, 2048), 96, DEQUANTIZED_PAIRS + 1, torch.bfloat16, 90, "dequantized", id="int4-G96-many"),
+        pytest.param(
+            "int4", (1536, 2048), 96, DEQUANTIZED_PAIRS["portable"] + 1, torch.bfloat16, 90, "dequantized", id="int4-G96-many"
+        ),
         pytest.param("float8", (64, 72), 72, 64, torch.bfloat16, 90, "portable", id="float8-odd"),
         pytest.param("float8", (1 << 20, 1 << 11), 128, 64, torch.bfloat16, 90, "portable", id="offsets-of-64-bits"),
         pytest.param("float4", (5760, 2880), 32, 64, torch.float16, 90, "portable", id="float16"),
-        pytest.param("float4", (5760, 2880), 32, DEQUANTIZED_PAIRS, torch.bfloat16, 80, "portable", id="sm80"),
-        pytest.param("float4", (5760, 2880), 32, DEQUANTIZED_PAIRS + 1, torch.bfloat16, 80, "dequantized", id="sm80-many"),
+        pytest.param("float4", (5760, 2880), 32, DEQUANTIZED_PAIRS["portable"], torch.bfloat16, 80, "portable", id="sm80"),
+        pytest.param(
+            "float4", (5760, 2880), 32, DEQUANTIZED_PAIRS["portable"] + 1, torch.bfloat16, 80, "dequantized", id="sm80-many"
+        ),
         pytest.param("float4", (5760, 2880), 32, 9000, torch.float32, 90, "portable", id="float32-many"),
         pytest.param("float4", (5760, 2880), 32, 9000, torch.bfloat16, 0, "dequantized", id="other-release-or-amd-many"),
     ],
