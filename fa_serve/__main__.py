@@ -109,7 +109,7 @@ def serve(
 
     Each option is also FA_SERVE_<NAME> in the environment and <name> in the settings file. A flag
     wins over the environment, and the environment over the file. API keys come from
-    FA_SERVE_API_KEYS or --api-key-file.
+    FA_SERVE_API_KEYS or --api-key-file. Under torchrun, rank 0 serves and the others follow it.
     """
     _run_server(_given({"model": model, **flags}), config)
 
@@ -171,14 +171,20 @@ def _run_server(
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
     log_to_stderr(settings.log_level, settings.log_format)
+    from fa_serve.engine.errors import EngineDeadError
     from fa_serve.engine.host_memory import limit_host_memory
+    from fa_serve.engine.torchrun import follow_if_told
     from fa_serve.server.process import build_server
 
     limit_host_memory()
     try:
+        if prepare is None:
+            follow_if_told(settings.engine_config())
         server = build_server(settings, report) if prepare is None else build_server(settings, report, prepare(settings))
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
+    except EngineDeadError as error:
+        _fail(str(error), code=1)
     try:
         server.run()
     except OSError as error:

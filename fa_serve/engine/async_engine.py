@@ -32,6 +32,7 @@ from fa_serve.engine.outputs import FinishReason, RequestOutput, TokenLogprob
 from fa_serve.engine.prompts import PromptReader
 from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.stats import EngineStats
+from fa_serve.engine.torchrun import follow_if_told
 from fa_serve.engine.worker import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, Ready, ThreadWorker, Worker
 from fa_serve.spec import ParameterError
 
@@ -132,9 +133,14 @@ class AsyncEngine:
         self._ended = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the worker, which loads the model if a config was given. Raises what loading raises."""
+        """Start the worker, which loads the model if a config was given. Raises what loading raises.
+
+        Under torchrun, an engine of tensor parallelism on another rank than 0 follows rank 0's, and ends the process with it.
+        """
         if self._worker is not None:
             raise RuntimeError("cannot start the engine: it has been started already")
+        if isinstance(self._source, EngineConfig):
+            follow_if_told(self._source)
         await self._start()
 
     async def _start(self) -> None:

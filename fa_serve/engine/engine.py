@@ -40,7 +40,7 @@ from fa_serve.engine.output_state import OutputState
 from fa_serve.engine.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
 from fa_serve.engine.pages import PageTable, new_salt
 from fa_serve.engine.prompts import params_of_each
-from fa_serve.engine.ranks import Leader, OnLost, Ranks
+from fa_serve.engine.ranks import OnLost, Ranks, lead
 from fa_serve.engine.request import Request
 from fa_serve.engine.results import LaunchedStep
 from fa_serve.engine.sampling_params import SamplingParams
@@ -66,7 +66,7 @@ class Engine:
     on_phase:  called with each `Phase` of the start-up when it has ended
     ahead:     compile and capture, on a GPU, before requests come; otherwise steps compile and capture what they need
     on_lost:   called from a thread when another rank of tensor parallelism has ended
-    ranks:     the rank of this process; rank 0 makes it itself, and starts the others
+    ranks:     the rank of this process; rank 0 makes it itself, and starts the others or, under torchrun, meets them
 
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
     cannot serve. Methods raise EngineDeadError when another rank has ended.
@@ -86,7 +86,7 @@ class Engine:
         config = config or EngineConfig()
         if model is not None and config.tensor_parallel > 1:
             raise ParameterError("tensor_parallel", "be 1 for a model that is given instead of loaded", config.tensor_parallel)
-        self._ranks: Ranks = ranks or Leader(config, on_lost)
+        self._ranks: Ranks = ranks or lead(config, on_lost)
         with self._ranks.starting():
             loaded = start_up(config, self._ranks, PhaseClock(on_phase), model, tokenizer, ahead=ahead)
         self.config = loaded.config

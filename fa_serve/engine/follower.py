@@ -1,6 +1,7 @@
 """The process of a rank other than 0: it loads the engine and makes the calls that rank 0 sends.
 
     python -m fa_serve.engine.follower <descriptor of the pipe from rank 0>
+    run(connection, local_rank=0)                # in a process that torchrun has started (torchrun.py)
 
 It ends with rank 0, and ignores the signals that end rank 0 in its own time. Left out: how ranks talk (ranks.py).
 """
@@ -13,15 +14,16 @@ import signal
 import sys
 from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from fa_serve.engine.engine import Engine
 from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
 from fa_serve.engine.ranks import Follower
 
 
-def follow(connection: Connection) -> int:
+def follow(connection: Connection, local_rank: int | None = None) -> int:
     """Run an engine until rank 0 ends. Returns the exit code."""
-    ranks = Follower(connection)
+    ranks = Follower(connection, local_rank)
     try:
         ranks.start()
         engine = Engine(ranks.config, ranks=ranks)
@@ -40,10 +42,15 @@ def follow(connection: Connection) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run(connection: Connection, local_rank: int | None = None) -> NoReturn:
+    """Run an engine until rank 0 ends, and end this process. local_rank: as in `Follower`"""
     limit_host_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code = follow(Connection(int(sys.argv[1])))
+    code = follow(connection, local_rank)
     sys.stderr.flush()
     os._exit(code)  # threads of a broken process group may not end
+
+
+if __name__ == "__main__":
+    run(Connection(int(sys.argv[1])))

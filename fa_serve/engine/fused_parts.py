@@ -184,17 +184,18 @@ def _activation(mlp: Any) -> str:
 
 
 def _product(linear: Any) -> Product:
+    replaced = vars(linear).get("forward")
+    if replaced is not None and not isinstance(replaced, PartOfSum):
+        raise NotFusedError(f"the forward of a projection is replaced by {type(replaced).__name__}")
+    all_reduce = None if replaced is None else replaced.all_reduce
     if isinstance(linear, QuantizedLinear):
-        return Product(linear.weight, linear.bias)
+        return Product(linear.weight, linear.bias, all_reduce)
     # a subclass of Parameter may keep its numbers in another way, as torchao does
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():
         raise NotFusedError(f"a projection must be a plain nn.Linear of floats, got {type(linear).__name__}")
     if not linear.weight.is_contiguous():
         raise NotFusedError(f"the weights of a projection must be contiguous, got strides {linear.weight.stride()}")
-    replaced = vars(linear).get("forward")
-    if replaced is not None and not isinstance(replaced, PartOfSum):
-        raise NotFusedError(f"the forward of a projection is replaced by {type(replaced).__name__}")
-    return Product(linear.weight, linear.bias, None if replaced is None else replaced.all_reduce)
+    return Product(linear.weight, linear.bias, all_reduce)
 
 
 def _merge(module: nn.Module, *names: str) -> Product:

@@ -29,7 +29,7 @@ from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.ranks import Ranks
 from fa_serve.engine.speculation import Drafter, NgramDrafter
 from fa_serve.hf import NAME, check_attention_precision, divide, patch, plan_division
-from fa_serve.hf.quantized_linear import finish, quantized_elsewhere, with_quantized_linears
+from fa_serve.hf.quantized_linear import check_report, finish, quantized_elsewhere, with_quantized_linears
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -158,9 +158,10 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
         _name_bad_file(path, error)
         raise
     model, report = loaded
+    check_report(report)
     if ranks is not None and ranks.all_reduce is not None:
         divide(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
-    finish(model.to(config.resolve_device() if ranks is None else ranks.device), report)
+    finish(model.to(config.resolve_device() if ranks is None else ranks.device))
     if passed_on := quantized_elsewhere(known):
         log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)

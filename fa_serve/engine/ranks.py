@@ -1,17 +1,17 @@
 """The ranks of tensor parallelism: N processes, one for each device, which run the same engine in lockstep.
 
-    ranks = Leader(config)                       # rank 0; starts the others as processes (follower.py)
+    ranks = lead(config)                         # rank 0; starts the others (links.py), or meets them (torchrun.py)
     ranks.tell("abort", "request-1")             # the others make the same call
     now = ranks.decide("clock", time.monotonic)  # a value that may differ between processes comes from rank 0
     x = ranks.all_reduce(x)                      # tensors are added up on the devices
     ranks.close()
 
 Each rank schedules, computes, samples and commits by itself. Rank 0 sends the calls that it is given, and what depends on
-clocks, random bits or threads, through a pipe to each follower, and it never waits for an answer. Nothing is sent for a token.
+clocks, random bits or threads, through a link to each follower, and it never waits for an answer. Nothing is sent for a token.
 Each step begins with a digest of what rank 0 has scheduled and sampled before, and a follower whose digest differs ends with an
 error. With one rank there is no follower, and every method does what it says at once.
 
-A rank that ends takes the others with it: a follower ends when its pipe does, and rank 0 learns from the pipe that a follower
+A rank that ends takes the others with it: a follower ends when its link does, and rank 0 learns from the link that a follower
 has ended. Left out: what is divided (fa_serve.hf.division), and the sums themselves (fa_serve.ops.all_reduce).
 """
 
@@ -21,22 +21,21 @@ import contextlib
 import os
 import pickle
 import queue
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from fa_serve import __version__
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError
-from fa_serve.ops.all_reduce import AllReduce, AllReduceError, join, listen
+from fa_serve.engine.links import Hello, Link, kill_all, start_children
+from fa_serve.engine.torchrun import Torchrun, follow_if_told
+from fa_serve.ops.all_reduce import LOOPBACK, AllReduce, AllReduceError, join, listen
 from fa_serve.spec import ParameterError
 
 T = TypeVar("T")
@@ -69,28 +68,14 @@ class Ranks(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The first message to a follower. num_threads: of PyTorch, whose number may change the last bits of a result"""
-
-    config: EngineConfig
-    rank: int
-    port: int
-    num_threads: int
-
-
-@dataclass(slots=True)
-class _Link:
-    """Rank 0's end of a follower. replies: what it has sent"""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    replies: queue.SimpleQueue[Any]
+def lead(config: EngineConfig, on_lost: OnLost | None = None) -> Leader:
+    """Rank 0. In a process that torchrun has started as another rank this does not return: the process follows rank 0."""
+    follow_if_told(config)
+    return Leader(config, on_lost)
 
 
 class Leader:
-    """Rank 0. Owner of the followers' processes.
+    """Rank 0. Owner of the links to the followers, and of their processes unless torchrun has started them.
 
     on_lost: called once, from a thread, when a follower ends although it was not told to
 
@@ -101,22 +86,23 @@ class Leader:
 
     def __init__(self, config: EngineConfig, on_lost: OnLost | None = None) -> None:
         self.size = config.tensor_parallel
-        self.device = torch.device(config.device_of(0))
+        torchrun = Torchrun.find(config)
+        self.device = torch.device(config.device_of(torchrun.local_rank if torchrun else 0))
         self.all_reduce: AllReduce | None = None
         self._on_lost = on_lost
         self._digest = 0
-        self._links: list[_Link] = []
+        self._links: list[Link] = []
         self._closing = False
         self._failure: EngineDeadError | None = None
         self._in_step = False
         self._lost: EngineDeadError | None = None
         self._is_lost = threading.Event()
         self._num_threads = torch.get_num_threads()
-        self._finalizer = weakref.finalize(self, _kill, self._links)
+        self._finalizer = weakref.finalize(self, kill_all, self._links)
         if self.size > 1:
-            _check_devices(config)
+            check_devices(config, torchrun.local_size if torchrun else self.size)
             try:
-                self._start(config)
+                self._start(config, torchrun)
             except BaseException:
                 self.close()
                 raise
@@ -188,8 +174,7 @@ class Leader:
             with contextlib.suppress(EngineDeadError):
                 self._send("stop", None)
             for link in self._links:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    link.process.wait(STOP_SECONDS)
+                link.wait(STOP_SECONDS)
         if self.size > 1:
             self._failure = self._failure or EngineDeadError("the engine was closed")
         self._finalizer()
@@ -199,24 +184,22 @@ class Leader:
         if self.size > 1:
             torch.set_num_threads(self._num_threads)
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig, torchrun: Torchrun | None) -> None:
         if self.device.type == "cpu":
-            torch.set_num_threads(max(self._num_threads // self.size, 1))
-        store, port = listen(self.size)
-        for rank in range(1, self.size):
-            ours, theirs = Pipe()
-            with theirs:
-                command = [sys.executable, "-m", "fa_serve.engine.follower", str(theirs.fileno())]
-                # a module in the working directory must not take the place of an installed one; one progress bar is enough
-                environment = os.environ | {"PYTHONSAFEPATH": "1", "TQDM_DISABLE": "1"}
-                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
-            link = _Link(rank, process, ours, queue.SimpleQueue())
-            self._links.append(link)
-            ours.send(Hello(config, rank, port, torch.get_num_threads()))
-            threading.Thread(target=_watch, args=(weakref.ref(self), link), name=f"fa_serve-rank-{rank}", daemon=True).start()
+            torch.set_num_threads(max(self._num_threads // (torchrun.local_size if torchrun else self.size), 1))
+        host = torchrun.host if torchrun else LOOPBACK
+        store, port = listen(self.size, host)
+        if torchrun is None:
+            start_children(self.size, self._links)
+        else:
+            torchrun.accept(self._links)
+        for link in self._links:
+            link.connection.send(Hello(config, link.rank, host, port, torch.get_num_threads()))
+            name = f"fa_serve-rank-{link.rank}"
+            threading.Thread(target=_watch, args=(weakref.ref(self), link), name=name, daemon=True).start()
         for link in self._links:
             self._reply(link)  # AllReduce would wait for minutes for a follower that has ended
-        self.all_reduce = AllReduce(store, 0, self.size, self.device, ordered=config.deterministic)
+        self.all_reduce = AllReduce(store, 0, self.size, self.device, host=host, ordered=config.deterministic)
 
     def _send(self, what: str, value: Any) -> None:
         if not self._links:
@@ -228,7 +211,7 @@ class Leader:
             except OSError as error:
                 self.check(error)
 
-    def _reply(self, link: _Link) -> Any:
+    def _reply(self, link: Link) -> Any:
         reply = link.replies.get()
         if isinstance(reply, EngineDeadError):
             raise reply
@@ -249,18 +232,21 @@ class Leader:
 class Follower:
     """A rank other than 0. `tell` does nothing, because a follower makes calls and gives none.
 
-    If the pipe from rank 0 closes, this process ends at once, whatever it waits for. `start` joins the other ranks.
+    local_rank: among the ranks of this machine, if torchrun has started it; None for a child of rank 0
+
+    If the link from rank 0 closes, this process ends at once, whatever it waits for. `start` joins the other ranks.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, local_rank: int | None = None) -> None:
         self._connection = connection
         hello: Hello = connection.recv()
         self.config = hello.config
         self.rank = hello.rank
         self.size = hello.config.tensor_parallel
-        self.device = torch.device(hello.config.device_of(hello.rank))
+        self._local_rank = hello.rank if local_rank is None else local_rank
+        self.device = torch.device(hello.config.device_of(self._local_rank))
         self.all_reduce: AllReduce | None = None
-        self._port = hello.port
+        self._hello = hello
         torch.set_num_threads(hello.num_threads)
         self._digest = 0
         self._num_steps = 0
@@ -268,12 +254,20 @@ class Follower:
         threading.Thread(target=_listen, args=(connection, self._messages), name="fa_serve-rank-0", daemon=True).start()
 
     def start(self) -> None:
-        """Join the other ranks. Rank 0 waits in its sums once it is told that this rank is ready."""
+        """Join the other ranks. Rank 0 waits in its sums once it is told that this rank is ready.
+
+        Raises EngineDeadError for another release of fa_serve, and ParameterError if there are not enough devices.
+        """
+        host = self._hello.host
+        if self._hello.version != __version__:
+            raise EngineDeadError(f"it runs fa_serve {__version__}, and rank 0 runs {self._hello.version}")
+        check_devices(self.config, self._local_rank + 1)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        store = join(self._port, self.size)
+        store = join(self._hello.port, self.size, host)
         self._connection.send("ready")
-        self.all_reduce = AllReduce(store, self.rank, self.size, self.device, ordered=self.config.deterministic)
+        ordered = self.config.deterministic
+        self.all_reduce = AllReduce(store, self.rank, self.size, self.device, host=host, ordered=ordered)
 
     def calls(self) -> Iterator[tuple[str, Any]]:
         """(name, arguments) of the calls that rank 0 was given, until it ends. Raises EngineDeadError if the digests differ."""
@@ -339,17 +333,20 @@ class Follower:
             self.all_reduce.close()
 
 
-def _check_devices(config: EngineConfig) -> None:
+def check_devices(config: EngineConfig, num_ranks: int) -> None:
+    """Raise ParameterError unless this machine has a device for each of so many ranks."""
     device = config.resolve_device()
     if device not in ("cpu", "cuda"):
         rule = "be auto, cpu or cuda with tensor_parallel, which takes the first GPUs of CUDA_VISIBLE_DEVICES"
         raise ParameterError("device", rule, config.device)
-    if device == "cuda" and torch.cuda.device_count() < config.tensor_parallel:
+    if device == "cuda" and torch.cuda.device_count() < num_ranks:
         rule = f"be at most {torch.cuda.device_count()}, the number of GPUs"
+        if num_ranks != config.tensor_parallel:
+            rule = f"have a GPU for each rank of a machine, and this one has {torch.cuda.device_count()}"
         raise ParameterError("tensor_parallel", rule, config.tensor_parallel)
 
 
-def _watch(leader: weakref.ref[Leader], link: _Link) -> None:
+def _watch(leader: weakref.ref[Leader], link: Link) -> None:
     """Pass on what a follower sends until it ends. Runs in a thread of rank 0."""
     error: EngineDeadError | None = None
     with contextlib.suppress(EOFError, OSError):
@@ -363,9 +360,9 @@ def _watch(leader: weakref.ref[Leader], link: _Link) -> None:
     if owner is None:
         return
     if error is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            link.process.wait(STOP_SECONDS)
-        error = EngineDeadError(f"rank {link.rank} of {owner.size} ended with exit code {link.process.returncode}")
+        link.closed.set()
+        link.wait(STOP_SECONDS)
+        error = EngineDeadError(link.describe_end(owner.size))
     owner.lose(error)
     link.replies.put(error)
 
@@ -380,11 +377,3 @@ def _listen(connection: Connection, messages: queue.SimpleQueue[tuple[str, Any]]
                 return
     except (EOFError, OSError):
         os._exit(1)  # rank 0 is gone
-
-
-def _kill(links: list[_Link]) -> None:
-    """End the processes of followers at once."""
-    for link in links:
-        link.process.kill()
-        link.process.wait()
-        link.connection.close()

@@ -289,7 +289,9 @@ def _reason(error: BaseException) -> str:
 def _main(config: EngineConfig, connection: Connection) -> None:
     """The process: its main thread runs the engine, one thread reads commands and one writes what goes to the parent."""
     limit_host_memory()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which finishes requests and then stops us
+    # Ctrl-C, and a SIGTERM of systemd or torchrun, come to all processes, but the parent finishes requests and then stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     commands: Commands = queue.SimpleQueue()
     outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
     logging.getLogger().addHandler(logging.handlers.QueueHandler(outgoing))

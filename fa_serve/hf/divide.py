@@ -4,14 +4,16 @@
     divide(model, plan_division(model, size=2), rank=0, all_reduce=all_reduce, device=device)
 
 Each rank copies its part of each weight to its device, so it reads its part of the files only, unless transformers converts or
-merges the weights of a checkpoint while it loads them. The first layer of each kind is computed whole, in float32, and again by
+merges the weights of a checkpoint while it loads them. Quantised weights are converted on the device layer by layer, and then
+each rank keeps its part. The first layer of each kind is computed whole, in float32, and again by
 all ranks together. A model whose layers disagree is refused. Left out: which rows and columns a rank keeps (division.py).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +24,10 @@ from transformers import PreTrainedModel
 
 from fa_serve.hf.division import Cut, Division, LayerDivision
 from fa_serve.hf.paged import OneSequence, paged_forward
+from fa_serve.hf.quantized_experts import QuantizedExperts
+from fa_serve.hf.quantized_linear import QuantizedLinear, finish
 from fa_serve.ops.all_reduce import AllReduce, AllReduceError
+from fa_serve.ops.quantized_weight import QuantizedWeight, merge_rows
 from fa_serve.spec import UnsupportedModelError
 
 TOLERANCE = 1e-4
@@ -87,7 +92,9 @@ def vocab_size(model: PreTrainedModel) -> int:
     """The number of logits of a causal model, which may be divided."""
     head: Any = cast(Any, model).get_output_embeddings()
     part = vars(head).get("forward")
-    return part.vocab_size if isinstance(part, PartOfLogits) else int(head.weight.shape[0])
+    if isinstance(part, PartOfLogits):
+        return part.vocab_size
+    return int(head.out_features if isinstance(head, QuantizedLinear) else head.weight.shape[0])
 
 
 @torch.no_grad()
@@ -105,6 +112,7 @@ def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: Al
     proven: set[str] = set()
     for path, own in division.layers.items():
         layer = model.get_submodule(path)
+        _finish(layer, path, device)
         kind = _kind(layer)
         if kind not in proven and path in calls:
             what = f"{refusal}{path} ({type(layer).__name__})"
@@ -148,9 +156,13 @@ def _divide_layer(
 ) -> None:
     for name, cut in own.cuts.items():
         module, parameter = _find(layer, name)
-        part = torch.cat(cut.kept(parameter.detach(), rank, size), dim=cut.dim).to(device)
-        _replace(module, name, part)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, QuantizedExperts):
+            _divide_experts(module, cut, cut.ranges(rank, size))
+        elif isinstance(parameter, QuantizedWeight):
+            module.weight = _part_of_quantized(parameter, cut.dim, cut.ranges(rank, size))
+        else:
+            _replace(module, name, torch.cat(cut.kept(parameter.detach(), rank, size), dim=cut.dim).to(device))
+        if isinstance(module, nn.Linear | QuantizedLinear):
             module.out_features, module.in_features = module.weight.shape
     for name in own.once if rank else ():
         module, parameter = _find(layer, name)
@@ -163,6 +175,38 @@ def _divide_layer(
         module.forward = PartOfOutput(module.forward, cut, rank, size)
     for path, heads in own.attention.items():
         _set_heads(layer.get_submodule(path), *heads)
+
+
+def _finish(layer: nn.Module, path: str, device: torch.device) -> None:
+    """Convert the quantised weights of a layer on the device. Its other tensors stay where they are."""
+    for name, module in layer.named_modules(prefix=path):
+        if isinstance(module, QuantizedLinear | QuantizedExperts):
+            finish(module.to(device), name)
+
+
+def _divide_experts(experts: QuantizedExperts, cut: Cut, ranges: list[tuple[int, int]]) -> None:
+    """Keep rows of both halves of each expert's first product, or columns of the second."""
+    weights = experts.weights
+    assert isinstance(weights.gate_up, QuantizedWeight)
+    assert isinstance(weights.down, QuantizedWeight)
+    if cut.dim == 1:
+        rows = weights.gate_up.shape[0] // experts.num_experts
+        every = [(expert * rows + start, count) for expert in range(experts.num_experts) for start, count in ranges]
+        experts.weights = weights._replace(gate_up=_part_of_quantized(weights.gate_up, 0, every))
+    else:
+        experts.weights = weights._replace(down=_part_of_quantized(weights.down, 1, ranges))
+        experts.width = experts.weights.sizes.width
+
+
+def _part_of_quantized(weight: QuantizedWeight, dim: int, ranges: list[tuple[int, int]]) -> QuantizedWeight:
+    """A copy of some rows or columns."""
+    if dim == 0:
+        return merge_rows([weight.rows(start, start + count) for start, count in ranges])
+    try:
+        [(start, count)] = ranges
+        return weight.columns_between(start, start + count)
+    except ValueError as error:  # a checkpoint may have act-order although its config does not say so
+        raise UnsupportedModelError(f"quantised weights cannot be divided between ranks: {error}") from None
 
 
 def _set_heads(attention: Any, num_heads: int, num_kv_heads: int) -> None:
@@ -180,10 +224,11 @@ def _set_heads(attention: Any, num_heads: int, num_kv_heads: int) -> None:
                 setattr(owner, name, number)
 
 
-def _find(layer: nn.Module, name: str) -> tuple[nn.Module, Tensor]:
+def _find(layer: nn.Module, name: str) -> tuple[Any, Any]:
+    """A module of a layer, and its Tensor or QuantizedWeight of this name, which quantised experts do not have."""
     path, _, own = name.rpartition(".")
     module = layer.get_submodule(path)
-    return module, cast(Tensor, getattr(module, own))
+    return module, getattr(module, own, None)
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:
@@ -238,7 +283,10 @@ def _kind(layer: nn.Module) -> str:
 def _difference(
     layer: nn.Module, own: LayerDivision, call: _Call, size: int, rank: int, all_reduce: AllReduce, device: torch.device
 ) -> float:
-    """How much the ranks' result differs from the whole layer's, in float32, relative to the largest value."""
+    """How much the ranks' result differs from the whole layer's, in float32, relative to the largest value.
+
+    Quantised weights are dequantised, because products in float8 round activations.
+    """
 
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -249,10 +297,23 @@ def _difference(
     hidden = convert(call.hidden)
     args = tree_map(convert, call.args)
     kwargs = tree_map(convert, call.kwargs)
-    expected = _output(copied(hidden.clone(), *args, **kwargs))
+    with _dequantised(copied):
+        expected = _output(copied(hidden.clone(), *args, **kwargs))
     _divide_layer(copied, own, size, rank, all_reduce, device)
-    actual = _output(copied(hidden.clone(), *args, **kwargs))
+    with _dequantised(copied):
+        actual = _output(copied(hidden.clone(), *args, **kwargs))
     return float((actual - expected).abs().max() / expected.abs().max())
+
+
+@contextmanager
+def _dequantised(layer: nn.Module) -> Iterator[None]:
+    """Inside, quantised linear layers have matrices of float32."""
+    quantised: list[tuple[Any, QuantizedWeight]] = [(m, m.weight) for m in layer.modules() if isinstance(m, QuantizedLinear)]
+    for module, weight in quantised:
+        module.weight = weight.dequantize(torch.float32)
+    yield
+    for module, weight in quantised:
+        module.weight = weight
 
 
 def _output(value: Any) -> Tensor:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from fa_serve.hf.paged import attention_layers
 from fa_serve.hf.quantized_experts import QuantizedExperts
+from fa_serve.hf.quantized_linear import QuantizedLinear
 from fa_serve.spec import AttentionSpec, UnsupportedModelError
 
 BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
@@ -158,7 +159,8 @@ class _Planner:
     def plan(self, name: str, path: str, module: nn.Module, rules: dict[str, str]) -> None:
         """Plan one module. name: its full name; path: its name in the layer"""
         if isinstance(module, QuantizedExperts):
-            raise _NotDivisible(f"{name} has quantised experts ({module.description}), which are not divided")
+            self._plan_experts(name, path, module, rules)
+            return
         rule = rules.get(_general(name))
         if rule in SUMMED:
             self.layer.sums.append(path)
@@ -176,12 +178,26 @@ class _Planner:
             elif own_rule is not None:
                 raise _NotDivisible(f"the rule {own_rule!r} of {name}.{own} is not supported")
 
-    def _plan_linear(self, name: str, path: str, module: nn.Module, rule: str) -> None:
+    def _plan_experts(self, name: str, path: str, module: QuantizedExperts, rules: dict[str, str]) -> None:
+        """Every rank keeps some of the width of every expert: rows of the gate and of up, and columns of down."""
+        kinds = [rules.get(_general(each)) for each in (name, f"{name}.gate_up_proj", f"{name}.down_proj")]
+        if kinds[0] not in SUMMED or kinds[1:] != ["packed_colwise", "rowwise"] or module.gate_up_proj_bias is not None:
+            rule = "transformers' plan must divide their width, and they must have no biases"
+            raise _NotDivisible(f"{name} has quantised experts ({module.description}), which are not divided: {rule}")
+        self.layer.sums.append(path)
+        self._cut(name, f"{path}.gate_up_proj", "packed_colwise", 1, _equal(2 * module.width, 2))
+        columns = Cut(2, _equal(module.width))
+        self._cut(name, f"{path}.down_proj", "rowwise", *columns)
+        self._check_groups(f"{name}.down_proj", "rowwise", module, columns)
+
+    def _plan_linear(self, name: str, path: str, module: Any, rule: str) -> None:
         if rule not in BY_ROWS + BY_COLUMNS:
             raise _NotDivisible(f"the rule {rule!r} of {name} is not supported")
-        if type(module) is not nn.Linear or not module.weight.is_floating_point():
+        plain = type(module) is nn.Linear and module.weight.is_floating_point()
+        if not (plain or isinstance(module, QuantizedLinear)):
             raise _NotDivisible(
-                f"{name} must be a plain nn.Linear of floats for the rule {rule!r}, got {type(module).__name__}"
+                f"{name} must be an nn.Linear of floats, or be quantised in a format of fa_serve, for the rule {rule!r}, "
+                f"got {type(module).__name__}"
             )
         bias = module.bias is not None
         if rule in BY_ROWS:
@@ -192,9 +208,24 @@ class _Planner:
             return
         sections = self._columns(path, module.in_features)
         self._cut(name, f"{path}.weight", rule, 1, sections)
+        if isinstance(module, QuantizedLinear):
+            self._check_groups(name, rule, module, Cut(1, sections))
         self.layer.sums.append(path)
         if bias:
             self.layer.once.append(f"{path}.bias")
+
+    def _check_groups(self, name: str, rule: str, module: QuantizedLinear | QuantizedExperts, cut: Cut) -> None:
+        """Columns that share a scale stay together. Rows may be divided anywhere, because each has separate scales."""
+        if module.scheme.ordered:
+            reason = "their groups are in the order of the activations (act-order)"
+            raise _NotDivisible(f"the columns of {name} (rule {rule!r}) cannot be divided: {reason}")
+        group = module.scheme.columns_of_group
+        borders = {start for rank in range(self.size) for start, _ in cut.ranges(rank, self.size)}
+        if group and any(border % group for border in borders):
+            raise _NotDivisible(
+                f"the {cut.sections[0].size} columns of {name} (rule {rule!r}) cannot be divided by {self.size}: "
+                f"{group} columns share a scale ({module.description})"
+            )
 
     def _rows(self, name: str, path: str, rule: str, rows: int) -> tuple[Section, ...]:
         """How output features are divided: by heads in attention, in two halves where a gate and its values are merged."""

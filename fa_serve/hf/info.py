@@ -23,12 +23,13 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fa_serve import ops
-from fa_serve.hf.division import plan_division
+from fa_serve.hf.division import Cut, plan_division
 from fa_serve.hf.experts import expert_modules, gate_of
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.models import NAME, check_class, prepare_model
 from fa_serve.hf.paged import attention_layers, check_model
-from fa_serve.hf.quantized_linear import describe_weights, quantize_layers
+from fa_serve.hf.quantized_experts import PROJECTIONS, QuantizedExperts
+from fa_serve.hf.quantized_linear import QuantizedLinear, describe_weights, quantize_layers
 from fa_serve.hf.translate import spec_of, translate
 from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
 
@@ -160,10 +161,16 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
     divided = saved = 0
     for path, layer in division.layers.items():
         for name, cut in layer.cuts.items():
-            parameter = model.get_parameter(f"{path}.{name}")
-            kept = sum(part.numel() for part in cut.kept(parameter, 0, size)) * parameter.element_size()
+            inside, _, last = name.rpartition(".")
+            module = model.get_submodule(f"{path}.{inside}")
+            if isinstance(module, QuantizedExperts) or (isinstance(module, QuantizedLinear) and last == "weight"):
+                kept, num_bytes = _quantized_bytes(module, last, cut, size, model.dtype)
+            else:
+                parameter = model.get_parameter(f"{path}.{name}")
+                kept = sum(part.numel() for part in cut.kept(parameter, 0, size)) * parameter.element_size()
+                num_bytes = parameter.numel() * parameter.element_size()
             divided += kept
-            saved += parameter.numel() * parameter.element_size() - kept
+            saved += num_bytes - kept
     if division.vocabulary is not None:
         whole: Any = model
         parts = {id(m.weight): m.weight for m in (whole.get_input_embeddings(), whole.get_output_embeddings())}
@@ -179,6 +186,25 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
         sizes = None if attention is None else latent_sizes(attention, spec.num_heads, spec.head_dim)
         specs.append(own if sizes is None else latent_spec(own, sizes))
     return RankShare(size, divided, total - saved - divided, total, specs)
+
+
+def _quantized_bytes(
+    module: QuantizedLinear | QuantizedExperts, projection: str, cut: Cut, size: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Bytes of the quantised weights of a linear layer, or of a product of experts, that a rank keeps, and of all."""
+    if isinstance(module, QuantizedExperts):
+        n, k = module.sizes(projection)
+        matrices = module.num_experts * PROJECTIONS[projection]
+        by_rows = cut.dim == 1
+    else:
+        n = module.out_features
+        k = module.in_features
+        matrices = 1
+        by_rows = cut.dim == 0
+    share = sum(count for _, count in cut.ranges(0, size)) / sum(section.size for section in cut.sections)
+    kept = (round(n * share), k) if by_rows else (n, round(k * share))
+    found = [sum(x.nbytes for x in module.scheme.tensors(*shape, dtype).values()) for shape in (kept, (n, k))]
+    return matrices * found[0], matrices * found[1]
 
 
 def decoding(layer: Layer) -> AttentionSpec:

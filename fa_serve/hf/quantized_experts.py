@@ -59,7 +59,7 @@ class QuantizedExperts(nn.Module):
             bias = f"{projection}_bias"
             self.register_parameter(bias, getattr(experts, bias) if experts.has_bias else None)
 
-    def _sizes(self, projection: str) -> tuple[int, int]:
+    def sizes(self, projection: str) -> tuple[int, int]:
         """Rows and columns of each matrix of a product in a checkpoint."""
         return (self.width, self.hidden) if projection == "gate_up_proj" else (self.hidden, self.width)
 
@@ -67,11 +67,16 @@ class QuantizedExperts(nn.Module):
         """The stacked tensors of a product: (num_experts, ...), with the rows of its matrices one below the other."""
         matrices = PROJECTIONS[projection]
         found = {}
-        for name, tensor in self.scheme.tensors(*self._sizes(projection), dtype).items():
+        for name, tensor in self.scheme.tensors(*self.sizes(projection), dtype).items():
             shape = list(tensor.shape)
             shape[_row_axis(self.scheme, tensor)] *= matrices
             found[stacked_name(name, projection)] = tensor.new_empty(self.num_experts, *shape)
         return found
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there are `weights`."""
+        return "weights" in vars(self)
 
     def finish(self, layer: str) -> None:
         """Make `weights` of the tensors that have been loaded. Raises ParameterError, which names one with a wrong shape."""
@@ -88,7 +93,7 @@ class QuantizedExperts(nn.Module):
     def _read(self, tensors: dict[str, Tensor], projection: str) -> ops.QuantizedWeight:
         """The matrices of all experts as one weight. Takes what it reads out of `tensors`."""
         matrices = PROJECTIONS[projection]
-        sizes = self._sizes(projection)
+        sizes = self.sizes(projection)
         names = self.scheme.tensors(*sizes, torch.float32)
         stacked = {name: tensors.pop(stacked_name(name, projection)) for name in names}
         parts = []

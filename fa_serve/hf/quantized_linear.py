@@ -3,7 +3,8 @@
     config = AutoConfig.from_pretrained(path)
     with_quantized_linears(config, None)                   # transformers' loader will make these layers
     model, report = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True)
-    finish(model.to(device), report)                       # the tensors of the checkpoint become the weights of fa_serve.ops
+    check_report(report)
+    finish(model.to(device))                               # the tensors of the checkpoint become the weights of fa_serve.ops
 
 transformers asks a quantizer to replace layers before weights are loaded, and loads what their parameters are called. Ours is
 registered under the name "fa_serve" and takes the place of the checkpoint's own, so no other package is needed. A layer is
@@ -69,6 +70,11 @@ class QuantizedLinear(nn.Module):
         for name, tensor in self.expected.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("bias", linear.bias)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether `weight` is a QuantizedWeight."""
+        return isinstance(vars(self).get("weight"), ops.QuantizedWeight)
 
     def finish(self, layer: str) -> None:
         """Make `weight` of the tensors that have been loaded. Raises ParameterError, which names one with a wrong shape."""
@@ -254,8 +260,8 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
         raise ParameterError("model", f"have layers that its {FIELD} ({plan.format}) names", type(model).__name__)
 
 
-def finish(model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Check that a checkpoint was complete, and convert the tensors of every quantised layer, which are on their device.
+def check_report(report: Mapping[str, Any]) -> None:
+    """Check that a checkpoint was complete.
 
     report: what transformers says about loading: names of missing parameters, and (name, shape, expected shape) of wrong ones
 
@@ -266,8 +272,17 @@ def finish(model: PreTrainedModel, report: Mapping[str, Any]) -> None:
         raise ParameterError("model", f"have the tensor {min(missing)} in its files", f"{len(missing)} missing tensors")
     for name, shape, expected in sorted(report["mismatched_keys"])[:1]:
         raise ParameterError(name, f"have the shape {list(expected)}", list(shape))
-    for layer, module in model.named_modules():
-        if isinstance(module, QuantizedLinear | QuantizedExperts):
+
+
+def finish(model: nn.Module, path: str = "") -> None:
+    """Convert the tensors of every quantised layer of a model, or of one of its modules, that are on their device.
+
+    path: of the module. Layers that have been converted before stay as they are
+
+    Raises ParameterError that names the first tensor with a wrong shape.
+    """
+    for layer, module in model.named_modules(prefix=path):
+        if isinstance(module, QuantizedLinear | QuantizedExperts) and not module.is_finished:
             module.finish(layer)
 
 

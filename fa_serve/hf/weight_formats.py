@@ -43,6 +43,16 @@ class Scheme(Protocol):
         ...
 
     @property
+    def columns_of_group(self) -> int:
+        """Neighbouring columns that share a scale; 0 stands for all."""
+        ...
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the columns of a group need not be neighbours (act-order)."""
+        ...
+
+    @property
     def row_axis(self) -> int:
         """The axis of tensors along which the rows of the weights lie. Tensors with fewer axes have them along the last."""
         ...
@@ -100,10 +110,18 @@ class _Int4:
     def by_row(self) -> bool:
         return self.group_size == -1
 
+    @property
+    def columns_of_group(self) -> int:
+        return max(self.group_size, 0)
+
 
 @dataclass(frozen=True)
 class Awq(_Int4):
     """AutoAWQ's layout "gemm": columns of outputs in words, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+
+    @property
+    def ordered(self) -> bool:
+        return False
 
     @property
     def row_axis(self) -> int:
@@ -258,6 +276,14 @@ class Float8:
         return not self.block[1]
 
     @property
+    def columns_of_group(self) -> int:
+        return self.block[1]
+
+    @property
+    def ordered(self) -> bool:
+        return False
+
+    @property
     def row_axis(self) -> int:
         return 0
 
@@ -307,6 +333,8 @@ class Mxfp4:
 
     is_packed: bool = True
     by_row: bool = False
+    columns_of_group: int = RUN
+    ordered: bool = False
     row_axis: int = 0
 
     def of_experts(self) -> Scheme | None:

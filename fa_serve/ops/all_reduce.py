@@ -5,8 +5,9 @@
     x = all_reduce(x)                                   # every rank calls it with its part, and gets the sum
     all_reduce.close()
 
-The result has the same bits on every rank, because one rank computes each element and sends it to the others. Everything
-listens on the loopback address only. Left out: who starts the ranks and what they tell each other (fa_serve.engine.ranks).
+The result has the same bits on every rank, because one rank computes each element and sends it to the others. Ranks of one
+machine listen on the loopback address only. Left out: who starts the ranks, and what they tell each other
+(fa_serve.engine.ranks).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,22 +36,21 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def listen(size: int) -> tuple[Store, int]:
-    """The store at which `size` ranks meet, and its port on the loopback address. For rank 0."""
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        listener.listen()
+def listen(size: int, host: str = LOOPBACK) -> tuple[Store, int]:
+    """The store at which `size` ranks meet, and its port. For rank 0. host: an address of this machine"""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.create_server(address, family=family) as listener:
         port = int(listener.getsockname()[1])
         # the store would listen on every address of the machine
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+            host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
         )
     return store, port
 
 
-def join(port: int, size: int) -> Store:
-    """The store that rank 0 listens with. For the other ranks."""
-    return dist.TCPStore(LOOPBACK, port, size, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+def join(port: int, size: int, host: str = LOOPBACK, timeout: timedelta = timedelta(seconds=300)) -> Store:
+    """The store that rank 0 listens with. For the other ranks. timeout: for the connection, and for each call of the store"""
+    return dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
 
 
 class AllReduceError(FaServeError, RuntimeError):
@@ -58,20 +60,23 @@ class AllReduceError(FaServeError, RuntimeError):
 class AllReduce:
     """Adds a tensor up over all ranks, which call it the same number of times with the same shapes and dtypes.
 
+    host:    where the ranks meet. If it is the loopback address, sums use no other
     ordered: add the parts in the order of ranks. Otherwise the order may depend on the place of an element in the tensor, which
              changes results with three ranks and more
 
     Raises RuntimeError if this process belongs to a process group of torch.distributed already.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, *, ordered: bool = False) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, device: torch.device, *, host: str = LOOPBACK, ordered: bool = False
+    ) -> None:
         if dist.is_initialized():
             raise RuntimeError("this process belongs to a process group of torch.distributed already; end that one first")
         self._size = size
         self._ordered = ordered
         self._paused = False
         on_gpu = device.type == "cuda"
-        with _on_loopback():
+        with _on_loopback() if is_loopback(host) else nullcontext():
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, device_id=device if on_gpu else None
             )
@@ -138,6 +143,11 @@ class AllReduce:
         """Leave the group. Other ranks that wait in a call get an error."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is that of this machine alone."""
+    return ip_address(socket.getaddrinfo(host, 0)[0][4][0]).is_loopback
 
 
 @contextmanager

@@ -114,6 +114,32 @@ class QuantizedWeight:
         zeros = None if self.zeros is None else self.zeros[start:stop]
         return replace(self, data=self.data[start:stop], scales=self.scales[start:stop], zeros=zeros)
 
+    def columns_between(self, start: int, stop: int) -> QuantizedWeight:
+        """Columns of the matrix, as a copy. A group belongs to them as a whole or not at all, unless a row is one group.
+
+        Raises ValueError for other borders, and for columns in another order than that of the groups.
+        """
+        one_group = self.scales.shape[1] == 1
+        fits = start % self.group_size == 0 and (stop % self.group_size == 0 or stop == self.width)
+        if self.columns is not None or not (one_group or fits):
+            raise ValueError(f"columns {start} to {stop} must be whole groups of {self.group_size} neighbouring columns")
+
+        def of_groups(x: Tensor) -> Tensor:
+            return x.clone() if one_group else x[:, start // self.group_size : -(-stop // self.group_size)].contiguous()
+
+        if self.is_packed:
+            data = pack_int4(unpack_int4(self.data, self.width)[:, start:stop])
+        else:
+            data = self.data[:, start:stop].contiguous()
+        return replace(
+            self,
+            data=data,
+            scales=of_groups(self.scales),
+            group_size=stop - start if one_group else self.group_size,
+            width=stop - start,
+            zeros=None if self.zeros is None else of_groups(self.zeros),
+        )
+
 
 def merge_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """One matrix with the rows of several. An activation gets the largest of their input scales.

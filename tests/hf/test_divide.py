@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import quantise
 import torch
 from hf_families import BY_NAME
 from latent_families import LATENT
 from rank_threads import run_ranks
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fa_serve.engine import kv_cache
 from fa_serve.engine.fused_layer import FusedLayer
 from fa_serve.engine.fusion import cached_layers, fuse
-from fa_serve.hf import attention_layers, divide, patch, plan_division, vocab_size
+from fa_serve.hf import NAME, attention_layers, divide, patch, plan_division, vocab_size
+from fa_serve.hf.info import RankShare, describe
 from fa_serve.hf.paged import OneSequence, PagedBatch, paged_forward
+from fa_serve.hf.quantized_linear import QuantizedLinear, finish, with_quantized_linears
 from fa_serve.spec import UnsupportedModelError
 
 CPU = torch.device("cpu")
@@ -182,3 +188,88 @@ def test_a_layer_that_fails_is_refused() -> None:
     del division.layers["model.layers.0"].cuts["mlp.down_proj.weight"]
     with pytest.raises(UnsupportedModelError, match=r"model.layers.0 \(LlamaDecoderLayer\) fails with RuntimeError: "):
         run_ranks(2, lambda rank, all_reduce: divide(copy.deepcopy(model), division, rank, all_reduce, CPU))
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns a function that gives the folder of a small Qwen 2 in a format, whose key and value projections have biases."""
+    folder = tmp_path_factory.mktemp("quantised")
+
+    def make(name: str) -> Path:
+        if not (folder / name).exists():
+            model = BY_NAME["qwen2"].build(
+                hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2
+            )
+            quantise.write(model, name, folder / name, 64)
+        return folder / name
+
+    return make
+
+
+def loaded(folder: Path) -> PreTrainedModel:
+    """The model with the tensors of its checkpoint, which `divide` converts."""
+    config = with_quantized_linears(AutoConfig.from_pretrained(folder), None)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation=NAME
+    )
+    return model
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "pack-quantized", "fp8", "fp8-static", "fp8-block"])
+def test_quantised_weights_on_two_ranks(name: str, quantised: Callable[[str], Path]) -> None:
+    model = loaded(quantised(name))
+    whole = copy.deepcopy(model)
+    finish(whole)
+    matrices = {path: m.weight.dequantize(torch.float32) for path, m in whole.named_modules() if isinstance(m, QuantizedLinear)}
+    expected = logits(whole)
+
+    def work(own: PreTrainedModel, _: Any) -> Any:
+        finish(own)
+        kept = {path: m.weight for path, m in own.named_modules() if isinstance(m, QuantizedLinear)}
+        assert fuse(own) == 2
+        return logits(own, one_sequence_in_pages(own)), kept
+
+    (first, kept0), (second, kept1) = divided(model, 2, work)
+    assert torch.equal(first, second)
+    assert float((first - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+    for path, matrix in matrices.items():
+        dim = 1 if path.endswith(("o_proj", "down_proj")) else 0
+        parts = [kept[path].dequantize(torch.float32) for kept in (kept0, kept1)]
+        assert torch.equal(torch.cat(parts, dim), matrix), path
+        data = kept0[path].data
+        assert data.untyped_storage().nbytes() == data.nbytes, "the whole weight is not kept"
+
+
+def test_groups_that_ranks_would_share_are_refused(quantised: Callable[[str], Path]) -> None:
+    gptq = loaded(quantised("gptq-act-order"))
+    with pytest.raises(UnsupportedModelError, match=r"the columns of model.layers.0.self_attn.o_proj .* \(act-order\)"):
+        plan_division(gptq, 2)
+    block = loaded(quantised("fp8-block"))
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"the 256 columns of model.layers.0.self_attn.o_proj \(rule 'rowwise'\) cannot be divided by 4: "
+        r"128 columns share a scale \(float8 with a scale for each 128 x 128\)",
+    ):
+        plan_division(block, 4)
+    hidden = loaded(quantised("gptq-act-order"))
+    for module in hidden.modules():
+        if isinstance(module, QuantizedLinear):
+            module.scheme = replace(module.scheme, ordered=False)  # a config that does not say so
+    with pytest.raises(UnsupportedModelError, match=r"columns \d+ to \d+ must be whole groups of 64 neighbouring columns"):
+        divided(hidden, 2, lambda own, _: None)
+
+
+def test_what_each_rank_holds_of_quantised_weights(quantised: Callable[[str], Path]) -> None:
+    share = describe(str(quantised("gptq")), tensor_parallel=2).share
+    assert isinstance(share, RankShare)
+    vocabulary = 2 * 96 * 256 * 2  # embeddings and head, in bfloat16
+    biases = 2 * (256 + 2 * 128) * 2  # of queries, keys and values
+    shapes = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]  # q, k, v, o, gate, up, down
+    numbers = 2 * sum(n * k for n, k in shapes)
+    scales = numbers // 64
+    # 4 bits a number; a scale of 2 bytes and a zero point of 4 bits a group. 4 bytes for the group of each column, which a rank
+    # keeps for all columns unless it keeps some of them
+    columns = 2 * 4 * sum(k for _, k in shapes)
+    kept_columns = 2 * 4 * sum(k // 2 if place in (3, 6) else k for place, (_, k) in enumerate(shapes))
+    assert share.total - share.whole - vocabulary - biases == numbers // 2 + scales * 2 + scales // 2 + columns
+    assert share.divided == (vocabulary + biases + numbers // 2 + scales * 2 + scales // 2) // 2 + kept_columns

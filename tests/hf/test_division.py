@@ -88,7 +88,9 @@ def test_what_does_not_divide_is_named(settings: dict[str, Any], size: int, reas
 def test_rules_and_modules_that_are_not_known_are_named() -> None:
     model = on_meta()
     model.model.layers[0].mlp.up_proj = torch.nn.Bilinear(1, 1, 1, device="meta")
-    with pytest.raises(UnsupportedModelError, match=r"mlp.up_proj must be a plain nn.Linear .* rule 'colwise', got Bilinear"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"mlp.up_proj must be an nn.Linear of floats, or .* rule 'colwise', got Bilinear"
+    ):
         plan_division(model, 2)
     model = on_meta()
     model.tp_plan = {"model.layers.*.mlp.down_proj": "sequence_parallel"}

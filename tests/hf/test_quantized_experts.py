@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised_experts
 import torch
 from dequantisers import of_autoawq, of_autogptq
 from quantised_copies import change_config, load
 from quantised_experts import GPT_OSS, QWEN, WRITERS, dequantised, matrices, original
+from rank_threads import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from fa_serve.hf import plan_division
-from fa_serve.hf.info import describe
+from fa_serve.hf import divide, plan_division
+from fa_serve.hf.info import RankShare, describe
+from fa_serve.hf.paged import OneSequence, paged_forward
 from fa_serve.hf.quantized_experts import QuantizedExperts
 from fa_serve.ops.quantized_weight import quantize_float8
 from fa_serve.spec import ParameterError, UnsupportedModelError
@@ -243,11 +247,42 @@ def test_experts_that_compute_something_else_are_refused(checkpoints: Path, monk
         load(checkpoints / "fp8-block")
 
 
-def test_quantised_experts_are_not_divided(checkpoints: Path) -> None:
+def test_mxfp4_experts_of_a_model_without_a_plan_are_not_divided(checkpoints: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"mlp.experts has quantised experts \(4-bit .*\), which are not divided"):
         plan_division(load(checkpoints / "mxfp4"), 2)
     described = describe(str(checkpoints / "mxfp4"), "cuda", 90, tensor_parallel=2)
     assert "has quantised experts" in str(described.share)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "mxfp4"])
+def test_experts_on_two_ranks(checkpoints: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank keeps half of the width of every expert, if the columns of a group stay together."""
+    if name != "fp8-channel":
+        with pytest.raises(
+            UnsupportedModelError, match=r"the 48 columns of .*down_proj .* divided by 2: 32 columns share a scale"
+        ):
+            plan_division(load(checkpoints / name), 2)
+    monkeypatch.setattr(quantised_experts, "QWEN", Qwen3MoeConfig(**QWEN.to_dict() | {"moe_intermediate_size": 64}))
+    WRITERS[name](tmp_path)
+    model = load(tmp_path, dtype="float32")
+    ids = torch.arange(3, 20)
+    positions = torch.arange(17)
+    expected = paged_forward(model, ids, positions, OneSequence(), positions)
+    whole = experts_of(model)[0].width
+    division = plan_division(model, 2)
+
+    def work(rank: int, all_reduce: Any) -> tuple[Tensor, int]:
+        own = copy.deepcopy(model)
+        divide(own, division, rank, all_reduce, torch.device("cpu"))
+        return paged_forward(own, ids, positions, OneSequence(), positions), experts_of(own)[0].weights.sizes.width
+
+    for actual, width in run_ranks(2, work):
+        assert width == whole // 2
+        assert float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+    share = describe(str(tmp_path), tensor_parallel=2).share
+    assert isinstance(share, RankShare)
+    assert share.divided + share.whole < 0.8 * share.total
 
 
 @pytest.mark.parametrize(("device", "who"), [("cuda", "triton"), ("cpu", "PyTorch with dequantised weights")])

@@ -110,3 +110,34 @@ def test_pytorch_computes_the_product_with_the_matrix(make) -> None:
     expected = x @ weight.dequantize(torch.float32).t()
     assert torch.equal(ops.linear(x, weight), expected)
     assert torch.allclose(ops.invariant_linear(x, weight, None), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        int4_weight(6, 640, group_size=64, zeros=True),
+        int4_weight(6, 640, group_size=640),
+        int4_weight(6, 600, group_size=64),
+        float8_weight(6, 640, group_size=128, input_scale=0.5),
+        float8_weight(6, 640, group_size=640),
+        float4_weight(6, 640),
+    ],
+    ids=["int4", "int4-row", "int4-tail", "float8", "float8-row", "mxfp4"],
+)
+def test_columns_are_the_columns(weight: QuantizedWeight) -> None:
+    matrix = weight.dequantize(torch.float32)
+    for start, stop in ((0, 128), (128, 384), (384, weight.width)):
+        part = weight.columns_between(start, stop)
+        assert part.shape == (6, stop - start)
+        assert torch.equal(part.dequantize(torch.float32), matrix[:, start:stop])
+        assert part.data.untyped_storage().nbytes() == part.data.nbytes, "a copy"
+        assert part.input_scale is weight.input_scale
+
+
+def test_columns_that_share_a_scale_stay_together() -> None:
+    with pytest.raises(ValueError, match="columns 32 to 128 must be whole groups of 64 neighbouring columns"):
+        int4_weight(6, 256, group_size=64).columns_between(32, 128)
+    with pytest.raises(ValueError, match="columns 0 to 96 must be whole groups"):
+        int4_weight(6, 256, group_size=64).columns_between(0, 96)
+    with pytest.raises(ValueError, match="columns 0 to 128 must be whole groups of 64 neighbouring columns"):
+        int4_weight(6, 256, group_size=64, act_order=True).columns_between(0, 128)
