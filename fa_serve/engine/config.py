@@ -8,7 +8,7 @@ sample (sampling_params.py) and everything about HTTP.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -143,6 +143,10 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ParameterError("gpu_memory_utilization", "be above 0 and at most 1", share)
+
+    def for_drafts(self, model: str) -> EngineConfig:
+        """The settings of the model or head that drafts. Drafts are checked, so they need no deterministic mode."""
+        return replace(self, model=model, speculative=None, deterministic=False, attention_precision="bf16")
 
     @property
     def model_name(self) -> str:

@@ -79,15 +79,8 @@ def load_head_runner(config: EngineConfig, runner: ModelRunner) -> HeadRunner:
     from fa_serve.hf.eagle3 import load_head  # imported late, because it imports a model of transformers
 
     # a head has one layer, so its cache is small and keeps the model's dtype
-    own = replace(
-        config,
-        model=config.draft_head,
-        speculative=None,
-        deterministic=False,
-        fusion=False,
-        kv_cache_dtype="auto",
-        attention_precision="bf16",
-    )
+    assert config.draft_head is not None
+    own = replace(config.for_drafts(config.draft_head), fusion=False, kv_cache_dtype="auto")
     try:
         folder = Path(own.model_path())
         if not folder.is_dir():

@@ -95,14 +95,7 @@ def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, cloc
         return DraftModel(runner.draft, config.max_num_batched_tokens)
     if config.draft_model is None:
         return NgramDrafter()
-    own = replace(
-        config,
-        model=config.draft_model,
-        speculative=None,
-        deterministic=False,
-        quantization=None,
-        attention_precision="bf16",
-    )
+    own = replace(config.for_drafts(config.draft_model), quantization=None)
     try:
         own.model_path()
     except ParameterError as error:
