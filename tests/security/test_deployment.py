@@ -348,5 +348,6 @@ def test_the_documented_limits_are_the_settings():
 
 @pytest.mark.parametrize("name", ["SECURITY.md", "docs/security.md", "docs/hardening.md"])
 def test_flags_in_the_pages_are_settings(name):
-    known = {f"--{field.replace('_', '-')}" for field in Settings.model_fields} | {"--require-hashes", "--config"}
+    known = {f"--{field.replace('_', '-')}" for field in Settings.model_fields}
+    known |= {"--require-hashes", "--config", "--master-addr", "--master-port"}  # of pip, uvicorn and torchrun
     assert set(re.findall(r"`(--[a-z-]+)", (ROOT / name).read_text())) <= known
