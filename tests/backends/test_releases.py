@@ -15,7 +15,7 @@ from fa_serve.backends import launch
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.hopper.backward import plan_backward
 from fa_serve.backends.hopper.forward import plan_forward as plan_hopper
-from fa_serve.backends.plan import AttentionOptions, BackwardTensors
+from fa_serve.backends.plan import AttentionOptions, AttentionTensors, BackwardTensors
 from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
@@ -25,7 +25,7 @@ from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgm
 from fa_serve.ops.ops_backend import Gate
 from fa_serve.ops.quantized_few_kernel import few_tile, launch_quantized_few
 from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma, wgmma_tile
-from fa_serve.spec import AttentionSpec
+from fa_serve.spec import AttentionSpec, Precision
 from fa_serve.testing import cu_seqlens, make_qkv, run_plan
 
 OPTIONS = {"softmax_scale": 0.1, "window_size": (-1, 0), "softcap": 0.0, "sinks": None, "out": None, "return_lse": True}
@@ -61,6 +61,19 @@ def test_the_hopper_backward_kernel() -> None:
     _, kernel, _ = kernels
     assert kernel.instructions["HGMMA"] > 0
     assert "REDG.E.ADD.F32x4" in kernel.sass
+    assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
+
+
+@pytest.mark.parametrize("precision", ["qk8", "fp8"])
+def test_the_hopper_kernel_with_float8_products(precision: Precision) -> None:
+    q, k, v = make_qkv(1, 2048, 2048, 4, 2, 128, dtype=torch.bfloat16)
+    tensors = AttentionTensors(q, k, v)
+    with compiling_for("sm90") as kernels:
+        plan_hopper(tensors, AttentionOptions(0.1, (-1, 0), 0.0, 2048, 2048, return_lse=True, precision=precision))(tensors)
+    quantize, kernel = kernels
+    assert quantize.name == "_quantize_inputs"
+    assert "QGMMA" in kernel.sass
+    assert kernel.spill_bytes <= 104, "outside of the loop"
     assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
 
 
