@@ -5,7 +5,8 @@ producer        the warp that copies to shared memory; `consumer` holds the warp
 backward        the kernel of the gradients and its plan; what it consists of begins with `backward_`
 dq_sum          the sum of dQ in float32, to which the backward kernel adds
 listed_blocks   lists of key blocks, which the producer walks
-float8_inputs   the kernel that makes float8 copies of q, k and v; `float8_scales` multiplies by their scales again
+float8_inputs   the kernel that makes float8 copies of q, k and v; `float8_scales` multiplies by their scales again, and
+                `float8_probabilities` packs P
 kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
 tile_schedule   which tile comes next
 hopper_tiles    the shape of tiles
