@@ -68,6 +68,7 @@ def quantize_inputs(
     block_table: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
+    rotation_given: Tensor,
     q8: Tensor,
     k8: Tensor,
     v8: Tensor | None,
@@ -81,6 +82,7 @@ def quantize_inputs(
     """Writes what `_quantize_inputs` writes. Groups that it does not write become NaN."""
     dim = q.shape[-1]
     h = rotation(dim)
+    assert torch.equal(rotation_given.double(), h)
     queries = q if lengths is None else q[None]
     groups = k_scale.shape[-1]
     if block_table is not None:

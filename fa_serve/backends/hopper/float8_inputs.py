@@ -60,30 +60,57 @@ class Strides(NamedTuple):
     head: int
 
 
-@triton.jit
-def _sign(row):
-    """+1 or -1 for each row of H: a bit of a hash of 16 bits. A fixed choice gives the same result at each call."""
-    x = (row + 1) * 40503 & 0xFFFF
-    x = (x ^ x >> 7) * 30011 & 0xFFFF
-    x = (x ^ x >> 9) * 40503 & 0xFFFF
-    return 1 - 2 * (x >> 15)
+def _make_rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """H * sqrt(dim), [dim, dim]: entry (r, c) is -1 to the power of the number of bits of r & c, times a random sign of row r.
+
+    The signs are bits of a hash of 16 bits, a fixed choice, which gives the same result at each call.
+    """
+    index = torch.arange(dim, device=device)
+    odd = index[:, None] & index
+    for shift in (4, 2, 1):
+        odd ^= odd >> shift
+    signs = (index + 1) * 40503 & 0xFFFF
+    signs = (signs ^ signs >> 7) * 30011 & 0xFFFF
+    signs = (signs ^ signs >> 9) * 40503 & 0xFFFF
+    return (1 - 2 * ((odd ^ signs[:, None] >> 15) & 1)).to(dtype)
+
+
+_ROTATIONS: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+_MAX_ROTATIONS = 64
+
+
+def _rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """H * sqrt(dim), kept for later calls: a program would need 700 instructions to compute it, a third of all that it has.
+
+    What a capture allocates is filled at its replay only, and is not kept.
+    """
+    key = (dim, dtype, device)
+    rotation = _ROTATIONS.get(key)
+    if rotation is not None:
+        return rotation
+    rotation = _make_rotation(dim, dtype, device)
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return rotation
+        torch.cuda.current_stream(device).synchronize()  # once, because other streams will read it too
+    if type(rotation) is Tensor:  # not a tensor of torch.compile without values
+        if len(_ROTATIONS) >= _MAX_ROTATIONS:
+            _ROTATIONS.clear()
+        _ROTATIONS[key] = rotation
+    return rotation
 
 
 @triton.jit
-def _rotate(x_ptr, offsets, keep, DIM: tl.constexpr, dtype: tl.constexpr):
-    """Rows of x times H * sqrt(DIM), float32. Its entries are +1 and -1, so that the product with 16 bits is exact."""
-    PART: tl.constexpr = 64
+def _rotate(x_ptr, offsets, keep, rotation_ptr, DIM: tl.constexpr):
+    """Rows of x times H * sqrt(DIM), float32. The entries of H are +1 and -1, so that the product with 16 bits is exact."""
+    PART: tl.constexpr = min(DIM, 128)
     cols = tl.arange(0, DIM)[None, :]
     y = tl.zeros([_GROUP, DIM], tl.float32)
     for start in tl.static_range(0, DIM, PART):
         rows = start + tl.arange(0, PART)
-        x = tl.load(x_ptr + offsets[:, None] + rows[None, :], mask=keep[:, None], other=0.0).to(dtype)
-        bits = rows[:, None] & cols
-        bits = bits ^ (bits >> 4)
-        bits = bits ^ (bits >> 2)
-        bits = bits ^ (bits >> 1)
-        hadamard = (1 - 2 * (bits & 1)) * _sign(rows)[:, None]
-        y = tl.dot(x, hadamard.to(tl.float32).to(dtype), y)
+        x = tl.load(x_ptr + offsets[:, None] + rows[None, :], mask=keep[:, None], other=0.0)
+        x = x.to(rotation_ptr.dtype.element_ty)
+        y = tl.dot(x, tl.load(rotation_ptr + rows[:, None] * DIM + cols), y)
     return y
 
 
@@ -93,7 +120,9 @@ def _scale_of(largest):
 
 
 @triton.jit
-def _quantize_queries(q_ptr, q8_ptr, scale_ptr, strides, block, head, num_heads, seqlen, total, DIM: tl.constexpr):
+def _quantize_queries(
+    q_ptr, rotation_ptr, q8_ptr, scale_ptr, strides, block, head, num_heads, seqlen, total, DIM: tl.constexpr
+):
     """A block of rows of one head: rows of all sequences, and a scale for each row."""
     row = block * _GROUP + tl.arange(0, _GROUP)
     keep = row < total
@@ -101,13 +130,13 @@ def _quantize_queries(q_ptr, q8_ptr, scale_ptr, strides, block, head, num_heads,
     token = row % seqlen
     q_ptr += head.to(tl.int64) * strides.head
     offsets = batch.to(tl.int64) * strides.batch + token.to(tl.int64) * strides.token
-    y = _rotate(q_ptr, offsets, keep, DIM, q_ptr.dtype.element_ty)
+    y = _rotate(q_ptr, offsets, keep, rotation_ptr, DIM)
     scale = _scale_of(tl.max(tl.abs(y), 1))
     # (batch, num_heads, seqlen, dim), where a packed call is one sequence
     at = (batch.to(tl.int64) * num_heads + head) * seqlen + token
     tl.store(scale_ptr + at, scale * DIM**-0.5, mask=keep)
     cols = tl.arange(0, DIM)[None, :]
-    tl.store(q8_ptr + (at * DIM)[:, None] + cols, (y / scale[:, None]).to(tl.float8e4nv), mask=keep[:, None])
+    tl.store(q8_ptr + (at * DIM)[:, None] + cols, (y * (1 / scale)[:, None]).to(tl.float8e4nv), mask=keep[:, None])
 
 
 @triton.jit
@@ -148,13 +177,13 @@ def _row_offsets(rows, keep, sequence, first, strides, block_table_ptr, table_st
 
 
 @triton.jit
-def _quantize_keys(k_ptr, offsets, keep, descale, k8_ptr, scale_ptr, at, DIM: tl.constexpr, dtype: tl.constexpr):
+def _quantize_keys(k_ptr, offsets, keep, rotation_ptr, descale, k8_ptr, scale_ptr, at, DIM: tl.constexpr):
     """A group of rows of one head of k, with one scale, to the `at`-th group of the copy."""
-    y = _rotate(k_ptr, offsets, keep, DIM, dtype) * descale
+    y = _rotate(k_ptr, offsets, keep, rotation_ptr, DIM) * descale
     scale = _scale_of(tl.max(tl.max(tl.abs(y), 1), 0))
     tl.store(scale_ptr + at, scale * DIM**-0.5)
     rows = (at * _GROUP + tl.arange(0, _GROUP)) * DIM
-    tl.store(k8_ptr + rows[:, None] + tl.arange(0, DIM)[None, :], (y / scale).to(tl.float8e4nv))
+    tl.store(k8_ptr + rows[:, None] + tl.arange(0, DIM)[None, :], (y * (1 / scale)).to(tl.float8e4nv))
 
 
 @triton.jit
@@ -165,7 +194,7 @@ def _transpose_values(v, descale, IS_FLOAT8: tl.constexpr, v8_ptr, scale_ptr, at
     else:
         v = v.to(tl.float32)
         scale = _scale_of(tl.max(tl.max(tl.abs(v), 1), 0))
-        v = (v / scale).to(tl.float8e4nv)
+        v = (v * (1 / scale)).to(tl.float8e4nv)
     tl.store(scale_ptr + at, scale)
     columns = (at // groups * DIM + tl.arange(0, DIM)) * groups * _GROUP
     tl.store(v8_ptr + columns[:, None] + (at % groups * _GROUP + tl.arange(0, _GROUP))[None, :], tl.trans(v))
@@ -196,6 +225,7 @@ def _quantize_inputs(
     block_table_ptr,
     k_descale_ptr,
     v_descale_ptr,
+    rotation_ptr,
     q8_ptr,
     k8_ptr,
     v8_ptr,
@@ -230,6 +260,7 @@ def _quantize_inputs(
     """A program quantises _GROUP rows of one head of q, k or v.
 
     keys_ptr: cu_seqlens_k of packed keys, seqused_k of keys in pages, None for a dense batch
+    rotation_ptr: H * sqrt(DIM) in q's dtype
     cu_seqlens_q_ptr, block_table_ptr: None unless keys are in pages. k_descale_ptr, v_descale_ptr: None unless k and v are
               float8
     v8_ptr:   None: v is used as it is. v_scale_ptr: None: v is copied in 16 bits
@@ -245,7 +276,7 @@ def _quantize_inputs(
     if program < num_heads * query_blocks:
         head = program // query_blocks
         block = program % query_blocks
-        _quantize_queries(q_ptr, q8_ptr, q_scale_ptr, q_strides, block, head, num_heads, seqlen_q, total_q, DIM)
+        _quantize_queries(q_ptr, rotation_ptr, q8_ptr, q_scale_ptr, q_strides, block, head, num_heads, seqlen_q, total_q, DIM)
     else:
         # the index of the group among those of its head, its sequence in a batch, and its rows [low, length) from `row` on
         program -= num_heads * query_blocks
@@ -274,7 +305,7 @@ def _quantize_inputs(
                 descale = 1.0
                 if k_descale_ptr is not None:
                     descale = tl.load(k_descale_ptr + kv_head)
-                _quantize_keys(k_ptr, offsets, keep, descale, k8_ptr, k_scale_ptr, at, DIM, q_ptr.dtype.element_ty)
+                _quantize_keys(k_ptr, offsets, keep, rotation_ptr, descale, k8_ptr, k_scale_ptr, at, DIM)
             elif v8_ptr is not None:
                 rows = row + place
                 if v_scale_ptr is not None:
@@ -367,6 +398,7 @@ class Quantizer:
         k_scale = k.new_empty((*self._k.shape[:2], self.groups), dtype=torch.float32)
         v_scale = torch.empty_like(k_scale) if self._float8_values else None
         table = tensors.block_table
+        rotation = _rotation(q.shape[-1], q.dtype, q.device)
         pages = (None if table is None else tensors.cu_seqlens_q, table, tensors.k_descale, tensors.v_descale)
-        self._launch((q, k, v, tensors.keys, *pages, q8, k8, copy, q_scale, k_scale, v_scale))
+        self._launch((q, k, v, tensors.keys, *pages, rotation, q8, k8, copy, q_scale, k_scale, v_scale))
         return q8, k8, v if copy is None else copy, q_scale, k_scale, v_scale
