@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -37,3 +39,14 @@ def _no_synchronisation() -> Iterator[None]:
 @pytest.fixture
 def no_synchronisation() -> Callable[[], AbstractContextManager[None]]:
     return _no_synchronisation
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips a test that captures a graph while `make memcheck` has switched off the allocator's cache, which captures need."""
+
+    def skip(*_: Any, **__: Any) -> NoReturn:
+        pytest.skip("a graph cannot be captured with PYTORCH_NO_CUDA_MEMORY_CACHING=1")
+
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1":
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", skip)
