@@ -165,11 +165,11 @@ def _measure_pages(results: Results, case: str, queries: list[int], keys: list[i
 
 def tune_fp8(args: argparse.Namespace) -> None:
     """Time the tiles of `float8_tiles` and others; each result is compared with that of the default tile."""
-    from fa_serve.backends.hopper.descriptors import Layout
-    from fa_serve.backends.hopper.float8_inputs import Quantizer
     from fa_serve.backends.hopper.forward import plan_forward
     from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig
+    from fa_serve.backends.layout import Layout
     from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+    from fa_serve.backends.triton.float8_inputs import Quantizer
 
     plain = TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, o_parts=2)
     tiles = {

@@ -7,9 +7,9 @@ import torch
 from float8_cases import quantize_inputs
 from torch import Tensor
 
-from fa_serve.backends.hopper.descriptors import Layout
-from fa_serve.backends.hopper.float8_inputs import Quantizer
+from fa_serve.backends.layout import Layout
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.backends.triton.float8_inputs import Quantizer
 from fa_serve.spec import Precision
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
