@@ -33,7 +33,7 @@ def copied_bytes(k_cache: Tensor, v_cache: Tensor, batch: int, max_seqlen_k: int
 def cannot_quantize(spec: AttentionSpec) -> str | None:
     """Why no backend multiplies float8 copies of the inputs of this call, or None. The precision is not "bf16".
 
-    Each backend has reasons of its own in addition.
+    A backend may have further reasons, such as its GPUs.
     """
     if spec.block_mask:
         return f"multiplies float8 without a block_mask only, got precision {spec.precision!r}"
