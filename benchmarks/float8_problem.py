@@ -75,15 +75,17 @@ def rmse(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).pow(2).mean().sqrt())
 
 
-def errors(head_dim: int, seqlen: int, heads: int, device: str, precisions: tuple[str, ...]) -> dict[str, float]:
+def errors(head_dim: int, seqlen: int, heads: int, device: str, precisions: tuple[str, ...], backend: str) -> dict[str, float]:
     """The root mean square errors of ours at each precision, and of float64 attention with rounded inputs."""
     q, k, v = (outliers(1, seqlen, heads, head_dim, device=device).bfloat16() for _ in range(3))
     exact = attention_reference(q.double(), k.double(), v.double(), softmax_scale=head_dim**-0.5)[0]
-    found = {name: rmse(fa_serve.attention(q, k, v, precision=name), exact) for name in precisions}  # type: ignore[arg-type]
+    found = {}
+    for name in precisions:
+        found[name] = rmse(fa_serve.attention(q, k, v, precision=name, backend=backend), exact)  # type: ignore[call-overload]
     return found | {name: rmse(ablated(q, k, v, **idea), exact) for name, idea in ABLATIONS.items()}
 
 
-def needles(head_dim: int, keys: int, device: str, precision: str) -> float:
+def needles(head_dim: int, keys: int, device: str, precision: str, backend: str) -> float:
     """The part of queries that find their needle: one key among `keys` whose value has the largest weight, 8% of it all.
 
     What a query finds is the value, of NEEDLES candidates, with the largest inner product with its output.
@@ -95,21 +97,25 @@ def needles(head_dim: int, keys: int, device: str, precision: str) -> float:
     # the score that gives a key 8% of the weight of all others, whose scores are near 0
     k[0, at, 0] = q[0, :, 0] * (math.log(0.08 * keys) * math.sqrt(head_dim) / q[0, :, 0].pow(2).sum(1, keepdim=True))
     q, k, v = (x.bfloat16() for x in (q, k, v))
-    out = fa_serve.attention(q, k, v, precision=precision)  # type: ignore[arg-type]
+    out = fa_serve.attention(q, k, v, precision=precision, backend=backend)  # type: ignore[call-overload]
     found = (out[0, :, 0].float() @ v[0, at, 0].float().t()).argmax(1)
     return float((found == torch.arange(NEEDLES, device=device)).float().mean())
 
 
 def fp8(args: argparse.Namespace) -> None:
-    """Errors, the gate, needles, then TFLOPS at 16k tokens of one sequence, with bfloat16 and float8 peers."""
+    """Errors, the gate, needles, then TFLOPS at 16k tokens of one sequence, with bfloat16 and float8 peers.
+
+    With another --backend than auto, the cells over pages are left out.
+    """
     device = "cpu" if args.tiny else "cuda"
     for head_dim in args.head_dims:
         precisions = ("bf16",) if args.tiny else ("bf16", *PRECISIONS[head_dim])
-        found = errors(head_dim, 1024 if args.tiny else 8192, 4 if args.tiny else 8, device, precisions)
+        found = errors(head_dim, 1024 if args.tiny else 8192, 4 if args.tiny else 8, device, precisions, args.backend)
         print(f"D{head_dim} rmse: " + ", ".join(f"{name} {error:.2e}" for name, error in found.items()), flush=True)
         if head_dim == 128:
             assert all(found[name] <= LARGEST_ERROR[name] for name in precisions), "the error is larger than the paper's"
-        shares = {name: needles(head_dim, 1024 if args.tiny else 131072, device, name) for name in precisions}
+        keys = 1024 if args.tiny else 131072
+        shares = {name: needles(head_dim, keys, device, name, args.backend) for name in precisions}
         print(f"D{head_dim} needles found: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()), flush=True)
         assert min(shares.values()) == 1.0
     if args.tiny:
@@ -120,16 +126,16 @@ def fp8(args: argparse.Namespace) -> None:
         for causal in (False, True):
             case = f"d{head_dim}_{'causal' if causal else 'full'}_{TOKENS}"
             if args.cells.takes(case):
-                _measure(results, case, head_dim, causal, flash3)
-    for case, (queries, keys) in PAGED.items():
+                _measure(results, case, head_dim, causal, flash3, args.backend)
+    for case, (queries, lengths) in PAGED.items() if args.backend == "auto" else ():
         for dtype in (torch.bfloat16, FLOAT8):
             name = f"paged_{case}{'_float8' if dtype == FLOAT8 else ''}"
             if args.cells.takes(name):
-                _measure_pages(results, name, queries, keys, dtype)
+                _measure_pages(results, name, queries, lengths, dtype)
     results.write()
 
 
-def _measure(results: Results, case: str, head_dim: int, causal: bool, flash3: Any) -> None:
+def _measure(results: Results, case: str, head_dim: int, causal: bool, flash3: Any, backend: str) -> None:
     q, k, v = (torch.randn(1, TOKENS, HIDDEN // head_dim, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     peers: dict[str, Any] = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)}
     if flash3 is not None:
@@ -138,9 +144,9 @@ def _measure(results: Results, case: str, head_dim: int, causal: bool, flash3: A
         given = {"max_seqlen_q": TOKENS, "cu_seqlens_q": cu, "max_seqlen_k": TOKENS, "cu_seqlens_k": cu, "causal": causal}
         descales = {"q_descale": scale, "k_descale": scale, "v_descale": scale}
         peers["fa3 float8"] = partial(flash3, *(x[0].to(FLOAT8) for x in (q, k, v)), **given, **descales, fa_version=3)
-    calls = {"bf16": partial(fa_serve.attention, q, k, v, causal=causal)}
-    for name in PRECISIONS[head_dim]:
-        calls[name] = partial(fa_serve.attention, q, k, v, causal=causal, precision=name)  # type: ignore[arg-type]
+    calls = {}
+    for name in ("bf16", *PRECISIONS[head_dim]):
+        calls[name] = partial(fa_serve.attention, q, k, v, causal=causal, precision=name, backend=backend)  # type: ignore[call-overload]
     times = in_turns(calls | served(peers))
     rates = {name: tflops(TOKENS, causal, ms) for name, ms in times.items()}
     print(f"{case:<20}" + "".join(f"  {name} {rate:.0f}" for name, rate in rates.items()), flush=True)
@@ -163,13 +169,9 @@ def _measure_pages(results: Results, case: str, queries: list[int], keys: list[i
         results.add(f"{case}_{name}", "us", times[name], {"bf16": times["bf16"]})
 
 
-def tune_fp8(args: argparse.Namespace) -> None:
-    """Time the tiles of `float8_tiles` and others; each result is compared with that of the default tile."""
-    from fa_serve.backends.hopper.descriptors import Layout
-    from fa_serve.backends.hopper.float8_inputs import Quantizer
+def _hopper_tiles() -> tuple[Any, dict[str, Any]]:
     from fa_serve.backends.hopper.forward import plan_forward
     from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig
-    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
 
     plain = TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, o_parts=2)
     tiles = {
@@ -184,6 +186,42 @@ def tune_fp8(args: argparse.Namespace) -> None:
         "3 warpgroups, serial": replace(plain, groups=3, q_stages=1, overlap=False),
         "3 warpgroups, overlap": replace(plain, groups=3, q_stages=1, softmax_first=False),
     }
+    return plan_forward, tiles
+
+
+def _portable_tiles() -> tuple[Any, dict[str, Any]]:
+    """Names say rows x keys, warps and stages."""
+    from fa_serve.backends.triton.forward import plan_forward
+    from fa_serve.backends.triton.triton_tiles import TileConfig
+
+    tiles = {}
+    for rows, keys, warps, stages in (
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (64, 64, 8, 2),
+        (64, 128, 4, 2),
+        (64, 128, 4, 3),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+        (128, 128, 8, 3),
+    ):
+        for masks_all in (False, True):
+            name = f"{rows} x {keys}, {warps}, {stages}{', every tile masked' if masks_all else ''}"
+            tiles[name] = TileConfig(rows, keys, warps, stages, masks_all=masks_all)
+    return plan_forward, tiles
+
+
+def tune_fp8(args: argparse.Namespace) -> None:
+    """Time the tiles of `float8_tiles` and others; each result is compared with that of the default tile.
+
+    With --backend triton these are the tiles of the portable kernel.
+    """
+    from fa_serve.backends.layout import Layout
+    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+    from fa_serve.backends.triton.float8_inputs import Quantizer
+
+    plan_forward, tiles = _portable_tiles() if args.backend == "triton" else _hopper_tiles()
     for head_dim in args.head_dims:
         for precision in PRECISIONS[head_dim]:
             for causal in (True, False):

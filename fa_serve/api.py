@@ -19,8 +19,9 @@ Conventions shared by all:
 - `block_mask` makes the call block-sparse: each block of queries attends to the key blocks of a list, and a kernel reads no
   other keys. It is a `fa_serve.BlockLists`, a `BlockMask` of FlexAttention without a mask_mod, or its four tensors for blocks
   of 128. `causal` and `window_size` apply to the blocks of the lists.
-- `precision`: "bf16" computes in q's dtype. On Hopper, calls without block_mask also have "qk8", which rounds q and k to float8
-  before q k^T, and "fp8", which rounds the probabilities and v as well (see `backends.hopper.float8_inputs`). Calls of up to
+- `precision`: "bf16" computes in q's dtype. NVIDIA GPUs of compute capability 8.9 or newer also have "qk8", which rounds q and
+  k to float8 before q k^T, and "fp8", which rounds the probabilities and v as well (see `backends.triton.float8_inputs`), for
+  calls without gradients, block_mask, mask and attention_chunk, with head sizes of 64, 128 and ("qk8") 256. Calls of up to
   FEW_QUERIES queries behind more keys are limited by memory, not by products: they keep q's dtype, and so do the sequences of a
   paged batch that decode. A paged call also keeps it if copies of its keys would take more than MAX_COPY_BYTES (see
   `backends.float8_copies`). The reference computes exactly at every precision.

@@ -191,7 +191,7 @@ def common_cases(device: str, arch: int) -> list[tuple[str, AttentionSpec]]:
     latent = {**paged, "head_dim": 576, "head_dim_v": 512, "num_heads": 128, "num_kv_heads": 1, "values_in_keys": True}
     deepseek = {"head_dim": 192, "head_dim_v": 128, "num_heads": 128, "num_kv_heads": 128}
     float8 = []  # refused on other devices
-    if arch == 90:
+    if arch >= 89:
         float8 = [
             ("prefill, float8 products", spec(precision="fp8")),
             ("serving, float8 products", spec(**paged, precision="fp8")),

@@ -84,8 +84,8 @@ class Settings(BaseSettings):
     )
     attention_precision: Literal["bf16", "qk8", "fp8"] = _option(
         "bf16",
-        "Products of attention in prompts, on Hopper GPUs: qk8 rounds queries and keys to 8 bits, fp8 probabilities and values "
-        "as well. Both may change tokens; bf16 computes in the model's data type.",
+        "Products of attention in prompts, on Ada, Hopper and Blackwell GPUs: qk8 rounds queries and keys to 8 bits, fp8 "
+        "probabilities and values as well. Both may change tokens; bf16 computes in the model's data type.",
         "Engine",
     )
     gpu_memory_utilization: float = _option(0.9, "Fraction of the GPU's memory to use in all.", "Engine", gt=0, le=1)

@@ -1,16 +1,24 @@
-"""Float8 inputs of the Hopper kernel in PyTorch, from the text of `float8_inputs`: an oracle for its kernel, and its stand-in
-where the Hopper kernel is emulated."""
+"""Float8 inputs in PyTorch, from the text of `triton.float8_inputs`: an oracle for its kernel, and its stand-in where the
+Hopper kernel is emulated. Paged calls whose products are float8, and the largest error of a result."""
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
+
+from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 FLOAT8 = torch.float8_e4m3fn
 ROWS = 128
+BOUND = {"qk8": 0.004, "fp8": 0.03}
+"""The error of a result, relative to its norm, beside attention of `dequantized` inputs."""
 
 
 def rotation(dim: int) -> Tensor:
@@ -147,3 +155,66 @@ def dequantized(q: Tensor, k: Tensor, v: Tensor, precision: str) -> tuple[Tensor
             scale = scale_of(group, 1, 3)[:, None, :, None]
             group.copy_(to_float8(group, scale).double() * scale)
     return queries, keys, values
+
+
+def paged_call(
+    lengths_q: list[int],
+    lengths_k: list[int],
+    dim: int,
+    float8: bool,
+    window: tuple[int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+) -> tuple[dict[str, Any], list[tuple[slice, Tensor, Tensor]]]:
+    """Arguments of `attention_paged`, and for each sequence its rows, keys and values as float64 numbers of the cache.
+
+    Pages before a window are given up: their entries of the block table point outside. So do entries past a sequence's end.
+    """
+    q, k, v = (x[0] for x in make_qkv(1, sum(lengths_q), sum(lengths_k), 4, 2, dim, dtype=dtype))
+    v *= torch.linspace(0.1, 20, len(v))[:, None, None].to(dtype)
+    k_cache, v_cache, block_table, seqused_k = make_paged(k.split(lengths_k), v.split(lengths_k), 16)
+    k_cache, v_cache = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k_cache, v_cache))
+    descales = {}
+    if float8:
+        descales = {"k_descale": torch.tensor([0.02, 0.03]), "v_descale": torch.tensor([0.3, 0.4])}
+        k_cache, v_cache = (
+            (x / d[:, None]).to(torch.float8_e4m3fn) for x, d in zip((k_cache, v_cache), descales.values(), strict=True)
+        )
+        k, v = (
+            (x / d[:, None]).to(torch.float8_e4m3fn).double() * d[:, None]
+            for x, d in zip((k, v), descales.values(), strict=True)
+        )
+    cu_q = cu_seqlens(lengths_q)
+    sequences = []
+    for b, (keys, values) in enumerate(zip(k.double().split(lengths_k), v.double().split(lengths_k), strict=True)):
+        if window[0] >= 0:  # the copies are zero before the first query's window
+            hidden = max(lengths_k[b] - lengths_q[b] - window[0], 0)
+            keys[:hidden] = values[:hidden] = 0
+            block_table[b, : hidden // 128 * 8] = 2**28
+        sequences.append((slice(cu_q[b], cu_q[b + 1]), keys[None], values[None]))
+    call = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_table": block_table,
+        "seqused_k": seqused_k,
+        "cu_seqlens_q": cu_q,
+    }
+    lengths = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k), "window_size": window}
+    return {name: x.to(device) for name, x in (call | descales).items()} | lengths, sequences
+
+
+def correct_interpreter(patch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter round float32 to float8 as hardware does.
+
+    The interpreter of Triton 3.6 halves a number that it rounds up to a power of two.
+    """
+    convert = interpreter._convert_float
+
+    def rounded(x: Any, given: tl.dtype, wanted: tl.dtype, rounding: Any) -> Any:
+        if (given, wanted) != (tl.float32, tl.float8e4nv):
+            return convert(x, given, wanted, rounding)
+        clamped = torch.from_numpy(x).clamp(-448, 448)
+        return clamped.to(FLOAT8).view(torch.uint8).numpy()
+
+    patch.setattr(interpreter, "_convert_float", rounded)

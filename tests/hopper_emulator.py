@@ -49,6 +49,7 @@ from fa_serve.backends.hopper import (
 )
 from fa_serve.backends.launch import Launch, View
 from fa_serve.backends.triton import row_statistics
+from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 
 
 class _Shared:
@@ -386,7 +387,7 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "fence_async_shared": lambda: None,
         "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait_products,
-        "BLOCK_KEYS": kernel_types.BLOCK_KEYS.value,
+        "BLOCK_KEYS": BLOCK_KEYS.value,
         "RAGGED": kernel_types.RAGGED.value,
         **{
             name: value

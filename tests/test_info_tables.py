@@ -66,6 +66,9 @@ def test_float8_products_are_told_where_they_exist():
     assert "float8 products" not in run("--arch", "80")
     float8 = [spec for _, spec in common_cases("cuda", 90) if spec.precision == "fp8"]
     assert [chosen(explain(spec)) for spec in float8] == ["hopper"] * 3
+    for arch in (89, 100, 120):
+        float8 = [spec for _, spec in common_cases("cuda", arch) if spec.precision == "fp8"]
+        assert [chosen(explain(spec)) for spec in float8] == ["triton"] * 3
 
 
 def test_shared_reasons_hold_for_every_call():

@@ -1,4 +1,4 @@
-"""How much memory a paged call with float8 products takes for copies of its keys and values, and the bound of it.
+"""Which calls have float8 copies of their inputs, and how much memory a paged call takes for those of its keys and values.
 
 A backend that multiplies float8 reads copies of a cache, with other scales and with transposed values. The lengths of sequences
 are on the device, so the host allocates for the longest sequence that is possible, once for each sequence. Where that is more
@@ -9,9 +9,10 @@ the keys.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from fa_serve.spec import Precision
+from fa_serve.spec import AttentionSpec, Precision, dims, dtype_name
 
 MAX_COPY_BYTES = 1 << 30
 """Bytes that the copies of one call may take. With 8 KV heads of 128 they hold 512k keys with "fp8", such as 64 sequences of up
@@ -27,3 +28,22 @@ def copied_bytes(k_cache: Tensor, v_cache: Tensor, batch: int, max_seqlen_k: int
         return 0
     value_bytes = v_cache.shape[3] * (1 if precision == "fp8" else 2)
     return batch * max_seqlen_k * k_cache.shape[2] * (k_cache.shape[3] + value_bytes)
+
+
+def cannot_quantize(spec: AttentionSpec) -> str | None:
+    """Why no backend multiplies float8 copies of the inputs of this call, or None. The precision is not "bf16".
+
+    A backend may have further reasons, such as its GPUs.
+    """
+    if spec.block_mask:
+        return f"multiplies float8 without a block_mask only, got precision {spec.precision!r}"
+    if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
+        return f"quantises caches of q's dtype or float8_e4m3fn, got {dtype_name(spec.kv_dtype)}"
+    widest = 256 if spec.precision == "qk8" else 128
+    if spec.head_dim != spec.head_dim_v or spec.head_dim not in (64, 128, widest):
+        sizes = "64, 128 and 256" if spec.precision == "qk8" else "64 and 128"
+        got = dims(spec.head_dim, spec.head_dim_v)
+        return f"has head sizes of {sizes} with precision {spec.precision!r}, got {got}"
+    if spec.needs_grad:
+        return f"has no backward pass with precision {spec.precision!r}, and an input requires gradients"
+    return None

@@ -36,8 +36,9 @@ class EngineConfig:
     num_pages:              pages of the KV cache; None fits them into the memory
     kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens.
                             Latent keys, which are few, keep the model's dtype
-    attention_precision:    of the products of attention in prompts, on Hopper: "bf16" (the model's dtype), "qk8" (q and k are
-                            rounded to 8 bits) or "fp8" (probabilities and values as well), which may change tokens
+    attention_precision:    of the products of attention in prompts, on GPUs of compute capability 8.9 or newer: "bf16" (the
+                            model's dtype), "qk8" (q and k are rounded to 8 bits) or "fp8" (probabilities and values as well),
+                            which may change tokens
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together
     max_num_seqs:           sequences that run at once
     max_waiting:            requests that may wait in addition to the running ones

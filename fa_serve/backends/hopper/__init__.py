@@ -5,8 +5,7 @@ producer        the warp that copies to shared memory; `consumer` holds the warp
 backward        the kernel of the gradients and its plan; what it consists of begins with `backward_`
 dq_sum          the sum of dQ in float32, to which the backward kernel adds
 listed_blocks   lists of key blocks, which the producer walks
-float8_inputs   the kernel that makes float8 copies of q, k and v; `float8_scales` multiplies by their scales again, and
-                `float8_probabilities` packs P
+float8_scales   the scales of float8 copies of q, k and v, which `triton.float8_inputs` makes; `float8_probabilities` packs P
 kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
 tile_schedule   which tile comes next
 hopper_tiles    the shape of tiles
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 import triton
 
+from fa_serve.backends.float8_copies import cannot_quantize
 from fa_serve.backends.hopper.backward_tiles import MAX_HEAD_DIM_OF_GRADIENTS
 from fa_serve.backends.hopper.hopper_tiles import MAX_HEAD_DIM
 from fa_serve.backends.plan import AttentionOptions, Run
@@ -70,7 +70,7 @@ class HopperBackend:
             return "supports windows but no attention_chunk, and one was given"
         if spec.block_mask and spec.needs_grad:
             return "has no backward pass for a block_mask, and an input requires gradients"
-        if spec.precision != "bf16" and (reason := _cannot_quantize(spec)):
+        if spec.precision != "bf16" and (reason := cannot_quantize(spec)):
             return reason
         if spec.layout == "paged" and spec.needs_grad:
             return "has no backward pass through a paged cache, and an input requires gradients"
@@ -87,22 +87,6 @@ class HopperBackend:
         from fa_serve.backends.hopper.forward import plan_forward
 
         return plan_forward(tensors, options)
-
-
-def _cannot_quantize(spec: AttentionSpec) -> str | None:
-    """Why the products cannot be float8, or None."""
-    if spec.block_mask:
-        return f"multiplies float8 without a block_mask only, got precision {spec.precision!r}"
-    if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
-        return f"quantises caches of q's dtype or float8_e4m3fn, got {dtype_name(spec.kv_dtype)}"
-    widest = 256 if spec.precision == "qk8" else 128
-    if spec.head_dim != spec.head_dim_v or spec.head_dim not in (64, 128, widest):
-        sizes = "64, 128 and 256" if spec.precision == "qk8" else "64 and 128"
-        got = dims(spec.head_dim, spec.head_dim_v)
-        return f"has head sizes of {sizes} with precision {spec.precision!r}, got {got}"
-    if spec.needs_grad:
-        return f"has no backward pass with precision {spec.precision!r}, and an input requires gradients"
-    return None
 
 
 def _cannot_page(spec: AttentionSpec) -> str | None:

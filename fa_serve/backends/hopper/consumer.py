@@ -24,9 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fa_serve.backends.hopper.float8_probabilities import pack_probabilities, unpack_probabilities
 from fa_serve.backends.hopper.float8_scales import as_column, block_scale, change_of_units, tile_factors
 from fa_serve.backends.hopper.gluon_names import async_store, sync_threads
-from fa_serve.backends.hopper.kernel_types import BLOCK_KEYS, RAGGED, Tile
+from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
 from fa_serve.backends.hopper.listed_blocks import Piece, keep_by_bits, load_bits, read_piece
 from fa_serve.backends.hopper.producer import unpack_tile
+from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,24 +26,6 @@ _LAYOUTS = {
 }
 
 _STATISTICS = gl.NVMMASharedLayout(0, 32, rank=2)
-
-
-class Layout(NamedTuple):
-    """How a tensor lies in memory."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """The layout of a new tensor."""
-    return Layout(shape, tuple([math.prod(shape[i:]) for i in range(1, len(shape) + 1)]), dtype)
-
-
-def permuted(x: Layout, *order: int) -> Layout:
-    """The layout of `x.permute(order)`."""
-    return Layout(tuple([x.shape[i] for i in order]), tuple([x.strides[i] for i in order]), x.dtype)
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""The scales of float8 inputs in the consumers of the Hopper kernel; `float8_inputs` computes them.
+"""The scales of float8 inputs in the consumers of the Hopper kernel; `triton.float8_inputs` computes them.
 
 A score is q_scale[row] * k_scale[group of keys] times the product of float8 numbers. Both scales are part of the factor that
 turns products into exponents of 2, so they cost nothing per score. The scale of values is the unit of O: the factor that a new
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa_serve.backends.hopper.kernel_types import BLOCK_KEYS
+from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 
 
 class Factors(NamedTuple):

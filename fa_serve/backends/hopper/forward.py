@@ -16,7 +16,7 @@ The hardware bounds packed sequences: descriptors are ragged (see `descriptors.r
 sequence read as zero and are not written. So a NaN of a neighbouring sequence is neither read nor overwritten, and no tile
 needs a slow path. A page of a paged cache is bounded in the same way, as a packed sequence whose length is the number of rows
 that are in use; a block of K or V arrives page by page. Entries of the block table after the last page or before a window
-are not read. With float8 products, the kernel reads copies instead of pages (see `float8_inputs`).
+are not read. With float8 products, the kernel reads copies instead of pages (see `triton.float8_inputs`).
 
 With lists of key blocks, the producer copies the blocks of the list and no others (see `listed_blocks`).
 
@@ -39,8 +39,7 @@ from triton.experimental.gluon import language as gl
 
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.hopper.consumer import consumer
-from fa_serve.backends.hopper.descriptors import Layout, addressable, contiguous, copy_engine_strides, dense_view, ragged_view
-from fa_serve.backends.hopper.float8_inputs import Form, Quantizer
+from fa_serve.backends.hopper.descriptors import addressable, copy_engine_strides, dense_view, ragged_view
 from fa_serve.backends.hopper.hopper_tiles import (
     Schedule,
     TileConfig,
@@ -51,13 +50,15 @@ from fa_serve.backends.hopper.hopper_tiles import (
     list_tiles,
     value_columns,
 )
-from fa_serve.backends.hopper.kernel_types import BLOCK_KEYS, ConsumerArgs, Descriptors, ProducerArgs, Scales, Variant
+from fa_serve.backends.hopper.kernel_types import ConsumerArgs, Descriptors, ProducerArgs, Scales, Variant
 from fa_serve.backends.hopper.listed_blocks import Lists
 from fa_serve.backends.hopper.producer import producer
 from fa_serve.backends.hopper.shared_memory import allocate_barriers, allocate_buffers
 from fa_serve.backends.hopper.tile_schedule import max_tile_count, table_launch, take_counter, tile_table
 from fa_serve.backends.launch import Launch, View, multiprocessors
+from fa_serve.backends.layout import Layout, contiguous
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
+from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS, Form, Quantizer
 from fa_serve.block_lists import BlockLists
 
 

@@ -15,8 +15,6 @@ from fa_serve.backends.hopper.hopper_tiles import TileConfig
 from fa_serve.backends.hopper.listed_blocks import Lists
 from fa_serve.spec import Precision
 
-BLOCK_KEYS = gl.constexpr(128)
-"""Keys that share a scale of float8 keys and values."""
 RAGGED = gl.constexpr(1 << 30)
 """Bound of the row coordinate of a ragged descriptor, see `descriptors.ragged_view`."""
 
@@ -33,8 +31,9 @@ class Variant:
     page_size:  tokens of a page of the KV cache, 0 without one
     block_q, block_k: queries and keys per block of the lists, 0 without lists; bits: partial blocks have bits
     precision:  "bf16": Q, K, V and P have 16 bits; "qk8": Q and K are float8 with scales; "fp8": V and P are float8 as well.
-                See `float8_inputs`
-    gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See `float8_inputs`
+                See `triton.float8_inputs`
+    gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See
+                `triton.float8_inputs`
     """
 
     tiles: TileConfig
@@ -214,7 +213,7 @@ class ProducerArgs(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What float8 numbers must be multiplied by, see `float8_inputs`; None or 0 without them.
+    """What float8 numbers must be multiplied by, see `triton.float8_inputs`; None or 0 without them.
 
     q:      of each row, in the shape of lse
     k, v:   of each BLOCK_KEYS keys, (batch, num_kv_heads, stride), or (num_kv_heads, stride) if keys are packed with gaps

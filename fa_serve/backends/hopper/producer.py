@@ -197,7 +197,7 @@ def _load_pages(
 
 @gluon.jit
 def _float8_rows(tile, block, var: gl.constexpr):
-    """The coordinates in the copies that `float8_inputs` makes: the batch index and the first row of a block of keys."""
+    """The coordinates in the copies that `triton.float8_inputs` makes: the batch index and the first row of a block of keys."""
     if var.gaps:
         return 0, tile.k_origin + block * var.tiles.block_n
     else:  # noqa: RET505
@@ -224,7 +224,7 @@ def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: g
             k1 = PagedOperand(desc.k1, smem.k1_boxes, args.k_pitch)
             _load_pages(k1, pages, tile, kv_head, block, stage, var.d0, full, var.d1, var)
     elif var.float8_keys:
-        # the copies that `float8_inputs` makes are zero past a sequence's end, so nothing has to bound them
+        # the copies that `triton.float8_inputs` makes are zero past a sequence's end, so nothing has to bound them
         batch, row = _float8_rows(tile, block, var)
         async_load(desc.k, [batch, row, kv_head, 0], full, smem.k.index(stage))
         if var.d1 > 0:

@@ -48,7 +48,7 @@ def _tiles_above(blocks, q_len, kv_len, right, BLOCK_M: tl.constexpr, BLOCK_N: t
 def _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr, GROUP: tl.constexpr):
     """First query, number of queries, first key and number of keys of sequences b; no queries if another kernel has them.
 
-    GROUP: 1, or each sequence begins at a multiple of GROUP keys, see `float8_inputs`
+    GROUP: 1, or each sequence begins at a multiple of GROUP keys, see `triton.float8_inputs`
     """
     here = b < batch
     q0 = tl.load(cu_q_ptr + b, mask=here, other=0)

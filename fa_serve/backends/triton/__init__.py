@@ -7,7 +7,9 @@ of these modules describes its algorithm and plans calls; its kernels are in the
 `_kernels`. `store_kv` writes the paged cache.
 
 Kernels share `primitives`, which are steps of the algorithm, `splits`, which cuts keys and merges the results, `key_pages`,
-which finds keys in a cache, and `float8_conversions`, which reads a quantised cache. `triton_tiles` chooses tiles.
+which finds keys in a cache, and `float8_conversions`, which reads a quantised cache. `float8_inputs` makes the float8 copies
+that `forward` and the Hopper kernel multiply, and `float8_products` is what they change in `forward`. `triton_tiles` chooses
+tiles.
 
 This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes beside attention
 (`fa_serve.ops`).
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 import triton
 
+from fa_serve.backends.float8_copies import cannot_quantize
 from fa_serve.backends.plan import AttentionOptions, Run
 from fa_serve.backends.triton import latent
 from fa_serve.backends.triton.backward import plan_backward
@@ -54,8 +57,8 @@ class TritonBackend:
             return f"reads a cache of q's dtype or float8_e4m3fn, got {dtype_name(spec.kv_dtype)}"
         if spec.kv_dtype == torch.float8_e4m3fn and 0 < spec.arch < 89:
             return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
-        if spec.precision != "bf16":
-            return f"computes in q's dtype, got precision {spec.precision!r}"
+        if spec.precision != "bf16" and (reason := _cannot_multiply_float8(spec) or cannot_quantize(spec)):
+            return reason
         not_latent = latent.unsupported(spec)
         widest = spec.head_dim_v if not_latent is None else max(spec.head_dim, spec.head_dim_v)
         if widest > _MAX_HEAD_DIM:
@@ -81,3 +84,17 @@ class TritonBackend:
         if latent.unsupported(spec) is None:
             return latent.plan_latent(tensors, options, decodes=spec.op == "decode")
         return plan_decode(tensors, options) if spec.op == "decode" else plan_forward(tensors, options)
+
+
+def _cannot_multiply_float8(spec: AttentionSpec) -> str | None:
+    """Why these kernels have no float8 products for this call, or None."""
+    if spec.device == "cuda" and spec.arch < 89:
+        got = spec.arch / 10 if spec.arch else "a ROCm device"
+        return f"multiplies float8 from compute capability 8.9 on, got {got}"
+    if spec.dtype == torch.float32:
+        return f"multiplies float8 for float16 and bfloat16, got {dtype_name(spec.dtype)}"
+    if spec.mask is not None:
+        return f"multiplies float8 without an explicit mask only, got a {spec.mask} mask"
+    if spec.attention_chunk:
+        return f"multiplies float8 without an attention_chunk only, got precision {spec.precision!r}"
+    return None

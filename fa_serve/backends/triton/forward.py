@@ -13,6 +13,7 @@ runtime values that the kernel reads on the device. This module leaves out divid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +24,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.launch import FUSED, Launch, on_device_of, row_strides, with_unit_stride
+from fa_serve.backends.layout import Layout
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
+from fa_serve.backends.triton.float8_inputs import Form, Quantizer
 from fa_serve.backends.triton.forward_kernel import ForwardVariant, attn_fwd
-from fa_serve.backends.triton.triton_tiles import TileConfig, batch_block, forward_tiles, padded_dim
+from fa_serve.backends.triton.triton_tiles import TileConfig, batch_block, float8_tiles, forward_tiles, padded_dim
 
 _L2_BYTES = 32 << 20  # how much of the L2 cache the keys and values of concurrent programs may fill
 
@@ -52,6 +55,7 @@ class _ForwardPlan:
         "_needs_lse",
         "_options",
         "_out_shape",
+        "_quantizer",
         "_tiles",
         "_uses_tma",
     )
@@ -59,7 +63,9 @@ class _ForwardPlan:
     def __init__(self, tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None) -> None:
         q, k, v = (with_unit_stride(x) for x in tensors[:3])
         paged = tensors.block_table is not None
-        if tiles is None:
+        if tiles is None and options.precision != "bf16":
+            tiles = float8_tiles(spec.arch_of(q.device), q.shape[-1], float8_values=options.precision == "fp8")
+        elif tiles is None:
             tiles = forward_tiles(
                 spec.arch_of(q.device),
                 q.element_size(),
@@ -86,7 +92,9 @@ class _ForwardPlan:
         has_keys = k.numel() > 0 and v.numel() > 0
         self._uses_tma = tiles.tma and not paged and has_keys and _tma_strides(k) and _tma_strides(v)
         out = tensors.out if tensors.out is not None and tensors.out.stride(-1) == 1 else None
-        self._launch = self._make_launch(tensors._replace(q=q, k=k, v=v, out=out), options)
+        tensors = tensors._replace(q=q, k=k, v=v, out=out)
+        self._quantizer = None if options.precision == "bf16" else self._make_quantizer(tensors, options)
+        self._launch = self._make_launch(tensors, options)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
         q, k, v = (with_unit_stride(x) for x in tensors[:3])
@@ -109,11 +117,25 @@ class _ForwardPlan:
                     _descriptor(k, self._tiles.block_n, self._block_d),
                     _descriptor(v, self._tiles.block_n, self._block_dv),
                 )
-            pointers = (q, k, v, result, lse, tensors.sinks, mask, tensors.alibi_slopes, *descriptors)
-            self._launch((*pointers, tensors.cu_seqlens_q, cu_seqlens_k, seqused_k, tensors.block_table))
+            block_table = tensors.block_table
+            scales: tuple[Tensor | None, ...] = (None, None, None)
+            operands: Sequence[Tensor | None] = (q, k, v)
+            if self._quantizer is not None:
+                *operands, q_scale, k_scale, v_scale = self._quantizer(tensors._replace(q=q, k=k, v=v))
+                scales = (q_scale, k_scale, v_scale)
+                block_table = None
+            pointers = (*operands, result, lse, tensors.sinks, mask, tensors.alibi_slopes, *descriptors)
+            self._launch((*pointers, tensors.cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *scales))
         if out is not None and result is not out:
             result = out.copy_(result)
         return result, lse
+
+    def _make_quantizer(self, tensors: AttentionTensors, options: AttentionOptions) -> Quantizer:
+        given = [Layout(x.shape, x.stride(), x.dtype) for x in tensors[:3]]
+        form: Form = "packed" if self._layout == "varlen" else "paged" if self._layout == "paged" else "dense"
+        sequences = tensors.q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
+        table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
+        return Quantizer(given, form, sequences, options, table_stride)
 
     def _make_launch(self, tensors: AttentionTensors, options: AttentionOptions) -> Any:
         """The launch for these tensors; None if there is nothing to compute."""
@@ -130,7 +152,8 @@ class _ForwardPlan:
         if num_tiles * num_heads == 0:
             return None
         groups = num_heads // k.shape[-2]
-        head_bytes = options.max_seqlen_k * (q.shape[-1] + self._out_shape[-1]) * k.element_size()
+        itemsize = k.element_size() if self._quantizer is None else 1
+        head_bytes = options.max_seqlen_k * (q.shape[-1] + self._out_shape[-1]) * itemsize
         varying = (
             float(options.softmax_scale),
             float(options.softcap),
@@ -162,7 +185,7 @@ class _ForwardPlan:
             block_dv=self._block_dv,
             block_m=self._tiles.block_m,
             block_n=self._tiles.block_n,
-            page_size=tensors.k.shape[1] if self._layout == "paged" else 0,
+            page_size=tensors.k.shape[1] if self._layout == "paged" and self._quantizer is None else 0,
             tma=self._uses_tma,
             varlen=self._layout != "dense",
             has_left=options.left >= 0,
@@ -174,11 +197,16 @@ class _ForwardPlan:
             batch_block=batch_block(batch) if options.skip_q else 0,
             chunked=options.attention_chunk > 0,
             alibi=tensors.alibi_form,
+            float8_keys=options.precision != "bf16",
+            float8_values=options.precision == "fp8",
+            masks_all=self._tiles.masks_all,
         )
 
     def _strides(self, tensors: AttentionTensors, dense: bool) -> tuple[int, ...]:
         """In the order of the kernel's parameters. A packed tensor has no stride between sequences."""
-        q_strides = row_strides(tensors.q)
+        operands = [row_strides(x) for x in tensors[:3]]
+        if self._quantizer is not None:
+            operands = [x.strides[:3] if len(x.shape) == 4 else (0, *x.strides[:2]) for x in self._quantizer.layouts]
         out_strides = row_strides(tensors.out) if tensors.out is not None else _contiguous_strides(self._out_shape)
         lse_strides = (0, 0)
         if self._needs_lse:
@@ -190,9 +218,9 @@ class _ForwardPlan:
             mask_strides = tuple([0 if size == 1 else stride for size, stride in sizes])
         table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
         return (
-            *q_strides,
-            *row_strides(tensors.k),
-            *row_strides(tensors.v),
+            *operands[0],
+            *operands[1],
+            *operands[2],
             *out_strides,
             *lse_strides,
             *mask_strides,

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
+from fa_serve.backends.triton.float8_products import (
+    PROBABILITY_SHIFT,
+    in_order_of_values,
+    load_keys,
+    load_transposed_values,
+    softmax_update_by_scales,
+)
 from fa_serve.backends.triton.primitives import (
+    LN2,
     LOG2E,
     add_alibi,
     find_tile,
@@ -36,6 +45,9 @@ class ForwardVariant:
     batch_block: with `skip_q`, the width of the prefix sum that finds a program's tile, else 0
     chunked:     the left limit is a chunk and not a window
     alibi:       as `AttentionTensors.alibi_form`
+    float8_keys: Q and K are the copies of `float8_inputs`, in which packed keys have gaps and keys in pages are a dense batch
+    float8_values: V is a transposed copy, and P is float8
+    masks_all:   every tile is masked, without a branch
     """
 
     num_heads: int
@@ -58,6 +70,9 @@ class ForwardVariant:
     batch_block: int
     chunked: bool
     alibi: str
+    float8_keys: bool
+    float8_values: bool
+    masks_all: bool
 
 
 @triton.jit
@@ -87,7 +102,7 @@ def _load_tile(tensor, n, cols, kv_len, where, CHECK_ROWS, DIM: tl.constexpr, BL
 
 
 @triton.jit
-def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling, window, var: tl.constexpr):
+def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling, scales, window, var: tl.constexpr):
     """The inner loop. Tiles outside of [inner_lo, inner_hi) cross the edge of the band or the end of the sequence and are
     masked.
 
@@ -102,15 +117,24 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
     scale, softcap, slope = scaling
     window_left, window_right = window
     mask_ptr, stride_mq, stride_mk = mask_tensor
+    q_scale, k_scale_ptr, v_scale_ptr = scales
+    unit = 1.0
     for n in tl.range(lo, hi, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
         cols = n + tl.arange(0, BLOCK_N)
         edge = (n < inner_lo) | (n >= inner_hi)
-        k = _load_tile(k_tensor, n, cols, kv_len, where, False, var.dim, var.block_d, var)
+        if var.masks_all:
+            edge = True
+        if var.float8_keys:
+            k = load_keys(k_tensor[0], n, k_tensor[3], BLOCK_N, var.block_d)
+            score_scale = (q_scale * tl.load(k_scale_ptr + n // BLOCK_KEYS))[:, None]
+        else:
+            k = _load_tile(k_tensor, n, cols, kv_len, where, False, var.dim, var.block_d, var)
+            score_scale = scale
         s = tl.dot(q, k.T, input_precision=PRECISION)
-        factor = scale * LOG2E
+        factor = score_scale * LOG2E
         if var.has_softcap:
-            s = softcap_scores(s, scale, softcap, PRECISION == "ieee", var.ptx)
+            s = softcap_scores(s, score_scale, softcap, PRECISION == "ieee", var.ptx)
             factor = 1.0
         if var.mask != "none":
             inside = (q_rows < q_len)[:, None] & (cols < kv_len)[None, :]
@@ -136,9 +160,23 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
                 var.chunked,
             )
             s = tl.where(keep, s, float("-inf"))
-        p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
-        v = _load_tile(v_tensor, n, cols, kv_len, where, edge, var.dim_v, var.block_dv, var)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        if var.float8_keys:
+            SHIFT: tl.constexpr = PROBABILITY_SHIFT if var.float8_values else 0.0
+            p, row_max, row_sum, alpha = softmax_update_by_scales(s, factor, row_max, row_sum, SHIFT)
+        else:
+            p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
+        if var.float8_values:
+            v = load_transposed_values(v_tensor[0], n, v_tensor[3], var.block_dv, BLOCK_N)
+            v_scale = tl.load(v_scale_ptr + n // BLOCK_KEYS)
+            p = in_order_of_values(p.to(v.dtype), var.block_m, BLOCK_N)
+            product = tl.dot(p, v.T, max_num_imprecise_acc=BLOCK_N)
+            acc = acc * (alpha * (unit / v_scale))[:, None] + product
+            unit = v_scale
+        else:
+            v = _load_tile(v_tensor, n, cols, kv_len, where, edge, var.dim_v, var.block_dv, var)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    if var.float8_values:
+        acc = acc * unit
     return acc, row_max, row_sum
 
 
@@ -160,6 +198,9 @@ def attn_fwd(
     cu_k_ptr,
     used_k_ptr,
     table_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     scale,
     softcap,
     window_left,
@@ -217,7 +258,7 @@ def attn_fwd(
     else:
         q_row0 = 0
         q_len = seqlen_q
-    if var.page_size > 0:
+    if used_k_ptr is not None:
         k_row0 = 0
         kv_len = tl.load(used_k_ptr + batch)
     elif var.varlen:
@@ -239,6 +280,18 @@ def attn_fwd(
         table_ptr += batch.to(tl.int64) * stride_table
         k_ptr += kv64 * stride_kh
         v_ptr += kv64 * stride_vh
+    elif var.float8_keys:
+        if cu_k_ptr is not None:
+            k_row0 = (k_row0 // BLOCK_KEYS + batch) * BLOCK_KEYS
+        batch_k = 0 if cu_k_ptr is not None else batch.to(tl.int64)
+        row64 = k_row0.to(tl.int64) if cu_k_ptr is not None else 0
+        first_key = batch_k * stride_kb + row64 * stride_kt + kv64 * stride_kh
+        k_ptr += first_key
+        # scales lie like the keys that they belong to, one for each group of all columns
+        k_scale_ptr += first_key // (BLOCK_KEYS * var.dim)
+        v_ptr += batch_k * stride_vb + row64 * (1 if var.float8_values else stride_vt) + kv64 * stride_vh
+        if var.float8_values:
+            v_scale_ptr += first_key // (BLOCK_KEYS * var.dim)
     elif not var.tma:
         row64 = k_row0.to(tl.int64) if var.varlen else 0
         k_ptr += batch_q * stride_kb + row64 * stride_kt + kv64 * stride_kh
@@ -251,13 +304,19 @@ def attn_fwd(
     offs_dv = tl.arange(0, BLOCK_DV)
     q_rows = m0 + offs_m
     live = (q_rows < q_len)[:, None]
-    q_ptr += batch_q * stride_qb + first_row * stride_qt + head64 * stride_qh
+    first_query = batch_q * stride_qb + first_row * stride_qt + head64 * stride_qh
+    q_ptr += first_query
+    q_scale = 1.0
+    if var.float8_keys:
+        # scales lie like the rows that they belong to; rows past the end of the sequence need a finite one as well
+        q_scale = scale * tl.load(q_scale_ptr + first_query // var.dim + offs_m, mask=q_rows < q_len, other=1.0)
     q = tl.load(
         q_ptr + offs_m[:, None] * stride_qt + offs_d[None, :],
         mask=live & (offs_d < var.dim)[None, :] if var.dim < var.block_d else live,
         other=0.0,
     )
 
+    SHIFT: tl.constexpr = PROBABILITY_SHIFT if var.float8_values else 0.0
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if sinks_ptr is None:
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -265,7 +324,7 @@ def attn_fwd(
     else:
         # a sink is one more key that has a score and no value: start from it
         row_max = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-        row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+        row_sum = tl.full([BLOCK_M], 2.0**SHIFT, tl.float32)
 
     slope = 0.0
     if var.alibi == "heads":
@@ -296,11 +355,14 @@ def attn_fwd(
         (batch, head_kv, k_row0, table_ptr),
         (q_rows, q_len, offset),
         (scale, softcap, slope),
+        (q_scale, k_scale_ptr, v_scale_ptr),
         (window_left, window_right),
         var,
     )
 
     inverse, lse = finish_softmax(row_max, row_sum)
+    if var.float8_values:
+        lse -= PROBABILITY_SHIFT * LN2
     if lse_ptr is not None:
         lse_ptr += batch_q * stride_lb + head64 * stride_lh + first_row
         tl.store(lse_ptr + offs_m, lse, mask=q_rows < q_len)

@@ -1,4 +1,4 @@
-"""Float8 copies of q, k and v for the Hopper kernel, after FlashAttention-3 (Shah et al. 2024, section 3.3), in one launch.
+"""Float8 copies of q, k and v for kernels of prompts, after FlashAttention-3 (Shah et al. 2024, section 3.3), in one launch.
 
     float8_e4m3fn has 3 bits of mantissa and reaches from 2^-9 to 448
 
@@ -34,12 +34,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve.backends.hopper.descriptors import Layout, contiguous, permuted
-from fa_serve.backends.hopper.kernel_types import BLOCK_KEYS
 from fa_serve.backends.launch import Launch
+from fa_serve.backends.layout import Layout, contiguous, permuted
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors
 
 FLOAT8 = torch.float8_e4m3fn
+BLOCK_KEYS = tl.constexpr(128)
+"""Keys that share a scale of float8 keys and values."""
 LARGEST = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(2.0**-60)
 """Scales are at least this, so that products and quotients of scales are normal numbers."""
@@ -180,8 +181,8 @@ def _row_offsets(rows, keep, sequence, first, strides, block_table_ptr, table_st
 def _quantize_keys(k_ptr, offsets, keep, rotation_ptr, descale, k8_ptr, scale_ptr, at, DIM: tl.constexpr):
     """A group of rows of one head of k, with one scale, to the `at`-th group of the copy."""
     y = _rotate(k_ptr, offsets, keep, rotation_ptr, DIM) * descale
-    scale = _scale_of(tl.max(tl.max(tl.abs(y), 1), 0))
-    tl.store(scale_ptr + at, scale * DIM**-0.5)
+    scale = _scale_of(tl.max(tl.max(tl.abs(y), 1, keep_dims=True), 0, keep_dims=True))
+    tl.store(scale_ptr + at + tl.zeros([1, 1], tl.int32), scale * DIM**-0.5)
     rows = (at * _GROUP + tl.arange(0, _GROUP)) * DIM
     tl.store(k8_ptr + rows[:, None] + tl.arange(0, DIM)[None, :], (y * (1 / scale)).to(tl.float8e4nv))
 

@@ -7,9 +7,9 @@ import torch
 from float8_cases import quantize_inputs
 from torch import Tensor
 
-from fa_serve.backends.hopper.descriptors import Layout
-from fa_serve.backends.hopper.float8_inputs import Quantizer
+from fa_serve.backends.layout import Layout
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.backends.triton.float8_inputs import Quantizer, _rotation
 from fa_serve.spec import Precision
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
@@ -55,7 +55,8 @@ def test_copies_and_scales(packed: bool, dim: int, precision: Precision) -> None
     found = quantizer(AttentionTensors(q, k, v, cu_seqlens_q=cu, keys=cu))
     expected = [None if x is None else torch.empty_like(x) for x in found]
     q8, k8, copy, *scales = expected
-    quantize_inputs(q, k, v, cu, None, None, None, None, q8, k8, None if found[2] is v else copy, *scales)
+    rotation = _rotation(dim, q.dtype, q.device)
+    quantize_inputs(q, k, v, cu, None, None, None, None, rotation, q8, k8, None if found[2] is v else copy, *scales)
     for actual, wanted in zip(found, expected, strict=True):
         if actual is not v and actual is not None:
             assert_same_numbers(actual, wanted)
@@ -95,7 +96,7 @@ def test_copies_of_pages(dim: int, page_size: int, left: int, float8: bool, prec
     found = quantizer(tensors)
     assert quantizer.groups == 3
     expected = [None if x is None else torch.empty_like(x) for x in found]
-    pages = (cu, table, tensors.k_descale, tensors.v_descale)
+    pages = (cu, table, tensors.k_descale, tensors.v_descale, _rotation(dim, q.dtype, q.device))
     quantize_inputs(q, k_cache, v_cache, seqused_k, *pages, *expected, skip_q=1, left=left)
     for actual, wanted in zip(found, expected, strict=True):
         if actual is not None:

@@ -1,0 +1,31 @@
+"""How tensors lie in memory, for what a plan decides before they exist.
+
+    queries = permuted(contiguous((batch, num_heads, seqlen, dim), torch.bfloat16), 0, 2, 1, 3)
+
+This module leaves out which layouts a kernel can address (`hopper.descriptors`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """The layout of a new tensor."""
+    return Layout(shape, tuple([math.prod(shape[i:]) for i in range(1, len(shape) + 1)]), dtype)
+
+
+def permuted(x: Layout, *order: int) -> Layout:
+    """The layout of `x.permute(order)`."""
+    return Layout(tuple([x.shape[i] for i in order]), tuple([x.strides[i] for i in order]), x.dtype)
