@@ -358,11 +358,15 @@ class Worker:
 def compare(args: argparse.Namespace) -> None:
     """The rounds. Table and results are written after each, so a run that is ended early leaves what it has measured.
 
-    The processes of all rounds import their modules side by side first, which is most of what a round takes, and then wait.
+    The processes of all rounds import their modules side by side first, which is most of what a round takes, and then wait. The
+    trees start first in turn.
     """
     trees = {"before": args.before, "after": args.after}
     commits = {name: getattr(args, f"{name}_commit") or commit_of(tree) for name, tree in trees.items()}
-    waiting = [{name: Worker(tree, args) for name, tree in trees.items()} for _ in range(args.rounds)]
+    waiting = []
+    for number in range(args.rounds):
+        order = list(trees)[:: 1 if number % 2 == 0 else -1]  # a process that starts first may get the better core
+        waiting.append({name: Worker(trees[name], args) for name in order})
     for workers in waiting:
         for worker in workers.values():
             worker.answer()
