@@ -21,7 +21,7 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-triton test-newest lint types docs check format test-load test-ray test-security fuzz abuse test-gpu memcheck bench release \
+.PHONY: help serve test test-compiled test-triton test-newest lint types docs check format test-load test-ray test-security fuzz abuse test-gpu memcheck bench release \
   kernel-package requirements sbom pin-images clean
 
 BIN    := $(VENV)/bin
@@ -38,11 +38,14 @@ help: ## list the targets
 serve: $(VENV)/.server ## install and serve the embedded model (or MODEL) on HOST:PORT
 	@exec $(BIN)/fa-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.test ## install and run every test that needs no GPU
+test: $(VENV)/.test ## install and run the tests that need no GPU, but those of `make test-compiled`
 ifeq ($(shell uname -s),Linux)
 	TRITON_INTERPRET=1 $(PYTEST) tests --ignore tests/gpu
 endif
-	$(PYTEST) tests --ignore tests/gpu
+	$(PYTEST) tests --ignore tests/gpu --ignore-glob '*_compiled.py'
+
+test-compiled: $(VENV)/.test ## the files named test_*_compiled.py: every kernel compiles for every target, without a GPU
+	$(PYTEST) $$(find tests -name 'test_*_compiled.py')
 
 test-load: $(VENV)/.test ## the load tests of the service in full: minutes; they print what they measure
 	FA_SERVE_LOAD=full $(BIN)/pytest -q -s --timeout 900 tests/server/test_load.py
@@ -61,7 +64,7 @@ abuse: $(VENV)/.test ## honest streams beside random abuse for an hour (ARGS="--
 
 test-triton: $(foreach version,$(TRITONS),$(VENV)/triton-$(version)/.installed) ## the kernels compile with the other releases of Triton, those in TRITONS
 	for version in $(TRITONS); do PYTHONPATH=$(VENV)/triton-$$version TRITON_CACHE_DIR=$(VENV)/triton-$$version/cache $(PYTEST) \
-	  tests/backends/test_launch.py tests/backends/test_releases.py tests/backends/hopper/test_listed_blocks_compiled.py; done
+	  tests/backends/test_launch.py tests/backends/test_releases_compiled.py tests/backends/hopper/test_listed_blocks_compiled.py; done
 
 test-newest: $(VENV)/.newest ## the transformers adapter with the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'
@@ -81,7 +84,7 @@ docs: $(VENV)/.docs ## build the documentation into site/, strictly and without 
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
 	@echo "the documentation is in site/index.html"
 
-check: lint types test test-ray test-triton test-newest docs ## what CI runs
+check: lint types test test-compiled test-ray test-triton test-newest docs ## what CI runs
 
 format: $(VENV)/.test ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix --exit-zero --quiet .

@@ -1,10 +1,9 @@
-"""The source of the Hopper kernel of quantised experts, emulated on a CPU, against float64; its tiles and its machine code."""
+"""The source of the Hopper kernel of quantised experts, emulated on a CPU, against float64, and its tiles."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from cross_compile import compiling_for
 from gluon_emulator import emulated
 from quantized import float4_weight, float8_weight, int4_weight
 from rounded_once import randn
@@ -90,35 +89,3 @@ def test_products(name: str, how: str) -> None:
 )
 def test_tiles_have_room_for_random_routing(pairs_per_expert: float, block_m: int) -> None:
     assert grouped_wgmma_tile(pairs_per_expert) == GroupedWgmmaTile(block_m, 128)
-
-
-@pytest.mark.parametrize(
-    ("name", "block_m", "most"),
-    [
-        ("int4-G128", 16, 3.6),
-        ("int4-G128", 128, 3.6),
-        ("int4-G32-zeros", 16, 4.8),
-        ("int4-G32-zeros", 128, 4.8),
-        ("mxfp4", 32, 5.0),
-        ("mxfp4", 128, 5.0),
-        ("float8-G128", 64, 4.3),
-        ("float8-G128", 128, 4.3),
-    ],
-)
-def test_machine_code_of_hopper(name: str, block_m: int, most: float) -> None:
-    """Few instructions for a weight, of which a thread has 128 in the loop, and neither spills nor products that wait."""
-    k = 2880
-    weight = WEIGHTS[name](4 * 256, k)
-    bias = torch.zeros(4, 256, dtype=BF16)
-    order = torch.zeros(64, dtype=torch.int32)
-    tiles = torch.zeros(8, 3, dtype=torch.int32)
-    with compiling_for("sm90") as kernels:
-        launch = plan_grouped_wgmma(weight, 4, TOP_K, CLAMPED, 8, GroupedWgmmaTile(block_m, 128), 256)
-        launch((torch.zeros(64, k, dtype=BF16), *product_tensors(weight), bias, order, tiles, torch.zeros(64, 128, dtype=BF16)))
-    (kernel,) = kernels
-    assert kernel.spill_bytes <= 8
-    assert kernel.registers <= (128 if block_m == 16 else 255)
-    assert kernel.shared_bytes <= (113 << 10 if block_m < 128 else 227 << 10)
-    assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
-    assert kernel.instructions["HGMMA"] == 16
-    assert kernel.hot_loop.total() <= 128 * most
