@@ -83,6 +83,7 @@ def kernels_in_bounds() -> Iterator[None]:
         yield
         return
     from interpreter_bounds import checked_accesses
+    from interpreter_shortcuts import shortened
 
-    with checked_accesses():
+    with checked_accesses(), shortened():
         yield
