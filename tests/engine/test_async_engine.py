@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import signal
@@ -228,7 +229,9 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
         assert "exit code -9" in str(await asyncio.wait_for(ended, 5))
         await engine.shutdown()
 
-    asyncio.run(main())
+    with caplog.at_level(logging.INFO, "fa_serve.engine"):
+        asyncio.run(main())
+    assert "kv cache: 64 pages" in caplog.text, "without a callback the phases are logged"
     assert "has been restarted: restart 1 of 1" in caplog.text
     assert not multiprocessing.active_children()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
+from functools import cache
+from itertools import count, product
 
 import pytest
 import torch
@@ -15,22 +16,30 @@ from fa_serve.spec import ParameterError
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+SETTINGS = {
+    "plain": {},
+    "chunked": {"max_num_batched_tokens": 11},
+    "preempted": {"num_pages": 16, "max_model_len": 64},
+    "all": {"num_pages": 19, "max_model_len": 50, "max_num_batched_tokens": 7, "page_size": 3},
+}
+
+
+@cache
+def greedy_tokens(family: str) -> list[list[int]]:
+    model = make_model(family)
+    return [greedy(model, prompt, 12) for prompt in random_prompts(10)]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"max_num_batched_tokens": 11}, id="chunked"),
-        pytest.param({"num_pages": 16, "max_model_len": 64}, id="preempted"),
-        pytest.param({"num_pages": 19, "max_model_len": 50, "max_num_batched_tokens": 7, "page_size": 3}, id="all"),
-    ],
+    ("family", "case"),
+    # "all" chunks and preempts; either alone is the same code for each family
+    [*product(CONFIGS, ("plain", "all")), ("llama", "chunked"), ("mistral", "preempted")],
 )
-def test_greedy_tokens_are_those_of_generate(make_engine, family, settings) -> None:
-    reference = make_model(family)
-    asked = random_prompts(10)
+def test_greedy_tokens_are_those_of_generate(make_engine, family, case) -> None:
+    settings = SETTINGS[case]
     engine = make_engine(family, **settings)
-    completions = engine.generate(asked, GREEDY)
-    assert [c.token_ids for c in completions] == [greedy(reference, prompt, 12) for prompt in asked]
+    completions = engine.generate(random_prompts(10), GREEDY)
+    assert [c.token_ids for c in completions] == greedy_tokens(family)
     assert {c.finish_reason for c in completions} == {"length"}
     if "num_pages" in settings:
         assert engine.stats().num_preemptions > 0
@@ -316,8 +325,8 @@ def test_a_request_that_is_not_finite_withdraws_the_pages_that_it_shared(make_en
     engine = make_engine(model=model)
     prompt = [5, *range(20, 45)]
     engine.generate([prompt], GREEDY)
-    for cache in (x for pair in engine._runner.kv_caches for x in pair):
-        cache.fill_(float("nan"))
+    for kv_cache in (x for pair in engine._runner.kv_caches for x in pair):
+        kv_cache.fill_(float("nan"))
     completion = engine.generate([prompt], BIASED)[0]
     assert (completion.error.code, completion.num_cached_tokens) == ("not_finite", 24)
     completion = engine.generate([prompt], BIASED)[0]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import pickle
 from typing import get_args
 
 import pytest
-from streams import collect
 from tiny_models import VOCAB, make_model
 
 import fa_serve
 from fa_serve.engine import (
-    AsyncEngine,
     Engine,
     EngineConfig,
     EngineDeadError,
@@ -100,28 +96,3 @@ def test_the_tree() -> None:
     assert not issubclass(RequestError, BaseException)
     assert {code for _, code, *_ in BAD_REQUESTS} <= set(get_args(ParameterCode))
     assert fa_serve.engine.QueueFullError is QueueFullError
-
-
-def test_errors_keep_their_fields_through_the_pipe_of_a_process(model_folder, caplog) -> None:
-    async def main() -> None:
-        config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_num_seqs=1, max_waiting=1)
-        engine = AsyncEngine(config)
-        await engine.start()
-        bad = SamplingParams(stop_token_ids=(VOCAB,))
-        with pytest.raises(ParameterError, match="below") as error:
-            await collect(engine, [1], bad, "vocabulary")
-        assert (error.value.field, error.value.code) == ("stop_token_ids", "invalid_value")
-        with pytest.raises(ParameterError, match="can be followed") as error:
-            await collect(engine, [1], SamplingParams(structured=StructuredOutput(regex="(")), "regex")
-        assert (error.value.field, error.value.code) == ("regex", "invalid_value")
-        none = SamplingParams(max_tokens=4, bad_token_ids=tuple(range(VOCAB)))
-        (end,) = await collect(engine, [1], none, "none")
-        assert end.error == RequestError("no_token_left", end.error.message)
-        long = SamplingParams(max_tokens=200)
-        crowd = await asyncio.gather(*(collect(engine, [3], long, str(i)) for i in range(4)), return_exceptions=True)
-        assert QueueFullError in {type(x) for x in crowd}
-        await engine.shutdown()
-
-    with caplog.at_level(logging.INFO, "fa_serve.engine"):
-        asyncio.run(main())
-    assert "kv cache: 64 pages" in caplog.text, "without a callback the phases are logged"

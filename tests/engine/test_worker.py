@@ -13,16 +13,25 @@ import time
 
 import pytest
 from streams import collect, until
-from tiny_models import greedy, make_model
+from tiny_models import VOCAB, greedy, make_model
 
-from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, QueueFullError, RequestError, SamplingParams, worker
+from fa_serve.engine import (
+    AsyncEngine,
+    EngineConfig,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+    SamplingParams,
+    StructuredOutput,
+    worker,
+)
 from fa_serve.engine.events import Phase
 from fa_serve.engine.worker import Pulse
 from fa_serve.spec import ParameterError
 
 
 def test_a_separate_process(model_folder, caplog) -> None:
-    """Its phases, beats, streams, rejections and an abort; in the end the process is killed from outside."""
+    """Its phases, beats, streams, refusals and an abort; in the end the process is killed from outside."""
     phases: list[Phase] = []
 
     async def main():
@@ -35,6 +44,15 @@ def test_a_separate_process(model_folder, caplog) -> None:
         await asyncio.sleep(2.5)
         assert engine.pulse().silent_seconds < 2, "it beats each second"
         assert engine.pulse().busy_seconds == 0, "it waits for a command"
+        for params, match, field in (
+            (SamplingParams(stop_token_ids=(VOCAB,)), "below", "stop_token_ids"),
+            (SamplingParams(structured=StructuredOutput(regex="(")), "can be followed", "regex"),
+        ):  # the errors keep their fields on their way through the pipe
+            with pytest.raises(ParameterError, match=match) as error:
+                await collect(engine, [1], params, field)
+            assert (error.value.field, error.value.code) == (field, "invalid_value")
+        (end,) = await collect(engine, [1], SamplingParams(max_tokens=4, bad_token_ids=tuple(range(VOCAB))), "none")
+        assert end.error == RequestError("no_token_left", end.error.message)
         long = SamplingParams(max_tokens=250, logprobs=1)
         crowd = [asyncio.create_task(collect(engine, [3, 4, 5], long, name=f"c{i}")) for i in range(9)]
         rejected = await asyncio.wait(crowd, return_when=asyncio.FIRST_EXCEPTION)
