@@ -11,7 +11,9 @@ specialisation and the tiles are the product's own, not a copy of them kept here
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import os
 import re
 import subprocess
 import tempfile
@@ -123,11 +125,18 @@ class Kernel:
 
     @cached_property
     def ptxas_warnings(self) -> list[str]:
-        said = self.ptxas_log or self._assemble()
-        return [line for line in said.splitlines() if "warning" in line.lower() or "C75" in line]
+        """Kept beside Triton's cache, because ptxas takes seconds for a kernel that came from there."""
+        source = f"{triton.__version__} {self.target} {self.binary.asm['ptx']}"
+        kept = Path(knobs.cache.dir) / f"ptxas-{hashlib.sha256(source.encode()).hexdigest()}.log"
+        if not kept.exists():
+            said = self.ptxas_log or self._assemble()
+            whole = kept.with_suffix(f".{os.getpid()}")  # tests run side by side
+            whole.parent.mkdir(parents=True, exist_ok=True)
+            whole.write_text(said)
+            whole.replace(kept)
+        return [line for line in kept.read_text().splitlines() if "warning" in line.lower() or "C75" in line]
 
     def _assemble(self) -> str:
-        """What ptxas says about a kernel that came from Triton's cache."""
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
             file.write(self.binary.asm["ptx"])
             file.flush()
@@ -141,8 +150,12 @@ class Kernel:
             )
         return done.stdout + done.stderr
 
+    @cached_property
+    def _resources(self) -> str:
+        return self._dissect("cuobjdump", "-res-usage")
+
     def _usage(self, pattern: str) -> int:
-        return max(int(n) for n in re.findall(pattern, self._dissect("cuobjdump", "-res-usage")))
+        return max(int(n) for n in re.findall(pattern, self._resources))
 
     def _amd(self, pattern: str) -> int:
         return int(re.search(pattern, self.binary.asm["amdgcn"]).group(1))  # type: ignore[union-attr]

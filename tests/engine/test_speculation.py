@@ -77,11 +77,10 @@ def test_no_parameter_changes_what_is_generated(check, case) -> None:
     assert accepted > 0 or case in ("one", "two"), "a last token needs no draft"
 
 
-@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(
-    "given",
-    [TIGHT, {"prefix_caching": False}, {"family": "mistral", **TIGHT}, {"max_num_seqs": 2}],
-    ids=["preempted", "no-cache", "window", "queue"],
+    ("depth", "given"),
+    [(0, TIGHT), (1, TIGHT), (1, {"prefix_caching": False}), (1, {"family": "mistral", **TIGHT}), (0, {"max_num_seqs": 2})],
+    ids=["at-once", "preempted", "no-cache", "window", "queue"],
 )
 def test_no_setting_changes_what_is_generated(check, depth, given) -> None:
     params = replace(CASES["penalties"], max_tokens=30, logprobs=0)

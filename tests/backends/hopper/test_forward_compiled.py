@@ -145,8 +145,13 @@ def under_a_product(sass: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("window", [FULL, CAUSAL], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "window"),
+    [
+        *((head_dim, FULL) for head_dim in (64, 96, 128, 160, 256)),
+        *((head_dim, CAUSAL) for head_dim in (64, 80, 128, 192)),
+    ],
+)
 def test_products_run_under_the_softmax(head_dim: int, window: tuple[int, int]) -> None:
     """With `softmax_first`, all exponentials of a key block stand between the issue of P V and the wait for it."""
     tiles = replace(forward_tiles(head_dim, head_dim, window, 2048, 2048, False), softmax_first=True)
