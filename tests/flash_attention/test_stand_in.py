@@ -12,18 +12,29 @@ def run(program: str) -> str:
     return ended.stdout.strip()
 
 
-def test_importing_the_package_leaves_others_alone() -> None:
-    names = "{'flash_attn', 'flash_attn_interface', 'fa_serve.flash_attn', 'transformers', 'triton'}"
-    loaded = f"print(sorted({names} & sys.modules.keys()))"
-    assert run(f"import sys, fa_serve; fa_serve.attention; {loaded}; import fa_serve.flash_attn; {loaded}").splitlines() == [
-        "[]",
-        "['fa_serve.flash_attn']",
-    ]
-
-
+IMPORTED = """
+import sys, fa_serve
+names = {"flash_attn", "flash_attn_interface", "fa_serve.flash_attn", "transformers", "triton"}
+fa_serve.attention
+assert not names & sys.modules.keys()
+import fa_serve.flash_attn
+assert names & sys.modules.keys() == {"fa_serve.flash_attn"}
+"""
+REFUSED = """
+import types
+for name in ("flash_attn", "flash_attn_interface"):
+    sys.modules[name] = types.ModuleType(name)
+    try:
+        fa_serve.flash_attn.install()
+    except fa_serve.FaServeError as error:
+        assert f"install() must be called before another flash-attn is imported, but {name} was" in str(error), error
+    else:
+        raise AssertionError(f"{name} was imported before")
+    assert "flash_attn.layers" not in sys.modules
+    del sys.modules[name]
+"""
 INSTALLED = """
 import importlib.metadata as metadata, importlib.util
-import fa_serve.flash_attn
 fa_serve.flash_attn.install()
 fa_serve.flash_attn.install()
 import flash_attn, flash_attn_interface, flash_attn.bert_padding as padding
@@ -50,26 +61,9 @@ except ModuleNotFoundError as error:
 """
 
 
-def test_what_is_installed() -> None:
-    assert run(INSTALLED) == "flash_attn.ops.triton.layer_norm"
-
-
-def test_refused_behind_another_flash_attn() -> None:
-    names = ["flash_attn", "flash_attn_interface"]
-    program = f"""
-import sys, types
-import fa_serve.flash_attn
-for name in {names}:
-    sys.modules[name] = types.ModuleType(name)
-    try:
-        fa_serve.flash_attn.install()
-    except fa_serve.FaServeError as error:
-        print(error)
-    assert "flash_attn.layers" not in sys.modules
-    del sys.modules[name]
-"""
-    for name, said in zip(names, run(program).splitlines(), strict=True):
-        assert f"install() must be called before another flash-attn is imported, but {name} was" in said
+def test_what_importing_refuses_and_installs() -> None:
+    """In one interpreter: the import alone changes nothing for others, and a refused install() leaves no part behind."""
+    assert run(IMPORTED + REFUSED + INSTALLED) == "flash_attn.ops.triton.layer_norm"
 
 
 def test_a_warning_when_transformers_was_first() -> None:

@@ -76,7 +76,17 @@ def counting(taken: Counter[str], name: str) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2-window", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [
+        ("llama", "read and write indices"),
+        ("llama", "block tables"),
+        ("qwen2-window", "block tables"),
+        ("gemma2", "read and write indices"),
+        ("gpt-oss", "block tables"),
+    ],
+    indirect=["path"],
+)
 def test_the_tokens_of_generate(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts longer than a batch are computed in chunks, beside requests that decode."""
     model = BY_NAME[family].build()

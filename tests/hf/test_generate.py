@@ -21,7 +21,12 @@ GENERATE = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    # without kernels transformers makes the masks, of which a sliding window is the only special one
+    [*((family, "kernels") for family in ("llama", "mistral", "gemma3", "gpt-oss")), ("gemma3", "none")],
+    indirect=["kernels"],
+)
 @pytest.mark.parametrize("options", GENERATE.values(), ids=GENERATE)
 def test_ways_to_generate(family: str, options: dict[str, Any], kernels: bool) -> None:
     options = dict(options)
