@@ -286,5 +286,5 @@ def test_a_fault_is_found(fault, check, engine, monkeypatch):
     with monkeypatch.context() as patch:
         fault(patch)
         with serving(create_app(engine, Settings(log_level="error"))) as url:
-            found = fuzz(url, 5, "/v1/completions")
+            found = fuzz(url, 2, "/v1/completions")
     assert found.failures.keys() == {check}, found.failures
