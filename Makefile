@@ -12,7 +12,7 @@ ARGS   ?=
 JOBS   ?= 2
 EVERY  ?= 53
 LOAD   ?= full
-# releases of Triton beside that of constraints.txt, with which `make test` runs the same files
+# releases of Triton beside that of constraints.txt, with which `make test-compiled` runs the same files
 TRITONS ?= 3.7.1 3.8.0 3.9.0
 BENCH  ?= prefill varlen window decode mixed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
