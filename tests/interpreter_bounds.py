@@ -2,7 +2,8 @@
 
 The interpreter reads and writes raw addresses, so a kernel that leaves its tensors damages the heap and the test that fails is
 some later one, if any. Under `checked_accesses()` every address of a load, store or atomic whose mask is set must lie in the
-storage of a tensor that the launch was given. An access that leaves a view but stays in its storage is not seen.
+storage of a tensor that the launch was given, or that is `reachable`. An access that leaves a view but stays in its storage is
+not seen.
 """
 
 from __future__ import annotations
@@ -34,6 +35,20 @@ def _storages(value: Any) -> Iterator[tuple[int, int]]:
         yield storage.data_ptr(), storage.nbytes()
 
 
+_REACHABLE: list[tuple[int, int]] = []
+"""Storages that no launch is given: kernels find their addresses in memory."""
+
+
+@contextlib.contextmanager
+def reachable(*tensors: torch.Tensor) -> Iterator[None]:
+    """Inside, kernels may access these tensors too, as they do with addresses from a table."""
+    _REACHABLE.extend(_storages(tensors))
+    try:
+        yield
+    finally:
+        _REACHABLE.clear()
+
+
 class _Bounds:
     """The storages of the launch that runs now. Launches do not nest."""
 
@@ -42,7 +57,7 @@ class _Bounds:
         self.ends = numpy.zeros(0, numpy.uint64)
 
     def set(self, arguments: list[Any]) -> None:
-        ranges = sorted({r for argument in arguments for r in _storages(argument)})
+        ranges = sorted({r for argument in arguments for r in _storages(argument)} | set(_REACHABLE))
         self.starts = numpy.array([start for start, _ in ranges], numpy.uint64)
         self.ends = numpy.array([start + length for start, length in ranges], numpy.uint64)
 

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fa_serve import ops
+from fa_serve.ops.all_reduce import add_and_norm
+
 T = TypeVar("T")
 
 
@@ -38,6 +41,11 @@ class _Sum:
         total = sum((self._parts[rank] for rank in range(1, len(self._parts))), self._parts[0].clone())
         self._barrier.wait()
         return total
+
+    def add(
+        self, x: Tensor, y: Tensor, *, alpha: float = 1.0, after: ops.Norm | None = None, before: ops.Norm | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return add_and_norm(x, self(y), alpha, after, before)
 
     def gather(self, x: Tensor) -> Tensor:
         """The columns of all ranks."""

@@ -156,24 +156,33 @@ class FusedLayer:
 
     def compute(self, x: Tensor, step: LayerStep) -> Tensor:
         """The layer's output. x: (total, hidden), which is overwritten."""
-        x = self._add(x, self.attention.compute(x, self.before_attention, step), self.o, self.after_attention)
+        h = self.attention.compute(x, self.before_attention, step)
+        x, h, norm = self._add(x, h, self.o, self.after_attention, self.before_mlp)
         if self.gate_up is not None and self.down is not None:
             weight, bias, _ = self.gate_up
-            h = ops.linear(x, weight, bias, norm=self.before_mlp, activation=self.activation)
-            return self._add(x, h, self.down, self.after_mlp)
-        h = self.mlp((x if self.before_mlp is None else ops.rms_norm(x, self.before_mlp))[None])
+            h = ops.linear(h, weight, bias, norm=norm, activation=self.activation)
+            return self._add(x, h, self.down, self.after_mlp, None)[0]
+        h = self.mlp((h if norm is None else ops.rms_norm(h, norm))[None])
         h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may return its router's choice as well
         return x.add_(h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
 
-    def _add(self, x: Tensor, h: Tensor, product: Product, norm: ops.Norm | None) -> Tensor:
-        """Project h and add it to the residual stream x."""
+    def _add(
+        self, x: Tensor, h: Tensor, product: Product, after: ops.Norm | None, before: ops.Norm | None
+    ) -> tuple[Tensor, Tensor, ops.Norm | None]:
+        """Project h and add it to the residual stream x.
+
+        -> the new x; what the next part reads, which has the norm `before`; and this norm if it is still to be applied. A sum
+        over ranks normalises at once. Otherwise the norm is left to the next product, which may do it on the way.
+        """
         weight, bias, all_reduce = product
-        if all_reduce is None and norm is None:
-            return ops.linear(h, weight, bias, residual=x, alpha=self.multiplier)
-        y = ops.linear(h, weight, bias)
         if all_reduce is not None:
-            y = all_reduce(y)
-        return x.add_(y, alpha=self.multiplier) if norm is None else ops.rms_norm(y, norm, residual=x)
+            x, normed = all_reduce.add(x, ops.linear(h, weight, bias), alpha=self.multiplier, after=after, before=before)
+            return x, x if normed is None else normed, None
+        if after is None:
+            x = ops.linear(h, weight, bias, residual=x, alpha=self.multiplier)
+        else:
+            x = ops.rms_norm(ops.linear(h, weight, bias), after, residual=x)
+        return x, x, before
 
 
 def cos_and_sin(position_embeddings: Any) -> tuple[Tensor, Tensor]:

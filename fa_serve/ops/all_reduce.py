@@ -1,18 +1,19 @@
-"""The sum of a tensor over the ranks of tensor parallelism, through torch.distributed: gloo on CPUs, NCCL on GPUs.
+"""The sum of a tensor over the ranks of tensor parallelism, and what a layer does with it.
 
     store, port = listen(size=2)                        # rank 0; the others call join(port, size=2)
     all_reduce = AllReduce(store, rank=0, size=2, device=device)
     x = all_reduce(x)                                   # every rank calls it with its part, and gets the sum
+    x, h = all_reduce.add(x, y, before=norm)            # x + the sum of y, and that normalised
     all_reduce.close()
 
-The result has the same bits on every rank, because one rank computes each element and sends it to the others. Ranks of one
-machine listen on the loopback address only. Left out: who starts the ranks, and what they tell each other
-(fa_serve.engine.ranks).
+Small sums between GPUs that can read each other's memory take one kernel, which also adds and normalises (one_shot.py). All
+others go through torch.distributed: gloo on CPUs, NCCL on GPUs. The result has the same bits on every rank: in one shot each
+rank adds the parts in the same order, otherwise one rank computes each element and sends it to the others. Ranks of one machine
+listen on the loopback address only. Left out: who starts the ranks, and what they tell each other (fa_serve.engine.ranks).
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -25,15 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fa_serve import ops
+from fa_serve.ops.one_shot import OneShot, environment
 from fa_serve.spec import FaServeError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 LOOPBACK = "127.0.0.1"
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables that name the network interface."""
-_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+_ON_LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
+"""The network interface of gloo and NCCL, which would listen on addresses that may be reachable from outside."""
 
 
 def listen(size: int, host: str = LOOPBACK) -> tuple[Store, int]:
@@ -61,8 +63,8 @@ class AllReduce:
     """Adds a tensor up over all ranks, which call it the same number of times with the same shapes and dtypes.
 
     host:    where the ranks meet. If it is the loopback address, sums use no other
-    ordered: add the parts in the order of ranks. Otherwise the order may depend on the place of an element in the tensor, which
-             changes results with three ranks and more
+    ordered: add the parts in the order of ranks and in float32, as one shot does. Otherwise the order of NCCL and gloo may
+             depend on the place of an element in the tensor, which changes results with three ranks and more
 
     Raises RuntimeError if this process belongs to a process group of torch.distributed already.
     """
@@ -76,10 +78,11 @@ class AllReduce:
         self._ordered = ordered
         self._paused = False
         on_gpu = device.type == "cuda"
-        with _on_loopback() if is_loopback(host) else nullcontext():
+        with environment(_ON_LOOPBACK) if is_loopback(host) else nullcontext():
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, device_id=device if on_gpu else None
             )
+        self._one_shot = OneShot.connect(store, rank, size, device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum of the parts of all ranks. x: this rank's, contiguous, which may be overwritten.
@@ -93,14 +96,36 @@ class AllReduce:
         except RuntimeError as error:
             raise AllReduceError(str(error)) from error
 
+    def add(
+        self, x: Tensor, y: Tensor, *, alpha: float = 1.0, after: ops.Norm | None = None, before: ops.Norm | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add the sum of y to the residual stream x, and normalise the result.
+
+        -> x + alpha * sum, or x + the sum normalised with `after`; and this normalised with `before`, or None without it.
+
+        x, y: (total, hidden), both may be overwritten; y is this rank's part, contiguous
+
+        Raises AllReduceError.
+        """
+        one_shot = self._one_shot
+        if one_shot is None or self._paused or not one_shot.takes(y) or x.dtype != y.dtype or x.stride(-1) != 1:
+            return add_and_norm(x, self(y), alpha, after, before)
+        return x, one_shot.add(x, y, alpha, after, before)
+
     def _sum(self, x: Tensor) -> Tensor:
+        if self._one_shot is not None and self._one_shot.takes(x):
+            return self._one_shot.sum(x)
         if not self._ordered:
             dist.all_reduce(x)
             return x
-        total, *others = self._parts(x)
+        total, *others = (part.float() if x.dtype.itemsize < 4 else part for part in self._parts(x))
         for part in others:
             total += part
-        return total
+        return total.to(x.dtype)
+
+    def way(self, x: Tensor) -> str:
+        """How a sum of such parts is computed: "one shot", "nccl" or "gloo"."""
+        return "one shot" if self._one_shot is not None and self._one_shot.takes(x) else str(dist.get_backend())
 
     def gather(self, x: Tensor) -> Tensor:
         """The columns of all ranks, in the order of ranks. x: this rank's, (n, columns) -> (n, size * columns).
@@ -134,32 +159,28 @@ class AllReduce:
             self._paused = False
 
     def abort(self) -> None:
-        """Make pending NCCL sums return, because a rank is lost. Their values are undefined. With gloo nothing is needed: the
-        call raises. From any thread."""
+        """Make pending sums of GPUs return, because a rank is lost. Their values are undefined. With gloo nothing is needed:
+        the call raises. From any thread."""
+        if self._one_shot is not None:
+            self._one_shot.abort()
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
-        """Leave the group. Other ranks that wait in a call get an error."""
+        """Leave the group. Other ranks that wait in a call of gloo or NCCL get an error."""
+        self._one_shot = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def add_and_norm(
+    x: Tensor, total: Tensor, alpha: float, after: ops.Norm | None, before: ops.Norm | None
+) -> tuple[Tensor, Tensor | None]:
+    """What `AllReduce.add` does with the sum."""
+    x = x.add_(total, alpha=alpha) if after is None else ops.rms_norm(total, after, residual=x)
+    return x, None if before is None else ops.rms_norm(x, before)
 
 
 def is_loopback(host: str) -> bool:
     """Whether a name or an address is that of this machine alone."""
     return ip_address(socket.getaddrinfo(host, 0)[0][4][0]).is_loopback
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """gloo and NCCL would listen on addresses that may be reachable from outside."""
-    before = {name: os.environ.get(name) for name in _INTERFACES}
-    os.environ.update(dict.fromkeys(_INTERFACES, _INTERFACE))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

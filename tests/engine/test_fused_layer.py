@@ -5,8 +5,12 @@ Whole models are compared in test_fusion.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from rank_threads import run_ranks
 from torch import Tensor, nn
 
 from fa_serve import ops
@@ -159,3 +163,30 @@ def test_complex_embeddings_are_cosines_and_sines() -> None:
     torch.testing.assert_close(sin, angles[0].sin())
     wide = angles.cos(), angles.sin()
     assert all(torch.equal(x, y[0]) for x, y in zip(cos_and_sin(wide), wide, strict=True))
+
+
+@pytest.mark.parametrize("case", ["before", "after", "both, weights around 0", "multiplier", "another mlp"])
+def test_ranks_that_add_up_compute_the_equation(case) -> None:
+    """Each rank has a part of the columns of the output and the down projection; sums over ranks apply norms at once."""
+    torch.manual_seed(0)
+    layer = make_layer(**CASES[case]())
+    x = draw(TOTAL, HIDDEN)
+    angles = draw(TOTAL, HEAD_DIM // 2).repeat(1, 2)
+    cos = angles.cos()
+    sin = angles.sin()
+    expected, _, _ = equation(layer, x, cos, sin)
+
+    def share(product: Product | None, rank: int, all_reduce: Any) -> Product | None:
+        """All inputs, of which this rank's weights take some."""
+        if product is None:
+            return None
+        keep = torch.arange(product.weight.shape[1]) % 2 == rank
+        return Product(product.weight * keep, None, all_reduce)
+
+    def compute(rank: int, all_reduce: Any) -> Tensor:
+        caches = [torch.zeros(2, 4, NUM_KV_HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(2)]
+        own = replace(layer, o=share(layer.o, rank, all_reduce), down=share(layer.down, rank, all_reduce))
+        return own.compute(x.clone(), LayerStep(cos, sin, *caches, torch.arange(TOTAL), attend, False, {}))
+
+    for actual in run_ranks(2, compute):
+        torch.testing.assert_close(actual, expected)

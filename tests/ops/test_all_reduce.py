@@ -41,7 +41,8 @@ def test_three_ranks_add_in_their_order_and_a_lost_one_is_an_error() -> None:
     try:
         totals = all_reduce(part(0)), all_reduce(part(0).bfloat16()), all_reduce.gather(part(0))
         assert torch.equal(totals[0], part(0) + part(1) + part(2))
-        assert torch.equal(totals[1], part(0).bfloat16() + part(1).bfloat16() + part(2).bfloat16())
+        exact_once = part(0).bfloat16().float() + part(1).bfloat16() + part(2).bfloat16()
+        assert torch.equal(totals[1], exact_once.bfloat16())  # rounded once, as the kernel of one shot does
         assert torch.equal(totals[2], torch.cat([part(0), part(1), part(2)], dim=1))
         mine = " ".join(str(hash(tuple(x.view(-1).tolist()))) for x in totals)
         assert [other.communicate(timeout=60)[0] for other in others] == [mine, mine]
@@ -72,6 +73,7 @@ def test_a_group_of_one() -> None:
 
 def test_a_paused_sum_waits_for_nobody() -> None:
     all_reduce = object.__new__(AllReduce)  # without a group, any sum fails
+    all_reduce._one_shot = None
     with all_reduce.paused():
         x = torch.ones(3)
         assert all_reduce(x) is x
