@@ -86,7 +86,8 @@ class Rank:
             start = time.perf_counter()
             call()
             return (time.perf_counter() - start) * 1e6
-        call()
+        for _ in range(3):
+            call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -94,7 +95,8 @@ class Rank:
                 call()
         times = []
         for _ in range(5):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             graph.replay()
             begin.record()
             for _ in range(REPLAYS):
