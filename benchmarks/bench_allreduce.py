@@ -145,6 +145,10 @@ def run(args: argparse.Namespace, rank: int, port: int | None) -> None:
                 print(f"{case:<36} {ours:8.2f} us, {dist.get_backend()} {theirs:8.2f} us, ratio {ratio:.2f}")
         if rank == 0:
             results.write()
+    except BaseException:
+        for process in others:
+            process.kill()  # it may wait on its GPU for this rank
+        raise
     finally:
         all_reduce.close()
         for process in others:

@@ -82,7 +82,12 @@ class AllReduce:
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, device_id=device if on_gpu else None
             )
-        self._one_shot = OneShot.connect(store, rank, size, device)
+        self._one_shot: OneShot | None = None
+        try:
+            self._one_shot = OneShot.connect(store, rank, size, device)
+        except BaseException:  # another rank has ended
+            self.close()
+            raise
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum of the parts of all ranks. x: this rank's, contiguous, which may be overwritten.

@@ -237,7 +237,7 @@ def launch_one_shot(
     )
     run = PLANS.get(key)
     if run is None:
-        numbers = (alpha, after_eps, after_offset, before_eps, before_offset)
+        numbers = (float(alpha), after_eps, after_offset, before_eps, before_offset)
         run = PLANS.add(key, _plan(x, peers, out, residual, numbers))
     run((x, residual, after_weight, before_weight, out, normed, peers.addresses, peers.calls))
     return normed

@@ -71,6 +71,16 @@ def test_a_group_of_one() -> None:
     AllReduce(listen(1)[0], 0, 1, torch.device("cpu")).close()
 
 
+def test_a_rank_that_cannot_connect_leaves_the_group(monkeypatch) -> None:
+    def connect(*_: object) -> None:
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr("fa_serve.ops.all_reduce.OneShot.connect", connect)
+    with pytest.raises(RuntimeError, match="the store is gone"):
+        AllReduce(listen(1)[0], 0, 1, torch.device("cpu"))
+    assert not torch.distributed.is_initialized()
+
+
 def test_a_paused_sum_waits_for_nobody() -> None:
     all_reduce = object.__new__(AllReduce)  # without a group, any sum fails
     all_reduce._one_shot = None
