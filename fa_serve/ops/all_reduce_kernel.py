@@ -258,6 +258,10 @@ def _plan(x: Tensor, peers: Peers, out: Tensor, residual: Tensor | None, numbers
     stride_r = 0 if residual is None else residual.stride(0)
     arch = spec.arch_of(x.device)
     pdl = arch >= 90
+    num_warps = min(16, max(1, tile_rows * block // 256))
+    options = launch_options(pdl, num_warps)
+    if arch >= 70 and num_warps == 16:
+        options["maxnreg"] = 128 // per_processor(row_bytes)  # with which the programs share the 65,536 registers
     # weights are loaded before the wait, unless the registers are needed for the rows
     early = block <= 8192
     sizes = (peers.rank, peers.size, power_of_2(peers.size + 1), width, block, tile_rows, FLAG_BYTES, MAX_BYTES)
@@ -267,5 +271,5 @@ def _plan(x: Tensor, peers: Peers, out: Tensor, residual: Tensor | None, numbers
         varying=numbers,
         strides=(rows, stride_r, out.stride(0)),
         fixed=(*sizes, early, arch >= 70, pdl),
-        options=launch_options(pdl, min(16, max(1, tile_rows * block // 256))),
+        options=options,
     )
