@@ -33,7 +33,7 @@ def test_no_variant_spills(target: str) -> None:
     """But for sm120, where the sum of eight ranks needs a few registers more than two programs share."""
     kernels = compile_all(target)
     assert [kernel.name for kernel in kernels] == ["_one_shot_all_reduce"] * 3 * len(SHAPES)
-    assert max(kernel.spill_bytes for kernel in kernels) <= (16 if target == "sm120" else 0)
+    assert max(kernel.spill_bytes for kernel in kernels) <= (32 if target == "sm120" else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
