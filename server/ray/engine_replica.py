@@ -84,7 +84,8 @@ class EngineReplica:
     async def add(self, front: Front, add: Add) -> Exception | None:
         """Compute a request. Returns the engine's refusal, or None at the end. Cancelling the call aborts the request.
 
-        EngineDeadError means that another replica may compute the request, because this one has not begun.
+        EngineDeadError means that another replica may compute the request, because nothing of it has been computed here. So a
+        request that comes while the engine dies, before this process knows of it, is not lost.
         """
         if not self._engine.is_alive:
             return EngineDeadError("the engine has ended: its replica ends, too")
@@ -102,9 +103,13 @@ class EngineReplica:
             client=add.client,
             cache_salt=add.cache_salt,
         )
+        begun = False
         try:
             async with aclosing(generated) as outputs:
                 async for output in outputs:
+                    if not begun and output.error is not None and output.error.code == "engine_dead":
+                        return EngineDeadError(output.error.message)
+                    begun = True
                     channel.put(replace(output, prompt_token_ids=[]))  # the front knows the prompt
         except (ValueError, QueueFullError, EngineDeadError) as error:
             return error

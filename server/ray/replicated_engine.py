@@ -119,6 +119,7 @@ class ReplicaWorker:
         try:
             refusal = await response
             while isinstance(refusal, EngineDeadError):  # the replica ends, and has not begun to compute the request
+                request.replica = None  # it may have taken the request before its engine ended
                 await asyncio.sleep(AGAIN_SECONDS)
                 response = self._add.remote(self._front, add)
                 refusal = await response

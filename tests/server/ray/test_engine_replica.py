@@ -11,10 +11,13 @@ from fa_serve.server.ray import engine_replica
 from fa_serve.server.ray.engine_replica import FRONT_SECONDS, EngineReplica, Front, Listen
 from fa_serve.server.ray.output_channel import Gains
 
-from fa_serve.engine import EngineConfig, EngineDeadError, RequestOutput, SamplingParams
+from fa_serve.engine import EngineConfig, EngineDeadError, RequestError, RequestOutput, SamplingParams
 from fa_serve.engine.engine_loop import Add
 from fa_serve.engine.worker import Pulse
 from fa_serve.spec import ParameterError
+
+DIES = 9
+"""The first token of a prompt whose second one says how many words the engine says before it dies."""
 
 
 class Words:
@@ -32,6 +35,12 @@ class Words:
         if prompt == [0]:
             raise ParameterError("prompt", "be another one", 0)
         said = 0
+        if prompt[0] == DIES:
+            for word in "a"[: prompt[1]]:
+                yield RequestOutput(request_id, prompt, word, [1], finished=False, num_output_tokens=1)
+            error = RequestError("engine_dead", "the engine has ended: rank 1")
+            yield RequestOutput(request_id, prompt, finished=True, finish_reason="error", error=error)
+            return
         try:
             for word in "ab":
                 await self.gate.wait()
@@ -154,3 +163,20 @@ def test_ray_replaces_a_replica_that_is_dead_or_hangs():
         asyncio.run(ours.check_health())
     engine.is_restarting = True
     asyncio.run(ours.check_health())
+
+
+async def _dying() -> None:
+    ours = replica(Words())
+    refusal = await ours.add(Front("front"), Add("early", [DIES, 0], None))
+    assert isinstance(refusal, EngineDeadError)
+    assert str(refusal) == "the engine has ended: rank 1"
+    assert await ours.add(Front("front"), Add("late", [DIES, 1], None)) is None
+    async with aclosing(ours.listen(Listen("front", "r1"))) as gains:
+        said = (await anext(gains)).outputs
+    assert [(output.request_id, output.text) for output in said] == [("late", "a")], "the client has the word already"
+    assert said[0].error is not None
+    assert said[0].error.code == "engine_dead"
+
+
+def test_a_request_without_a_word_is_left_to_another_replica_when_the_engine_dies():
+    asyncio.run(_dying())

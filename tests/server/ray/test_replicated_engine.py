@@ -111,12 +111,15 @@ async def _dying(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     answers = [asyncio.Future() for _ in range(3)]
     worker = _worker(steps, list(answers))
-    for answer in answers[:2]:
-        answer.set_result(EngineDeadError("the engine has ended"))
     worker.send(Add("one", [1], None))
     worker.gains.put_nowait(Gains(["one"], []))
+    await _turn(worker)
+    assert worker._requests["one"].replica == "r1"
+    for answer in answers[:2]:
+        answer.set_result(EngineDeadError("the engine has ended"))
     for _ in range(20):
         await asyncio.sleep(0)
+    worker._lose("r1")
     assert steps == [], "the third replica computes it"
     error = RequestError("engine_dead", "the engine has ended: rank 1")
     worker.gains.put_nowait(Gains([], [RequestOutput("one", [], finished=True, finish_reason="error", error=error)]))
