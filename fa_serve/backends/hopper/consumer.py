@@ -271,9 +271,9 @@ def _row_maximum(s, var: gl.constexpr):
     """The maximum of each row of scores, [64].
 
     Triton compares the 32 scores of a thread's row one after the other, then those of its second row. Beside products in 16
-    bits that is best, because ptxas computes exponentials of the first row during the comparisons of the second; rounds lose
-    2 to 12% there. Float8 products take half the time, so the latency of the comparisons shows. In rounds at most 9 of them
-    depend on each other.
+    bits, with head sizes of 64 and 128, that is best, because ptxas computes exponentials of the first row during the
+    comparisons of the second; rounds lose 2 to 12% there. Float8 products take half the time, so the latency of the comparisons
+    shows. In rounds at most 9 of them depend on each other.
     """
     if var.float8_values:
         rounds = s.reshape([64, var.tiles.block_n // 32, 4, 4, 2])

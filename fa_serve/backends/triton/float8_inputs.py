@@ -81,7 +81,7 @@ _MAX_ROTATIONS = 64
 
 
 def _rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """H * sqrt(dim), kept for later calls: a program would need 700 instructions to compute it, a third of all that it has.
+    """H * sqrt(dim), kept for later calls: computing it took two thirds of the instructions of a program.
 
     What a capture allocates is filled at its replay only, and is not kept.
     """
