@@ -181,8 +181,9 @@ def float8_tiles(arch: int, head_dim: int, *, float8_values: bool) -> TileConfig
 
     These are the largest tiles without spills; no others have been timed, and docs/kernels.md has the speed of those for sm90.
     Up to head_dim 128, GPUs that multiply by mma.sync (sm89, sm120) get at least as many rows as columns of V, which together
-    with `masks_all` gives each warp whole rows of scores. Then P goes from one product to the other in registers, and a block of
-    64 keys at head_dim 128 takes 610 instructions. Tiles of 64 rows, whose P passes through shared memory, take 690 on four warps instead of eight.
+    with `masks_all` gives each warp whole rows of scores. Then P goes from one product to the other in registers, and a block
+    of 64 keys at head_dim 128 takes 610 instructions. Tiles of 64 rows, whose P passes through shared memory, take 690 on four
+    warps instead of eight.
     """
     if arch == 0:
         return TileConfig(64, 64, 4, 1)

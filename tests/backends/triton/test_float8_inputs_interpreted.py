@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fa_serve.backends.layout import Layout
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.backends.triton import float8_inputs
 from fa_serve.backends.triton.float8_inputs import Quantizer, _rotation
 from fa_serve.spec import Precision
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
@@ -110,3 +111,17 @@ def test_copies_of_pages(dim: int, page_size: int, left: int, float8: bool, prec
         [False] * 3,
         [True, False, False],
     ]
+
+
+def test_the_rotation_is_kept_unless_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8_inputs, "_ROTATIONS", {})
+    cpu = torch.device("cpu")
+    first = _rotation(64, torch.float32, cpu)
+    assert _rotation(64, torch.float32, cpu) is first
+    monkeypatch.setattr(float8_inputs, "_make_rotation", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = _rotation(64, torch.float32, torch.device("cuda"))
+    assert _rotation(64, torch.float32, torch.device("cuda")) is not captured, "its numbers come with the replay"
+    for dim in range(float8_inputs._MAX_ROTATIONS + 5):
+        _rotation(dim, torch.float32, cpu)
+    assert len(float8_inputs._ROTATIONS) <= float8_inputs._MAX_ROTATIONS
