@@ -23,6 +23,23 @@ LABELS = {
     "flash": "FlashAttention-2 (SDPA)",
     "flex": "FlexAttention",
 }
+# precision or peer, its name in a chart, its colour
+FLOAT8 = {
+    "fp8": ('fa_serve, "fp8"', "#d1495b"),
+    "qk8": ('fa_serve, "qk8"', "#e8909a"),
+    "bf16": ("fa_serve, bfloat16", "#f3c9cd"),
+    "fa3 float8": ("FlashAttention-3, float8", "#003d5b"),
+    "cudnn": ("cuDNN, bfloat16", "#30638e"),
+}
+# benchmark and the peer that is 1 in its chart
+RATIO_CHARTS = (
+    ("decode", "fa3"),
+    ("sparse", "flex"),
+    ("chunk", "fa3"),
+    ("verify", "fa3"),
+    ("mixed", "fa3"),
+    ("models", "fa3"),
+)
 # benchmark, description, whether to take only the cells with unequal lengths in a batch, peers, command
 TABLE = [
     (
@@ -118,13 +135,36 @@ def prefill_chart(lines: list[Line], name: str) -> None:
     _save(figure, name)
 
 
+def float8_chart(lines: list[Line], name: str) -> None:
+    """A group of bars for each head_dim, full and causal: the rates of our three precisions and of the peers."""
+    import matplotlib.pyplot as plt
+
+    groups: dict[str, dict[str, float]] = {}
+    for line in lines:
+        cell, precision = line["case"].rsplit("_", 1)
+        if line["unit"] == "TFLOPS":
+            groups.setdefault(cell, dict(line["peers"]))[precision] = line["ours"]
+    figure, axis = plt.subplots(figsize=(11, 3.6))
+    for index, (kind, (label, colour)) in enumerate(FLOAT8.items()):
+        found = [(at, rates[kind]) for at, rates in enumerate(groups.values()) if kind in rates]
+        axis.bar([at + 0.16 * (index - 2) for at, _ in found], [rate for _, rate in found], 0.15, color=colour, label=label)
+    axis.set_xticks(range(len(groups)), [cell.replace("_", ", ") for cell in groups], fontsize=8)
+    axis.set_ylabel("TFLOPS, quantisation included in ours", fontsize=9)
+    axis.legend(fontsize=7, ncols=len(FLOAT8), loc="upper left")
+    axis.set_ylim(top=1.15 * max(max(rates.values()) for rates in groups.values()))
+    axis.grid(axis="y", alpha=0.3)
+    _save(figure, name)
+
+
 def ratio_chart(lines: list[Line], peer: str, name: str) -> None:
-    """A bar for each cell: our speed over that of the peer, from times."""
+    """A bar for each cell: our speed over that of the peer, from times or rates."""
     import matplotlib.pyplot as plt
 
     lines = [line for line in lines if peer in line["peers"]]
     figure, axis = plt.subplots(figsize=(11, 3.6))
     ratios = [line["peers"][peer] / line["ours"] for line in lines]
+    if lines[0]["unit"] == "TFLOPS":
+        ratios = [1 / ratio for ratio in ratios]
     axis.bar(range(len(lines)), ratios, color=[COLOURS["ours"] if ratio >= 1 else COLOURS["flash"] for ratio in ratios])
     axis.axhline(1.0, color="black", lw=0.8)
     axis.set_xticks(range(len(lines)), [line["case"] for line in lines], rotation=90, fontsize=6)
@@ -228,7 +268,9 @@ def main() -> None:
     for bench in ("prefill", "prefill_triton", "backward"):
         if lines := read(bench):
             prefill_chart(lines, f"{bench}.svg")
-    for bench, peer in (("decode", "fa3"), ("sparse", "flex")):
+    if lines := read("fp8"):
+        float8_chart(lines, "fp8.svg")
+    for bench, peer in RATIO_CHARTS:
         if lines := read(bench):
             ratio_chart(lines, peer, f"{bench}.svg")
 
