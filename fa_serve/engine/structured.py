@@ -13,7 +13,7 @@ process that can be limited and killed (trials.py). Several threads fill the mas
 forward of the step.
 
 A step waits for its masks. A mask takes some tens of microseconds, but 50 ms and more behind a hundred tokens of an ambiguous
-grammar. Therefore each request has a budget for slow masks, and its matchers report an error when it is spent.
+grammar. Therefore each request has a budget for slow masks, and its matchers (matcher.py) report an error when it is spent.
 
 Compiled grammars are kept for later requests, up to a number of bytes. Grammars that are not used for IDLE_SECONDS are kept
 only up to a smaller number.
@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from fa_serve.engine import grammar_process
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.grammar_process import STACK, compiled
+from fa_serve.engine.matcher import FirstMask, Matcher
 from fa_serve.engine.sampling_params import MAX_STRUCTURED, StructuredOutput
 from fa_serve.engine.trial_process import NICE
 from fa_serve.engine.trials import Trial, TrialError, TrialLimits, Trials
@@ -57,10 +58,6 @@ BYTES_PER_CHARACTER = 400
 IDLE_SECONDS = 15.0
 IDLE_SHARE = 64
 """Grammars that are idle are kept up to this part of the bytes for all grammars."""
-USUAL_SECONDS = 0.002
-"""Processor time of a mask, or of a token that a matcher takes in, which no request is charged for."""
-SLOW_SECONDS = 0.25
-"""Processor time beyond the usual one that the masks and tokens of a request may take together."""
 SLOW_STEP_SECONDS = 0.01
 """If masks that are computed side by side take longer, the others of this step and all of the next one are computed one by one,
 in turns of the clients, and each request is charged."""
@@ -78,6 +75,7 @@ class _Kept:
     matcher: Any
     error: str
     num_bytes: int
+    first: FirstMask = field(default_factory=FirstMask)
     used: float = field(default_factory=time.monotonic)
 
 
@@ -90,59 +88,6 @@ class _Row:
     client: str | None
     first: int
     drafts: Sequence[int]
-
-
-class Matcher:
-    """The state of one answer: an LLMatcher of llguidance, and the time that following the grammar has taken.
-
-    slow: seconds beyond the usual ones, in a list that the answers of one request share
-    """
-
-    def __init__(self, inner: Any, slow: list[float] | None = None) -> None:
-        self._inner = inner
-        self._slow = [0.0] if slow is None else slow
-
-    def deep_copy(self) -> Matcher:
-        """The same state, for another answer of the same request."""
-        return Matcher(self._inner.deep_copy(), self._slow)
-
-    def consume_token(self, token: int) -> None:
-        begin = time.thread_time()
-        self._inner.consume_token(token)
-        self.charge(time.thread_time() - begin)
-
-    def fill(self, address: int, num_bytes: int) -> float:
-        """Compute the mask of the next token. Returns the seconds of processor time that it has taken."""
-        begin = time.thread_time()
-        self._inner.unsafe_compute_mask_ptr(address, num_bytes)
-        return time.thread_time() - begin
-
-    @property
-    def slow_seconds(self) -> float:
-        """What the request has been charged so far."""
-        return self._slow[0]
-
-    def charge(self, seconds: float, count: int = 1) -> None:
-        """Count the time of so many masks, or of a token."""
-        self._slow[0] += max(seconds - count * USUAL_SECONDS, 0.0)
-
-    @property
-    def inner(self) -> Any:
-        """The LLMatcher."""
-        return self._inner
-
-    def is_stopped(self) -> bool:
-        """Whether the answer is complete. It is not if there is an error."""
-        return bool(self._inner.is_stopped()) and not self.is_error()
-
-    def is_error(self) -> bool:
-        return self._slow[0] > SLOW_SECONDS or bool(self._inner.is_error())
-
-    def get_error(self) -> str:
-        """Why the grammar cannot be followed any further, or ""."""
-        if self._slow[0] > SLOW_SECONDS:
-            return f"its masks have taken {SLOW_SECONDS:g} s more than usual masks"
-        return str(self._inner.get_error())
 
 
 class Grammars:
@@ -213,11 +158,12 @@ class Grammars:
             if matcher is not None and matcher.is_error():
                 error = matcher.get_error()
                 matcher = None
-            kept = _Kept(matcher, error.strip()[:MAX_REASON], max(num_bytes if matcher else 0, len(grammar), MIN_BYTES))
+            num_bytes = max(num_bytes if matcher else 0, len(grammar), MIN_BYTES) + self._vocab_size // 8
+            kept = _Kept(matcher, error.strip()[:MAX_REASON], num_bytes)
             self._keep(grammar, kept)
         if kept.matcher is None:
             raise ParameterError(field, f"be a structure that can be followed ({kept.error})", getattr(structured, field))
-        return Matcher(kept.matcher.deep_copy())
+        return Matcher(kept.matcher.deep_copy(), first=kept.first)
 
     def sweep(self) -> None:
         """Let go of grammars that are not used."""
@@ -268,6 +214,8 @@ class Grammars:
             first = end - 1 - len(own)
             if matcher.is_error():
                 words[first:end] = 0
+            elif not own and matcher.first is not None and matcher.first.words is not None:
+                words[first] = matcher.first.words
             else:
                 rows.append(_Row(index, matcher, clients[index], first, own))
         begin = time.perf_counter()
@@ -276,7 +224,16 @@ class Grammars:
         self._one_by_one = time.perf_counter() - begin > SLOW_STEP_SECONDS
         for row in late:
             words[row.first : row.first + 1 + len(row.drafts)] = 0
-        return words, [row.index for row in late]
+        indices = [row.index for row in late]
+        for row in rows:
+            if (
+                row.matcher.first is not None
+                and not row.drafts
+                and row.index not in indices
+                and not row.matcher.inner.is_error()
+            ):
+                row.matcher.first.words = words[row.first].copy()
+        return words, indices
 
     def _fill_slices(self, rows: Sequence[_Row], words: NDArray[np.int32]) -> int:
         """Fill rows side by side while that is fast. Returns how many are done."""

@@ -14,6 +14,7 @@ import pytest
 from tiny_models import VOCAB, greedy, make_model
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams, StructuredOutput, structured
+from fa_serve.engine.matcher import Matcher
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.spec import ParameterError
 
@@ -186,15 +187,28 @@ def test_masks_behind_slow_ones_are_the_same_and_a_spent_budget_leaves_no_token(
     assert (words[2] == together[2]).all()
 
 
-def test_a_mask_for_each_draft_may_take_the_usual_time(make_engine) -> None:
-    matcher = make_engine().grammars.matcher(StructuredOutput(regex="[0-9]{3}"))
-    matcher.charge(8 * structured.USUAL_SECONDS, 8)
-    assert matcher.slow_seconds == 0.0
-    matcher.charge(8 * structured.USUAL_SECONDS)
-    assert matcher.slow_seconds == pytest.approx(7 * structured.USUAL_SECONDS)
+def test_the_first_mask_of_a_grammar_is_computed_once(make_engine, tokenizer, monkeypatch) -> None:
+    """Clients that come back with the same slow grammar, or with one schema for all requests, do not pay for it each time."""
+    grammars = make_engine().grammars
+    digits = StructuredOutput(regex="[0-9]{3}")
+    words, _ = grammars.masks([grammars.matcher(digits)], CLIENTS[:1])
+
+    def fill(rows: object, words: object) -> None:
+        raise AssertionError("a mask is computed")
+
+    monkeypatch.setattr(grammars, "_fill", fill)
+    later = grammars.matcher(digits)
+    assert (grammars.masks([later, later.deep_copy()], CLIENTS[:2])[0] == words).all()
+    words[:] = 0
+    assert grammars.masks([later], CLIENTS[:1])[0].any(), "the caller's array is not the one that is kept"
+    later.consume_token(tokenizer.convert_tokens_to_ids("1"))
+    with pytest.raises(AssertionError, match="a mask is computed"):
+        grammars.masks([later], CLIENTS[:1])
+    with pytest.raises(AssertionError, match="a mask is computed"):
+        grammars.masks([grammars.matcher(StructuredOutput(regex="[0-8]{3}"))], CLIENTS[:1])
 
 
-class SlowMatcher(structured.Matcher):
+class SlowMatcher(Matcher):
     """Each of its masks takes 30 ms, which it is not charged for."""
 
     def fill(self, address: int, num_bytes: int) -> float:
@@ -208,13 +222,13 @@ class SlowMatcher(structured.Matcher):
         return SlowMatcher(self.inner.deep_copy())
 
 
-def copies(matcher: structured.Matcher, count: int) -> list[structured.Matcher]:
+def copies(matcher: Matcher, count: int) -> list[Matcher]:
     return [matcher.deep_copy() for _ in range(count)]
 
 
 def test_masks_of_one_client_do_not_wait_for_slow_ones_of_another(make_engine) -> None:
     grammars = make_engine().grammars
-    fast = grammars.matcher(StructuredOutput(regex="[0-9]{3}"))
+    fast = Matcher(grammars.matcher(StructuredOutput(regex="[0-9]{3}")).inner)
     slow = SlowMatcher(fast.inner)
     matchers = copies(slow, 5) + copies(fast, 3)
     expected, late = grammars.masks(copies(fast, 8), ["honest"] * 8)

@@ -146,15 +146,15 @@ def _grammar_cancelled() -> None:
 
 
 def _mask_budget() -> None:
-    from fa_serve.engine import structured
+    from fa_serve.engine import matcher
 
-    structured.SLOW_SECONDS = 1e9
+    matcher.SLOW_SECONDS = 1e9
 
 
 def _matcher_errors() -> None:
-    from fa_serve.engine import structured
+    from fa_serve.engine import matcher
 
-    structured.Matcher.is_stopped = lambda self: self.inner.is_stopped()  # type: ignore[method-assign]
+    matcher.Matcher.is_stopped = lambda self: self.inner.is_stopped()  # type: ignore[method-assign]
 
 
 def _stop_chars() -> None:
