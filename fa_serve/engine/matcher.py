@@ -46,10 +46,14 @@ class Matcher:
         """The same state, for another answer of the same request."""
         return Matcher(self._inner.deep_copy(), self._slow, self._first)
 
-    @property
-    def first(self) -> FirstMask | None:
-        """The mask of the next token if the answer has none yet, else None."""
-        return self._first
+    def kept_first(self) -> NDArray[np.int32] | None:
+        """The mask of the next token if it is the first one and some answer of the grammar has computed it."""
+        return None if self._first is None else self._first.words
+
+    def keep_first(self, words: NDArray[np.int32]) -> None:
+        """Keep a copy of the mask of the next token, if that is the first one, for all answers of the grammar."""
+        if self._first is not None and self._first.words is None and not self._inner.is_error():
+            self._first.words = words.copy()
 
     def consume_token(self, token: int) -> None:
         self._first = None

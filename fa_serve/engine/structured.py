@@ -158,8 +158,11 @@ class Grammars:
             if matcher is not None and matcher.is_error():
                 error = matcher.get_error()
                 matcher = None
-            num_bytes = max(num_bytes if matcher else 0, len(grammar), MIN_BYTES) + self._vocab_size // 8
-            kept = _Kept(matcher, error.strip()[:MAX_REASON], num_bytes)
+            if matcher is None:
+                num_bytes = 0
+            else:
+                num_bytes += self._vocab_size // 8  # the first mask
+            kept = _Kept(matcher, error.strip()[:MAX_REASON], max(num_bytes, len(grammar), MIN_BYTES))
             self._keep(grammar, kept)
         if kept.matcher is None:
             raise ParameterError(field, f"be a structure that can be followed ({kept.error})", getattr(structured, field))
@@ -214,8 +217,8 @@ class Grammars:
             first = end - 1 - len(own)
             if matcher.is_error():
                 words[first:end] = 0
-            elif not own and matcher.first is not None and matcher.first.words is not None:
-                words[first] = matcher.first.words
+            elif not own and (kept := matcher.kept_first()) is not None:
+                words[first] = kept
             else:
                 rows.append(_Row(index, matcher, clients[index], first, own))
         begin = time.perf_counter()
@@ -226,13 +229,8 @@ class Grammars:
             words[row.first : row.first + 1 + len(row.drafts)] = 0
         indices = [row.index for row in late]
         for row in rows:
-            if (
-                row.matcher.first is not None
-                and not row.drafts
-                and row.index not in indices
-                and not row.matcher.inner.is_error()
-            ):
-                row.matcher.first.words = words[row.first].copy()
+            if not row.drafts and row.index not in indices:
+                row.matcher.keep_first(words[row.first])
         return words, indices
 
     def _fill_slices(self, rows: Sequence[_Row], words: NDArray[np.int32]) -> int:
