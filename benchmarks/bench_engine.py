@@ -1,7 +1,8 @@
-"""The engine, vLLM and transformers' continuous batching, offline, on one GPU; results are checked first.
+"""The engine, vLLM and transformers' continuous batching, offline; results are checked first.
 
     python benchmarks/bench_engine.py --shapes qwen06 --peer-path DIR           # A, B, C, D and the start-up; DIR has vLLM
     python benchmarks/bench_engine.py --shapes llama8b --workloads all --budget 400
+    python benchmarks/bench_engine.py --shapes llama8b --tensor-parallel 2 --peers vllm,one_gpu --workloads A,B,C,C64,D
     python benchmarks/bench_engine.py decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite
     python benchmarks/bench_engine.py profile --shapes llama8b                  # decoding steps kernel by kernel, and a prefill
     python benchmarks/bench_engine.py decode --shapes deepseek-lite --tiny --device cpu --requests 1     # to try a shape
@@ -17,6 +18,8 @@ our greedy B. `edit` speculates, with 5 drafts accepted in each step as in an an
 `edit_plain`, the same requests without speculation. `eagle3` and `eagle3_plain` are one request, with and without the drafts of
 an EAGLE-3 head, which has random weights; 3 drafts of each step are accepted. Both have an engine for themselves. The start-up
 is the time from the start of the process to the first token, with compilers' caches as they are.
+
+With --tensor-parallel N, our engine and vLLM divide the model between N GPUs. The peer `one_gpu` is our engine on one of them.
 
 Every engine loads the same folder, which has the shape's config and random weights. The engines run one after the other, each
 in a separate process with a share of --budget seconds for each shape; workloads that do not end in time are left out. Before a
@@ -46,11 +49,12 @@ from engine_runs import PARTS
 from engine_workloads import HEADS, SHAPES, SPECULATING, WORKLOADS, make_tiny, say
 from profile_engine import decode, profile
 
-SHARES = {"fa_serve": 4, "vllm": 5, "generate_batch": 4}  # of the time
-PEERS = ("vllm", "generate_batch")
+SHARES = {"fa_serve": 4, "vllm": 5, "generate_batch": 4, "one_gpu": 4}  # of the time
+PEERS = ("vllm", "generate_batch", "one_gpu")
 NOT_ASKED = {
     "vllm": ["sampled", *SPECULATING],
     "generate_batch": ["sampled", "B", "shared", *SPECULATING],
+    "one_gpu": HEADS,
 }  # it takes one length of answers, shares nothing
 
 
@@ -59,6 +63,7 @@ def run(args: argparse.Namespace) -> None:
     rates: dict[str, dict[str, float]] = {}
     for shape in args.shapes:
         deadline = time.time() + args.budget
+        model = shape if args.tensor_parallel == 1 else f"{shape} on {args.tensor_parallel} GPUs"
         with tempfile.TemporaryDirectory(prefix="bench_engine_") as temporary:
             folder = temporary if args.models is None else str(args.models / shape)
             say(f"{shape}: budget {args.budget:.0f} s")
@@ -74,12 +79,12 @@ def run(args: argparse.Namespace) -> None:
                 for name, value in child(engine, shape, folder, asked, end, args):
                     if name == "done":
                         continue
-                    values = rates.setdefault(f"{shape} {name}", {})
+                    values = rates.setdefault(f"{model} {name}", {})
                     values[engine] = value
-                    speculative = rates.get(f"{shape} {name.removesuffix('_plain')}")
+                    speculative = rates.get(f"{model} {name.removesuffix('_plain')}")
                     if name.endswith("_plain") and speculative:
                         speculative["own_plain"] = value
-                    if name == "sampled" and (greedy := rates.get(f"{shape} B", {}).get("fa_serve")):
+                    if name == "sampled" and (greedy := rates.get(f"{model} B", {}).get("fa_serve")):
                         values["own_greedy"] = greedy
                     if args.device == "cuda":
                         record(rates, args)
@@ -101,6 +106,8 @@ def child(
     if engine == "vllm":
         path = args.peer_path
         own = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        # without NVLink multicast, as ours
+        own |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     else:
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]))
         own = {}
@@ -113,6 +120,7 @@ def child(
         "requests": args.requests,
         "started": time.time(),
         "workloads": ",".join(workloads),
+        "tensor-parallel": 1 if engine == "one_gpu" else args.tensor_parallel,
     }
     command = [
         sys.executable,
@@ -225,6 +233,7 @@ def main() -> None:
     parser.add_argument("--peers", type=names(PEERS), default=["vllm"])
     parser.add_argument("--no-peers", dest="peers", action="store_const", const=[])
     parser.add_argument("--peer-path", default="", help="PYTHONPATH of vLLM's process")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs between which models are divided")
     parser.add_argument("--budget", type=float, default=180.0, help="seconds for each shape")
     parser.add_argument("--models", type=Path, help="keep models there; the gate is run when one is made")
     parser.add_argument("--requests", type=int, help="so many of each workload's at most")
@@ -237,6 +246,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.set = settings(args.set)
+    if args.tensor_parallel == 1 and "one_gpu" in args.peers:
+        parser.error("the peer one_gpu needs --tensor-parallel above 1")
     if args.tiny:
         make_tiny()
     parts[args.part](args)

@@ -5,13 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_workloads import HEADS, LIMIT, SHAPES, TOP_P, WORKLOADS, Workload, make_folder, make_head, make_model, tiny_sizes
+from engine_workloads import (
+    HEADS,
+    LIMIT,
+    SHAPES,
+    TOP_P,
+    WORKLOADS,
+    Workload,
+    make_folder,
+    make_head,
+    make_model,
+    save_tokenizer,
+    tiny_sizes,
+)
 
 
 def tell(name: str, value: float | None = None, note: str = "") -> None:
@@ -51,8 +64,13 @@ def gate(args: argparse.Namespace, shape: str = "tiny") -> None:
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
         expected.append(out[0, len(prompt) :].tolist())
     settings = {"device": args.device, "num_pages": 256, "max_num_seqs": 8, "max_num_batched_tokens": 100, "max_model_len": 512}
-    engine = Engine(EngineConfig(**settings | args.set), model=model)
-    answers = engine.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+    settings |= {"dtype": "float32", "tensor_parallel": args.tensor_parallel}
+    with tempfile.TemporaryDirectory(prefix="gate_") as folder:
+        model.save_pretrained(folder)
+        save_tokenizer(Path(folder), model.config.vocab_size)
+        engine = Engine(EngineConfig(**settings | {"model": folder} | args.set))
+        answers = engine.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+        engine.close()
     for prompt, answer, tokens in zip(prompts, answers, expected, strict=True):
         assert answer.token_ids == tokens, f"prompt of {len(prompt)} tokens: {answer.token_ids}, model.generate says {tokens}"
 
@@ -91,6 +109,7 @@ def serve_ours(args: argparse.Namespace) -> None:
         "seed": 0,
         "prefix_caching": "shared" in args.workloads,
         "speculative": drafter(args),
+        "tensor_parallel": args.tensor_parallel,
     }
     loading = time.time()
     engine = Engine(EngineConfig(**settings | args.set))
@@ -148,6 +167,7 @@ def serve_vllm(args: argparse.Namespace) -> None:
         gpu_memory_utilization=0.85,
         enable_prefix_caching="shared" in args.workloads,
         disable_log_stats=True,
+        tensor_parallel_size=args.tensor_parallel,
     )
     vocab = SHAPES[args.shapes[0]]["vocab_size"]
 
@@ -202,4 +222,10 @@ def start_up(args: argparse.Namespace, imports: float, loading: float, first: fl
     tell("startup", now - args.started, f"s: {parts}, first token {now - first:.1f}")
 
 
-PARTS = {"prepare": prepare, "fa_serve": serve_ours, "vllm": serve_vllm, "generate_batch": serve_generate_batch}
+PARTS = {
+    "prepare": prepare,
+    "fa_serve": serve_ours,
+    "one_gpu": serve_ours,
+    "vllm": serve_vllm,
+    "generate_batch": serve_generate_batch,
+}

@@ -189,6 +189,7 @@ WORKLOADS = {
     "B": Workload(uneven(256)),
     "sampled": Workload(uneven(256), sampled=True),
     "C": Workload([(128, 256)]),
+    "C64": Workload([(128, 256)] * 64),
     "D": Workload([(3072, 1)] * 64, all_tokens=True),
     "edit": Workload([(1024, 512)] * 16, accepted=5),
     "edit_plain": Workload([(1024, 512)] * 16),
@@ -215,8 +216,6 @@ def make_model(shape: str, device: str, *, dtype: Any, **changes: Any) -> Any:
 def make_folder(shape: str, folder: Path, device: str) -> None:
     """Write weights and config, and a tokenizer with one word for each id."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     model = make_model(shape, device, dtype=torch.bfloat16)
     if shape in QUANTISED:
@@ -224,7 +223,15 @@ def make_folder(shape: str, folder: Path, device: str) -> None:
         _example("quantise").write(model, name, folder, 128 if SHAPES[shape]["hidden_size"] % 128 == 0 else 32)
     else:
         model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}, unk_token="w0"))
+    save_tokenizer(folder, SHAPES[shape]["vocab_size"])
+
+
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer with one word for each id."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
 

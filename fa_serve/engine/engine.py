@@ -240,8 +240,8 @@ class Engine:
 
     def close(self) -> None:
         """End the processes that belong to the engine: its other ranks, and the one that compiles grammars on trial."""
-        self.grammars.close()
-        self._ranks.close()
+        for part in (self.grammars, self._runner, self._ranks):  # the ranks part last, when no graph refers to their sums
+            part.close()
 
     def check_integrity(self) -> None:
         """Assert that every page and slot is accounted for, and that there is an answer for each unfinished sequence."""

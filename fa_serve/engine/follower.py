@@ -35,10 +35,10 @@ def follow(connection: Connection, local_rank: int | None = None) -> int:
             with suppress(Exception) if call == "submit" else nullcontext():
                 getattr(engine, call)(*args)
         engine.check_integrity()
+        engine.close()
     except Exception as error:
         ranks.fail(error)
         return 1
-    ranks.close()
     return 0
 
 

@@ -159,6 +159,14 @@ class ModelRunner:
             self.draft.make_graphs()
         return True
 
+    def close(self) -> None:
+        """Free the graphs. Communicators of NCCL cannot be destroyed while a graph refers to them."""
+        if self._graphs is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._graphs = None
+        if self.draft is not None:
+            self.draft.close()
+
     @torch.inference_mode()
     def prepare_one(self) -> bool:
         """Capture one more graph ahead of time, of this model or of the draft model, by turns. Returns False if none is left.

@@ -328,9 +328,7 @@ class Follower:
             self._connection.send(EngineDeadError(f"rank {self.rank} of {self.size} failed: {text}"))
 
     def close(self) -> None:
-        """Leave the group."""
-        if self.all_reduce is not None:
-            self.all_reduce.close()
+        """Nothing to do: this process ends now. NCCL would wait for rank 0 to leave the group, and rank 0 for this process."""
 
 
 def check_devices(config: EngineConfig, num_ranks: int) -> None:

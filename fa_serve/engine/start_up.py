@@ -6,7 +6,8 @@
 With `ahead`, everything that a step may need exists when this returns: all steps of the warm-up plan run once (warm_up.py),
 while threads compile the kernels that they launch, and CUDA graphs are captured for a few seconds. The other graphs are
 captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use, steps compile and capture
-what they need, and so they do with several ranks of tensor parallelism. Left out: how models are loaded (loading.py).
+what they need. With several ranks of tensor parallelism, each compiles by itself, with sums that do not wait for the others.
+Then all ranks run steps of each size together, for the kernels of the sums. Left out: how models are loaded (loading.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -52,23 +53,36 @@ def start_up(
 ) -> Loaded:
     """Load the model unless it is given, and make room for its cache. Raises as `Engine` does.
 
-    clock: is told of each phase; ahead: compile and capture ahead of requests, so that none of them waits for it
+    clock: is told of each phase
+    ahead: compile and capture ahead of requests, so that none of them waits for it; other ranks do what rank 0 does
     """
+    ahead = ranks.decide("ahead", lambda: ahead)
     if ahead:
         watch()
     loaded = load(config, ranks, clock, model, tokenizer)
     runner = loaded.runner
     if not ahead or runner.device.type != "cuda":
         return loaded
+    # threads end their compilations in another order on each rank, so here no sum may wait for the others
+    with nullcontext() if ranks.all_reduce is None else ranks.all_reduce.paused():
+        warm_up(runner, config, loaded.max_model_len)
     if ranks.size > 1:
-        # threads end their compilations in another order on each rank, and a step's sums need all ranks
-        log.info("the first requests wait for compilations, because %s ranks do not run the warm-up", ranks.size)
-        return loaded
-    warm_up(runner, config, loaded.max_model_len)
+        warm_up_sums(runner, config, loaded.max_model_len)
+        ranks.check_lost()
     found, compiled = num_compilations()
     clock.end("kernels", f"{found} from the cache, {compiled} compiled")
-    clock.end("captures", capture_ahead(runner))
+    clock.end("captures", capture_ahead(runner, ranks))
     return loaded
+
+
+def warm_up_sums(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
+    """Run a step of each number of tokens in the warm-up plan, on all ranks together. Raises what a step raises."""
+    steps = empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_keys=max_model_len)
+    with few_layers(runner.model):
+        for step in {step.num_tokens: step for step in steps}.values():
+            runner.run_warm_up(step)
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
 
 
 def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
@@ -100,10 +114,10 @@ def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> No
         )
 
 
-def capture_ahead(runner: ModelRunner, seconds: float = CAPTURE_SECONDS) -> str:
-    """Capture graphs for so many seconds. Returns what was captured, for the report."""
+def capture_ahead(runner: ModelRunner, ranks: Ranks, seconds: float = CAPTURE_SECONDS) -> str:
+    """Capture graphs for so many seconds, by the clock of rank 0. Returns what was captured, for the report."""
     limit = time.monotonic() + seconds
     complete = False
-    while not complete and time.monotonic() < limit:
+    while not complete and ranks.decide("captures", lambda: time.monotonic() < limit):
         complete = not runner.prepare_one()
     return f"{runner.num_captures} graphs" + ("" if complete else ", the others when there is no request")

@@ -14,8 +14,10 @@ listen on the loopback address only. Left out: who starts the ranks, and what th
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -33,7 +35,11 @@ from fa_serve.spec import FaServeError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+log = logging.getLogger("fa_serve.ops")
+
 LOOPBACK = "127.0.0.1"
+CLOSE_SECONDS = 20.0
+"""How long `AllReduce.close` waits for NCCL."""
 _ON_LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
 """The network interface of gloo and NCCL, which would listen on addresses that may be reachable from outside."""
 
@@ -172,10 +178,18 @@ class AllReduce:
             dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
-        """Leave the group. Other ranks that wait in a call of gloo or NCCL get an error."""
+        """Leave the group. Other ranks that wait in a call of gloo or NCCL get an error.
+
+        CUDA graphs with sums of NCCL must have been freed: NCCL waits for them, here for at most CLOSE_SECONDS.
+        """
         self._one_shot = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if not dist.is_initialized():
+            return
+        closing = threading.Thread(target=dist.destroy_process_group, name="fa_serve-leave-group", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            log.warning("the process group of the ranks has not ended within %g s; it ends with this process", CLOSE_SECONDS)
 
 
 def add_and_norm(

@@ -17,6 +17,7 @@ from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.ranks import Leader
 from fa_serve.engine.warm_up import empty_steps, sampling_variants
 from fa_serve.hf import patch
+from fa_serve.ops.all_reduce import AllReduce
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -123,10 +124,20 @@ def test_a_warm_up_that_fails_is_logged_and_a_lost_device_ends_the_start(make_en
 def test_graphs_are_captured_for_a_limited_time(make_engine, replays) -> None:
     engine = make_engine(max_num_seqs=4)
     engine._runner.make_graphs()
-    assert start_up.capture_ahead(engine._runner, seconds=0.0) == "1 graphs, the others when there is no request"
-    captured = start_up.capture_ahead(engine._runner)
+    assert start_up.capture_ahead(engine._runner, engine._ranks, seconds=0.0) == "1 graphs, the others when there is no request"
+    captured = start_up.capture_ahead(engine._runner, engine._ranks)
     assert captured == f"{engine._runner.num_captures} graphs"
     assert not engine.prepare_one()
+
+
+def test_graphs_are_freed_before_the_ranks_part(make_engine, replays, monkeypatch) -> None:
+    """NCCL would wait for them."""
+    engine = make_engine(max_num_seqs=4)
+    engine._runner.make_graphs()
+    at_the_end: list[int] = []
+    monkeypatch.setattr(engine._ranks, "close", lambda: at_the_end.append(engine._runner.num_captures))
+    engine.close()
+    assert at_the_end == [0]
 
 
 def test_the_phases_of_a_start(make_engine) -> None:
@@ -159,19 +170,34 @@ def test_the_draft_model_is_warmed_up_with_its_own_steps(make_engine, monkeypatc
     assert runner.draft.model.config.num_hidden_layers == make_model("gemma2").config.num_hidden_layers
 
 
-def test_several_ranks_do_not_run_the_warm_up(make_engine, monkeypatch, caplog) -> None:
+def test_ranks_compile_alone_and_add_together(make_engine, monkeypatch) -> None:
+    """The order in which threads compile differs between ranks, so a sum that waited for the others might never end."""
     engine = make_engine()
+    ranks = Leader(engine.config)
+    ranks.size = 2
+    ranks.all_reduce = all_reduce = object.__new__(AllReduce)
+    all_reduce._paused = False
+    done: list[tuple[str, bool]] = []
 
     class Runner:
         device = torch.device("cuda")
 
     loaded = Loaded(cast(Any, Runner()), cast(Any, None), None, engine.config, 64, frozenset())
     monkeypatch.setattr(start_up, "load", lambda *_: loaded)
-    ranks = Leader(engine.config)
-    ranks.size = 2
-    caplog.set_level("INFO")
+    for name in ("warm_up", "warm_up_sums", "capture_ahead"):
+        monkeypatch.setattr(start_up, name, lambda *_, name=name: done.append((name, all_reduce._paused)) or "")
     assert start_up.start_up(engine.config, ranks, PhaseClock(None), ahead=True) is loaded
-    assert "the first requests wait for compilations, because 2 ranks do not run the warm-up" in caplog.text
+    assert done == [("warm_up", True), ("warm_up_sums", False), ("capture_ahead", False)]
+
+
+def test_sums_are_warmed_up_with_each_number_of_tokens_once(make_engine, monkeypatch) -> None:
+    engine = make_engine()
+    works: list[Any] = []
+    run = engine._runner.run_warm_up
+    monkeypatch.setattr(engine._runner, "run_warm_up", lambda work: (works.append(work), run(work)))
+    start_up.warm_up_sums(engine._runner, engine.config, 64)
+    planned = empty_steps(max_num_seqs=8, max_tokens=engine.config.max_num_batched_tokens, max_keys=64)
+    assert sorted(work.num_tokens for work in works) == sorted({step.num_tokens for step in planned})
 
 
 def test_graphs_of_the_draft_model_are_captured_by_turns(make_engine, replays) -> None:

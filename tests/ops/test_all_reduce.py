@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -79,6 +80,20 @@ def test_a_rank_that_cannot_connect_leaves_the_group(monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="the store is gone"):
         AllReduce(listen(1)[0], 0, 1, torch.device("cpu"))
     assert not torch.distributed.is_initialized()
+
+
+def test_a_group_that_does_not_end_is_left_to_the_end_of_the_process(monkeypatch, caplog) -> None:
+    """NCCL waits for CUDA graphs that refer to it."""
+    freed = threading.Event()
+    all_reduce = AllReduce(listen(1)[0], 0, 1, torch.device("cpu"))
+    end = torch.distributed.destroy_process_group
+    monkeypatch.setattr("fa_serve.ops.all_reduce.CLOSE_SECONDS", 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.distributed, "destroy_process_group", freed.wait)
+        all_reduce.close()
+    assert "the process group of the ranks has not ended within 0.05 s" in caplog.text
+    freed.set()
+    end()
 
 
 def test_a_paused_sum_waits_for_nobody() -> None:
