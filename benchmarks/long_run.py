@@ -4,6 +4,7 @@ The run checks that no request is lost, that all pages and slots are accounted f
 
 python benchmarks/long_run.py                       # 20,000 requests on the embedded model, about a minute on a GPU
 python benchmarks/long_run.py --requests 500 --device cpu
+python benchmarks/long_run.py --tensor-parallel 2   # on two GPUs
 
 It prints one JSON line, and raises AssertionError if a check fails.
 """
@@ -112,12 +113,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that the model is divided between")
     args = parser.parse_args()
     # short prompts are admitted together and grow into more pages than there are; small pages make that frequent
     config = EngineConfig(
-        device=args.device, num_pages=1536, page_size=4, max_model_len=256, max_num_batched_tokens=2048, seed=0
+        device=args.device,
+        tensor_parallel=args.tensor_parallel,
+        num_pages=1536,
+        page_size=4,
+        max_model_len=256,
+        max_num_batched_tokens=2048,
+        seed=0,
     )
-    report = long_run(Engine(config), args.requests, alive=400, longest=48)
+    engine = Engine(config)
+    report = long_run(engine, args.requests, alive=400, longest=48)
+    engine.close()
     print(json.dumps(report))
 
 
