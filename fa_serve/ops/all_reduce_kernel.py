@@ -168,8 +168,8 @@ def _one_shot_all_reduce(
 ):
     wait_for_previous_kernel(PDL)
     program = tl.program_id(0)
-    if soon_ptr is not None:  # noqa: SIM102, because without it there must be no branch
-        if program >= programs:
+    if soon_ptr is not None:
+        if program >= programs:  # noqa: SIM102, because without soon_ptr there must be no branch
             _request(soon_ptr, program - programs, chunks, THREADS)
             return
     pointer: tl.constexpr = tl.pointer_type(x_ptr.dtype.element_ty)
