@@ -24,7 +24,6 @@ class _Sum:
         self._parts = parts
         self._barrier = barrier
         self._paused = False
-        self.halves = False  # whether sums are computed in halves
         self.calls = 0
 
     @contextmanager
@@ -44,23 +43,9 @@ class _Sum:
         return total
 
     def add(
-        self,
-        x: Tensor,
-        y: Tensor,
-        *,
-        alpha: float = 1.0,
-        after: ops.Norm | None = None,
-        before: ops.Norm | None = None,
-        soon: Tensor | None = None,
+        self, x: Tensor, y: Tensor, *, alpha: float = 1.0, after: ops.Norm | None = None, before: ops.Norm | None = None
     ) -> tuple[Tensor, Tensor | None]:
         return add_and_norm(x, self(y), alpha, after, before)
-
-    def is_long(self, x: Tensor) -> bool:
-        return self.halves
-
-    def begin(self, x: Tensor) -> Callable[[], Tensor]:
-        """The sum is not computed before it is waited for."""
-        return lambda: self(x)
 
     def gather(self, x: Tensor) -> Tensor:
         """The columns of all ranks."""

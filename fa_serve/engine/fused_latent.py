@@ -55,10 +55,6 @@ class LatentAttention:
     kv_up: Tensor
     pairing: Pairing
 
-    @property
-    def first_weight(self) -> ops.Weight:
-        return self.down.weight
-
     def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
         """As in `FusedAttention`. `step.attend` is given queries and keys of either form."""
         rank, rope, nope, _ = self.sizes

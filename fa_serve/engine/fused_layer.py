@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fa_serve import ops
 from fa_serve.hf import PagedBatch
-from fa_serve.ops.all_reduce import AllReduce, add_and_norm
+from fa_serve.ops.all_reduce import AllReduce
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v (total, heads, head_dim) -> (total, num_heads, head_dim_v); the keys and values are in the cache already."""
@@ -67,11 +67,6 @@ class FusedAttention(Protocol):
         """Normalise x (total, hidden), project it, write keys and values to the cache and attend -> (total, heads * dim)."""
         ...
 
-    @property
-    def first_weight(self) -> ops.Weight:
-        """The weights of its first product."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class HeadsAttention:
@@ -89,10 +84,6 @@ class HeadsAttention:
     k_norm: ops.Norm | None
     qkv: Product
     tables: Tables | None
-
-    @property
-    def first_weight(self) -> ops.Weight:
-        return self.qkv.weight
 
     def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
         qkv = ops.linear(x, self.qkv.weight, self.qkv.bias, norm=norm)
@@ -132,7 +123,6 @@ class FusedLayer:
     gate_up:    the merged projection; gate_up and down are None for an MLP that is not a gated unit
     activation: of the gated unit
     multiplier: what each part is multiplied by before it is added to the residual stream
-    following:  the weights of the product that comes after this layer, if they are known
     """
 
     original: Callable[..., Any]
@@ -149,7 +139,6 @@ class FusedLayer:
     activation: str
     mlp: nn.Module
     multiplier: float
-    following: ops.Weight | None = None
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch = kwargs.get("fa_serve_batch")
@@ -168,51 +157,26 @@ class FusedLayer:
     def compute(self, x: Tensor, step: LayerStep) -> Tensor:
         """The layer's output. x: (total, hidden), which is overwritten."""
         h = self.attention.compute(x, self.before_attention, step)
-        gate_up = self.gate_up
-        all_reduce = self.o.all_reduce
-        if gate_up is not None and self.down is not None and all_reduce is not None and all_reduce.is_long(x):
-            return self._compute_in_halves(x, h, gate_up, self.down, all_reduce)
-        x, h, norm = self._add(x, h, self.o, self.after_attention, self.before_mlp, None if gate_up is None else gate_up.weight)
-        if gate_up is not None and self.down is not None:
-            weight, bias, _ = gate_up
+        x, h, norm = self._add(x, h, self.o, self.after_attention, self.before_mlp)
+        if self.gate_up is not None and self.down is not None:
+            weight, bias, _ = self.gate_up
             h = ops.linear(h, weight, bias, norm=norm, activation=self.activation)
-            return self._add(x, h, self.down, self.after_mlp, None, self.following)[0]
+            return self._add(x, h, self.down, self.after_mlp, None)[0]
         h = self.mlp((h if norm is None else ops.rms_norm(h, norm))[None])
         h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may return its router's choice as well
         return x.add_(h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
 
-    def _compute_in_halves(self, x: Tensor, h: Tensor, gate_up: Product, down: Product, all_reduce: AllReduce) -> Tensor:
-        """The layer's output behind its attention h, as `compute`. The tokens are divided into two halves, and the sums over
-        ranks of each half run beside the products of the other one."""
-        halves = [slice(0, len(x) // 2), slice(len(x) // 2, None)]
-        sums = [all_reduce.begin(ops.linear(h[half], self.o.weight, self.o.bias)) for half in halves]
-        for index, half in enumerate(halves):
-            kept, normed = add_and_norm(x[half], sums[index](), self.multiplier, self.after_attention, self.before_mlp)
-            gated = ops.linear(kept if normed is None else normed, gate_up.weight, gate_up.bias, activation=self.activation)
-            sums[index] = all_reduce.begin(ops.linear(gated, down.weight, down.bias))
-        for total, half in zip(sums, halves, strict=True):
-            add_and_norm(x[half], total(), self.multiplier, self.after_mlp, None)
-        return x
-
     def _add(
-        self,
-        x: Tensor,
-        h: Tensor,
-        product: Product,
-        after: ops.Norm | None,
-        before: ops.Norm | None,
-        soon: ops.Weight | None,
+        self, x: Tensor, h: Tensor, product: Product, after: ops.Norm | None, before: ops.Norm | None
     ) -> tuple[Tensor, Tensor, ops.Norm | None]:
-        """Project h and add it to the residual stream x. soon: the weights of the next product
+        """Project h and add it to the residual stream x.
 
         -> the new x; what the next part reads, which has the norm `before`; and this norm if it is still to be applied. A sum
         over ranks normalises at once. Otherwise the norm is left to the next product, which may do it on the way.
         """
         weight, bias, all_reduce = product
         if all_reduce is not None:
-            values = soon if soon is None or isinstance(soon, Tensor) else soon.data
-            y = ops.linear(h, weight, bias)
-            x, normed = all_reduce.add(x, y, alpha=self.multiplier, after=after, before=before, soon=values)
+            x, normed = all_reduce.add(x, ops.linear(h, weight, bias), alpha=self.multiplier, after=after, before=before)
             return x, x if normed is None else normed, None
         if after is None:
             x = ops.linear(h, weight, bias, residual=x, alpha=self.multiplier)

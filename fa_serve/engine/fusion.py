@@ -20,9 +20,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -122,9 +120,6 @@ def _fuse_each(found: Sequence[nn.Module], calls: Sequence[Call]) -> int:
             if reason not in map(str, proofs.values()):
                 log.warning("%s layers are not fused: %s", type(layer).__name__, reason)
             proofs[kind] = NotFusedError(reason)
-    for layer, following in pairwise(found):
-        if isinstance(layer.forward, FusedLayer) and isinstance(following.forward, FusedLayer):
-            layer.forward = replace(layer.forward, following=following.forward.attention.first_weight)
     return fused
 
 

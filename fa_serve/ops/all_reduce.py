@@ -18,7 +18,7 @@ import logging
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
@@ -40,9 +40,6 @@ log = logging.getLogger("fa_serve.ops")
 LOOPBACK = "127.0.0.1"
 CLOSE_SECONDS = 20.0
 """How long `AllReduce.close` waits for NCCL."""
-LONG_BYTES = 16 << 20
-"""Parts of so many bytes are added up in two halves, each beside the products of the other. A half of fewer rows would make
-those products slower."""
 _ON_LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
 """The network interface of gloo and NCCL, which would listen on addresses that may be reachable from outside."""
 
@@ -111,51 +108,20 @@ class AllReduce:
             raise AllReduceError(str(error)) from error
 
     def add(
-        self,
-        x: Tensor,
-        y: Tensor,
-        *,
-        alpha: float = 1.0,
-        after: ops.Norm | None = None,
-        before: ops.Norm | None = None,
-        soon: Tensor | None = None,
+        self, x: Tensor, y: Tensor, *, alpha: float = 1.0, after: ops.Norm | None = None, before: ops.Norm | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Add the sum of y to the residual stream x, and normalise the result.
 
         -> x + alpha * sum, or x + the sum normalised with `after`; and this normalised with `before`, or None without it.
 
         x, y: (total, hidden), both may be overwritten; y is this rank's part, contiguous
-        soon: the weights that are read next, which may come to the cache while the ranks wait for each other
 
         Raises AllReduceError.
         """
         one_shot = self._one_shot
         if one_shot is None or self._paused or not one_shot.takes(y) or x.dtype != y.dtype or x.stride(-1) != 1:
             return add_and_norm(x, self(y), alpha, after, before)
-        return x, one_shot.add(x, y, alpha, after, before, soon)
-
-    def is_long(self, x: Tensor) -> bool:
-        """Whether the sum of such parts is worth to be computed in two, beside other work (`begin`)."""
-        return x.nbytes >= LONG_BYTES and not self._ordered and not self._paused
-
-    def begin(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin a sum, beside what this rank launches from now on. Returns a function that waits for the sum and returns it.
-
-        x: as in a call; it must not be touched before. Raises AllReduceError, and so does the function.
-        """
-        try:
-            work = dist.all_reduce(x, async_op=True)
-        except RuntimeError as error:
-            raise AllReduceError(str(error)) from error
-
-        def wait() -> Tensor:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise AllReduceError(str(error)) from error
-            return x
-
-        return wait
+        return x, one_shot.add(x, y, alpha, after, before)
 
     def _sum(self, x: Tensor) -> Tensor:
         if self._one_shot is not None and self._one_shot.takes(x):
@@ -229,8 +195,8 @@ class AllReduce:
 def add_and_norm(
     x: Tensor, total: Tensor, alpha: float, after: ops.Norm | None, before: ops.Norm | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What `AllReduce.add` does with the sum. x is overwritten and returned."""
-    x = x.add_(total, alpha=alpha) if after is None else ops.rms_norm(total, after, residual=x, out=x)
+    """What `AllReduce.add` does with the sum."""
+    x = x.add_(total, alpha=alpha) if after is None else ops.rms_norm(total, after, residual=x)
     return x, None if before is None else ops.rms_norm(x, before)
 
 

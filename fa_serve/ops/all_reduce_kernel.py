@@ -12,9 +12,6 @@ call from now. It gets there only after all ranks have told it that they have be
 The device counts the calls, so a CUDA graph can be replayed. If a rank is lost, the host ends the wait by a word of this rank's
 own memory, which no other rank overwrites.
 
-**Weights on their way.** Memory is idle while ranks wait for each other. On Hopper and later GPUs further programs request the
-first weights of the next product meanwhile, which the product then finds in L2. They wait for nobody.
-
 Programs wait for programs of other GPUs, so all of them must fit on a GPU at once: there are at most `per_processor` for each
 multiprocessor. Left out: who makes the buffers, and which sums take this way (one_shot.py).
 """
@@ -35,10 +32,6 @@ from fa_serve.ops.ops_backend import Norm
 
 _TILE_BYTES = 8192
 """What a program adds up at once, unless a row is longer."""
-_SOON_BYTES = 12 << 20
-"""Of the next product's weights: about what memory delivers while ranks wait."""
-_SOON_BYTES_OF_THREAD = tl.constexpr(1024)
-"""What a thread requests in one instruction."""
 _CALL = tl.constexpr(2 * MAX_PROGRAMS)
 """What a call adds to the count, more than there are programs."""
 
@@ -108,20 +101,6 @@ def _tell_and_wait(
 
 
 @triton.jit
-def _request(soon_ptr, program, chunks, THREADS: tl.constexpr):
-    """Let the L2 cache load as many chunks as a program has threads, of so many that begin at soon_ptr."""
-    chunk = tl.minimum(program * THREADS + tl.arange(0, THREADS), chunks - 1)
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [soon_ptr.to(tl.pointer_type(tl.int8)) + chunk.to(tl.int64) * _SOON_BYTES_OF_THREAD, _SOON_BYTES_OF_THREAD + chunk * 0],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _weight(weight_ptr, cols, inside, offset):
     return tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
 
@@ -140,7 +119,6 @@ def _one_shot_all_reduce(
     before_ptr,
     out_ptr,
     normed_ptr,
-    soon_ptr,
     addresses_ptr,
     calls_ptr,
     alpha,
@@ -149,8 +127,6 @@ def _one_shot_all_reduce(
     before_eps,
     before_offset,
     rows,
-    programs,
-    chunks,
     stride_r,
     stride_out,
     RANK: tl.constexpr,
@@ -164,14 +140,10 @@ def _one_shot_all_reduce(
     EARLY: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
-    THREADS: tl.constexpr,
 ):
     wait_for_previous_kernel(PDL)
     program = tl.program_id(0)
-    if soon_ptr is not None:
-        if program >= programs:  # noqa: SIM102, because without soon_ptr there must be no branch
-            _request(soon_ptr, program - programs, chunks, THREADS)
-            return
+    programs = tl.num_programs(0)
     pointer: tl.constexpr = tl.pointer_type(x_ptr.dtype.element_ty)
     cols = tl.arange(0, BLOCK)
     inside = cols < WIDTH
@@ -238,7 +210,6 @@ def launch_one_shot(
     after: Norm | None = None,
     before: Norm | None = None,
     alpha: float = 1.0,
-    soon: Tensor | None = None,
 ) -> Tensor | None:
     """Write residual + alpha * sum to `out`, or residual + the sum normalised with `after`. One launch.
 
@@ -246,13 +217,10 @@ def launch_one_shot(
 
     x:             (rows, width), this rank's part, contiguous, at most MAX_BYTES and MAX_WIDTH
     out, residual: (rows, width) of the same dtype, rows contiguous; they may be x or each other
-    soon:          what the next kernel reads and nobody writes, contiguous: on some GPUs the L2 cache loads the first of it
     """
     after_weight, after_eps, after_offset = after or _NO_NORM
     before_weight, before_eps, before_offset = before or _NO_NORM
     normed = None if before is None else torch.empty_like(x)
-    if soon is not None and (spec.arch_of(x.device) < 90 or soon.nbytes < _SOON_BYTES_OF_THREAD.value):
-        soon = None
     key = (
         "one_shot_all_reduce",
         x.shape,
@@ -266,13 +234,12 @@ def launch_one_shot(
         peers.size,
         peers.processors,
         x.get_device(),
-        0 if soon is None else soon.nbytes,
     )
     run = PLANS.get(key)
     if run is None:
         numbers = (float(alpha), after_eps, after_offset, before_eps, before_offset)
-        run = PLANS.add(key, _plan(x, peers, out, residual, numbers, soon))
-    run((x, residual, after_weight, before_weight, out, normed, soon, peers.addresses, peers.calls))
+        run = PLANS.add(key, _plan(x, peers, out, residual, numbers))
+    run((x, residual, after_weight, before_weight, out, normed, peers.addresses, peers.calls))
     return normed
 
 
@@ -281,9 +248,7 @@ def per_processor(row_bytes: int) -> int:
     return 2 if row_bytes <= _TILE_BYTES else 1
 
 
-def _plan(
-    x: Tensor, peers: Peers, out: Tensor, residual: Tensor | None, numbers: tuple[float, ...], soon: Tensor | None
-) -> Launch:
+def _plan(x: Tensor, peers: Peers, out: Tensor, residual: Tensor | None, numbers: tuple[float, ...]) -> Launch:
     rows, width = x.shape
     block = power_of_2(width)
     row_bytes = block * x.element_size()
@@ -299,14 +264,12 @@ def _plan(
         options["maxnreg"] = 128 // per_processor(row_bytes)  # with which the programs share the 65,536 registers
     # weights are loaded before the wait, unless the registers are needed for the rows
     early = block <= 8192
-    chunks = 0 if soon is None else min(soon.nbytes, _SOON_BYTES) // _SOON_BYTES_OF_THREAD.value
-    threads = 32 * num_warps
     sizes = (peers.rank, peers.size, power_of_2(peers.size + 1), width, block, tile_rows, FLAG_BYTES, MAX_BYTES)
     return Launch(
         _one_shot_all_reduce,
-        programs + -(-chunks // threads),
+        programs,
         varying=numbers,
-        strides=(rows, programs, chunks, stride_r, out.stride(0)),
-        fixed=(*sizes, early, arch >= 70, pdl, threads),
+        strides=(rows, stride_r, out.stride(0)),
+        fixed=(*sizes, early, arch >= 70, pdl),
         options=options,
     )

@@ -160,11 +160,9 @@ class OneShot:
         self._launch(rows, self._peers, rows)
         return x
 
-    def add(
-        self, x: Tensor, y: Tensor, alpha: float, after: Norm | None, before: Norm | None, soon: Tensor | None = None
-    ) -> Tensor | None:
+    def add(self, x: Tensor, y: Tensor, alpha: float, after: Norm | None, before: Norm | None) -> Tensor | None:
         """As `AllReduce.add`, in one launch. Returns x normalised with `before`."""
-        return self._launch(y, self._peers, x, residual=x, after=after, before=before, alpha=alpha, soon=soon)
+        return self._launch(y, self._peers, x, residual=x, after=after, before=before, alpha=alpha)
 
     def abort(self) -> None:
         """Let kernels pass that wait for other ranks, now and later. From any thread, on a stream that waits for nothing."""

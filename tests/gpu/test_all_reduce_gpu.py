@@ -101,11 +101,10 @@ def test_residual_and_norms(pair: Pair, shape: tuple[int, int], dtype: torch.dty
     parts = parts_of(shape, dtype)
     x = randn(*shape, dtype=dtype, seed=7).cuda()
     residuals = [x.clone() for _ in range(2)]
-    soon = torch.zeros((1 << 20) + 16, dtype=torch.int8, device="cuda")  # its end is no whole chunk
     normed: dict[int, Tensor | None] = {}
 
     def add(rank: int) -> None:
-        options = {"residual": residuals[rank], "after": after, "before": before, "soon": soon}
+        options = {"residual": residuals[rank], "after": after, "before": before}
         normed[rank] = launch_one_shot(parts[rank], pair.peers[rank], residuals[rank], **options)
 
     pair.warm_up(add)
@@ -207,16 +206,12 @@ def compare_with_nccl(all_reduce: AllReduce, rank: int) -> None:
         y = own.clone()
         ours = torch.empty_like(own)
         nccl = torch.empty_like(own)
-        beside = torch.empty_like(own)
         fused = [torch.empty_like(own), torch.empty_like(own)]
 
-        def step(x=x, y=y, ours=ours, nccl=nccl, beside=beside, fused=fused) -> None:
+        def step(x=x, y=y, ours=ours, nccl=nccl, fused=fused) -> None:
             ours.copy_(all_reduce(y.clone()))
             nccl.copy_(y)
-            beside.copy_(y)
-            total = all_reduce.begin(beside)
             dist.all_reduce(nccl)
-            assert total() is beside
             results = all_reduce.add(x.clone(), y.clone(), before=norm)
             for kept, result in zip(fused, results, strict=True):
                 kept.copy_(result)
@@ -234,7 +229,6 @@ def compare_with_nccl(all_reduce: AllReduce, rank: int) -> None:
             parts = [y, other * (replay + 1)]
             assert torch.equal(ours, total_of(parts))
             assert torch.equal(ours, nccl)
-            assert torch.equal(ours, beside)
             residual, normed = fused
             if num_bytes <= MAX_BYTES:
                 assert_rounded_once(residual, x.double() + parts[0].double() + parts[1].double())

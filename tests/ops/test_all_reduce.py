@@ -82,24 +82,6 @@ def test_a_rank_that_cannot_connect_leaves_the_group(monkeypatch) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_long_sums_begin_beside_other_work(monkeypatch) -> None:
-    all_reduce = AllReduce(listen(1)[0], 0, 1, torch.device("cpu"))
-    try:
-        monkeypatch.setattr("fa_serve.ops.all_reduce.LONG_BYTES", 24)
-        x = torch.arange(6.0)
-        assert all_reduce.is_long(x)
-        assert not all_reduce.is_long(x[:5])
-        with all_reduce.paused():
-            assert not all_reduce.is_long(x)
-        assert all_reduce.begin(x)() is x
-        all_reduce._ordered = True
-        assert not all_reduce.is_long(x), "its sum has no fixed order"
-    finally:
-        all_reduce.close()
-    with pytest.raises((AllReduceError, ValueError)):
-        all_reduce.begin(x)
-
-
 def test_a_group_that_does_not_end_is_left_to_the_end_of_the_process(monkeypatch, caplog) -> None:
     """NCCL waits for CUDA graphs that refer to it."""
     freed = threading.Event()
