@@ -35,7 +35,7 @@ from fa_serve.argument_checks import (
 )
 from fa_serve.autograd import attention_gradients, plan_differentiable
 from fa_serve.backends import Backend, select_backend
-from fa_serve.backends.chunks import divides_keys
+from fa_serve.backends.chunks import decodes_chunks
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES, copied_bytes
 from fa_serve.backends.mixed import plan_mixed
 from fa_serve.backends.plan import (
@@ -172,7 +172,7 @@ def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
     few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not needs_grad(tensors)
     op: Op = "decode" if few and over_keys else "attention"
     spec = _spec("dense", op, tensors, options, chunk, precision)
-    if backend == "auto" and over_keys and divides_keys(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
+    if backend == "auto" and over_keys and decodes_chunks(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
         spec = replace(spec, op="decode")
     complete = AttentionOptions(*options, q.shape[1], k.shape[1], return_lse, attention_chunk=chunk, precision=spec.precision)
     return _plan(select_backend(spec, backend), spec, tensors, complete)
@@ -231,14 +231,18 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
     if copied_bytes(k_cache, v_cache, batch, length, precision) > MAX_COPY_BYTES:
         precision = "bf16"
     decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or (k_cache.dtype != q.dtype and precision == "bf16")
-    spec = _spec("paged", "decode" if decodes else "attention", tensors, options, chunk, precision)
+    sizes = None if num_splits else (batch, max_seqlen_q, length)
+    spec = _spec("paged", "decode" if decodes else "attention", tensors, options, chunk, precision, sizes)
     unequal = q.shape[0] < batch * max_seqlen_q
-    if backend == "auto" and not unequal and divides_keys(spec, batch, max_seqlen_q, length, _multiprocessors(q)):
-        spec = replace(spec, op="decode")
+    chosen = select_backend(spec, backend)
+    if backend == "auto" and not unequal:
+        divides = chosen.name == "hopper"
+        if decodes_chunks(spec, batch, max_seqlen_q, length, _multiprocessors(q), divides=divides):
+            spec = replace(spec, op="decode")
+            chosen = select_backend(spec, backend)
     complete = AttentionOptions(
         *options, max_seqlen_q, length, return_lse, num_splits, attention_chunk=chunk, precision=spec.precision
     )
-    chosen = select_backend(spec, backend)
     if not decodes and unequal and tensors.blocks is None:
         # Some sequences have fewer queries than the longest one, and may be decoding.
         decode_spec = _spec("paged", "decode", tensors, options, chunk)
@@ -280,6 +284,7 @@ def _spec(
     options: SoftmaxOptions,
     chunk: int,
     precision: Precision = "bf16",
+    sizes: tuple[int, int, int] | None = None,
 ) -> AttentionSpec:
     check_precision(precision)
     q, k, v, sinks, mask = tensors[:5]
@@ -307,6 +312,7 @@ def _spec(
         whole_rows=not paged or (_has_whole_rows(k) and _has_whole_rows(v)),
         values_in_keys=paged and _has_values_in_keys(k, v),
         precision=precision if op == "attention" else "bf16",
+        sizes=sizes,
     )
 
 

@@ -171,6 +171,21 @@ def few_queries() -> list[Case]:
     return [Case((queries, 1), (300, 33), heads=2 * group, kv_heads=2, head_dim=128, causal=True) for group, queries in pairs]
 
 
+def verified_drafts() -> list[Case]:
+    """Few queries of many sequences, whose query heads share tiles on a Hopper GPU (`backends.hopper.packed_heads`).
+
+    The last ones have a sequence that is much longer than the others, whose keys are divided (`backends.hopper.divided_keys`).
+    """
+    queries = tuple(range(1, 17))
+    keys = tuple(16 + 370 * i % 1900 for i in range(16))
+    base = Case(queries, keys, heads=32, kv_heads=8, head_dim=128, causal=True)
+    groups = [replace(base, heads=8 * group) for group in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)]
+    dims = [replace(base, heads=64, head_dim=d, head_dim_v=dv) for d, dv in ((64, 0), (72, 0), (96, 0), (128, 64))]
+    other = [replace(base, sinks=True, softcap=20.0), replace(base, window=(100, -1)), replace(base, page_size=48)]
+    long = [replace(base, heads=heads, lengths_k=(20000, 0, 5, *keys[:-3])) for heads in (32, 56)]
+    return [*groups, *dims, *other, *long]
+
+
 def odd_groups() -> list[Case]:
     """Prompts whose number of query heads per KV head is no power of two."""
     return [Case((130, 70), (150, 200), heads=2 * group, kv_heads=2, head_dim=128, causal=True) for group in (3, 5, 6, 7, 12)]

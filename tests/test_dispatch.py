@@ -11,9 +11,10 @@ from api_calls import CU, FLAT, PAGED, VARLEN, K, Q, V
 
 import fa_serve
 from fa_serve import dispatch
+from fa_serve.backends import Backend, select_backend
 from fa_serve.backends.plan import PlanTable
 from fa_serve.dispatch import _has_whole_rows
-from fa_serve.spec import Precision
+from fa_serve.spec import AttentionSpec, Precision
 from fa_serve.testing import make_qkv
 
 
@@ -153,6 +154,33 @@ def test_few_queries_keep_the_dtype_of_q_and_many_are_refused_where_nothing_mult
     assert torch.equal(few, fa_serve.attention(q[:, :1], k, v, causal=True))
     with pytest.raises(fa_serve.UnsupportedError, match=f"sdpa: computes in q's dtype, got precision '{precision}'"):
         fa_serve.attention(q, k, v, causal=True, precision=precision)
+
+
+@pytest.mark.parametrize(("num_splits", "expected"), [(0, (2, 3, 64)), (2, None)])
+def test_sizes_decide_unless_bits_may_not_depend_on_them(
+    num_splits: int, expected: tuple[int, int, int] | None, plans: PlanTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a fixed number of splits, neither the batch nor the lengths may change who serves a call."""
+    seen: list[AttentionSpec] = []
+
+    def select(spec: AttentionSpec, backend: str) -> Backend:
+        seen.append(spec)
+        return select_backend(spec, backend)
+
+    monkeypatch.setattr(dispatch, "select_backend", select)
+    cache = torch.randn(8, 16, 2, 32)
+    fa_serve.attention_paged(
+        torch.randn(6, 4, 32),
+        cache,
+        cache,
+        block_table=torch.arange(8, dtype=torch.int32).view(2, 4),
+        seqused_k=torch.tensor([50, 60], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, 3, 6], dtype=torch.int32),
+        max_seqlen_q=3,
+        causal=True,
+        num_splits=num_splits,
+    )
+    assert [spec.sizes for spec in seen] == [expected]
 
 
 def test_an_unknown_precision_is_refused() -> None:

@@ -2,8 +2,9 @@
 
 A prompt kernel gives each multiprocessor some rows of one head and all their keys. 256 queries of 16 heads are 32 such tiles
 for 132 multiprocessors. The decoding kernel divides the keys as well, so its programs fill the GPU, although each of them is
-slower. `divides_keys` says for which calls it is the faster one; `fa_serve.dispatch` plans these calls as decoding. The choice
-depends on shapes alone, and both kernels add in a fixed order. This module leaves out batches of unequal prompts (`mixed`).
+slower. So does the Hopper kernel with packed and paged keys (`hopper.divided_keys`). `decodes_chunks` says for which calls the
+decoding kernel is the faster one; `fa_serve.dispatch` plans these calls as decoding. The choice depends on shapes alone, and
+both kernels add in a fixed order. This module leaves out batches of unequal prompts (`mixed`).
 """
 
 from __future__ import annotations
@@ -14,16 +15,26 @@ MIN_KEYS = 1024
 """Fewer visible keys than these are not worth a second kernel that merges."""
 ROWS = 128
 """Rows of a prompt kernel's tile at head_dim 128."""
+MIN_DIVIDED = 2048
+"""With fewer keys, the decoding kernel is faster than a prompt kernel that divides them too."""
 
 
-def divides_keys(spec: AttentionSpec, batch: int, seqlen_q: int, seqlen_k: int, num_sms: int) -> bool:
+def decodes_chunks(
+    spec: AttentionSpec, batch: int, seqlen_q: int, seqlen_k: int, num_sms: int, *, divides: bool = False
+) -> bool:
     """Whether the decoding kernel is the faster one for `batch` sequences of `seqlen_q` queries and up to `seqlen_k` keys.
 
-    On one H200 the Hopper kernel takes 57 us for 256 queries behind 4096 keys and 374 us for 128 behind 32,768 (16/8 and 16/2
-    heads of 128), which is a quarter and an eighth of its speed in a full GPU. By its machine code, the decoding kernel with 64
-    rows should reach more than half of that speed in any shape, so it is chosen where tiles fill less than half of the
-    multiprocessors; this bound has not been measured. Its tiles of 64 rows exist for 16-bit heads of up to 128 on compute
-    capability 9.0.
+    divides: the other kernel is the Hopper kernel, and it may divide the keys of this call
+
+    In us on one H200, decoding kernel and Hopper kernel, by the number of tiles of the latter for 132 multiprocessors. Heads of
+    128: 16 tiles 110 and 375 (16 heads, 128 queries behind 32,768 keys); 32 tiles 203 and 376 (32 heads, the same), 39 and 58
+    (256 queries behind 4096 keys), 20 and 24 (behind 1024); 64 tiles 68 and 59, 33 and 24 (the same with 32 heads), 118 and 107
+    (16 heads, 512 queries behind 8192 keys). Heads of 64: 64 tiles 238 and 310 (128 queries behind 32,768 keys). The tiles of
+    64 rows that the decoding kernel needs exist for 16-bit heads of up to 128 on compute capability 9.0.
+
+    With divided keys the Hopper kernel takes 32 where the decoding kernel takes 44 (32 tiles, 16/16 heads of 128, 256 queries
+    behind 4096 keys). 64 queries fill half of its tiles, and for 1024 keys the merge costs too much. Heads of 64 were not
+    compared.
     """
     if spec.arch != 90 or spec.dtype.itemsize != 2 or max(spec.head_dim, spec.head_dim_v) > 128:
         return False
@@ -32,4 +43,8 @@ def divides_keys(spec: AttentionSpec, batch: int, seqlen_q: int, seqlen_k: int, 
     left, _ = spec.window_size
     keys = seqlen_k if left < 0 else min(seqlen_k, left + seqlen_q)
     tiles = batch * spec.num_heads * -(-seqlen_q // ROWS)
-    return keys >= max(MIN_KEYS, 4 * seqlen_q) and 2 * tiles < num_sms
+    narrow = max(spec.head_dim, spec.head_dim_v) <= 64
+    if divides and not narrow and 2 * seqlen_q > ROWS and keys > MIN_DIVIDED:
+        return False
+    part = 2 if narrow else 3
+    return keys >= max(MIN_KEYS, 4 * seqlen_q) and part * tiles < num_sms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 import fa_serve
 from fa_serve import dispatch
-from fa_serve.backends import select_backend
-from fa_serve.backends.chunks import divides_keys
+from fa_serve.backends.chunks import decodes_chunks
 from fa_serve.backends.plan import PlanTable
+from fa_serve.backends.reference import ReferenceBackend
+from fa_serve.backends.sdpa import SdpaBackend
 from fa_serve.spec import AttentionSpec
 from fa_serve.testing import make_qkv
 
@@ -23,9 +25,10 @@ H200 = AttentionSpec("paged", "cuda", 90, torch.bfloat16, torch.bfloat16, 128, 1
     ("batch", "heads", "seqlen_q", "seqlen_k", "expected"),
     [
         (1, 16, 256, 4096, True),
-        (1, 16, 512, 8192, True),
+        (1, 16, 512, 8192, False),
         (1, 16, 128, 32768, True),
-        (1, 32, 256, 4096, True),
+        (1, 32, 256, 4096, False),
+        (1, 32, 128, 32768, True),
         (1, 32, 512, 8192, False),
         (2, 16, 512, 8192, False),
         (1, 16, 1024, 8192, False),
@@ -34,7 +37,7 @@ H200 = AttentionSpec("paged", "cuda", 90, torch.bfloat16, torch.bfloat16, 128, 1
     ],
 )
 def test_few_tiles_behind_many_keys(batch: int, heads: int, seqlen_q: int, seqlen_k: int, expected: bool) -> None:
-    assert divides_keys(replace(H200, num_heads=heads), batch, seqlen_q, seqlen_k, 132) == expected
+    assert decodes_chunks(replace(H200, num_heads=heads), batch, seqlen_q, seqlen_k, 132) == expected
 
 
 def test_only_what_has_tiles_of_64_rows() -> None:
@@ -48,13 +51,28 @@ def test_only_what_has_tiles_of_64_rows() -> None:
         {"attention_chunk": True},
     ):
         changed: dict[str, Any] = change
-        assert not divides_keys(replace(H200, **changed), 1, 256, 4096, 132)
-    assert not divides_keys(H200, 1, 256, 4096, 0), "not on a CPU"
+        assert not decodes_chunks(replace(H200, **changed), 1, 256, 4096, 132)
+    assert not decodes_chunks(H200, 1, 256, 4096, 0), "not on a CPU"
+
+
+def test_narrow_heads_fill_more_of_the_gpu_before_the_prompt_kernel_is_faster() -> None:
+    heads = replace(H200, num_heads=64)
+    assert decodes_chunks(replace(heads, head_dim=64, head_dim_v=64), 1, 128, 32768, 132)
+    assert not decodes_chunks(heads, 1, 128, 32768, 132)
+
+
+def test_a_prompt_kernel_that_divides_keys_takes_many_keys_of_wide_heads() -> None:
+    assert not decodes_chunks(H200, 1, 256, 4096, 132, divides=True)
+    assert not decodes_chunks(H200, 1, 128, 32768, 132, divides=True)
+    assert decodes_chunks(H200, 1, 256, 2048, 132, divides=True)
+    assert decodes_chunks(H200, 1, 64, 4096, 132, divides=True), "its tiles would be half empty"
+    narrow = replace(H200, num_heads=64, head_dim=64, head_dim_v=64)
+    assert decodes_chunks(narrow, 1, 128, 32768, 132, divides=True)
 
 
 def test_keys_outside_of_a_window_do_not_count() -> None:
-    assert not divides_keys(replace(H200, window_size=(511, 0)), 1, 256, 32768, 132)
-    assert divides_keys(replace(H200, window_size=(4095, 0)), 1, 256, 32768, 132)
+    assert not decodes_chunks(replace(H200, window_size=(511, 0)), 1, 256, 32768, 132)
+    assert decodes_chunks(replace(H200, window_size=(4095, 0)), 1, 256, 32768, 132)
 
 
 @pytest.fixture
@@ -62,12 +80,13 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ops that were planned, on a machine where every call has its keys divided."""
     names: list[str] = []
 
-    def select(spec: AttentionSpec, backend: str) -> Any:
+    def note(backend: Any, spec: AttentionSpec, *given: Any, plan: Any) -> Any:
         names.append(spec.op)
-        return select_backend(spec, backend)
+        return plan(backend, spec, *given)
 
-    monkeypatch.setattr(dispatch, "divides_keys", lambda *_: True)
-    monkeypatch.setattr(dispatch, "select_backend", select)
+    for each in (SdpaBackend, ReferenceBackend):
+        monkeypatch.setattr(each, "plan", partialmethod(note, plan=each.plan))
+    monkeypatch.setattr(dispatch, "decodes_chunks", lambda *_, **__: True)
     monkeypatch.setattr(dispatch, "PLANS", PlanTable())
     return names
 
@@ -81,7 +100,7 @@ def test_dense_prompts(ops: list[str]) -> None:
     assert ops[-1] == "attention", "decoding takes no mask over queries"
 
 
-@pytest.mark.parametrize(("lengths", "expected"), [([20, 20], ["decode"]), ([20, 30], ["attention", "decode"])])
+@pytest.mark.parametrize(("lengths", "expected"), [([20, 20], ["decode"]), ([20, 30], ["attention"])])
 def test_paged_prompts_of_equal_length(ops: list[str], lengths: list[int], expected: list[str]) -> None:
     q = torch.randn(sum(lengths), 4, 32)
     cache = torch.randn(8, 16, 2, 32)

@@ -86,7 +86,7 @@ def test_the_hopper_kernel_over_pages() -> None:
     with compiling_for("sm90") as kernels:
         run_plan(plan_hopper, q, k, v, block_table=table, max_seqlen_q=512, max_seqlen_k=512, **lengths, **OPTIONS)
     table_kernel, kernel = kernels
-    assert (table_kernel.name, kernel.name) == ("_tile_table", "_attention_forward")
+    assert (table_kernel.name, kernel.name) == ("_tile_table", "attention_forward")
     assert kernel.instructions["UTMALDG"] > 0
 
 

@@ -73,6 +73,21 @@ def test_the_plan_meets_every_tile_of_prompts(dim, window) -> None:
     assert possible <= met
 
 
+@pytest.mark.parametrize("heads", [(32, 8, 128), (64, 8, 128), (32, 32, 128), (64, 1, 128), (16, 8, 64), (32, 2, 96)], ids=str)
+def test_the_plan_meets_every_tile_that_heads_share(heads: tuple[int, int, int]) -> None:
+    """Few queries of many sequences: the Hopper kernel is compiled for its tiles, and for how many heads share them."""
+    num_heads, num_kv_heads, dim = heads
+    group = num_heads // num_kv_heads
+
+    def tiles(batch: int, queries: int, keys: int) -> object:
+        if not hopper_tiles.packs_queries(dim, dim, group, num_kv_heads, batch, queries, keys):
+            return None
+        return hopper_tiles.forward_tiles(dim, dim, (-1, 0), queries * group, keys, True, True)
+
+    met = {tiles(s.batch, s.queries, s.keys) for s in empty_steps(**LIMITS) if not s.fresh and s.queries <= 16}
+    assert {tiles(b, q, k) for b in range(1, 257) for q in range(1, 17) for k in (16, 64, 300, 1024, 2048, 8192)} <= met
+
+
 def test_the_plan_meets_prompts_beside_every_class_of_batches() -> None:
     """The decoding part of a mixed step has the tiles of its batch, and the forward part of the portable kernels as well."""
     steps = [s for s in empty_steps(**LIMITS) if s.queries > 16 and not s.fresh]

@@ -20,6 +20,7 @@ from cases import (
     few_queries,
     odd_groups,
     params,
+    verified_drafts,
 )
 
 import fa_serve
@@ -84,6 +85,24 @@ def test_keys_of_prompts_are_divided(case: Case, layout: str, monkeypatch: pytes
     monkeypatch.setattr(dispatch, "PLANS", PlanTable())
     check(case, "auto", torch.bfloat16, "cuda", layout)
     assert set(ops) == {"decode"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", params(verified_drafts()))
+def test_heads_share_tiles_where_drafts_are_verified(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    served: list[str] = []
+
+    def select(spec: AttentionSpec, backend: str) -> Any:
+        chosen = select_backend(spec, backend)
+        served.append(chosen.name)
+        return chosen
+
+    monkeypatch.setattr(dispatch, "select_backend", select)
+    monkeypatch.setattr(dispatch, "PLANS", PlanTable())
+    check(case, "auto", dtype, "cuda", "paged")
+    assert set(served) == {"hopper"}
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,10 +1,14 @@
 """Attention for Hopper (sm90) in Gluon: TMA, warp specialisation, wgmma.
 
-forward         the kernel and its plan, for dense, packed and paged keys
+forward         the plan of a call with dense, packed or paged keys; `forward_partitions` has its kernel
+forward_launches the launches of a call that has a plan
 producer        the warp that copies to shared memory; `consumer` holds the warpgroups that compute
+forward_output  how they write the output of a tile
 backward        the kernel of the gradients and its plan; what it consists of begins with `backward_`
 dq_sum          the sum of dQ in float32, to which the backward kernel adds
 listed_blocks   lists of key blocks, which the producer walks
+packed_heads    query heads that share a tile, for a few queries per sequence
+divided_keys    keys of long sequences that are divided among tiles; `piece_table` cuts them on the device, `merge` adds them up
 float8_scales   the scales of float8 copies of q, k and v, which `triton.float8_inputs` makes; `float8_probabilities` packs P
 kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
 tile_schedule   which tile comes next
@@ -12,7 +16,8 @@ hopper_tiles    the shape of tiles
 descriptors     how the copy engine addresses tensors
 gluon_names     what releases of Triton call by different names
 
-Left out: decoding, 16-bit products with caches in float8, and explicit masks, which the portable kernels have.
+Left out: decoding of one query per sequence, 16-bit products with caches in float8, and explicit masks, which the portable
+kernels have.
 
 Gluon is Triton's experimental layer and changes with every release. The modules with kernels are therefore imported only when a
 call is planned, after `supports` has seen a release that they are written for.
@@ -27,7 +32,7 @@ import triton
 
 from fa_serve.backends.float8_copies import cannot_quantize
 from fa_serve.backends.hopper.backward_tiles import MAX_HEAD_DIM_OF_GRADIENTS
-from fa_serve.backends.hopper.hopper_tiles import MAX_HEAD_DIM
+from fa_serve.backends.hopper.hopper_tiles import MAX_HEAD_DIM, packs_queries
 from fa_serve.backends.plan import AttentionOptions, Run
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 
@@ -46,8 +51,8 @@ class HopperBackend:
         if spec.device != "cuda" or spec.arch != 90:
             got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
             return f"runs on Hopper (compute capability 9.0) only, got {got}"
-        if spec.op not in ("attention", "backward"):
-            return f"computes attention of more than {FEW_QUERIES} queries per sequence, got op {spec.op!r}"
+        if spec.op == "store_kv":
+            return f"computes attention, got op {spec.op!r}"
         if not triton.__version__.startswith(RELEASES):
             known = ", ".join(f"{release}x" for release in RELEASES)
             return f"is written in the Gluon of Triton {known}, got Triton {triton.__version__}"
@@ -56,6 +61,8 @@ class HopperBackend:
         if spec.dtype not in (torch.float16, torch.bfloat16):
             return f"computes float16 and bfloat16, got {dtype_name(spec.dtype)}"
         if spec.layout == "paged" and (reason := _cannot_page(spec)):
+            return reason
+        if spec.op == "decode" and (reason := _cannot_decode(spec)):
             return reason
         if any(dim % 8 or not 0 < dim <= MAX_HEAD_DIM for dim in (spec.head_dim, spec.head_dim_v)):
             return f"has head sizes of a multiple of 8 up to {MAX_HEAD_DIM}, got {dims(spec.head_dim, spec.head_dim_v)}"
@@ -87,6 +94,20 @@ class HopperBackend:
         from fa_serve.backends.hopper.forward import plan_forward
 
         return plan_forward(tensors, options)
+
+
+def _cannot_decode(spec: AttentionSpec) -> str | None:
+    """Why a few queries per sequence are left to the decoding kernel, or None."""
+    if spec.layout != "paged" or spec.sizes is None:
+        return f"computes up to {FEW_QUERIES} queries per sequence of a paged cache, without a fixed number of splits"
+    dims = (spec.head_dim, spec.head_dim_v)
+    if packs_queries(*dims, spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, *spec.sizes):
+        return None
+    batch, queries, keys = spec.sizes
+    return (
+        f"computes 2 to {FEW_QUERIES} queries per sequence if their tiles fill half of the GPU, "
+        f"got {batch} sequence{'s' * (batch != 1)} of up to {queries} queries and {keys} keys"
+    )
 
 
 def _cannot_page(spec: AttentionSpec) -> str | None:

@@ -24,8 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_serve.backends.hopper.backward_producer import next_block
-from fa_serve.backends.hopper.consumer import FIRST_NAMED_BARRIER, copy_output, named_barrier
+from fa_serve.backends.hopper.consumer import FIRST_NAMED_BARRIER, named_barrier
 from fa_serve.backends.hopper.dq_sum import add_to_dq
+from fa_serve.backends.hopper.forward_output import copy_output
 
 
 @gluon.jit

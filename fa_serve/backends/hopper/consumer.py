@@ -1,4 +1,6 @@
-"""The consumer warpgroups: S = Q K^T and O += P V on the tensor cores, the online softmax in registers, then O and lse.
+"""The consumer warpgroups: S = Q K^T and O += P V on the tensor cores, the online softmax in registers.
+
+`forward_output` has what follows, how O and the log-sum-exp are written.
 
 Each warpgroup owns 64 query rows of the tile. Warpgroups run independently, except with ping-pong, where they take turns at
 the tensor cores through named barriers.
@@ -14,23 +16,21 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from fa_serve.backends.hopper.float8_probabilities import pack_probabilities, unpack_probabilities
+from fa_serve.backends.hopper.float8_probabilities import FLOAT8_SHIFT, pack_probabilities, unpack_probabilities
 from fa_serve.backends.hopper.float8_scales import as_column, block_scale, change_of_units, tile_factors
-from fa_serve.backends.hopper.gluon_names import async_store, sync_threads
-from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
+from fa_serve.backends.hopper.forward_output import wait_output_copies, write_output
+from fa_serve.backends.hopper.kernel_types import Tile
 from fa_serve.backends.hopper.listed_blocks import Piece, keep_by_bits, load_bits, read_piece
+from fa_serve.backends.hopper.packed_heads import sinks_of
 from fa_serve.backends.hopper.producer import unpack_tile
-from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 
 LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 SUM_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
 )
@@ -40,8 +40,6 @@ FIRST_NAMED_BARRIER = gl.constexpr(8)
 GROWTH = gl.constexpr(8.0)
 """How far a row's scores may exceed its maximum before the maximum follows, in powers of 2. P is then at most 256, which
 float16 can hold."""
-FLOAT8_SHIFT = gl.constexpr(8.0)
-"""Float8 probabilities are multiplied by 2 to this power: 256 is the greatest, and those down to 2^-17 of it are not lost."""
 
 
 def _rescale_assembly(count: int) -> str:
@@ -128,10 +126,20 @@ def _pass_turn(group: gl.constexpr, var: gl.constexpr):
 @gluon.jit
 def _receive_tile(tile_count, smem, bars, var: gl.constexpr):
     """Wait for the queries of a tile, then read its record."""
-    RECORD_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     stage = tile_count % var.tiles.q_stages
     mbarrier.wait(bars.q_full.index(stage), (tile_count // var.tiles.q_stages) & 1)
-    return unpack_tile(smem.record.index(stage).load(RECORD_LAYOUT), RECORD_LAYOUT)
+    return _read_tile(tile_count, smem, var)
+
+
+@gluon.jit
+def _read_tile(tile_count, smem, var: gl.constexpr):
+    """Read the record of a tile whose queries have arrived and are not released yet.
+
+    Tiles with pieces of keys read theirs again to write the output, so that it takes no registers in the loop over keys: at
+    D128 that loop has 643 instructions instead of 683, and fewer values of the tile are spilled.
+    """
+    RECORD_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    return unpack_tile(smem.record.index(tile_count % var.tiles.q_stages).load(RECORD_LAYOUT), RECORD_LAYOUT)
 
 
 @gluon.jit
@@ -251,8 +259,8 @@ def _piece(number, block_count, smem, var: gl.constexpr):
 def _limits(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.constexpr):
     """Row i sees key j if i + offset - left <= j <= i + offset + right and j < kv_len, where offset = kv_len - q_len."""
     BLOCK_N: gl.constexpr = var.tiles.block_n
-    top = tile.row + 64 * group + tile.kv_len - tile.q_len
-    rows = top + gl.arange(0, 64, layout=layout)
+    top = tile.row + 64 * group // var.packing + tile.kv_len - tile.q_len
+    rows = top + gl.arange(0, 64, layout=layout) // var.packing
     last = rows * 0 + tile.kv_len
     high = tile.kv_len // BLOCK_N
     if var.has_right:
@@ -262,7 +270,7 @@ def _limits(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.const
     low = high * 0
     if var.has_left:
         first = rows - args.left
-        low = (gl.maximum(top + 63 - args.left, 0) + BLOCK_N - 1) // BLOCK_N
+        low = (gl.maximum(top + 63 // var.packing - args.left, 0) + BLOCK_N - 1) // BLOCK_N
     return Limits(first, last, low, high, tile.row + 64 * group)
 
 
@@ -393,81 +401,10 @@ def _process_block(
 
 
 @gluon.jit
-def _wait_output_copies():
-    """Wait until the copies to global memory have read their shared memory."""
-    tma.store_wait(0)
-    sync_threads()
-
-
-@gluon.jit
-def copy_output(
-    values, origin, length, row, head, column: gl.constexpr, width: gl.constexpr, buffer, desc, varlen: gl.constexpr
-):
-    """Start copying `width` columns of 64 rows from `row` on through `buffer`, which no copy reads any more.
-
-    origin, length: batch index, or the sequence's first row in the packed tensor, and its number of rows
-    """
-    buffer.reshape([64, width]).store(values)
-    fence_async_shared()
-    if varlen:
-        async_store(desc, [RAGGED, origin + length, RAGGED - length + row, head, column], buffer)
-    else:
-        async_store(desc, [origin, row, head, column], buffer)
-
-
-@gluon.jit
-def _write_output(acc, state, tile, tile_count, desc, smem, factors, args, group: gl.constexpr, var: gl.constexpr):
-    """Divide O by its sum, start its copy, through the queries' buffer or a separate one, and write lse."""
-    S_LAYOUT: gl.constexpr = var.score_layout
-    O_LAYOUT: gl.constexpr = var.output_layout
-    O1_LAYOUT: gl.constexpr = var.second_output_layout
-    WIDTH: gl.constexpr = var.o_width
-    DV0: gl.constexpr = var.dv0
-    DV1: gl.constexpr = var.dv1
-    dtype: gl.constexpr = desc.o.dtype
-    origin = tile.origin
-    length = tile.q_len
-    head = tile.head
-    row = tile.row + 64 * group
-    empty = state.m == float("-inf")
-    total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
-    inverse = gl.where(empty, 0.0, 1.0 / total)
-    logarithm = gl.log2(total)
-    if var.float8_values:
-        inverse = inverse * gl.load(factors.v + tile.low * var.tiles.block_n // BLOCK_KEYS)
-        logarithm = logarithm - FLOAT8_SHIFT
-    first = acc.first * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
-    second = acc.second
-    if DV1 > 0:
-        second = second * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O1_LAYOUT)), 1)
-    if var.tiles.o_parts == 0:
-        slot = (tile_count % var.tiles.q_stages) * var.tiles.groups + group
-        copy_output(first.to(dtype), origin, length, row, head, 0, WIDTH, smem.q.index(slot), desc.o, var.varlen)
-        if DV1 > 0:
-            copy_output(second.to(dtype), origin, length, row, head, DV0, DV1, smem.q1.index(slot), desc.o1, var.varlen)
-    else:
-        left, right = gl.split(first.to(dtype).reshape([64, 2, WIDTH]).permute((0, 2, 1)))
-        _wait_output_copies()
-        copy_output(left, origin, length, row, head, 0, WIDTH, smem.o.index(group), desc.o, var.varlen)
-        if DV1 > 0:
-            copy_output(second.to(dtype), origin, length, row, head, DV0, DV1, smem.o1.index(group), desc.o1, var.varlen)
-        _wait_output_copies()
-        copy_output(right, origin, length, row, head, WIDTH, WIDTH, smem.o.index(group), desc.o, var.varlen)
-    if args.lse is not None:
-        lse = gl.where(empty, float("-inf"), (state.m + logarithm) * LN2)
-        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-        if var.varlen:
-            base = args.lse + tile.head.to(gl.int64) * args.lse_stride + tile.origin
-        else:
-            base = args.lse + (tile.origin.to(gl.int64) * args.num_heads + tile.head) * args.lse_stride
-        gl.store(base + rows, lse, mask=rows < tile.q_len)
-
-
-@gluon.jit
 def _release_queries(tile_count, bars, var: gl.constexpr):
     """Tell the producer that a tile's queries may be overwritten. If O leaves through their buffer, its copy must be done."""
     if var.tiles.o_parts == 0:
-        _wait_output_copies()
+        wait_output_copies()
     mbarrier.arrive(bars.q_empty.index(tile_count % var.tiles.q_stages), count=1)
 
 
@@ -477,7 +414,7 @@ def _first_state(tile, args, layout: gl.constexpr, var: gl.constexpr):
     m = gl.full([64], float("-inf"), gl.float32, layout=layout)
     l = gl.zeros([64, 4], gl.float32, layout=SUM_LAYOUT)  # noqa: E741
     if args.sinks is not None:
-        m = gl.full([64], 0.0, gl.float32, layout=layout) + gl.load(args.sinks + tile.head).to(gl.float32) * LOG2E
+        m = sinks_of(tile, args, layout, var) * LOG2E
         first = gl.arange(0, 4, layout=gl.SliceLayout(0, SUM_LAYOUT)) == 0
         ONE: gl.constexpr = 2.0**FLOAT8_SHIFT if var.float8_values else 1.0
         l = l + gl.expand_dims(gl.where(first, ONE, 0.0), 0)  # noqa: E741
@@ -574,7 +511,9 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             _pass_turn(group, var)
             acc = _wait_values(SCORE_GROUPS, o_token, acc, state.alpha, var)
             mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
-            _write_output(acc, state, tile, tile_count - 1, desc, smem, factors, args, group, var)
+            if var.pieces:
+                tile = _read_tile(tile_count - 1, smem, var)
+            write_output(acc, state, tile, tile_count - 1, desc, smem, factors, args, group, var)
             s = warpgroup_mma_wait(0, deps=[s_token])
             tile = upcoming
         else:
@@ -583,7 +522,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             o_token = _issue_values(p, acc, state.alpha, block_count - 1, smem, bars, var)
             acc = _wait_values(0, o_token, acc, state.alpha, var)
             mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
-            _write_output(acc, state, tile, tile_count - 1, desc, smem, factors, args, group, var)
+            write_output(acc, state, tile, tile_count - 1, desc, smem, factors, args, group, var)
             if RESIDENT:
                 if var.tiles.o_parts == 0:
                     _release_queries(tile_count - 1, bars, var)

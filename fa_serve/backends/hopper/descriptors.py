@@ -40,16 +40,20 @@ def copy_engine_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsi
 
 
 @lru_cache(maxsize=512)
-def dense_view(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, width: int) -> View:
-    """A tensor (batch, seqlen, heads, dim) in boxes of `rows` tokens by `width` columns, bounded by seqlen and dim."""
+def dense_view(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, width: int, heads: int = 1
+) -> View:
+    """A tensor (batch, seqlen, heads, dim) in boxes of `rows` tokens, `heads` and `width` columns, bounded by its shape."""
     encoded = copy_engine_strides(shape, strides, dtype.itemsize)
     assert encoded is not None
-    return View(shape, encoded, (1, rows, 1, width), _LAYOUTS[dtype, 4, width])
+    return View(shape, encoded, (1, rows, heads, width), _LAYOUTS[dtype, 4, width])
 
 
 @lru_cache(maxsize=512)
-def ragged_view(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, width: int) -> View:
-    """A tensor (total, heads, dim) in boxes of `rows` tokens by `width` columns, bounded by the end of each sequence.
+def ragged_view(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, width: int, heads: int = 1
+) -> View:
+    """A tensor (total, heads, dim) in boxes of `rows` tokens, `heads` and `width` columns, bounded by the end of each sequence.
 
     Row r of the sequence [start, start + length) is addressed as (2^30, start + length, 2^30 - length + r): the bound 2^30
     of the third coordinate stops at the sequence's end, and 2^30 times the first stride, 2^34 - stride, cancels the rest
@@ -60,7 +64,7 @@ def ragged_view(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.d
     row, head, last = encoded
     bounds = (0x7FFF0000, 0x7FFF0000, RAGGED.value, *shape[1:])
     ragged_strides = ((1 << 34) - row, row, row, head, last)
-    return View(bounds, ragged_strides, (1, 1, rows, 1, width), _LAYOUTS[dtype, 5, width])
+    return View(bounds, ragged_strides, (1, 1, rows, heads, width), _LAYOUTS[dtype, 5, width])
 
 
 @lru_cache(maxsize=512)

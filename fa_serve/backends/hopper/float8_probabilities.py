@@ -16,6 +16,8 @@ _PACK = gl.constexpr(
 )
 """Round four numbers and put them into a register, the second pair first."""
 _SWAP_HALVES = gl.constexpr("prmt.b32 $0, $1, $1, 0x1032;")
+FLOAT8_SHIFT = gl.constexpr(8.0)
+"""Float8 probabilities are multiplied by 2 to this power: 256 is the greatest, and those down to 2^-17 of it are not lost."""
 
 
 @gluon.jit

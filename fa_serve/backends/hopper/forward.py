@@ -33,28 +33,28 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.hopper.consumer import consumer
-from fa_serve.backends.hopper.descriptors import addressable, copy_engine_strides, dense_view, ragged_view
+from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
+from fa_serve.backends.hopper.forward_launches import Launches, run_launches, run_on_copies, run_without_keys
+from fa_serve.backends.hopper.forward_partitions import Numbers, attention_forward
 from fa_serve.backends.hopper.hopper_tiles import (
+    MIN_BLOCKS_OF_A_PIECE,
     Schedule,
     TileConfig,
     float8_tiles,
     forward_tiles,
     head_group,
+    head_packing,
     key_columns,
+    key_pieces,
     list_tiles,
     value_columns,
 )
-from fa_serve.backends.hopper.kernel_types import ConsumerArgs, Descriptors, ProducerArgs, Scales, Variant
-from fa_serve.backends.hopper.listed_blocks import Lists
-from fa_serve.backends.hopper.producer import producer
-from fa_serve.backends.hopper.shared_memory import allocate_barriers, allocate_buffers
-from fa_serve.backends.hopper.tile_schedule import max_tile_count, table_launch, take_counter, tile_table
+from fa_serve.backends.hopper.kernel_types import Variant
+from fa_serve.backends.hopper.merge import Merge, plan_merge
+from fa_serve.backends.hopper.piece_table import piece_table_launch, table_capacity
+from fa_serve.backends.hopper.tile_schedule import max_tile_count, table_launch
 from fa_serve.backends.launch import Launch, View, multiprocessors
 from fa_serve.backends.layout import Layout, contiguous
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
@@ -62,212 +62,15 @@ from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS, Form, Quantizer
 from fa_serve.block_lists import BlockLists
 
 
-class Numbers(NamedTuple):
-    """The kernel's numbers, in the order of its parameters. They stay flat there: Triton 3.6 ignores `do_not_specialize` within
-    a tuple, so it would compile the kernel again for each number that is 1 or a multiple of 16.
-
-    scale, softcap:      from `base_2_scales`
-    lse_stride:          rows of lse from one head to the next
-    total:               tiles of all heads (packed: an upper bound)
-    num_m:               tiles of one head and sequence (packed: an upper bound)
-    head_group, head_tail: from `hopper_tiles.head_group`
-    seqlen_q, seqlen_k:  lengths (packed: upper bounds)
-    left, right:         the window
-    table_stride:        entries of the block table from one sequence to the next, 0 without one
-    k_pitch, v_pitch:    tokens from one page of the cache to the next, 0 without pages
-    list_*, *_width:     see `listed_blocks.Lists`; 0 without lists
-    scale_stride:        see `kernel_types.Scales`; 0 without float8
-    """
-
-    scale: float
-    softcap: float
-    lse_stride: int
-    total: int
-    num_m: int
-    num_heads: int
-    heads_per_kv: int
-    head_group: int
-    head_tail: int
-    seqlen_q: int
-    seqlen_k: int
-    left: int
-    right: int
-    table_stride: int
-    k_pitch: int
-    v_pitch: int
-    list_batch: int = 0
-    list_head: int = 0
-    heads_per_list: int = 0
-    list_width: int = 0
-    full_width: int = 0
-    bits_width: int = 0
-    scale_stride: int = 0
-
-
-_NO_LISTS = (None,) * 5
-_NO_SCALES = [None] * 3
-
-
-@gluon.jit(
-    do_not_specialize=[*Numbers._fields],
-    do_not_specialize_on_alignment=[
-        "lse_ptr",
-        "sinks_ptr",
-        "counter_ptr",
-        "block_table_ptr",
-        "list_num_ptr",
-        "list_index_ptr",
-        "full_num_ptr",
-        "full_index_ptr",
-        "bits_ptr",
-        "q_scale_ptr",
-        "k_scale_ptr",
-        "v_scale_ptr",
-    ],
-)
-def _attention_forward(
-    q_desc,
-    q1_desc,
-    k_desc,
-    k1_desc,
-    v_desc,
-    v1_desc,
-    o_desc,
-    o1_desc,
-    lse_ptr,
-    sinks_ptr,
-    table_ptr,
-    counter_ptr,
-    block_table_ptr,
-    list_num_ptr,
-    list_index_ptr,
-    full_num_ptr,
-    full_index_ptr,
-    bits_ptr,
-    q_scale_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    scale,
-    softcap,
-    lse_stride,
-    total,
-    num_m,
-    num_heads,
-    heads_per_kv,
-    head_group,
-    head_tail,
-    seqlen_q,
-    seqlen_k,
-    left,
-    right,
-    table_stride,
-    k_pitch,
-    v_pitch,
-    list_batch,
-    list_head,
-    heads_per_list,
-    list_width,
-    full_width,
-    bits_width,
-    scale_stride,
-    var: gl.constexpr,
-):
-    REGISTERS: gl.constexpr = var.registers
-    PRODUCER: gl.constexpr = var.producer_registers
-    if q1_desc is None:
-        q1_desc = q_desc
-    if k1_desc is None:
-        k1_desc = k_desc
-    if v1_desc is None:
-        v1_desc = v_desc
-    if o1_desc is None:
-        o1_desc = o_desc
-    desc = Descriptors(q_desc, q1_desc, k_desc, k1_desc, v_desc, v1_desc, o_desc, o1_desc)
-    smem = allocate_buffers(desc, var)
-    bars = allocate_barriers(var)
-    if var.varlen:
-        counter_ptr = table_ptr + total // num_heads * 8
-    producer_args = ProducerArgs(
-        table=table_ptr,
-        counter=counter_ptr,
-        total=total,
-        num_m=num_m,
-        num_heads=num_heads,
-        heads_per_kv=heads_per_kv,
-        head_group=head_group,
-        head_tail=head_tail,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        left=left,
-        right=right,
-        block_table=block_table_ptr,
-        table_stride=table_stride,
-        k_pitch=k_pitch,
-        v_pitch=v_pitch,
-        lists=Lists(
-            num=list_num_ptr,
-            index=list_index_ptr,
-            full_num=full_num_ptr,
-            full_index=full_index_ptr,
-            batch=list_batch,
-            head=list_head,
-            heads_per_list=heads_per_list,
-            width=list_width,
-            full_width=full_width,
-            bits_width=bits_width,
-        ),
-    )
-    args = ConsumerArgs(
-        lse=lse_ptr,
-        sinks=sinks_ptr,
-        lse_stride=lse_stride,
-        num_heads=num_heads,
-        scale=scale,
-        softcap=softcap,
-        left=left,
-        right=right,
-        bits=bits_ptr,
-        scales=Scales(q=q_scale_ptr, k=k_scale_ptr, v=v_scale_ptr, stride=scale_stride, heads_per_kv=heads_per_kv),
-    )
-    if var.tiles.groups == 1:
-        gl.warp_specialize(
-            [
-                (consumer, (desc, smem, bars, args, 0, var)),
-                (producer, (desc, smem, bars, producer_args, var)),
-            ],
-            [1],
-            [PRODUCER],
-        )
-    elif var.tiles.groups == 2:
-        gl.warp_specialize(
-            [
-                (consumer, (desc, smem, bars, args, 0, var)),
-                (consumer, (desc, smem, bars, args, 1, var)),
-                (producer, (desc, smem, bars, producer_args, var)),
-            ],
-            [4, 1],
-            [REGISTERS, PRODUCER],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consumer, (desc, smem, bars, args, 0, var)),
-                (consumer, (desc, smem, bars, args, 1, var)),
-                (consumer, (desc, smem, bars, args, 2, var)),
-                (producer, (desc, smem, bars, producer_args, var)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, PRODUCER],
-        )
-
-
-def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None = None) -> Run:
+def plan_forward(
+    tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None = None, max_pieces: int | None = None
+) -> Run:
     """Plan attention for calls whose tensors have the shapes, strides, dtypes, device and presence of `tensors`.
 
     Queries are dense, or packed by cu_seqlens_q with keys packed by cu_seqlens_k or in the pages of block_table, in the shapes
     of `fa_serve.api`. Mask and num_splits are ignored, because `HopperBackend.supports` refuses them.
 
-    tiles: overrides the choice of `forward_tiles`, for tuning and tests
+    tiles, max_pieces: override the choices of `forward_tiles` and `key_pieces`, for tuning and tests
 
     Returns run(tensors) -> (out, lse or None). Sequences with up to options.skip_q queries are left out: their rows of out and
     lse stay as they are. Tensors that the copy engine cannot address (see `descriptors`) are copied first at each call.
@@ -276,7 +79,7 @@ def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: Ti
     out_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3]) if options.return_lse else None
     if 0 in (*q.shape[:2], *k.shape[:2]):
-        return _run_without_keys(out_shape, lse_shape)
+        return run_without_keys(out_shape, lse_shape)
     form: Form = "dense" if tensors.cu_seqlens_q is None else "packed" if tensors.block_table is None else "paged"
     given = [Layout(x.shape, x.stride(), x.dtype) for x in (q, k, v)]
     given.append(contiguous(out_shape, q.dtype) if tensors.out is None else Layout(out_shape, tensors.out.stride(), q.dtype))
@@ -286,6 +89,7 @@ def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: Ti
     sequences = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
     layouts = [contiguous(x.shape, x.dtype) if copy else x for x, copy in zip(given, copied, strict=True)]
     table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
+    plain = options.precision == "bf16" and tensors.blocks is None
     quantizer = None
     if options.precision != "bf16":
         quantizer = Quantizer(layouts[:3], form, sequences, options, table_stride)
@@ -302,9 +106,11 @@ def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: Ti
         options=options,
         blocks=tensors.blocks,
         scale_stride=0 if quantizer is None else quantizer.groups,
+        packing=head_packing(q.shape[-2] // k.shape[-2], options.max_seqlen_q, may_pad=form != "dense") if plain else 1,
     )
-    run = _run_launches(_plan_launches(problem, tiles), quantizer, out_shape, lse_shape, copied)
-    return (lambda tensors: _run_on_copies(run, tensors, copied)) if any(copied) else run
+    launches = _plan_launches(problem, tiles, max_pieces)
+    run = run_launches(launches, quantizer, out_shape, lse_shape, copied)
+    return (lambda tensors: run_on_copies(run, tensors, copied)) if any(copied) else run
 
 
 class _Problem(NamedTuple):
@@ -321,6 +127,7 @@ class _Problem(NamedTuple):
     options: AttentionOptions
     blocks: BlockLists | None
     scale_stride: int
+    packing: int
 
     @property
     def packed(self) -> bool:
@@ -340,6 +147,11 @@ class _Problem(NamedTuple):
     def heads_per_kv(self) -> int:
         return self.num_heads // self.k.shape[-2]
 
+    @property
+    def tile_heads(self) -> int:
+        """Heads that have separate tiles."""
+        return self.num_heads if self.packing == 1 else self.k.shape[-2]
+
 
 class _TileCounts(NamedTuple):
     """How many tiles there are and in which groups of heads they are computed; see `Numbers`.
@@ -353,19 +165,7 @@ class _TileCounts(NamedTuple):
     head_tail: int
 
 
-class _Launches(NamedTuple):
-    """attention: None if there can be no tile
-    table:    None if the batch is dense; its table has room for `max_tiles` tiles
-    counted:  the schedule needs a counter that the table does not hold
-    """
-
-    attention: Launch | None = None
-    table: Launch | None = None
-    max_tiles: int = 0
-    counted: bool = False
-
-
-def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
+def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_pieces: int | None) -> Launches:
     options = problem.options
     left, right = options.window_size
     head_dims = (problem.q.shape[-1], problem.out.shape[-1])
@@ -375,8 +175,11 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
     elif tiles is None and options.precision != "bf16":
         tiles = float8_tiles(*head_dims)
     elif tiles is None:
-        lengths = (options.max_seqlen_q, options.max_seqlen_k)
+        lengths = (options.max_seqlen_q * problem.packing, options.max_seqlen_k)
         tiles = forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
+    if max_pieces is None:
+        max_pieces = _piece_limit(problem, tiles)
+    padded = problem.packing > problem.heads_per_kv
     assert not problem.paged or tiles.block_n <= MAX_KEYS_PER_TILE
     var = Variant(
         tiles,
@@ -392,58 +195,102 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None) -> _Launches:
         bits=blocks is not None and blocks.partial_bits is not None,
         precision=options.precision,
         gaps=problem.form == "packed" and options.precision != "bf16",
+        packing=problem.packing,
+        padded=padded,
+        pieces=padded or max_pieces > 1,
+        dim_v=head_dims[1] if padded or max_pieces > 1 else 0,
     )
     assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
-    counts = _count_tiles(problem, tiles)
+    slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
+    counts = _count_tiles(problem, var, slots, max_pieces)
     if counts.per_head == 0:
-        return _Launches()
-    thread_blocks = counts.per_head * problem.num_heads
+        return Launches()
+    merge = _plan_merge(problem, var, counts, max_pieces) if var.pieces else None
+    thread_blocks = counts.per_head * problem.tile_heads
     if tiles.schedule == Schedule.DYNAMIC:
-        thread_blocks = min(thread_blocks, multiprocessors(problem.device, 132) * tiles.blocks_per_sm)
+        thread_blocks = min(thread_blocks, slots)
     attention = Launch(
-        _attention_forward,
+        attention_forward,
         thread_blocks,
-        _numbers(problem, counts),
+        _numbers(problem, counts, merge),
         (var,),
         {"num_warps": 4, "maxnreg": tiles.registers[0]},
         views=_views(problem, var),
     )
     if not problem.packed:
-        return _Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC)
+        return Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC)
     group = BLOCK_KEYS.value if var.gaps else 1
     in_pages = problem.form == "paged"
-    table = table_launch(
-        counts.per_head, problem.batch, options.window_size, tiles.block_m, tiles.block_n, options.skip_q, in_pages, group
+    tiling = (counts.per_head, problem.batch, options.window_size, var.queries, tiles.block_n, options.skip_q, in_pages)
+    if not var.pieces:
+        return Launches(attention, table_launch(*tiling, group), counts.per_head)
+    table = piece_table_launch(
+        *tiling, num_heads=problem.tile_heads, slots=slots, max_pieces=max_pieces, min_blocks=MIN_BLOCKS_OF_A_PIECE
     )
-    return _Launches(attention, table, counts.per_head)
+    return Launches(attention, table, counts.per_head, merge=merge)
 
 
-def _count_tiles(problem: _Problem, tiles: TileConfig) -> _TileCounts:
+def _piece_limit(problem: _Problem, tiles: TileConfig) -> int:
+    """Into how many pieces the keys of a row may be cut. The host knows lengths by their sum and their maximum."""
+    options = problem.options
+    if not problem.packed or options.precision != "bf16" or problem.blocks is not None:
+        return 1
+    left, _ = options.window_size
+    keys = options.max_seqlen_k if left < 0 else min(options.max_seqlen_k, left + options.max_seqlen_q)
+    queries = tiles.block_m // problem.packing
+    longest = -(-options.max_seqlen_q // queries)
+    total = problem.q.shape[0]
+    # with equal lengths, each sequence has as many tiles as the longest; else there are at least so many as their sum fills
+    equal = total == problem.batch * options.max_seqlen_q
+    count = problem.batch * longest if equal else max(longest, total // queries)
+    slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
+    return key_pieces(count * problem.tile_heads, slots, options.max_seqlen_q, keys)
+
+
+def _plan_merge(problem: _Problem, var: Variant, counts: _TileCounts, max_pieces: int) -> Merge:
+    stride_token, stride_head = problem.out.strides[-3:-1]
+    return plan_merge(
+        capacity=counts.per_head,
+        queries=var.queries,
+        tokens=problem.q.shape[0],
+        num_heads=problem.num_heads,
+        pieces=max_pieces,
+        head_dim_v=problem.out.shape[-1],
+        out_strides=(stride_token, stride_head),
+        padded=var.padded,
+    )
+
+
+def _count_tiles(problem: _Problem, var: Variant, slots: int, max_pieces: int) -> _TileCounts:
     options = problem.options
     batch = problem.batch
-    num_m = -(-options.max_seqlen_q // tiles.block_m)
+    num_m = -(-options.max_seqlen_q // var.queries)
     kv_bytes = 2 * (problem.k.shape[-1] + problem.out.shape[-1]) * options.max_seqlen_k
     if problem.packed:
-        per_head = max_tile_count(problem.q.shape[0], batch, options.max_seqlen_q, tiles.block_m, options.skip_q)
+        per_head = max_tile_count(problem.q.shape[0], batch, options.max_seqlen_q, var.queries, options.skip_q)
         # tiles of several sequences run at a time: tiles of the same length usually belong to a few sequences
         group, tail = head_group(problem.num_heads, problem.heads_per_kv, kv_bytes * min(4, batch), per_head)
     else:
         per_head = num_m * batch
         equal = options.window_size[0] < 0 and options.window_size[1] < 0
         group, tail = head_group(batch * problem.num_heads, problem.heads_per_kv, kv_bytes, num_m, equal)
+    if var.packing > 1 or var.pieces:  # few tiles, which run at once
+        group = tail = problem.tile_heads if problem.packed else batch * problem.tile_heads
+    if var.pieces:
+        per_head = table_capacity(per_head, problem.tile_heads, slots, max_pieces)
     return _TileCounts(num_m, per_head, group, tail)
 
 
-def _numbers(problem: _Problem, counts: _TileCounts) -> Numbers:
+def _numbers(problem: _Problem, counts: _TileCounts, merge: Merge | None) -> Numbers:
     options = problem.options
     scale, softcap = base_2_scales(options.softmax_scale, options.softcap)
     return Numbers(
         scale=scale,
         softcap=softcap,
         lse_stride=problem.q.shape[0] if problem.packed else options.max_seqlen_q,
-        total=counts.per_head * problem.num_heads,
+        total=counts.per_head * problem.tile_heads,
         num_m=counts.num_m,
-        num_heads=problem.num_heads,
+        num_heads=problem.tile_heads,
         heads_per_kv=problem.heads_per_kv,
         head_group=counts.head_group,
         head_tail=counts.head_tail,
@@ -455,6 +302,8 @@ def _numbers(problem: _Problem, counts: _TileCounts) -> Numbers:
         k_pitch=problem.k.strides[0] // problem.k.strides[1] if problem.paged else 0,
         v_pitch=problem.v.strides[0] // problem.v.strides[1] if problem.paged else 0,
         scale_stride=problem.scale_stride,
+        logs=0 if merge is None else merge.logs,
+        tokens=problem.q.shape[0],
         **_list_numbers(problem),
     )
 
@@ -487,9 +336,9 @@ def base_2_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
 def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
     """How the kernel sees both parts of q, k, v and out. The second parts are columns d0 or dv0 and on of the same tensors."""
 
-    def parts(x: Layout, rows: int, *widths: int, packed: bool = problem.packed) -> tuple[View | None, ...]:
+    def parts(x: Layout, rows: int, *widths: int, heads: int = 1, packed: bool = problem.packed) -> tuple[View | None, ...]:
         view = ragged_view if packed else dense_view
-        return tuple([view(*x, rows, width) if width else None for width in widths])
+        return tuple([view(*x, rows, width, heads) if width else None for width in widths])
 
     def page_parts(x: Layout, *widths: int) -> tuple[View | None, ...]:
         """The rows of a page; a box has at most 64 columns."""
@@ -504,75 +353,6 @@ def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
         keys = (*parts(problem.k, block_n, var.d0, var.d1, packed=False), values, None)
     else:
         keys = (*parts(problem.k, block_n, var.d0, var.d1), *parts(problem.v, block_n, var.dv0, var.dv1))
-    return (*parts(problem.q, 64, var.d0, var.d1), *keys, *parts(problem.out, 64, var.o_width, var.dv1))
-
-
-def _run_launches(
-    launches: _Launches,
-    quantizer: Quantizer | None,
-    out_shape: tuple[int, ...],
-    lse_shape: tuple[int, ...] | None,
-    copied: tuple[bool | None, ...],
-) -> Run:
-    """The plan of a call whose strides the copy engine can address.
-
-    lse_shape: None if lse is not wanted
-    copied:    as in `_run_on_copies`
-    """
-    attention, table_of, max_tiles, counted = launches
-    any_address = copied[1] is None
-    unmarked = tuple([None if copy is None else False for copy in copied])
-
-    def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse, _, blocks = tensors
-        addresses = q.data_ptr() if any_address else q.data_ptr() | k.data_ptr() | v.data_ptr()
-        if addresses & 15 or (out is not None and out.data_ptr() & 15):
-            return _run_on_copies(run, tensors, unmarked)
-        if out is None:
-            out = q.new_empty(out_shape)
-        if lse is None and lse_shape is not None:
-            lse = q.new_empty(lse_shape, dtype=torch.float32)
-        if attention is not None:
-            table = counter = None
-            if table_of is not None:
-                table = tile_table(table_of, max_tiles, cu_seqlens_q, keys)
-            elif counted:
-                counter = take_counter(q)
-            lists = _NO_LISTS if blocks is None else [x if x is None else x.contiguous() for x in blocks.tensors]
-            scales = _NO_SCALES
-            if quantizer is not None:
-                q, k, v, *scales = quantizer(tensors)
-            attention((q, q, k, k, v, v, out, out, lse, sinks, table, counter, block_table, *lists, *scales))
-        return out, lse
-
-    return run
-
-
-def _run_on_copies(run: Run, tensors: AttentionTensors, copied: tuple[bool | None, ...]) -> tuple[Tensor, Tensor | None]:
-    """Run on copies of those of q, k, v and out that are marked or have an unaligned address, and copy the output back.
-
-    copied: None marks caches that only the quantizer reads, which takes any strides and addresses
-    """
-    given = (tensors.q, tensors.k, tensors.v, tensors.out)
-    q, k, v, out = (x if x is None or copy is None else addressable(x, copy) for x, copy in zip(given, copied, strict=True))
-    result, lse = run(tensors._replace(q=q, k=k, v=v, out=out))
-    return (result if out is tensors.out else tensors.out.copy_(result)), lse
-
-
-def _run_without_keys(out_shape: tuple[int, ...], lse_shape: tuple[int, ...] | None) -> Run:
-    """The plan of a call without queries or without keys: out is 0, and lse is the sink, or -inf without sinks."""
-
-    def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q = tensors.q
-        out = q.new_empty(out_shape) if tensors.out is None else tensors.out
-        lse = tensors.lse
-        if lse is None and lse_shape is not None:
-            lse = q.new_empty(lse_shape, dtype=torch.float32)
-        out.zero_()
-        if lse is not None and tensors.sinks is None:
-            lse.fill_(float("-inf"))
-        elif lse is not None:
-            lse.copy_(tensors.sinks.to(torch.float32)[:, None].expand_as(lse))
-        return out, lse
-
-    return run
+    rows = 64 // var.packing
+    queries = parts(problem.q, rows, var.d0, var.d1, heads=var.packing)
+    return (*queries, *keys, *parts(problem.out, rows, var.o_width, var.dv1, heads=var.packing))

@@ -1,8 +1,9 @@
 """Tile shapes and schedules of the Hopper kernel, chosen by pure functions of what the host knows.
 
-`forward_tiles` chooses the size of a tile, the number of warpgroups that compute it and the schedule. `head_group` chooses how
-many heads are computed together, so that their keys stay in the L2 cache. There is no autotuning, because a serving path must
-not stall on a new length. `benchmarks/tune_hopper.py` measures the alternatives; each branch states the figure that chose it.
+`forward_tiles` chooses the size of a tile, the number of warpgroups that compute it and the schedule. `head_packing` chooses
+how many heads share a tile, `key_pieces` whether keys may be divided, and `head_group` how many heads are computed together, so
+that their keys stay in the L2 cache. There is no autotuning, because a serving path must not stall on a new length.
+`benchmarks/tune_hopper.py` measures the alternatives; each branch states the figure that chose it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from enum import IntEnum
 from functools import lru_cache
 
 from fa_serve.backends.launch import power_of_2
+from fa_serve.spec import FEW_QUERIES
 
 
 class Schedule(IntEnum):
@@ -229,6 +231,73 @@ def _tiles_of_width(
         softmax_first=masked or max_seqlen_k > 512,
         rescale_late=paged or not pingpong,
     )
+
+
+def head_packing(heads_per_kv: int, max_seqlen_q: int, *, may_pad: bool) -> int:
+    """How many query heads share a tile, a power of two: those of a KV head if there are few queries, else 1.
+
+    See `packed_heads`.
+
+    may_pad: rows of a tile may have no head, because its output is merged
+    """
+    packing = power_of_2(heads_per_kv)
+    return packing if max_seqlen_q <= FEW_QUERIES and packing <= 64 and (may_pad or packing == heads_per_kv) else 1
+
+
+MAX_PIECES = 16
+"""Pieces of the keys of a row, at most."""
+MIN_BLOCKS_OF_A_PIECE = 8
+"""Key blocks that are worth the start and the end of a thread block, and a part of the merge."""
+MIN_DIVIDED_KEYS = 1024
+"""Fewer visible keys than these are not divided."""
+MIN_DIVIDED_KEYS_OF_FEW = 4096
+"""The same for a few queries per sequence: the table and the merge take 5 us, in which a tile of theirs reads 1000 keys."""
+FULL_WAVES = 0.85
+"""Tiles of prompts that keep so many of the thread blocks busy in each of their waves stay whole."""
+
+
+def key_pieces(tiles: int, slots: int, max_seqlen_q: int, keys: int) -> int:
+    """Into how many pieces the keys of a row may be cut, 1 if they stay whole; see `piece_table`, which cuts them.
+
+    tiles: tiles of the launch, at least; slots: thread blocks that run at once; keys: what a row of the longest sequence sees
+
+    The limit keeps the buffer of the pieces small: about 4 outputs for each thread block that runs at once, or 16 for a few
+    queries, and at least 2 for each tile of these. Prompts whose tiles fill the GPU stay whole. A few queries do not, because
+    their sequences may be of very unequal lengths.
+
+    In us on one H200 with 16-bit heads of 128, whole and divided: 32 tiles 63 and 32 (16 heads, 256 queries behind 4096 keys),
+    64 tiles 107 and 70 (512 behind 8192), 783 and 400 (32 heads, 256 behind 65,536); but 128 tiles for 132 thread blocks 112
+    and 117, 256 tiles 129 and 137. 4 queries of 31 sequences of 500 keys and of one of 65,536: 722 whole, 127 with up to 8
+    pieces, 107 with up to 16. 16 queries of 16 sequences of 1024 keys: 29 and 34.
+    """
+    few = max_seqlen_q <= FEW_QUERIES
+    if keys < max(MIN_DIVIDED_KEYS_OF_FEW if few else MIN_DIVIDED_KEYS, 4 * max_seqlen_q):
+        return 1
+    if few:
+        return min(MAX_PIECES, max(2, 16 * slots // max(tiles, 1)))
+    waves = -(-tiles // slots)
+    return 1 if waves > 2 or tiles >= FULL_WAVES * waves * slots else min(MAX_PIECES, 4 * slots // max(tiles, 1))
+
+
+@lru_cache(maxsize=4096)
+def packs_queries(
+    head_dim: int, head_dim_v: int, heads_per_kv: int, num_kv_heads: int, batch: int, max_seqlen_q: int, max_seqlen_k: int
+) -> bool:
+    """Whether this kernel is faster than the decoding kernel for up to FEW_QUERIES queries per sequence over a paged cache.
+
+    In us on one H200 with bfloat16 and heads of 128, decoding kernel and this one: 16 sequences of 2048 keys with 16 queries 51
+    and 43 (32/8 heads), 78 and 45 (64/8), 142 and 131 (32/32); 128 sequences of 1024 keys with 4 queries 137 and 133 (32/8),
+    147 and 136 (64/8); 32 sequences of 4096 keys with 8 queries 153 and 131 (32/8), 162 and 132 (64/8). The decoding kernel is
+    bound by instructions there, and this one by memory. With divided keys: 16 sequences of 8192 keys with 4 queries 152 and 139
+    (64/8), 140 and 139 (32/8), 85 and 81 (64/8 heads of 64); one of 65,536 keys beside 31 of 500 115 and 107 (64/8), 105 and
+    106 (32/8). One sequence has too few tiles: 16 queries behind 8192 keys take 25 and 30, 4 behind 1024 8 and 16.
+    """
+    if not 1 < max_seqlen_q <= FEW_QUERIES or max(head_dim, head_dim_v) > 128:
+        return False
+    packing = head_packing(heads_per_kv, max_seqlen_q, may_pad=True)
+    tiles = forward_tiles(head_dim, head_dim_v, (-1, 0), max_seqlen_q * packing, max_seqlen_k, True, True)
+    count = batch * num_kv_heads * (heads_per_kv if packing == 1 else 1) * -(-max_seqlen_q * packing // tiles.block_m)
+    return 2.2 * count >= 132 * tiles.blocks_per_sm
 
 
 @lru_cache(maxsize=4096)

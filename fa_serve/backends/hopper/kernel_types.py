@@ -34,6 +34,8 @@ class Variant:
                 See `triton.float8_inputs`
     gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See
                 `triton.float8_inputs`
+    packing:    query heads that share a tile, see `packed_heads`; padded: a KV head has fewer of them
+    pieces:     keys may be divided among tiles, see `divided_keys`; dim_v: head_dim_v of its buffer
     """
 
     tiles: TileConfig
@@ -51,6 +53,15 @@ class Variant:
     bits: bool = False
     precision: Precision = "bf16"
     gaps: bool = False
+    packing: int = 1
+    padded: bool = False
+    pieces: bool = False
+    dim_v: int = 0
+
+    @property
+    def queries(self) -> int:
+        """Queries of one head in a tile."""
+        return self.tiles.block_m // self.packing
 
     @property
     def float8_keys(self) -> bool:
@@ -234,19 +245,23 @@ class ConsumerArgs(NamedTuple):
     sinks: gl.tensor
     lse_stride: gl.tensor
     num_heads: gl.tensor
+    heads_per_kv: gl.tensor
     scale: gl.tensor
     softcap: gl.tensor
     left: gl.tensor
     right: gl.tensor
     bits: gl.tensor
     scales: Scales
+    buffer: gl.tensor
+    logs: gl.tensor
+    tokens: gl.tensor
 
 
 class Tile(NamedTuple):
-    """One tile: 64 * groups query rows of one head of one sequence.
+    """One tile: 64 * groups query rows of one head of one sequence, or of the heads that share it (see `packed_heads`).
 
     row:       first row in the sequence; negative: there is no tile, and the work ends
-    head:      query head
+    head:      query head, or the KV head of the heads that share the tile; with divided keys see `divided_keys`
     origin:    batch index (dense), or the sequence's first row in q (packed)
     q_len:     queries of the sequence
     k_origin:  batch index (dense), the sequence's first row in k (packed), or its row of the block table (paged). Packed float8

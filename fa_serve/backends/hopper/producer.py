@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from fa_serve.backends.hopper.gluon_names import async_load
 from fa_serve.backends.hopper.kernel_types import RAGGED, Tile
 from fa_serve.backends.hopper.listed_blocks import Piece, announce_piece, list_of, listed_piece
+from fa_serve.backends.hopper.packed_heads import heads_of
 
 TILE_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
 """A tile's record [8] in the producer's one warp: each thread has all of it."""
@@ -83,11 +84,11 @@ def _dense_tile(index, args, var: gl.constexpr):
     batch_head, m = _locate_tile(index, args.num_m, args.total // args.num_m, args)
     if var.has_right:
         m = args.num_m - 1 - m
-    row = m * var.tiles.block_m
+    row = m * var.queries
     offset = args.seqlen_k - args.seqlen_q
     end = args.seqlen_k
     if var.has_right:
-        end = gl.minimum(end, row + var.tiles.block_m + offset + args.right)
+        end = gl.minimum(end, row + var.queries + offset + args.right)
     # a tile whose rows see no key still visits one block, which is wholly masked, so that all tiles run the same code
     high = gl.maximum((end + var.tiles.block_n - 1) // var.tiles.block_n, 1)
     low = end * 0
@@ -99,11 +100,13 @@ def _dense_tile(index, args, var: gl.constexpr):
 
 
 @gluon.jit
-def _packed_tile(index, args, live):
+def _packed_tile(index, args, live, var: gl.constexpr):
     """Read a record of `tile_schedule.tile_table`, whose first `live` records are tiles."""
     head, number = _locate_tile(index, live, args.num_heads, args)
     tile = unpack_tile(gl.load(args.table + number * 8 + gl.arange(0, 8, layout=TILE_LAYOUT)), TILE_LAYOUT)
     row = gl.where(index < live * args.num_heads, tile.row, -1)
+    if var.pieces:
+        head = tile.head * args.num_heads + head
     return Tile(row, head, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, tile.low, tile.high), tile.head
 
 
@@ -111,7 +114,7 @@ def _packed_tile(index, args, live):
 def _tile(index, args, live, var: gl.constexpr):
     """-> the tile, and its list or else the number of its sequence."""
     if var.varlen:
-        tile, sequence = _packed_tile(index, args, live)
+        tile, sequence = _packed_tile(index, args, live, var)
     else:
         tile, sequence = _dense_tile(index, args, var)
     if var.block_k > 0:
@@ -148,17 +151,15 @@ def copy_rows(desc, origin, length, row, head, column: gl.constexpr, full, buffe
 
 
 @gluon.jit
-def _load_queries(tile, stage, desc, smem, bars, var: gl.constexpr):
+def _load_queries(tile, head, stage, desc, smem, bars, var: gl.constexpr):
     GROUPS: gl.constexpr = var.tiles.groups
     full = bars.q_full.index(stage)
     mbarrier.expect(full, var.key_bytes * 64 * GROUPS * (var.d0 + var.d1))
     for g in gl.static_range(GROUPS):
-        row = tile.row + 64 * g
-        copy_rows(desc.q, tile.origin, tile.q_len, row, tile.head, 0, full, smem.q.index(stage * GROUPS + g), var.varlen)
+        row = tile.row + 64 * g // var.packing
+        copy_rows(desc.q, tile.origin, tile.q_len, row, head, 0, full, smem.q.index(stage * GROUPS + g), var.varlen)
         if var.d1 > 0:
-            copy_rows(
-                desc.q1, tile.origin, tile.q_len, row, tile.head, var.d0, full, smem.q1.index(stage * GROUPS + g), var.varlen
-            )
+            copy_rows(desc.q1, tile.origin, tile.q_len, row, head, var.d0, full, smem.q1.index(stage * GROUPS + g), var.varlen)
 
 
 @gluon.jit
@@ -274,14 +275,14 @@ def producer(desc, smem, bars, args, var: gl.constexpr):
         live = gl.load(args.counter + 1)
     tile, of = _tile(gl.program_id(0), args, live, var)
     while tile.row >= 0:
-        kv_head = tile.head // args.heads_per_kv
+        head, kv_head = heads_of(tile, args.num_heads, args.heads_per_kv, var)
         blocks = tile.high - tile.low
         piece = listed_piece(0, of, args.lists, var) if var.block_k > 0 else Piece(tile.high - 1, 0)
         _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var)
         stage = tile_count % var.tiles.q_stages
         mbarrier.wait(bars.q_empty.index(stage), ((tile_count // var.tiles.q_stages) & 1) ^ 1)
         smem.record.index(stage).store(_pack(tile))
-        _load_queries(tile, stage, desc, smem, bars, var)
+        _load_queries(tile, head, stage, desc, smem, bars, var)
         index = _next_index(args, var)
         # the consumers' order: from the last block to the first or that of the list, and K one block ahead of V
         if var.block_k > 0:

@@ -21,13 +21,13 @@ from triton.runtime.driver import driver
 from fa_serve.backends.launch import Launch, on_device_of
 
 RECORD = 8
-_CHUNK = 256  # sequences that a program reads at a time
+SEQUENCES_AT_A_TIME = 256  # sequences that a program reads at a time
 _COUNTERS = 1 << 14
 _MAX_STREAMS = 1 << 10
 
 
 @triton.jit
-def _ceil_div_up_to_zero(x, block):
+def ceil_div_up_to_zero(x, block):
     """ceil(x / block) for x > 0, else 0."""
     return (tl.maximum(x, 0) + block - 1) // block
 
@@ -35,7 +35,7 @@ def _ceil_div_up_to_zero(x, block):
 @triton.jit
 def _tiles_above(blocks, q_len, kv_len, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """The number of tiles of each sequence that reach past `blocks` key blocks: its last ones, as later rows reach further."""
-    tiles = _ceil_div_up_to_zero(q_len, BLOCK_M)
+    tiles = ceil_div_up_to_zero(q_len, BLOCK_M)
     first = q_len * 0
     if HAS_RIGHT:
         # the tile of rows [m * BLOCK_M, (m + 1) * BLOCK_M) reaches key (m + 1) * BLOCK_M + shift
@@ -45,7 +45,7 @@ def _tiles_above(blocks, q_len, kv_len, right, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
-def _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr, GROUP: tl.constexpr):
+def sequence_bounds(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr, GROUP: tl.constexpr):
     """First query, number of queries, first key and number of keys of sequences b; no queries if another kernel has them.
 
     GROUP: 1, or each sequence begins at a multiple of GROUP keys, see `triton.float8_inputs`
@@ -92,8 +92,8 @@ def _tile_table(
     kv_len = 0
     for start in range(0, batch, CHUNK):
         b = start + tl.arange(0, CHUNK)
-        q0, ql, k0, kl = _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED, GROUP)
-        tiles = _ceil_div_up_to_zero(ql, BLOCK_M)
+        q0, ql, k0, kl = sequence_bounds(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED, GROUP)
+        tiles = ceil_div_up_to_zero(ql, BLOCK_M)
         last = before + tl.cumsum(tiles, 0)
         mine = (last > index) & (last - tiles <= index)
         sequence += tl.sum(tl.where(mine, b, 0), 0)
@@ -112,18 +112,18 @@ def _tile_table(
         reach = kv_len
         if HAS_RIGHT:
             reach = tl.minimum(reach, (m + 1) * BLOCK_M + kv_len - q_len + right)
-        blocks = _ceil_div_up_to_zero(reach, BLOCK_N)
+        blocks = ceil_div_up_to_zero(reach, BLOCK_N)
         rank = 0
         for start in range(0, batch, CHUNK):
             b = start + tl.arange(0, CHUNK)
-            _, ql, _, kl = _lengths(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED, GROUP)
+            _, ql, _, kl = sequence_bounds(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED, GROUP)
             longer = _tiles_above(blocks, ql, kl, right, BLOCK_M, BLOCK_N, HAS_RIGHT)
             as_long = _tiles_above(blocks - 1, ql, kl, right, BLOCK_M, BLOCK_N, HAS_RIGHT)
             if blocks == 0:
-                as_long = _ceil_div_up_to_zero(ql, BLOCK_M)
+                as_long = ceil_div_up_to_zero(ql, BLOCK_M)
             rank += tl.sum(tl.where(b < sequence, as_long, longer), 0)
         # equally long tiles of one sequence stand in reverse order: count those whose rows come after this tile's
-        tiles = _ceil_div_up_to_zero(q_len, BLOCK_M)
+        tiles = ceil_div_up_to_zero(q_len, BLOCK_M)
         longer_own = _tiles_above(blocks, q_len, kv_len, right, BLOCK_M, BLOCK_N, HAS_RIGHT)
         rank += tiles - longer_own - 1 - m
         high = tl.maximum(blocks, 1)
@@ -160,9 +160,9 @@ def table_launch(
     paged: bool,
     group: int = 1,
 ) -> Launch:
-    """The launch of `_tile_table` for `tile_table`; max_tiles > 0. `group`: see `_lengths`."""
+    """The launch of `_tile_table` for `tile_table`; max_tiles > 0. `group`: see `sequence_bounds`."""
     left, right = window_size
-    fixed = (block_m, block_n, left >= 0, right >= 0, paged, group, _CHUNK)
+    fixed = (block_m, block_n, left >= 0, right >= 0, paged, group, SEQUENCES_AT_A_TIME)
     return Launch(_tile_table, max_tiles, (max_tiles, batch, skip_q, left, right), fixed, {"num_warps": 1})
 
 

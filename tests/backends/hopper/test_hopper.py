@@ -42,7 +42,13 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"device": "cpu", "arch": 0}, "got cpu"),
         ({"arch": 100}, "got compute capability 10.0"),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "got float32"),
-        ({"layout": "paged", "page_size": 16, "op": "decode"}, "got op 'decode'"),
+        ({"op": "decode"}, "of a paged cache"),
+        ({"layout": "paged", "page_size": 16, "op": "decode"}, "without a fixed number of splits"),
+        ({"layout": "paged", "page_size": 16, "op": "decode", "sizes": (1, 8, 2048)}, "got 1 sequence of up to 8 queries"),
+        (
+            {"layout": "paged", "page_size": 16, "op": "decode", "sizes": (64, 1, 99)},
+            "got 64 sequences of up to 1 queries and 99 keys",
+        ),
         ({"layout": "paged", "page_size": 16, "op": "store_kv"}, "got op 'store_kv'"),
         ({"layout": "paged", "page_size": 16, "kv_dtype": torch.float8_e4m3fn}, "got float8_e4m3fn"),
         ({"layout": "paged", "page_size": 8}, "got 8"),
@@ -68,6 +74,12 @@ def test_gives_a_reason_for_what_it_does_not_support(change: dict, words: str) -
     reason = HopperBackend().supports(replace(H200, **change))
     assert reason is not None
     assert words in reason
+
+
+def test_serves_few_queries_of_many_sequences() -> None:
+    spec = replace(H200, layout="paged", page_size=16, op="decode", sizes=(16, 16, 2048))
+    assert HopperBackend().supports(spec) is None
+    assert "got float8" in str(HopperBackend().supports(replace(spec, kv_dtype=torch.float8_e4m3fn)))
 
 
 @pytest.mark.parametrize(("precision", "dim"), [("qk8", 64), ("qk8", 128), ("qk8", 256), ("fp8", 64), ("fp8", 128)])

@@ -11,8 +11,11 @@ from fa_serve.backends.hopper.hopper_tiles import (
     TileConfig,
     forward_tiles,
     head_group,
+    head_packing,
     key_columns,
+    key_pieces,
     list_tiles,
+    packs_queries,
     value_columns,
 )
 
@@ -105,3 +108,55 @@ def test_the_last_group_gives_every_multiprocessor_several_tiles() -> None:
     assert head_group(64, 4, 16 << 20, 32) == (4, 16)
     assert head_group(8, 1, 16 << 20, 128) == (8, 8), "if the last group is half of the heads, there is one group"
     assert head_group(256, 1, 16 << 20, 4) == (1, 32), "groups do not grow beyond the heads that fit the cache"
+
+
+@pytest.mark.parametrize(
+    ("heads_per_kv", "queries", "expected"),
+    [(1, 4, 1), (4, 16, 4), (4, 17, 1), (64, 2, 64), (128, 2, 1), (7, 4, 8), (12, 4, 16)],
+)
+def test_heads_share_tiles_if_queries_are_few_and_boxes_fit(heads_per_kv: int, queries: int, expected: int) -> None:
+    assert head_packing(heads_per_kv, queries, may_pad=True) == expected
+    fits = expected == heads_per_kv
+    assert head_packing(heads_per_kv, queries, may_pad=False) == (expected if fits else 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "sizes", "expected"),
+    [
+        ((32, 8), 128, (16, 16, 2048), True),
+        ((64, 8), 128, (16, 16, 2048), True),
+        ((32, 32), 128, (16, 16, 2048), True),
+        ((32, 8), 128, (128, 4, 1024), True),
+        ((32, 8), 128, (14, 4, 1024), False),
+        ((32, 8), 128, (128, 1, 1024), False),
+        ((32, 8), 128, (128, 17, 1024), False),
+        ((32, 8), 128, (128, 4, 100_000), True),
+        ((28, 4), 128, (128, 4, 1024), True),
+        ((16, 8), 256, (128, 4, 1024), False),
+        ((64, 8), 64, (32, 8, 1024), True),
+    ],
+)
+def test_few_queries_of_enough_sequences(heads: tuple[int, int], dim: int, sizes: tuple[int, int, int], expected: bool) -> None:
+    assert packs_queries(dim, dim, heads[0] // heads[1], heads[1], *sizes) == expected
+
+
+@pytest.mark.parametrize(
+    ("tiles", "queries", "keys", "expected"),
+    [
+        (32, 256, 4096, 16),
+        (64, 512, 8704, 8),
+        (112, 512, 8704, 4),
+        (128, 512, 8704, 1),
+        (160, 512, 8704, 3),
+        (256, 512, 8704, 1),
+        (270, 512, 8704, 1),
+        (32, 256, 1000, 1),
+        (32, 2048, 4096, 1),
+        (256, 4, 4096, 8),
+        (256, 4, 4095, 1),
+        (1024, 4, 4096, 2),
+        (8, 4, 4096, 16),
+    ],
+)
+def test_keys_are_divided_where_tiles_are_few_or_queries_are(tiles: int, queries: int, keys: int, expected: int) -> None:
+    assert key_pieces(tiles, 132, queries, keys) == expected

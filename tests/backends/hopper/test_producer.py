@@ -40,7 +40,7 @@ def test_the_emulator_sees_a_wrong_phase() -> None:
 def test_the_emulator_sees_a_counter_that_is_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launches share a counter: the second is right only because the first has set it back to zero."""
     counter = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr("fa_serve.backends.hopper.forward.take_counter", lambda x: counter)
+    monkeypatch.setattr("fa_serve.backends.hopper.forward_launches.take_counter", lambda x: counter)
     case = Case("", seqlen_q=300, seqlen_k=300, tiles=TileConfig(1, 64, 2, 2, DYNAMIC))
     for _ in range(2):
         run_dense(case)

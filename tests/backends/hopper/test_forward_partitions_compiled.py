@@ -1,4 +1,4 @@
-"""`hopper.forward`, compiled for sm90 without a GPU: the intended instructions are there, and the loops do not spill."""
+"""`hopper.forward_partitions`, compiled for sm90: the intended instructions are there, and the loops do not spill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from cross_compile import Kernel, compiling_for, main_loops
 
-from fa_serve.backends.hopper.forward import Numbers, _attention_forward, plan_forward
+from fa_serve.backends.hopper.forward import plan_forward
+from fa_serve.backends.hopper.forward_partitions import Numbers, attention_forward
 from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig, forward_tiles
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors
 
@@ -18,6 +19,10 @@ CAUSAL = (-1, 0)
 FULL = (-1, -1)
 # Bytes per thread, outside of the loop, for values that are read once per tile. D192 needs them, and is 6% faster with them.
 SPILL_BUDGET = 24
+# The same where keys may be divided: both warpgroups share more values that the compiler computes ahead of them, such as the
+# address of the log-sum-exps and signs of strides. The loops write none; one reads the address of shared memory twice a block.
+SPILL_BUDGET_OF_PIECES = 40
+READS_IN_THE_LOOP = 2
 
 
 @cache
@@ -33,12 +38,14 @@ def compile_forward(
     seqlen: int = 2048,
     tiles: TileConfig | None = None,
     page_size: int = 0,
+    queries: int = 0,
+    heads: tuple[int, int] = (4, 2),
 ) -> Kernel:
     tensors = AttentionTensors(
-        q=torch.zeros(1, seqlen, 4, head_dim, dtype=dtype),
-        k=torch.zeros(1, seqlen, 2, head_dim, dtype=dtype),
-        v=torch.zeros(1, seqlen, 2, head_dim_v, dtype=dtype),
-        sinks=torch.zeros(4, dtype=dtype) if sinks else None,
+        q=torch.zeros(1, queries or seqlen, heads[0], head_dim, dtype=dtype),
+        k=torch.zeros(1, seqlen, heads[1], head_dim, dtype=dtype),
+        v=torch.zeros(1, seqlen, heads[1], head_dim_v, dtype=dtype),
+        sinks=torch.zeros(heads[0], dtype=dtype) if sinks else None,
     )
     max_seqlen_k = seqlen
     if packed or page_size:
@@ -53,16 +60,17 @@ def compile_forward(
             block_table=torch.zeros(1, 256, dtype=torch.int32),
             keys=torch.tensor([max_seqlen_k], dtype=torch.int32),
         )
-    options = AttentionOptions(0.1, window, softcap, seqlen, max_seqlen_k, return_lse=True)
+    options = AttentionOptions(0.1, window, softcap, queries or seqlen, max_seqlen_k, return_lse=True)
     with compiling_for("sm90") as kernels:
         plan_forward(tensors, options, tiles)(tensors)
-    *table, kernel = kernels
-    assert [t.name for t in table] == (["_tile_table"] if packed or page_size else [])
-    return kernel
+    names = [kernel.name for kernel in kernels]
+    tables = (["_tile_table"], ["_piece_table"]) if packed or page_size else ([],)
+    assert names in [[*table, "attention_forward", *merge] for table in tables for merge in ([], ["merge_pieces"])]
+    return kernels[names.index("attention_forward")]
 
 
 def test_the_numbers_are_the_kernels_parameters() -> None:
-    assert tuple(_attention_forward.arg_names[21:-1]) == Numbers._fields
+    assert tuple(attention_forward.arg_names[22:-1]) == Numbers._fields
 
 
 @pytest.mark.parametrize(
@@ -171,3 +179,31 @@ def test_one_machine_code_for_all_lengths() -> None:
     for seqlen, window in ((2048, (-1, 0)), (2047, (-1, 0)), (4000, (-1, 0))):
         codes.add(compile_forward(128, 128, window, seqlen=seqlen).binary.asm["cubin"])
     assert len(codes) == 1
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "queries", "page_size"),
+    [
+        (128, (32, 8), 16, 16),
+        (128, (64, 8), 16, 16),
+        (64, (64, 8), 4, 16),
+        (96, (32, 8), 8, 32),
+        (128, (64, 1), 2, 0),
+        (80, (8, 2), 4, 0),
+    ],
+    ids=str,
+)
+def test_heads_that_share_a_tile(head_dim: int, heads: tuple[int, int], queries: int, page_size: int) -> None:
+    """Few queries of several heads are copied, multiplied and stored as many queries of one head are."""
+    kernel = compile_forward(
+        head_dim, head_dim, CAUSAL, heads=heads, queries=queries, page_size=page_size, packed=not page_size, sinks=True
+    )
+    found = kernel.instructions
+    assert min(found["HGMMA"], found["UTMALDG"], found["UTMASTG"]) > 0
+    assert not [line for line in kernel.ptxas_warnings if "C75" in line]
+    assert kernel.spill_bytes <= SPILL_BUDGET_OF_PIECES
+    loops = [loop for block_n in (64, 128) for loop in main_loops(kernel.sass, 64 * block_n // 128 + 2)]
+    assert loops
+    for loop in loops:
+        assert not [line for line in loop if line.startswith("STL")]
+        assert len([line for line in loop if line.startswith("LDL")]) <= READS_IN_THE_LOOP
