@@ -26,6 +26,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
     },
+    "llama70b": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
     "qwen06": {
         "model_type": "qwen3",
         "hidden_size": 1024,
@@ -112,6 +124,8 @@ QUANTISED = {
     "qwen30a3b-w4": ("qwen30a3b", "awq"),
     "tiny-w4": ("tiny", "awq"),
 }
+SPARSE = ("llama70b",)
+"""Shapes whose files have holes (`make_sparse_folder`), because 141 GB of random numbers take minutes to write."""
 SHAPES |= {name: SHAPES[base] for name, (base, _) in QUANTISED.items()}
 TINY = {
     "hidden_size": 64,
@@ -217,12 +231,44 @@ def make_folder(shape: str, folder: Path, device: str) -> None:
     """Write weights and config, and a tokenizer with one word for each id."""
     import torch
 
+    if shape in SPARSE:
+        make_sparse_folder(shape, folder)
+        return
     model = make_model(shape, device, dtype=torch.bfloat16)
     if shape in QUANTISED:
         _, name = QUANTISED[shape]
         _example("quantise").write(model, name, folder, 128 if SHAPES[shape]["hidden_size"] % 128 == 0 else 32)
     else:
         model.save_pretrained(folder)
+    save_tokenizer(folder, SHAPES[shape]["vocab_size"])
+
+
+def make_sparse_folder(shape: str, folder: Path) -> None:
+    """Write config, tokenizer and a file of weights in which only the first layer and a few embeddings are not 0.
+
+    These are what the engine observes when it proves that layers can be fused. The time of a step does not depend on the rest.
+    """
+    import torch
+
+    model = make_model(shape, "meta", dtype=torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    model.config.save_pretrained(folder)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, weight in model.state_dict().items():
+        begin = end
+        end += weight.nbytes
+        header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, described in header.items():
+            if name.startswith("model.layers.0.") or "embed_tokens" in name:
+                *rows, width = described["shape"]
+                values = torch.randn(*(min(count, 64) if "embed" in name else count for count in rows), width).mul_(0.02)
+                file.seek(8 + len(text) + described["data_offsets"][0])
+                file.write(values.bfloat16().view(torch.int16).numpy().tobytes())
+        file.truncate(8 + len(text) + end)
     save_tokenizer(folder, SHAPES[shape]["vocab_size"])
 
 

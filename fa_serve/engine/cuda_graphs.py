@@ -263,6 +263,12 @@ class StepGraphs:
         """Capture the largest decoding step. To be called first. Raises what the capture raises."""
         self._capture_empty(Shape(self.sizes[-1], self.sizes[-1], 1, self.key_lengths[-1]))
 
+    def close(self) -> None:
+        """Free all graphs. Communicators of NCCL cannot be destroyed while a graph refers to them."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._replays.clear()
+
     def inputs(self, shape: Shape) -> Inputs:
         """The inputs in the block, which has been padded to `shape`."""
         return self._make_inputs(unpack(self.block, padding(shape)), shape.queries, shape.keys)

@@ -160,10 +160,9 @@ class ModelRunner:
         return True
 
     def close(self) -> None:
-        """Free the graphs. Communicators of NCCL cannot be destroyed while a graph refers to them."""
-        if self._graphs is not None and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._graphs = None
+        """Free the graphs, after the last step."""
+        if self._graphs is not None:
+            self._graphs.close()
         if self.draft is not None:
             self.draft.close()
 

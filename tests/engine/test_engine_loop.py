@@ -132,9 +132,10 @@ def test_graphs_are_prepared_between_requests_and_a_command_interrupts(make_engi
         if len(shapes()) == 3 and messages:
             break
         time.sleep(0.01)
+    captured = shapes()
     worker.stop()
-    assert shapes()[0] == (4, 256)
-    assert sorted(shapes()) == [(1, 256), (2, 256), (4, 256)]
+    assert captured[0] == (4, 256)
+    assert sorted(captured) == [(1, 256), (2, 256), (4, 256)]
     late = [message.stats.num_late_captures for message in messages]
     assert set(late) == {1}, "the request came while a graph was captured; its steps captured nothing"
 

@@ -135,7 +135,7 @@ def test_graphs_are_freed_before_the_ranks_part(make_engine, replays, monkeypatc
     engine = make_engine(max_num_seqs=4)
     engine._runner.make_graphs()
     at_the_end: list[int] = []
-    monkeypatch.setattr(engine._ranks, "close", lambda: at_the_end.append(engine._runner.num_captures))
+    monkeypatch.setattr(engine._ranks, "close", lambda: at_the_end.append(len(engine._runner._graphs._replays)))
     engine.close()
     assert at_the_end == [0]
 

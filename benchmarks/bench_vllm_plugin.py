@@ -1,0 +1,201 @@
+"""vLLM with fa_serve's plugin as its attention, beside vLLM's attention backends; tokens are compared first.
+
+    python benchmarks/bench_vllm_plugin.py --peer-path DIR                      # DIR has vLLM; three backends, 6 minutes
+    python benchmarks/bench_vllm_plugin.py --peer-path DIR --gpus 0,1           # two backends at a time, each on one GPU
+    python benchmarks/bench_vllm_plugin.py tokens --peer-path DIR               # small models only
+
+`tokens` serves small random models with each backend: a plain one (Llama), one with sliding windows (Mistral) and one with
+windows and sinks (gpt-oss). Their weights are wide, so logits are far apart and rounding seldom decides: greedy tokens should
+be equal. `rates` serves the shape of an 8B: the workloads A, B and C of engine_workloads.py, and "long", the decoding of 16
+sequences with 32,000 tokens each, whose prompts are not counted. `all` is both.
+
+Each backend has one process for each model. The peer of every case is FLASH_ATTN; TRITON_ATTN is written beside it. Results go
+to results/vllm_plugin.jsonl in the form of measure.py. Left out: the float8 cache, tensor parallelism, and vLLM's own tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from engine_workloads import SHAPES, WORKLOADS, make_model, save_tokenizer, say, tiny_sizes
+
+HERE = Path(__file__).parent
+BACKENDS = ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN")
+SMALL = ("tiny", "mistral", "gptoss20b")
+SHAPES["mistral"] = SHAPES["tiny"] | {"model_type": "mistral", "sliding_window": 100}
+LONG = (16, 32_000, 64)
+"""Sequences, tokens of their prompts, tokens that they decode."""
+PROMPTS = (1, 17, 90, 130, 250, 400)
+TOKENS = 24
+
+
+def run(args: argparse.Namespace) -> None:
+    """Make the models, serve each with every backend, and report."""
+    from measure import Results
+
+    wanted = {"tokens": list(SMALL), "rates": [args.shape], "all": [*SMALL, args.shape]}[args.part]
+    answers: dict[tuple[str, str], dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="bench_vllm_") as temporary:
+        for shape in wanted:
+            make(shape, Path(temporary) / shape, shape in SMALL, args.device)
+        jobs: queue.Queue[tuple[str, str]] = queue.Queue()
+        for shape in wanted:
+            for backend in args.backends:
+                jobs.put((shape, backend))
+        workers = [threading.Thread(target=work, args=(jobs, gpu, Path(temporary), answers, args)) for gpu in args.gpus]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    wrong = compare([shape for shape in wanted if shape in SMALL], args.backends, answers)
+    if wrong:
+        sys.exit(f"nothing is written: {'; '.join(wrong)}")
+    results = Results("vllm_plugin", args.out)
+    ours = answers.get((args.shape, "CUSTOM"), {})
+    for case, rate in ours.items():
+        peers = {name: answers.get((args.shape, name), {}).get(case) for name in args.backends if name != "CUSTOM"}
+        known = {name: value for name, value in peers.items() if value is not None}
+        ratio = results.add(f"{args.shape} {case}", "tok/s", rate, known)
+        say(f"{case:<8}{rate:12.5g}  " + "  ".join(f"{name} {value:.5g}" for name, value in known.items()) + f"  ratio {ratio}")
+    if ours:
+        results.write()
+
+
+def make(shape: str, folder: Path, small: bool, device: str) -> None:
+    import torch
+
+    changes: dict[str, Any] = {}
+    if small:
+        # vLLM's kernels want heads of 64, and wide weights keep logits apart
+        changes = tiny_sizes(shape) | {"initializer_range": 0.2, "sliding_window": SHAPES[shape].get("sliding_window")}
+        changes = {name: value for name, value in changes.items() if value is not None}
+    torch.manual_seed(0)
+    model = make_model(shape, device, dtype=torch.bfloat16, **changes)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, model.config.vocab_size)
+
+
+def work(
+    jobs: queue.Queue[tuple[str, str]],
+    gpu: str,
+    folder: Path,
+    answers: dict[tuple[str, str], dict[str, Any]],
+    args: argparse.Namespace,
+) -> None:
+    """Serve models on one GPU until there is none left."""
+    while True:
+        try:
+            shape, backend = jobs.get_nowait()
+        except queue.Empty:
+            return
+        begin = time.time()
+        path = os.pathsep.join([args.peer_path, str(HERE.parent)])
+        own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": gpu, "FA_SERVE_VLLM": str(int(backend == "CUSTOM"))}
+        own |= {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
+        command = [sys.executable, __file__, "serve", "--shape", shape, "--folder", str(folder / shape), "--backends", backend]
+        try:
+            done = subprocess.run(
+                command, env=os.environ | own, text=True, capture_output=True, timeout=args.budget, check=False
+            )
+        except subprocess.TimeoutExpired:
+            say(f"{shape} {backend}: not finished within {args.budget:g} s")
+            continue
+        lines = [line for line in done.stdout.splitlines() if line.startswith("@ ")]
+        if not lines:
+            say(f"{shape} {backend}: it ended with {done.returncode}\n{(done.stdout + done.stderr)[-1500:]}")
+            continue
+        answers[shape, backend] = json.loads(lines[-1][2:])
+        say(f"{shape} {backend}: {time.time() - begin:.0f} s, {str(answers[shape, backend])[:160]}")
+
+
+def compare(shapes: list[str], backends: list[str], answers: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    """What differs from the tokens of FLASH_ATTN."""
+    wrong = []
+    for shape in shapes:
+        expected = answers.get((shape, "FLASH_ATTN"), {}).get("tokens")
+        for backend in backends:
+            tokens = answers.get((shape, backend), {}).get("tokens")
+            if expected is None or tokens is None:
+                wrong.append(f"{shape} has no tokens of {backend} or of FLASH_ATTN")
+                continue
+            same = sum(x == y for x, y in zip(tokens, expected, strict=True))
+            say(f"{shape} {backend}: {same} of {len(expected)} answers are those of FLASH_ATTN")
+            if backend == "CUSTOM" and same < len(expected):
+                wrong.append(f"{shape}: {len(expected) - same} answers differ")
+    return wrong
+
+
+def serve(args: argparse.Namespace) -> None:
+    """In a process that has vLLM: answer with one backend, and print the result as one line."""
+    from vllm import LLM, SamplingParams
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    small = args.shape in SMALL
+    llm = LLM(
+        args.folder,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=1024 if small else LONG[1] + LONG[2] + 64,
+        gpu_memory_utilization=0.2 if small else 0.85,
+        enable_prefix_caching=False,
+        attention_backend=AttentionBackendEnum[args.backends[0]],
+        enforce_eager=small,
+    )
+    vocab = 512 if small else SHAPES[args.shape]["vocab_size"]
+
+    def answer(prompts: list[list[int]], counts: list[int]) -> tuple[list[list[int]], float]:
+        sampling = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False) for n in counts]
+        begin = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs], time.perf_counter() - begin
+
+    draw = random.Random(0)
+    result: dict[str, Any] = {}
+    if small:
+        prompts = [draw.choices(range(5, vocab), k=length) for length in PROMPTS]
+        result["tokens"] = answer(prompts, [TOKENS] * len(prompts))[0]
+    else:
+        for name in ("C", "A", "B"):
+            workload = WORKLOADS[name]
+            for turn in ("first", name):
+                counts = [tokens_out for _, tokens_out in workload.lengths]
+                _, seconds = answer(workload.prompts(turn, vocab), counts)
+            result[name] = workload.tokens / seconds
+        count, length, decoded = LONG
+        prompts = [draw.choices(range(5, vocab), k=length) for _ in range(count)]
+        times = [answer(prompts, [tokens] * count)[1] for tokens in (1, 1, 1 + decoded)]
+        result["long"] = count * decoded / (times[2] - times[1])
+    print("@ " + json.dumps(result), flush=True)
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=("all", "tokens", "rates", "serve"), default="all")
+    parser.add_argument("--peer-path", default="", help="PYTHONPATH of vLLM")
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b")
+    parser.add_argument("--backends", type=lambda text: text.split(","), default=list(BACKENDS))
+    parser.add_argument(
+        "--gpus", type=lambda text: text.split(","), default=["0"], help="one process at a time on each of these"
+    )
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds for each process")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where models are made")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    args = parser.parse_args()
+    (serve if args.part == "serve" else run)(args)
+
+
+if __name__ == "__main__":
+    main()

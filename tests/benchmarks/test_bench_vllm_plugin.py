@@ -1,0 +1,67 @@
+"""The benchmark of the plugin, with a stand-in for vLLM whose backends answer as they are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import bench_vllm_plugin
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LLM = """
+import os
+from types import SimpleNamespace
+
+class SamplingParams:
+    def __init__(self, max_tokens, **others):
+        self.max_tokens = max_tokens
+
+class LLM:
+    def __init__(self, folder, attention_backend, **others):
+        assert (os.environ["FA_SERVE_VLLM"] == "1") == (attention_backend.name == "CUSTOM")
+        assert os.path.exists(os.path.join(folder, "tokenizer.json"))
+        self.shift = int(attention_backend.name in os.environ.get("WRONG", ""))
+
+    def generate(self, prompts, sampling, use_tqdm):
+        return [self.answer(prompt["prompt_token_ids"], each.max_tokens) for prompt, each in zip(prompts, sampling)]
+
+    def answer(self, prompt, count):
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[sum(prompt) % 97 + self.shift] * count)])
+"""
+REGISTRY = """
+from enum import Enum
+AttentionBackendEnum = Enum("AttentionBackendEnum", "CUSTOM FLASH_ATTN TRITON_ATTN")
+"""
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Path:
+    backends = tmp_path / "vllm" / "v1" / "attention" / "backends"
+    backends.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text(LLM)
+    (backends / "registry.py").write_text(REGISTRY)
+    return tmp_path
+
+
+def run(peer: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> subprocess.CompletedProcess[str]:
+    monkeypatch.setenv("WRONG", wrong)
+    command = [sys.executable, "benchmarks/bench_vllm_plugin.py", "tokens", "--device", "cpu", "--peer-path", str(peer)]
+    return subprocess.run([*command, "--gpus", "0,1"], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.timeout(240)
+def test_tokens_of_each_backend_are_compared(peer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run(peer, monkeypatch, wrong="TRITON_ATTN")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for shape in bench_vllm_plugin.SMALL:
+        assert f"{shape} CUSTOM: 6 of 6 answers are those of FLASH_ATTN" in done.stdout
+        assert f"{shape} TRITON_ATTN: 0 of 6 answers are those of FLASH_ATTN" in done.stdout
+
+
+def test_other_tokens_of_the_plugin_are_an_error() -> None:
+    answers = {("tiny", "FLASH_ATTN"): {"tokens": [[1], [2]]}, ("tiny", "CUSTOM"): {"tokens": [[1], [3]]}}
+    assert bench_vllm_plugin.compare(["tiny"], ["CUSTOM", "FLASH_ATTN"], answers) == ["tiny: 1 answers differ"]
+    missing = bench_vllm_plugin.compare(["tiny"], ["TRITON_ATTN"], answers)
+    assert missing == ["tiny has no tokens of TRITON_ATTN or of FLASH_ATTN"]
