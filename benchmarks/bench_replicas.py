@@ -2,14 +2,16 @@
 
     python benchmarks/bench_replicas.py                                        # the embedded model on a CPU
     python benchmarks/bench_replicas.py --model Qwen/Qwen3-0.6B --device cuda  # two GPUs
+    python benchmarks/bench_replicas.py --shape llama8b --device cuda          # the same with random weights of this shape
 
 1. **Conversations**: each turn sends everything that was said before. Measured is the share of prompt tokens that come from a
    prefix cache, with the router of fa_serve and with the same router when it knows nothing of prompts. The gate: both give the
    same answers, greedily.
 2. **A lost replica**: clients ask in a closed loop, and the process of one replica is killed. Measured are the requests that
    fail and the latencies of all.
+3. **Throughput**: `fa-serve bench` loads one replica, and two with twice as many requests at once.
 
-Left out: throughput of two replicas beside one, for which `fa-serve bench` loads a server with each.
+Results of GPUs go to results/replicas.jsonl in the form of measure.py. Left out: replicas of several machines.
 """
 
 from __future__ import annotations
@@ -23,12 +25,18 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
+from engine_workloads import SHAPES, make_folder
+from measure import Results
+
+from fa_serve.client.bench import Load, run
 
 CONVERSATIONS = 24
 TURNS = 6
@@ -40,9 +48,9 @@ BLIND = f"from fa_serve.server.ray import prefix_router as r; f = r.in_order; r.
 
 
 @contextmanager
-def served(program: str, options: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """The address and the process of a server over two replicas."""
-    flags = ["--port", "0", "--device", options.device, "--replicas", "2", "--replica-cpus", "0.5", "--deterministic"]
+def served(program: str, options: argparse.Namespace, *more: str, replicas: int = 2) -> Iterator[tuple[str, int]]:
+    """The address and the process of a server over replicas."""
+    flags = ["--port", "0", "--device", options.device, "--replicas", str(replicas), "--replica-cpus", "0.5", *more]
     flags += ["--num-pages", "4096", "--dtype", "float32"] if options.device == "cpu" else []
     command = [sys.executable, "-c", program, "ray", *([options.model] if options.model else []), *flags]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -112,6 +120,21 @@ async def lose_one(url: str, server: int, seconds: float) -> dict[str, object]:
     return {"requests": len(times), "failed": len(failures), "messages": sorted(set(failures)), **milliseconds}
 
 
+def throughput(options: argparse.Namespace, replicas: int) -> float:
+    """Output tokens per second of so many replicas."""
+    load = Load(
+        requests=replicas * options.requests,
+        concurrency=replicas * options.concurrency,
+        prompt_tokens=128,
+        output_tokens=128,
+        processes=2 * replicas,
+    )
+    with served(PLAIN, options, replicas=replicas) as (url, _):
+        for turn in range(2):  # the first one compiles and captures
+            report = asyncio.run(run(replace(load, url=url, seed=turn)))
+    return float(report["output_tokens_per_s"])
+
+
 def replicas_of(server: int) -> list[int]:
     """Processes of replicas below a process."""
     parents = {}
@@ -133,10 +156,22 @@ def main() -> None:
     parser.add_argument("--model", help="by default the embedded model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the second part")
+    parser.add_argument("--shape", choices=SHAPES, help="in place of --model: random weights of this shape")
+    parser.add_argument("--requests", type=int, default=1024, help="of the third part, for each replica")
+    parser.add_argument("--concurrency", type=int, default=256, help="requests at once of the third part, for each replica")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    with served(BLIND, options) as (url, _):
+    with tempfile.TemporaryDirectory(prefix="bench_replicas_") as folder:
+        if options.shape is not None:
+            make_folder(options.shape, Path(folder), options.device)
+            options.model = folder
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    with served(BLIND, options, "--deterministic") as (url, _):
         blind, expected = asyncio.run(converse(url))
-    with served(PLAIN, options) as (url, server):
+    with served(PLAIN, options, "--deterministic") as (url, server):
         affine, answers = asyncio.run(converse(url))
         if answers != expected:
             sys.exit("the answers differ with the routing: no figure is reported")
@@ -144,6 +179,16 @@ def main() -> None:
         lost = asyncio.run(lose_one(url, server, options.seconds))
         print(f"while a replica is killed: {lost}")
     print(json.dumps({"bench": "replicas", "device": options.device, "cached": affine, "cached_blind": blind, **lost}))
+    one = throughput(options, 1)
+    two = throughput(options, 2)
+    print(f"throughput: one replica {one:.0f} tokens/s, two {two:.0f}, ratio {two / one:.2f}")
+    name = options.shape or options.model or "demo"
+    results = Results("replicas", options.out)
+    results.add(f"{name} throughput of two", "tok/s", two, {"one": one})
+    results.add(f"{name} prompt tokens from a cache", "share", affine, {"blind": blind})
+    results.add(f"{name} a replica is killed, p99", "ms", float(str(lost["p99_ms"])), {})
+    if options.device == "cuda":
+        results.write()
 
 
 if __name__ == "__main__":
