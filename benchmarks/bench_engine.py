@@ -53,9 +53,9 @@ SHARES = {"fa_serve": 4, "vllm": 5, "generate_batch": 4, "one_gpu": 4}  # of the
 PEERS = ("vllm", "generate_batch", "one_gpu")
 NOT_ASKED = {
     "vllm": ["sampled", *SPECULATING],
-    "generate_batch": ["sampled", "B", "shared", *SPECULATING],
+    "generate_batch": ["sampled", "B", "shared", *SPECULATING],  # it takes one length of answers, shares nothing
     "one_gpu": HEADS,
-}  # it takes one length of answers, shares nothing
+}
 
 
 def run(args: argparse.Namespace) -> None:

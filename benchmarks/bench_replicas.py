@@ -157,10 +157,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the second part")
     parser.add_argument("--shape", choices=SHAPES, help="in place of --model: random weights of this shape")
-    parser.add_argument("--requests", type=int, default=1024, help="of the third part, for each replica")
-    parser.add_argument("--concurrency", type=int, default=256, help="requests at once of the third part, for each replica")
+    parser.add_argument("--requests", type=int, help="of the third part, for each replica; default: 1024, on a CPU 64")
+    parser.add_argument("--concurrency", type=int, help="of these requests at once; default: 256, on a CPU 16")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    on_gpu = options.device == "cuda"
+    options.requests = options.requests or (1024 if on_gpu else 64)
+    options.concurrency = options.concurrency or (256 if on_gpu else 16)
     with tempfile.TemporaryDirectory(prefix="bench_replicas_") as folder:
         if options.shape is not None:
             make_folder(options.shape, Path(folder), options.device)
@@ -185,7 +188,7 @@ def measure(options: argparse.Namespace) -> None:
     name = options.shape or options.model or "demo"
     results = Results("replicas", options.out)
     results.add(f"{name} throughput of two", "tok/s", two, {"one": one})
-    results.add(f"{name} prompt tokens from a cache", "share", affine, {"blind": blind})
+    results.add(f"{name} prompt tokens from a cache", "share", affine, {"blind": blind} if blind else {})
     results.add(f"{name} a replica is killed, p99", "ms", float(str(lost["p99_ms"])), {})
     if options.device == "cuda":
         results.write()

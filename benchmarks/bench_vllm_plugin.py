@@ -5,9 +5,9 @@
     python benchmarks/bench_vllm_plugin.py tokens --peer-path DIR               # small models only
 
 `tokens` serves small random models with each backend: a plain one (Llama), one with sliding windows (Mistral) and one with
-windows and sinks (gpt-oss). Their weights are wide, so logits are far apart and rounding seldom decides: greedy tokens should
-be equal. `rates` serves the shape of an 8B: the workloads A, B and C of engine_workloads.py, and "long", the decoding of 16
-sequences with 32,000 tokens each, whose prompts are not counted. `all` is both.
+windows and sinks (gpt-oss). Their weights have a large standard deviation, so logits are far apart and rounding seldom decides:
+greedy tokens should be equal. `rates` serves the shape of an 8B: the workloads A, B and C of engine_workloads.py, and "long",
+the decoding of 16 sequences with 32,000 tokens each, whose prompts are not counted. `all` is both.
 
 Each backend has one process for each model. The peer of every case is FLASH_ATTN; TRITON_ATTN is written beside it. Results go
 to results/vllm_plugin.jsonl in the form of measure.py. Left out: the float8 cache, tensor parallelism, and vLLM's own tests.
@@ -20,11 +20,14 @@ import json
 import os
 import queue
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +80,7 @@ def make(shape: str, folder: Path, small: bool, device: str) -> None:
 
     changes: dict[str, Any] = {}
     if small:
-        # vLLM's kernels want heads of 64, and wide weights keep logits apart
+        # vLLM's kernels want heads of 64, and large weights keep logits apart
         changes = tiny_sizes(shape) | {"initializer_range": 0.2, "sliding_window": SHAPES[shape].get("sliding_window")}
         changes = {name: value for name, value in changes.items() if value is not None}
     torch.manual_seed(0)
@@ -104,19 +107,34 @@ def work(
         own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": gpu, "FA_SERVE_VLLM": str(int(backend == "CUSTOM"))}
         own |= {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
         command = [sys.executable, __file__, "serve", "--shape", shape, "--folder", str(folder / shape), "--backends", backend]
+        process = subprocess.Popen(
+            command, env=os.environ | own, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        alarm = threading.Timer(args.budget, kill, [process])
+        alarm.start()
+        log: deque[str] = deque(maxlen=20)
+        assert process.stdout is not None
         try:
-            done = subprocess.run(
-                command, env=os.environ | own, text=True, capture_output=True, timeout=args.budget, check=False
-            )
-        except subprocess.TimeoutExpired:
-            say(f"{shape} {backend}: not finished within {args.budget:g} s")
-            continue
-        lines = [line for line in done.stdout.splitlines() if line.startswith("@ ")]
-        if not lines:
-            say(f"{shape} {backend}: it ended with {done.returncode}\n{(done.stdout + done.stderr)[-1500:]}")
-            continue
-        answers[shape, backend] = json.loads(lines[-1][2:])
-        say(f"{shape} {backend}: {time.time() - begin:.0f} s, {str(answers[shape, backend])[:160]}")
+            for line in process.stdout:
+                if line.startswith("@ "):
+                    answers[shape, backend] = json.loads(line[2:])
+                    break  # all that it would still do is end
+                log.append(line[:200])
+        finally:
+            alarm.cancel()
+            kill(process)  # vLLM's engine is another process, which would keep the memory of the GPU
+            process.wait()
+        seconds = time.time() - begin
+        if (shape, backend) in answers:
+            say(f"{shape} {backend}: {seconds:.0f} s, {str(answers[shape, backend])[:160]}")
+        else:
+            say(f"{shape} {backend}: it ended without an answer after {seconds:.0f} s\n{''.join(log)}")
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """End a process and those that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def compare(shapes: list[str], backends: list[str], answers: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
@@ -177,7 +195,6 @@ def serve(args: argparse.Namespace) -> None:
         times = [answer(prompts, [tokens] * count)[1] for tokens in (1, 1, 1 + decoded)]
         result["long"] = count * decoded / (times[2] - times[1])
     print("@ " + json.dumps(result), flush=True)
-    os._exit(0)
 
 
 def main() -> None:

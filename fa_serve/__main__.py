@@ -212,7 +212,7 @@ def warm(
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
     if settings.tensor_parallel > 1:
-        _fail("warm takes --tensor-parallel 1: several ranks compile when their first requests come", code=2)
+        _fail("warm takes --tensor-parallel 1: several ranks compile while they start", code=2)
     if not device.startswith("cuda"):
         _fail(f"nothing is compiled for the device {device}: run this on a machine with the GPU that will serve", code=2)
     log_to_stderr(settings.log_level, settings.log_format)

@@ -31,6 +31,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -265,8 +266,9 @@ class StepGraphs:
 
     def close(self) -> None:
         """Free all graphs. Communicators of NCCL cannot be destroyed while a graph refers to them."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        with suppress(torch.AcceleratorError):  # the device is lost; the error that says so has been raised already
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
         self._replays.clear()
 
     def inputs(self, shape: Shape) -> Inputs:

@@ -170,7 +170,7 @@ class Leader:
     def close(self) -> None:
         """End the followers: after the step that they are in, or at once if a rank has failed."""
         self._closing = True
-        if self._failure is None and not self._is_lost.is_set():
+        if self._failure is None and not self._in_step and not self._is_lost.is_set():
             with contextlib.suppress(EngineDeadError):
                 self._send("stop", None)
             for link in self._links:
@@ -369,9 +369,6 @@ def _listen(connection: Connection, messages: queue.SimpleQueue[tuple[str, Any]]
     """Read what rank 0 sends. Runs in a thread of a follower."""
     try:
         while True:
-            message = connection.recv()
-            messages.put(message)
-            if message[0] == "stop":
-                return
+            messages.put(connection.recv())
     except (EOFError, OSError):
         os._exit(1)  # rank 0 is gone

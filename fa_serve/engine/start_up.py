@@ -6,8 +6,8 @@
 With `ahead`, everything that a step may need exists when this returns: all steps of the warm-up plan run once (warm_up.py),
 while threads compile the kernels that they launch, and CUDA graphs are captured for a few seconds. The other graphs are
 captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use, steps compile and capture
-what they need. With several ranks of tensor parallelism, each compiles by itself, with sums that do not wait for the others.
-Then all ranks run steps of each size together, for the kernels of the sums. Left out: how models are loaded (loading.py).
+what they need. With several ranks, each rank first compiles alone, with sums that return its own part. Then all ranks run one
+step of each size together, which compiles the kernels of the sums. Left out: how models are loaded (loading.py).
 """
 
 from __future__ import annotations
@@ -63,15 +63,19 @@ def start_up(
     runner = loaded.runner
     if not ahead or runner.device.type != "cuda":
         return loaded
-    # threads end their compilations in another order on each rank, so here no sum may wait for the others
-    with nullcontext() if ranks.all_reduce is None else ranks.all_reduce.paused():
-        warm_up(runner, config, loaded.max_model_len)
-    if ranks.size > 1:
-        warm_up_sums(runner, config, loaded.max_model_len)
-        ranks.check_lost()
-    found, compiled = num_compilations()
-    clock.end("kernels", f"{found} from the cache, {compiled} compiled")
-    clock.end("captures", capture_ahead(runner, ranks))
+    try:
+        # threads end their compilations in another order on each rank, so here no sum may wait for the others
+        with nullcontext() if ranks.all_reduce is None else ranks.all_reduce.paused():
+            warm_up(runner, config, loaded.max_model_len)
+        if ranks.size > 1:
+            warm_up_sums(runner, config, loaded.max_model_len)
+            ranks.check_lost()
+        found, compiled = num_compilations()
+        clock.end("kernels", f"{found} from the cache, {compiled} compiled")
+        clock.end("captures", capture_ahead(runner, ranks))
+    except BaseException:
+        runner.close()  # the ranks cannot part while there are graphs
+        raise
     return loaded
 
 

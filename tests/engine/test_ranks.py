@@ -199,6 +199,22 @@ def test_a_step_that_was_interrupted_is_the_last(monkeypatch: pytest.MonkeyPatch
             leader.tell(call)
 
 
+def test_followers_of_an_interrupted_step_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may wait in a sum that rank 0 never comes to."""
+    leader = Leader(config())
+    sent: list[str] = []
+    monkeypatch.setattr(leader, "_send", lambda what, _: sent.append(what))
+    leader.tell("step")
+    leader.close()
+    assert sent == ["step"]
+    other = Leader(config())
+    monkeypatch.setattr(other, "_send", lambda what, _: sent.append(what))
+    other.tell("step")
+    other.end_step()
+    other.close()
+    assert sent == ["step", "step", "stop"]
+
+
 def test_tokens_of_an_aborted_sum_are_no_output(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the sums of a step return with undefined values when a rank is lost."""
     engine = make_engine()

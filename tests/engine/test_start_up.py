@@ -140,6 +140,33 @@ def test_graphs_are_freed_before_the_ranks_part(make_engine, replays, monkeypatc
     assert at_the_end == [0]
 
 
+def test_a_start_that_fails_frees_its_graphs(make_engine, replays, monkeypatch) -> None:
+    engine = make_engine(max_num_seqs=4)
+    runner = engine._runner
+    runner.make_graphs()
+    loaded = Loaded(runner, cast(Any, None), None, engine.config, 64, frozenset())
+    monkeypatch.setattr(start_up, "load", lambda *_: loaded)
+    monkeypatch.setattr(runner, "device", torch.device("cuda"))
+    monkeypatch.setattr(start_up, "warm_up", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        start_up.start_up(engine.config, engine._ranks, PhaseClock(None), ahead=True)
+    assert not runner._graphs._replays
+
+
+def test_a_lost_device_does_not_keep_graphs(make_engine, replays, monkeypatch) -> None:
+    engine = make_engine(max_num_seqs=4)
+    engine._runner.make_graphs()
+    graphs = engine._runner._graphs
+
+    def lost(_: Any) -> None:
+        raise torch.AcceleratorError("unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(graphs, "_device", torch.device("cuda"))
+    graphs.close()
+    assert not graphs._replays
+
+
 def test_the_phases_of_a_start(make_engine) -> None:
     phases: list[Phase] = []
     engine = make_engine()

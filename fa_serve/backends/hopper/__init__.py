@@ -8,7 +8,7 @@ backward        the kernel of the gradients and its plan; what it consists of be
 dq_sum          the sum of dQ in float32, to which the backward kernel adds
 listed_blocks   lists of key blocks, which the producer walks
 packed_heads    query heads that share a tile, for a few queries per sequence
-divided_keys    keys of long sequences that are divided among tiles; `piece_table` cuts them on the device, `merge` adds them up
+divided_keys    keys of long sequences, divided among tiles; `piece_table` cuts them on the device, `merge` combines the pieces
 float8_scales   the scales of float8 copies of q, k and v, which `triton.float8_inputs` makes; `float8_probabilities` packs P
 kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
 tile_schedule   which tile comes next
@@ -100,13 +100,13 @@ def _cannot_decode(spec: AttentionSpec) -> str | None:
     """Why a few queries per sequence are left to the decoding kernel, or None."""
     if spec.layout != "paged" or spec.sizes is None:
         return f"computes up to {FEW_QUERIES} queries per sequence of a paged cache, without a fixed number of splits"
-    dims = (spec.head_dim, spec.head_dim_v)
-    if packs_queries(*dims, spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, *spec.sizes):
+    sizes = (spec.head_dim, spec.head_dim_v)
+    if packs_queries(*sizes, spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, *spec.sizes):
         return None
     batch, queries, keys = spec.sizes
     return (
-        f"computes 2 to {FEW_QUERIES} queries per sequence if their tiles fill half of the GPU, "
-        f"got {batch} sequence{'s' * (batch != 1)} of up to {queries} queries and {keys} keys"
+        f"computes 2 to {FEW_QUERIES} queries per sequence with heads of up to 128 if their tiles fill about half of the GPU, "
+        f"got heads of {max(sizes)}, {batch} sequence{'s' * (batch != 1)} of up to {queries} queries and {keys} keys"
     )
 
 

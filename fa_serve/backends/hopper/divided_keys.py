@@ -3,13 +3,13 @@
 A plain tile visits all keys of its rows. 256 queries of 16 heads behind 4096 keys are 32 such tiles for 132 multiprocessors,
 and one long sequence among short ones keeps the others waiting. So a tile may be a piece of these: some rows and some of their
 keys. `piece_table` cuts the keys of each sequence on the device, by the lengths there, such that all thread blocks have about
-the same number of key blocks (Dao et al. 2023, "Flash-Decoding"; one line of equal shares as in `triton.splits`). A captured
-graph is right for every length. The order of a row's sums depends on the lengths and shapes of the call and on the number of
-multiprocessors, not on which thread block is first.
+the same number of key blocks (Dao et al. 2023, "Flash-Decoding"). Unlike in `triton.splits`, each sequence is cut by itself,
+into pieces of about one share. A captured graph is right for every length. The order of a row's sums depends on the lengths and
+shapes of the call and on the number of multiprocessors, not on which thread block is first.
 
-Rows whose keys are in one piece are written at once. The others leave their outputs and log-sum-exps, which `merge` adds up.
-Rows of heads that fill a packed tile in part (see `packed_heads`) are always left to the merge: a box of O would overwrite
-other heads.
+Rows whose keys are in one piece are written to the output directly. Other pieces store their partial output and log-sum-exp in
+a buffer, and `merge` combines them. Rows of padded tiles (see `packed_heads`) always go through the merge: a box of O would
+overwrite other heads.
 
 In `Tile.head`, a tile of such a call says three things: (pieces * MAX_PIECES + piece) * heads + head.
 """
@@ -38,7 +38,8 @@ def piece_of(tile, num_heads):
 
 @gluon.jit
 def _place_of_rows(tile, group: gl.constexpr, args, layout: gl.constexpr, var: gl.constexpr):
-    """-> where the buffer has the rows of a warpgroup, [64] int64: (piece, token, query head), and which rows there are."""
+    """-> the index in the buffer of each row of a warpgroup, [64] int64, in the order (piece, token, query head); and a mask of
+    the rows that exist."""
     rows = gl.arange(0, 64, layout=layout)
     queries = tile.row + 64 * group // var.packing + rows // var.packing
     members = rows % var.packing

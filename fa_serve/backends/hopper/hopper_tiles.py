@@ -251,22 +251,27 @@ MIN_BLOCKS_OF_A_PIECE = 8
 MIN_DIVIDED_KEYS = 1024
 """Fewer visible keys than these are not divided."""
 MIN_DIVIDED_KEYS_OF_FEW = 4096
-"""The same for a few queries per sequence: the table and the merge take 5 us, in which a tile of theirs reads 1000 keys."""
+"""The same for up to FEW_QUERIES queries: dividing costs 5 us, in which a thread block reads about 1000 keys of such a tile."""
 FULL_WAVES = 0.85
-"""Tiles of prompts that keep so many of the thread blocks busy in each of their waves stay whole."""
+"""Prompts stay whole if their tiles fill at least this share of one or two waves of thread blocks. With more waves they always
+do."""
+MIN_FILLED = 0.45
+"""With tiles of a few queries for a smaller share of the thread blocks of an H100, the decoding kernel is faster."""
 
 
 def key_pieces(tiles: int, slots: int, max_seqlen_q: int, keys: int) -> int:
     """Into how many pieces the keys of a row may be cut, 1 if they stay whole; see `piece_table`, which cuts them.
 
-    tiles: tiles of the launch, at least; slots: thread blocks that run at once; keys: what a row of the longest sequence sees
+    tiles: a lower bound of the tiles of the launch
+    slots: thread blocks that run at once
+    keys:  what a row of the longest sequence sees
 
-    The limit keeps the buffer of the pieces small: about 4 outputs for each thread block that runs at once, or 16 for a few
-    queries, and at least 2 for each tile of these. Prompts whose tiles fill the GPU stay whole. A few queries do not, because
+    The limit bounds the buffer: about 4 partial outputs for each thread block that runs at once, 16 for a few queries, but at
+    least 2 for each tile of a few queries. Prompts whose tiles fill the GPU stay whole. A few queries do not, because
     their sequences may be of very unequal lengths.
 
     In us on one H200 with 16-bit heads of 128, whole and divided: 32 tiles 63 and 32 (16 heads, 256 queries behind 4096 keys),
-    64 tiles 107 and 70 (512 behind 8192), 783 and 400 (32 heads, 256 behind 65,536); but 128 tiles for 132 thread blocks 112
+    64 tiles 107 and 69 (512 behind 8192), 783 and 400 (32 heads, 256 behind 65,536); but 128 tiles for 132 thread blocks 113
     and 117, 256 tiles 129 and 137. 4 queries of 31 sequences of 500 keys and of one of 65,536: 722 whole, 127 with up to 8
     pieces, 107 with up to 16. 16 queries of 16 sequences of 1024 keys: 29 and 34.
     """
@@ -297,7 +302,7 @@ def packs_queries(
     packing = head_packing(heads_per_kv, max_seqlen_q, may_pad=True)
     tiles = forward_tiles(head_dim, head_dim_v, (-1, 0), max_seqlen_q * packing, max_seqlen_k, True, True)
     count = batch * num_kv_heads * (heads_per_kv if packing == 1 else 1) * -(-max_seqlen_q * packing // tiles.block_m)
-    return 2.2 * count >= 132 * tiles.blocks_per_sm
+    return count >= MIN_FILLED * 132 * tiles.blocks_per_sm
 
 
 @lru_cache(maxsize=4096)

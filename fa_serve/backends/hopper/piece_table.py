@@ -103,7 +103,7 @@ def _piece_table(
         low, high = _blocks_of_tile(m, q_len, kv_len, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
         begin = low + (high - low) * piece // pieces
         end = low + (high - low) * (piece + 1) // pieces
-        # a tile that sees fewer blocks than its sequence has pieces leaves pieces empty: they visit a block of no keys
+        # A tile may see fewer blocks than its sequence has pieces. An empty piece visits one block that is wholly masked.
         empty = begin == end
         tl.store(record, m * BLOCK_M)
         tl.store(record + 1, pieces * MAX_PIECES + piece)

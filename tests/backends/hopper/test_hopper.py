@@ -44,10 +44,13 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "got float32"),
         ({"op": "decode"}, "of a paged cache"),
         ({"layout": "paged", "page_size": 16, "op": "decode"}, "without a fixed number of splits"),
-        ({"layout": "paged", "page_size": 16, "op": "decode", "sizes": (1, 8, 2048)}, "got 1 sequence of up to 8 queries"),
+        (
+            {"layout": "paged", "page_size": 16, "op": "decode", "sizes": (1, 8, 2048)},
+            "got heads of 128, 1 sequence of up to 8 queries",
+        ),
         (
             {"layout": "paged", "page_size": 16, "op": "decode", "sizes": (64, 1, 99)},
-            "got 64 sequences of up to 1 queries and 99 keys",
+            "got heads of 128, 64 sequences of up to 1 queries and 99 keys",
         ),
         ({"layout": "paged", "page_size": 16, "op": "store_kv"}, "got op 'store_kv'"),
         ({"layout": "paged", "page_size": 16, "kv_dtype": torch.float8_e4m3fn}, "got float8_e4m3fn"),
