@@ -34,17 +34,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from child_process import answers
 from engine_runs import PARTS
 from engine_workloads import HEADS, SHAPES, SPECULATING, WORKLOADS, make_tiny, say
 from profile_engine import decode, profile
@@ -129,42 +127,14 @@ def child(
         *(f"--{name}={value}" for name, value in options.items() if value not in ("", None)),
     ]
     command += [f"--set={name}={json.dumps(value)}" for name, value in args.set.items()]
-    process = subprocess.Popen(
-        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    alarm = threading.Timer(max(deadline - time.time(), 1.0), kill, [process])
-    alarm.start()
     log: deque[str] = deque(maxlen=15)
-    done = False
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if not line.startswith("@ "):
-                log.append(line[:200])
-                continue
-            name, value, note = json.loads(line[2:])
-            if value is not None:
-                yield name, value
-            if name == "done":
-                done = True
-                break  # all that it would still do is end
-            say(f"  {engine:<15}{name:<14}{'' if value is None else f'{value:10.5g}'}  {note}")
-    finally:
-        late = not alarm.is_alive()
-        alarm.cancel()
-        kill(process)
-        process.wait()
-    if not done:
-        reason = "its time is up" if late else f"it ended with {process.returncode}"
-        say(f"  {engine:<15}not finished: {reason}\n" + "".join(log))
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """End a process and those that it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    for name, value, note in answers(command, env, deadline - time.time(), log):
+        if value is not None:
+            yield name, value
+        if name == "done":
+            return  # all that it would still do is end
+        say(f"  {engine:<15}{name:<14}{'' if value is None else f'{value:10.5g}'}  {note}")
+    say(f"  {engine:<15}not finished:\n" + "".join(log))
 
 
 def record(rates: dict[str, dict[str, float]], args: argparse.Namespace) -> list[dict[str, Any]]:

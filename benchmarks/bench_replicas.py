@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 from engine_workloads import SHAPES, make_folder
@@ -93,7 +94,7 @@ async def converse(url: str) -> tuple[float, list[str]]:
     return cached / asked, answers
 
 
-async def lose_one(url: str, server: int, seconds: float) -> dict[str, object]:
+async def lose_one(url: str, server: int, seconds: float) -> dict[str, Any]:
     """Kill a replica after a third of the time."""
     times: list[float] = []
     failures: list[str] = []
@@ -189,7 +190,7 @@ def measure(options: argparse.Namespace) -> None:
     results = Results("replicas", options.out)
     results.add(f"{name} throughput of two", "tok/s", two, {"one": one})
     results.add(f"{name} prompt tokens from a cache", "share", affine, {"blind": blind} if blind else {})
-    results.add(f"{name} a replica is killed, p99", "ms", float(str(lost["p99_ms"])), {})
+    results.add(f"{name} a replica is killed, p99", "ms", lost["p99_ms"], {})
     if options.device == "cuda":
         results.write()
 

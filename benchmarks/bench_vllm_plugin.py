@@ -20,17 +20,15 @@ import json
 import os
 import queue
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from child_process import answers as told
 from engine_workloads import SHAPES, WORKLOADS, make_model, save_tokenizer, say, tiny_sizes
 
 HERE = Path(__file__).parent
@@ -107,34 +105,15 @@ def work(
         own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": gpu, "FA_SERVE_VLLM": str(int(backend == "CUSTOM"))}
         own |= {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
         command = [sys.executable, __file__, "serve", "--shape", shape, "--folder", str(folder / shape), "--backends", backend]
-        process = subprocess.Popen(
-            command, env=os.environ | own, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        alarm = threading.Timer(args.budget, kill, [process])
-        alarm.start()
         log: deque[str] = deque(maxlen=20)
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                if line.startswith("@ "):
-                    answers[shape, backend] = json.loads(line[2:])
-                    break  # all that it would still do is end
-                log.append(line[:200])
-        finally:
-            alarm.cancel()
-            kill(process)  # vLLM's engine is another process, which would keep the memory of the GPU
-            process.wait()
+        for answer in told(command, os.environ | own, args.budget, log):
+            answers[shape, backend] = answer
+            break  # all that it would still do is end
         seconds = time.time() - begin
         if (shape, backend) in answers:
             say(f"{shape} {backend}: {seconds:.0f} s, {str(answers[shape, backend])[:160]}")
         else:
-            say(f"{shape} {backend}: it ended without an answer after {seconds:.0f} s\n{''.join(log)}")
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """End a process and those that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+            say(f"{shape} {backend}: no answer after {seconds:.0f} s\n{''.join(log)}")
 
 
 def compare(shapes: list[str], backends: list[str], answers: dict[tuple[str, str], dict[str, Any]]) -> list[str]:

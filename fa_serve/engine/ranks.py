@@ -168,7 +168,7 @@ class Leader:
                 self.close()
 
     def close(self) -> None:
-        """End the followers: after the step that they are in, or at once if a rank has failed."""
+        """End the followers: after the step that they are in, or at once if a rank has failed or a step was interrupted."""
         self._closing = True
         if self._failure is None and not self._in_step and not self._is_lost.is_set():
             with contextlib.suppress(EngineDeadError):
