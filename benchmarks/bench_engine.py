@@ -5,6 +5,7 @@
     python benchmarks/bench_engine.py --shapes llama8b --tensor-parallel 2 --peers vllm,one_gpu --workloads A,B,C,C64,D
     python benchmarks/bench_engine.py decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite
     python benchmarks/bench_engine.py profile --shapes llama8b                  # decoding steps kernel by kernel, and a prefill
+    python benchmarks/bench_engine.py decode --shapes llama70b --tensor-parallel 2 --requests 1   # steps of one of two ranks
     python benchmarks/bench_engine.py decode --shapes deepseek-lite --tiny --device cpu --requests 1     # to try a shape
     python benchmarks/bench_engine.py --shapes tiny --device cpu --requests 4   # to try the script
 
@@ -20,6 +21,7 @@ an EAGLE-3 head, which has random weights; 3 drafts of each step are accepted. B
 is the time from the start of the process to the first token, with compilers' caches as they are.
 
 With --tensor-parallel N, our engine and vLLM divide the model between N GPUs. The peer `one_gpu` is our engine on one of them.
+`decode` and `profile` then show rank 0, whose floor is that of its part of the model.
 
 Every engine loads the same folder, which has the shape's config and random weights. The engines run one after the other, each
 in a separate process with a share of --budget seconds for each shape; workloads that do not end in time are left out. Before a

@@ -60,6 +60,7 @@ def decode(args: argparse.Namespace) -> None:
             floor = floor_bytes(engine, batch) / bandwidth * 1e3
             rows.append(f"| {shape} | {batch} | {wall:.3f} | {floor:.3f} | {wall / floor:.2f} |")
             say(rows[-1])
+        engine.close()
         del engine
         gc.collect()  # the engine and its cache, before the next one takes what is free
     say("\n".join(["", f"| shape | sequences of {LENGTH} | step, ms | floor, ms | ratio |", "|---|---|---|---|---|", *rows]))
@@ -73,15 +74,16 @@ def profile(args: argparse.Namespace) -> None:
 
 
 def make_engine(shape: str, args: argparse.Namespace) -> Any:
-    """An engine with a model of this shape."""
+    """An engine with a model of this shape. Ranks of tensor parallelism read it from a folder, each its part."""
     import torch
 
     from fa_serve.engine import Engine, EngineConfig
 
     settings = {"device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": 0.85, "prefix_caching": False}
+    settings["tensor_parallel"] = args.tensor_parallel
     with TemporaryDirectory() as folder:
         model = None
-        if shape in QUANTISED:
+        if shape in QUANTISED or args.tensor_parallel > 1:
             make_folder(shape, Path(folder), args.device)
             settings["model"] = folder
         else:
@@ -110,6 +112,7 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
         say(f"prefill, {count} x 512 tokens: {step}")
         say(step.table(args.top))
         say(host_profile(partial(prefill_step, engine, count), 2 * args.top))
+    engine.close()
 
 
 def floor_bytes(engine: Any, batch: int) -> float:

@@ -28,10 +28,11 @@ of prompts.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -352,7 +353,7 @@ def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None]
     graph = torch.cuda.CUDAGraph()
     stream = _capture_stream()
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
+    with _no_garbage_collection(), torch.cuda.stream(stream):
         # other threads may allocate pinned memory during the capture
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -360,6 +361,18 @@ def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None]
         finally:
             graph.capture_end()
     return graph.replay, graph.pool()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Inside, no cyclic garbage is collected. If it held the graph of a closed engine, freeing that would end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @lru_cache(maxsize=1)

@@ -84,7 +84,7 @@ def test_keys_of_prompts_are_divided(case: Case, layout: str, monkeypatch: pytes
     monkeypatch.setattr(dispatch, "select_backend", select)
     monkeypatch.setattr(dispatch, "PLANS", PlanTable())
     check(case, "auto", torch.bfloat16, "cuda", layout)
-    assert set(ops) == {"decode"}
+    assert ops[-1] == "decode"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

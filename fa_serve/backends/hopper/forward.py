@@ -201,7 +201,8 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_pieces: int 
         dim_v=head_dims[1] if padded or max_pieces > 1 else 0,
     )
     assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
-    slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
+    processors = multiprocessors(problem.device, 132)
+    slots = processors * tiles.blocks_per_sm
     counts = _count_tiles(problem, var, slots, max_pieces)
     if counts.per_head == 0:
         return Launches()
@@ -225,7 +226,12 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_pieces: int 
     if not var.pieces:
         return Launches(attention, table_launch(*tiling, group), counts.per_head)
     table = piece_table_launch(
-        *tiling, num_heads=problem.tile_heads, slots=slots, max_pieces=max_pieces, min_blocks=MIN_BLOCKS_OF_A_PIECE
+        *tiling,
+        num_heads=problem.tile_heads,
+        processors=processors,
+        slots=slots,
+        max_pieces=max_pieces,
+        min_blocks=MIN_BLOCKS_OF_A_PIECE,
     )
     return Launches(attention, table, counts.per_head, merge=merge)
 

@@ -178,12 +178,18 @@ def _tiles_of_width(
     seen = max_seqlen_k  # keys that a row sees on average
     if right >= 0:
         seen = min(seen - max_seqlen_q // 2, left + right + 1 if left >= 0 else seen)
-    if width <= 128 and (max_seqlen_q <= 64 or (masked and seen <= (1024 if width <= 64 else 256))):
+    few = 1024 if masked and width <= 64 else 256
+    if width > 64 and left < 0:
+        few = 0
+    if width <= 128 and (max_seqlen_q <= 64 or seen <= few):
         # One warpgroup holds all rows there are, or visits few keys that its rows do not see. Two or three thread blocks share
         # a multiprocessor and hide each other's start and end.
         # D64 causal reaches 302 at 512, 378 at 1k and 430 at 2k; the tile further below reaches 246, 339 and 409. At 8k it is
-        # the other way round, 475 and 526. A window of 128 at 16k takes 0.44 of the time of that tile.
-        # D128 causal reaches 334 against 344 at 512 and 440 against 474 at 1k; windows were not compared.
+        # the other way round, 475 and 526. A window of 128 at 16k takes 0.44 of the time of that tile. On one H100, 64 packed
+        # sequences of 197 tokens without a mask take 59 us, and 86 with tiles of 192 rows, of which the second is nearly empty.
+        # D128 causal reaches 334 against 344 at 512 and 440 against 474 at 1k. On one H100, 64 packed sequences of 197 tokens
+        # take 153 against 142 us (32/8 heads of 128), 221 against 155 (32/32 heads of 96) and 188 against 141 (of 80). Windows
+        # were not compared.
         # 512 packed sequences of 64 tokens reach 88, and 68 with a plain grid.
         blocks = 3 if width <= 64 else 2
         return TileConfig(1, 64, blocks, 2, Schedule.DYNAMIC, softmax_first=width > 64, blocks_per_sm=blocks)
@@ -248,8 +254,8 @@ MAX_PIECES = 16
 """Pieces of the keys of a row, at most."""
 MIN_BLOCKS_OF_A_PIECE = 8
 """Key blocks that are worth the start and the end of a thread block, and a part of the merge."""
-MIN_DIVIDED_KEYS = 1024
-"""Fewer visible keys than these are not divided."""
+MIN_DIVIDED_KEYS = 2048
+"""Fewer visible keys than these are not divided: 256 queries of 32 heads behind 1024 keys take 28 us divided and 24 whole."""
 MIN_DIVIDED_KEYS_OF_FEW = 4096
 """The same for up to FEW_QUERIES queries: dividing costs 5 us, in which a thread block reads about 1000 keys of such a tile."""
 FULL_WAVES = 0.85
@@ -267,8 +273,8 @@ def key_pieces(tiles: int, slots: int, max_seqlen_q: int, keys: int) -> int:
     keys:  what a row of the longest sequence sees
 
     The limit bounds the buffer: about 4 partial outputs for each thread block that runs at once, 16 for a few queries, but at
-    least 2 for each tile of a few queries. Prompts whose tiles fill the GPU stay whole. A few queries do not, because
-    their sequences may be of very unequal lengths.
+    least 2 for each tile of a few queries. Prompts whose tiles fill the GPU stay whole. For a few queries the device decides,
+    because their sequences may be of very unequal lengths.
 
     In us on one H200 with 16-bit heads of 128, whole and divided: 32 tiles 63 and 32 (16 heads, 256 queries behind 4096 keys),
     64 tiles 107 and 69 (512 behind 8192), 783 and 400 (32 heads, 256 behind 65,536); but 128 tiles for 132 thread blocks 113

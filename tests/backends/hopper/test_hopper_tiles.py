@@ -90,8 +90,10 @@ def test_rows_that_see_few_keys_take_small_tiles() -> None:
     assert forward_tiles(64, 64, (127, 0), 100_000, 100_000, True, True) == small
     assert forward_tiles(64, 64, (-1, 0), 500, 8000, True, True).block_m == 128, "the rows of a chunk see all keys before it"
     assert forward_tiles(64, 64, (-1, -1), 512, 512, False).block_m == 192
+    assert forward_tiles(64, 64, (-1, -1), 197, 197, True) == small
     assert forward_tiles(128, 128, (127, 0), 4096, 4096, False).block_m == 64
     assert forward_tiles(128, 128, (-1, 0), 1024, 1024, False).block_m == 128
+    assert forward_tiles(96, 96, (-1, 0), 197, 197, True).block_m == 128
 
 
 def test_head_group_keeps_heads_of_one_key_head_together() -> None:
@@ -150,7 +152,7 @@ def test_few_queries_of_enough_sequences(heads: tuple[int, int], dim: int, sizes
         (160, 512, 8704, 3),
         (256, 512, 8704, 1),
         (270, 512, 8704, 1),
-        (32, 256, 1000, 1),
+        (32, 256, 2047, 1),
         (32, 2048, 4096, 1),
         (256, 4, 4096, 8),
         (256, 4, 4095, 1),

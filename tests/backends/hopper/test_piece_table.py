@@ -32,9 +32,10 @@ def pieces_of(
     num_heads: int,
     slots: int,
     max_pieces: int,
+    processors: int = 0,
     skip_q: int = 0,
 ) -> tuple[list[list[int]], int]:
-    """The live records, and the room that the table has."""
+    """The live records, and the room that the table has. processors: by default one for each slot"""
     batch = len(lengths_q)
     max_tiles = max_tile_count(sum(lengths_q), batch, max(lengths_q), QUERIES, skip_q)
     capacity = table_capacity(max_tiles, num_heads, slots, max_pieces)
@@ -47,6 +48,7 @@ def pieces_of(
         skip_q,
         True,
         num_heads=num_heads,
+        processors=processors or slots,
         slots=slots,
         max_pieces=max_pieces,
         min_blocks=2,
@@ -96,13 +98,23 @@ def test_shares_are_about_equal() -> None:
     assert len(records) == len(longest) + 7
 
 
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [([4096] * 8, [1] * 8), ([4096] * 6, [3] * 6), ([8192] + [600] * 7, [13] + [1] * 7)]
+)
+def test_sequences_that_fill_the_multiprocessors_stay_whole(lengths: list[int], expected: list[int]) -> None:
+    """Two heads of 8 sequences fill 20 multiprocessors, on each of which 2 thread blocks run; those of 6 sequences do not."""
+    records, _ = pieces_of([4] * len(lengths), lengths, (-1, 0), num_heads=2, processors=20, slots=40, max_pieces=16)
+    assert [sum(record[4] == b for record in records) for b in range(len(lengths))] == expected
+
+
 def test_sequences_of_another_kernel_have_no_records() -> None:
     records, _ = pieces_of([1, 40, 16], [9000, 900, 900], (-1, 0), num_heads=2, slots=24, max_pieces=16, skip_q=16)
     assert {r[4] for r in records} == {1}
 
 
 def test_compiles_without_spills() -> None:
-    launch = piece_table_launch(8, 3, (100, 0), QUERIES, BLOCK_N, 0, True, num_heads=8, slots=264, max_pieces=4, min_blocks=8)
+    tiling = (8, 3, (100, 0), QUERIES, BLOCK_N, 0, True)
+    launch = piece_table_launch(*tiling, num_heads=8, processors=132, slots=264, max_pieces=4, min_blocks=8)
     with compiling_for("sm90") as kernels:
         tile_table(launch, 8, cu_seqlens([4, 4, 4]), torch.tensor([9, 9, 9], dtype=torch.int32))
     assert [(kernel.name, kernel.spill_bytes) for kernel in kernels] == [("_piece_table", 0)]
