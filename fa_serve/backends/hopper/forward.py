@@ -148,6 +148,11 @@ class _Problem(NamedTuple):
         return self.num_heads // self.k.shape[-2]
 
     @property
+    def equal(self) -> bool:
+        """Whether all sequences have max_seqlen_q queries."""
+        return not self.packed or self.q.shape[0] == self.batch * self.options.max_seqlen_q
+
+    @property
     def tile_heads(self) -> int:
         """Heads that have separate tiles."""
         return self.num_heads if self.packing == 1 else self.k.shape[-2]
@@ -245,10 +250,8 @@ def _piece_limit(problem: _Problem, tiles: TileConfig) -> int:
     keys = options.max_seqlen_k if left < 0 else min(options.max_seqlen_k, left + options.max_seqlen_q)
     queries = tiles.block_m // problem.packing
     longest = -(-options.max_seqlen_q // queries)
-    total = problem.q.shape[0]
     # with equal lengths, each sequence has as many tiles as the longest; else there are at least so many as their sum fills
-    equal = total == problem.batch * options.max_seqlen_q
-    count = problem.batch * longest if equal else max(longest, total // queries)
+    count = problem.batch * longest if problem.equal else max(longest, problem.q.shape[0] // queries)
     slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
     return key_pieces(count * problem.tile_heads, slots, options.max_seqlen_q, keys)
 
@@ -274,8 +277,10 @@ def _count_tiles(problem: _Problem, var: Variant, slots: int, max_pieces: int) -
     kv_bytes = 2 * (problem.k.shape[-1] + problem.out.shape[-1]) * options.max_seqlen_k
     if problem.packed:
         per_head = max_tile_count(problem.q.shape[0], batch, options.max_seqlen_q, var.queries, options.skip_q)
-        # tiles of several sequences run at a time: tiles of the same length usually belong to a few sequences
-        group, tail = head_group(problem.num_heads, problem.heads_per_kv, kv_bytes * min(4, batch), per_head)
+        # Tiles of the same length follow one another. They belong to all sequences if these are equally long, else usually to
+        # a few. All tiles of a sequence should find its keys in the L2 cache.
+        together = batch if problem.equal and options.window_size[1] >= 0 else min(4, batch)
+        group, tail = head_group(problem.num_heads, problem.heads_per_kv, kv_bytes * together, per_head)
     else:
         per_head = num_m * batch
         equal = options.window_size[0] < 0 and options.window_size[1] < 0

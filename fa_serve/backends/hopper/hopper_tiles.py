@@ -178,26 +178,25 @@ def _tiles_of_width(
     seen = max_seqlen_k  # keys that a row sees on average
     if right >= 0:
         seen = min(seen - max_seqlen_q // 2, left + right + 1 if left >= 0 else seen)
-    few = 1024 if masked and width <= 64 else 256
-    if width > 64 and left < 0:
-        few = 0
-    if width <= 128 and (max_seqlen_q <= 64 or seen <= few):
+    if width <= 128 and (max_seqlen_q <= 64 or _small_are_faster(width, window, max_seqlen_q, seen, varlen, paged)):
         # One warpgroup holds all rows there are, or visits few keys that its rows do not see. Two or three thread blocks share
         # a multiprocessor and hide each other's start and end.
-        # D64 causal reaches 302 at 512, 378 at 1k and 430 at 2k; the tile further below reaches 246, 339 and 409. At 8k it is
-        # the other way round, 475 and 526. A window of 128 at 16k takes 0.44 of the time of that tile. On one H100, 64 packed
-        # sequences of 197 tokens without a mask take 59 us, and 86 with tiles of 192 rows, of which the second is nearly empty.
-        # D128 causal reaches 334 against 344 at 512 and 440 against 474 at 1k. On one H100, 64 packed sequences of 197 tokens
-        # take 153 against 142 us (32/8 heads of 128), 221 against 155 (32/32 heads of 96) and 188 against 141 (of 80). Windows
-        # were not compared.
         # 512 packed sequences of 64 tokens reach 88, and 68 with a plain grid.
-        blocks = 3 if width <= 64 else 2
-        return TileConfig(1, 64, blocks, 2, Schedule.DYNAMIC, softmax_first=width > 64, blocks_per_sm=blocks)
+        # With 3 thread blocks, 64 causal sequences of 197 tokens take 141 us (32 heads of 96), and 154 with 2; there are no
+        # registers for 3 with a producer that reads a block table. At D128, 64 such sequences take 132 us (32/8 heads), and
+        # 136 with all exponentials before the wait.
+        blocks = 3 if width <= 64 or (width <= 96 and not paged) else 2
+        stages = 3 if width <= 64 else 2
+        return TileConfig(1, 64, stages, 2, Schedule.DYNAMIC, softmax_first=64 < width <= 96, blocks_per_sm=blocks)
     if max_seqlen_q <= 64:
         return TileConfig(1, 64, 2, 1, Schedule.GRID, o_parts=2)
     if width_v > 160 or width_k > 192 or (width > 128 and width_k + width_v > 320):
         # Shared memory has room for one query tile only. With a buffer for half of O, the next queries arrive under the last
         # PV: 517 at 512, and 466 without the buffer. Rescaling O before the next QK^T reaches 691 at 4k, and under it 659.
+        # At D192 there is room for a third stage. With it, late rescaling and ping-pong, 16k tokens take 0.94 to 0.99 of the
+        # time.
+        if width <= 192:
+            return TileConfig(2, 64, 3, 1, Schedule.DYNAMIC, pingpong=True, o_parts=2, rescale_late=True)
         return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
     if width > 128:
         # D192 with values of 128: causal 4k reaches 525 with late rescaling, and 495 without.
@@ -224,8 +223,10 @@ def _tiles_of_width(
             rescale_late=not masked and max_seqlen_k > 1024,
         )
     # Ping-pong helps where tiles are short (625 against 604 at 1k, causal 526 against 482 at 2k) but not at 16k (755 against
-    # 757, causal 745 against 747). Late rescaling helps without ping-pong (757 against 745 at 16k, causal 747 against 733) and
-    # with pages (617 against 602).
+    # 757, causal 745 against 747). Late rescaling helps without ping-pong (757 against 745 at 16k, causal 747 against 733),
+    # with pages (617 against 602), and beside ping-pong at D72 without a mask (2 packed sequences of 8192 tokens: 1313 against
+    # 1343 us). Exponentials where ptxas puts them help short tiles: 32 causal sequences of 512 tokens take 187 us, and 195 with
+    # exponentials before the wait.
     pingpong = varlen or max_seqlen_k <= (4096 if masked else 1024)
     return TileConfig(
         2,
@@ -234,9 +235,30 @@ def _tiles_of_width(
         2,
         Schedule.DYNAMIC,
         pingpong=pingpong,
-        softmax_first=masked or max_seqlen_k > 512,
-        rescale_late=paged or not pingpong,
+        softmax_first=max_seqlen_k > 512,
+        rescale_late=paged or not pingpong or (width <= 96 and not masked),
     )
+
+
+def _small_are_faster(width: int, window: tuple[int, int], max_seqlen_q: int, seen: int, varlen: bool, paged: bool) -> bool:
+    """Whether tiles of one warpgroup are faster for more than 64 queries that see `seen` keys on average.
+
+    D64 causal reaches 302 at 512, 378 at 1k and 430 at 2k; the larger tile reaches 246, 339 and 409. At 8k it is the other way
+    round, 475 and 526. A window of 128 at 16k takes 0.44 of the time of that tile. Wide windows were not compared.
+
+    In us on one H100, this tile and the larger one. Causal: 71 heads of 64, 32 packed sequences of 64 to 4096 tokens, 1119 and
+    1206; 32/32 heads of 96, 64 sequences of 197 tokens 141 and 152, 32 of 512 tokens 185 and 196; 32/8 heads of 128, the same
+    lengths, 132 and 139, 201 and 187. Without a mask, 16 heads of 64, 16k tokens in sequences of 197 59 and 86; of 257 80
+    and 101; of 384 77 and 75; of 577 126 and 135; of 730 140 and 131; of 1024 174 and 173: this tile is faster where the
+    last one of 192 rows is nearly empty.
+    """
+    left, right = window
+    if left < 0 and right < 0:
+        small, large = (-(-max_seqlen_q // rows) * rows for rows in (64, 192))
+        return width <= 64 and not paged and max_seqlen_q <= 1024 and 1.15 * small < large
+    if width <= 64:
+        return seen <= (2048 if varlen and not paged else 1024)
+    return seen <= (256 if width <= 96 or left >= 0 else 128)
 
 
 def head_packing(heads_per_kv: int, max_seqlen_q: int, *, may_pad: bool) -> int:

@@ -7,6 +7,7 @@ import torch
 from hopper_cases import CAUSAL, DYNAMIC, FULL, GRID, Case, PagedCall, run_dense, run_paged, run_with_skipped_sequences
 from hopper_emulator import emulated
 
+from fa_serve.backends.hopper import forward
 from fa_serve.backends.hopper.forward import plan_forward
 from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig
 from fa_serve.backends.plan import AttentionTensors
@@ -140,6 +141,27 @@ def test_strided_caches(order: tuple[int, ...]) -> None:
 
 def test_sequences_with_few_queries_are_left_out() -> None:
     run_with_skipped_sequences()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "sequences"), [([64] * 16, CAUSAL, 16), ([64] * 15 + [63], CAUSAL, 4), ([64] * 16, FULL, 4)]
+)
+def test_keys_of_all_tiles_that_follow_one_another_fit_the_cache(
+    lengths: list[int], window: tuple[int, int], sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Causal tiles are in the order of their lengths, so equally long sequences are visited once for each tile of theirs."""
+    kv_bytes: list[int] = []
+
+    def head_group(heads: int, per_kv: int, bytes_of_head: int, tiles: int) -> tuple[int, int]:
+        kv_bytes.append(bytes_of_head)
+        return 1, 1
+
+    monkeypatch.setattr(forward, "head_group", head_group)
+    case = Case("", window=window, heads=(4, 2))
+    ends = cu_seqlens(lengths)
+    q, k, v = (x[0] for x in make_qkv(1, sum(lengths), sum(lengths), 4, 2, 64, dtype=torch.bfloat16))
+    plan_forward(AttentionTensors(q, k, v, cu_seqlens_q=ends, keys=ends), case.options(64, 64))
+    assert kv_bytes == [sequences * 64 * (64 + 64) * 2]
 
 
 def test_dense_batches_do_not_see_their_neighbours() -> None:

@@ -90,10 +90,22 @@ def test_rows_that_see_few_keys_take_small_tiles() -> None:
     assert forward_tiles(64, 64, (127, 0), 100_000, 100_000, True, True) == small
     assert forward_tiles(64, 64, (-1, 0), 500, 8000, True, True).block_m == 128, "the rows of a chunk see all keys before it"
     assert forward_tiles(64, 64, (-1, -1), 512, 512, False).block_m == 192
-    assert forward_tiles(64, 64, (-1, -1), 197, 197, True) == small
+    assert forward_tiles(64, 64, (-1, 0), 4096, 4096, False).block_m == 128
+    assert forward_tiles(64, 64, (-1, 0), 4096, 4096, True) == small, "packed sequences may be shorter"
     assert forward_tiles(128, 128, (127, 0), 4096, 4096, False).block_m == 64
     assert forward_tiles(128, 128, (-1, 0), 1024, 1024, False).block_m == 128
-    assert forward_tiles(96, 96, (-1, 0), 197, 197, True).block_m == 128
+    assert forward_tiles(128, 128, (-1, 0), 512, 512, False).block_m == 128
+    assert forward_tiles(128, 128, (-1, 0), 197, 197, True).blocks_per_sm == 2
+    assert forward_tiles(96, 96, (-1, 0), 512, 512, True).blocks_per_sm == 3
+    assert forward_tiles(96, 96, (-1, 0), 1024, 1024, True).block_m == 128
+
+
+@pytest.mark.parametrize(("seqlen", "rows"), [(192, 192), (197, 64), (257, 64), (384, 192), (577, 64), (730, 192), (1500, 192)])
+def test_small_tiles_where_the_last_large_one_is_nearly_empty(seqlen: int, rows: int) -> None:
+    for varlen in (False, True):
+        assert forward_tiles(64, 64, (-1, -1), seqlen, seqlen, varlen).block_m == rows
+    assert forward_tiles(64, 64, (-1, -1), seqlen, seqlen, True, True).block_m == 128
+    assert forward_tiles(80, 80, (-1, -1), seqlen, seqlen, True).block_m == 128
 
 
 def test_head_group_keeps_heads_of_one_key_head_together() -> None:
