@@ -1,14 +1,15 @@
 """The sum over the ranks of tensor parallelism: us of a call inside a CUDA graph, beside NCCL.
 
-    python benchmarks/bench_allreduce.py                    # two GPUs of this machine, 8 KB to 8 MB in bfloat16
+    python benchmarks/bench_allreduce.py                    # two GPUs of this machine, 8 KB to 64 MB in bfloat16
     python benchmarks/bench_allreduce.py --ranks 4 --hidden 8192
     python benchmarks/bench_allreduce.py --tiny             # on a CPU through gloo, which shows only that the benchmark runs
 
-Each rank is a process. "sum" is the sum alone; "norm" adds it to the residual stream and normalises the result as well: ours in
-`AllReduce.add`, and the peer with NCCL's sum, an addition and the kernel of the norm. All ranks compare every cell with float64
-first, and the benchmark ends if one is wrong. Ours is what `AllReduce` chooses: one shot up to 2 MB, NCCL above; a case says
-which. Times are those of rank 0, whose graph of several calls waits for the other ranks in each of them. Results go to
-results/allreduce.jsonl in the form of measure.py. Left out: whole steps of divided models.
+Each rank is a process. "sum" is the sum alone; "norm" adds it to the residual stream and normalises the result as well: ours
+in `AllReduce.add`, and the peer with NCCL's sum, an addition and the kernel of the norm. All ranks compare every cell with
+float64 first, and the benchmark ends if one is wrong. Ours is what `AllReduce` chooses: one shot up to 2 MB; above, parts
+that two ranks push to each other, and NCCL with more ranks. A case says which. Times are those of rank 0, whose graph of
+several calls waits for the other ranks in each of them. Results go to results/allreduce.jsonl in the form of measure.py. Left
+out: whole steps of divided models.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fa_serve import ops
 from fa_serve.ops.all_reduce import AllReduce, add_and_norm, join, listen
 
 HERE = Path(__file__).parent
-SIZES = {"8 KB": 8 << 10, "64 KB": 64 << 10, "0.5 MB": 512 << 10, "2 MB": 2 << 20, "8 MB": 8 << 20}
+SIZES = {"8 KB": 8 << 10, "64 KB": 64 << 10, "0.5 MB": 512 << 10, "2 MB": 2 << 20, "8 MB": 8 << 20, "64 MB": 64 << 20}
 TINY_SIZES = {"1 KB": 1 << 10, "4 KB": 4 << 10}
 CALLS = 20
 """Calls in a graph."""

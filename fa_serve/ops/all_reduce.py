@@ -6,10 +6,11 @@
     x, h = all_reduce.add(x, y, before=norm)            # x + the sum of y, and that normalised
     all_reduce.close()
 
-Small sums between GPUs that can read each other's memory take one kernel, which also adds and normalises (one_shot.py). All
-others go through torch.distributed: gloo on CPUs, NCCL on GPUs. The result has the same bits on every rank: in one shot each
-rank adds the parts in the same order, otherwise one rank computes each element and sends it to the others. Ranks of one machine
-listen on the loopback address only. Left out: who starts the ranks, and what they tell each other (fa_serve.engine.ranks).
+Sums between GPUs that can access each other's memory take one kernel, which also adds and normalises: all sums of two ranks,
+and small sums of more (one_shot.py). All others go through torch.distributed: gloo on CPUs, NCCL on GPUs. The result has the
+same bits on every rank: in our kernels each rank adds the parts in the same order, otherwise one rank computes each element
+and sends it to the others. Ranks of one machine listen on the loopback address only. Left out: who starts the ranks, and what
+they tell each other (fa_serve.engine.ranks).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class AllReduce:
     """Adds a tensor up over all ranks, which call it the same number of times with the same shapes and dtypes.
 
     host:    where the ranks meet. If it is the loopback address, sums use no other
-    ordered: add the parts in the order of ranks and in float32, as one shot does. Otherwise the order of NCCL and gloo may
+    ordered: add the parts in the order of ranks and in float32, as our kernels do. Otherwise the order of NCCL and gloo may
              depend on the place of an element in the tensor, which changes results with three ranks and more
 
     Raises RuntimeError if this process belongs to a process group of torch.distributed already.
@@ -135,8 +136,10 @@ class AllReduce:
         return total.to(x.dtype)
 
     def way(self, x: Tensor) -> str:
-        """How a sum of such parts is computed: "one shot", "nccl" or "gloo"."""
-        return "one shot" if self._one_shot is not None and self._one_shot.takes(x) else str(dist.get_backend())
+        """How a sum of such parts is computed: "one shot", "pushed", "nccl" or "gloo"."""
+        if self._one_shot is not None and self._one_shot.takes(x):
+            return self._one_shot.way(x)
+        return str(dist.get_backend())
 
     def gather(self, x: Tensor) -> Tensor:
         """The columns of all ranks, in the order of ranks. x: this rank's, (n, columns) -> (n, size * columns).

@@ -1,12 +1,13 @@
-"""Buffers that every GPU of a machine can read, by torch's symmetric memory, and the one-shot all-reduce on them.
+"""Buffers that every GPU of a machine can access, by torch's symmetric memory, and the sums over ranks in one kernel on them.
 
     one_shot = OneShot.connect(store, rank, size, device)       # None: the log says why sums go through NCCL
     if one_shot is not None and one_shot.takes(x):
         one_shot.sum(x)
 
-All ranks connect or none does: each tells the others what it has, and every rank computes the same answer from that. The kernel
-uses no NVLink multicast, which is off while the buffers are made. Left out: the kernel (all_reduce_kernel.py), and sums that it
-does not take (all_reduce.py).
+All ranks connect or none does: each tells the others what it has, and every rank computes the same answer from that. A message
+of up to MAX_BYTES takes one shot (all_reduce_kernel.py). Two ranks add larger messages by pushing (pushed_sum_kernel.py). The
+kernels use no NVLink multicast, which is off while the buffers are made. Left out: the kernels, and sums that they do not take
+(all_reduce.py).
 """
 
 from __future__ import annotations
@@ -32,15 +33,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("fa_serve.ops")
 
 MAX_BYTES = 2 << 20
-"""Size of a message, which is the size of half a buffer. For more bytes NCCL needs less of the link."""
+"""Size of a message of one shot, which is the size of half of its buffer. For more bytes it would need too much of the link."""
 MAX_WIDTH = 16384
 """Numbers of a row, which a program keeps in registers."""
 MAX_RANKS = 8
 """With more ranks, each reads too much."""
 MAX_PROGRAMS = 512
 FLAG_BYTES = MAX_PROGRAMS * MAX_RANKS * 8
-"""Size of the flags, with which a buffer begins. Flags are int64, [program][rank that writes it]."""
-BUFFER_BYTES = FLAG_BYTES + 2 * MAX_BYTES
+"""Size of the flags, with which a buffer begins. Those of one shot are int64, [program][rank that writes it]."""
+PUSHED_RANKS = 2
+"""How many ranks add larger messages by pushing. With more of them, each rank would send more bytes than with NCCL."""
+PUSHED_FLAGS = MAX_PROGRAMS * PUSHED_RANKS * 8
+"""Where the flags of pushed sums begin in a buffer, behind the flags of two ranks: int64, [program]."""
+PUSHED_FIRST_BYTE = FLAG_BYTES + 2 * MAX_BYTES
+PUSHED_BYTES = 16 << 20
+"""Size of half of the buffer of pushed sums. A sum uses it several times, so it may be larger."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -99,17 +106,22 @@ def refusal(ranks: Sequence[Facts]) -> str | None:
     return None
 
 
+def buffer_bytes(size: int) -> int:
+    """Size of the buffer of each of so many ranks."""
+    return PUSHED_FIRST_BYTE + (2 * PUSHED_BYTES if size == PUSHED_RANKS else 0)
+
+
 class OneShot:
     """Owner of the buffers. `connect` makes it.
 
-    memory: this rank's buffer, BUFFER_BYTES of uint8 whose flags are 0
+    memory: this rank's buffer, `buffer_bytes` of uint8 whose flags are 0
     kept:   what must live as long as the addresses of `peers` are used
     """
 
     def __init__(self, peers: Peers, memory: Tensor, kept: object = None) -> None:
-        from fa_serve.ops.all_reduce_kernel import launch_one_shot  # Triton may be missing where there is no GPU
+        from fa_serve.ops.all_reduce_kernel import launch_all_reduce  # Triton may be missing where there is no GPU
 
-        self._launch = launch_one_shot
+        self._launch = launch_all_reduce
         self._peers = peers
         self._kept = memory, kept
         # made now, because `abort` runs beside a kernel that waits
@@ -139,35 +151,48 @@ class OneShot:
             obstacles = _tell(store, "obstacle", rank, size, obstacle)
             reason = next((f"rank {n} got no symmetric memory: {text}" for n, text in enumerate(obstacles) if text), None)
             if reason is None:
-                log.info("sums of up to %d KB over %d ranks take one shot, larger ones NCCL", MAX_BYTES >> 10, size)
+                if size == PUSHED_RANKS:
+                    log.info("sums of any size over %d ranks take one kernel", size)
+                else:
+                    log.info("sums of up to %d KB over %d ranks take one shot, larger ones NCCL", MAX_BYTES >> 10, size)
                 return found
         log.info("sums over %d ranks take NCCL: %s", size, reason)
         return None
 
-    @staticmethod
-    def takes(x: Tensor) -> bool:
-        """Whether the kernel adds such parts up."""
+    def takes(self, x: Tensor) -> bool:
+        """Whether a kernel adds such parts up."""
         return (
             x.is_contiguous()
-            and 0 < x.numel() * x.element_size() <= MAX_BYTES
+            and x.numel() > 0
+            and (self._peers.size == PUSHED_RANKS or not _is_large(x))
             and x.shape[-1] <= MAX_WIDTH
             and x.dtype in _DTYPES
         )
 
+    @staticmethod
+    def way(x: Tensor) -> str:
+        """Which kernel adds up parts that are taken: "one shot" or "pushed"."""
+        return "pushed" if _is_large(x) else "one shot"
+
     def sum(self, x: Tensor) -> Tensor:
         """x, which the sum of all ranks' x replaces."""
         rows = x.view(-1, x.shape[-1])
-        self._launch(rows, self._peers, rows)
+        self._launch(rows, self._peers, rows, pushed=_is_large(x))
         return x
 
     def add(self, x: Tensor, y: Tensor, alpha: float, after: Norm | None, before: Norm | None) -> Tensor | None:
         """As `AllReduce.add`, in one launch. Returns x normalised with `before`."""
-        return self._launch(y, self._peers, x, residual=x, after=after, before=before, alpha=alpha)
+        return self._launch(y, self._peers, x, residual=x, after=after, before=before, alpha=alpha, pushed=_is_large(y))
 
     def abort(self) -> None:
         """Let kernels pass that wait for other ranks, now and later. From any thread, on a stream that waits for nothing."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._peers.calls[1:].copy_(self._passed, non_blocking=True)
+
+
+def _is_large(x: Tensor) -> bool:
+    """Whether such a part has no room in half of the buffer of one shot."""
+    return x.numel() * x.element_size() > MAX_BYTES
 
 
 def _facts_of(device: torch.device) -> Facts:
@@ -196,14 +221,15 @@ def _rendezvous(rank: int, size: int, device: torch.device, processors: int) -> 
     """Make this rank's buffer and map those of the others. All ranks call it."""
     from torch.distributed import _symmetric_memory
 
+    num_bytes = buffer_bytes(size)
     with environment(NO_MULTICAST):
-        memory = _symmetric_memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
+        memory = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         memory[:FLAG_BYTES].zero_()
         torch.cuda.synchronize(device)
         group = dist.group.WORLD
         assert group is not None
         handle = _symmetric_memory.rendezvous(memory, group)
-    buffers = [handle.get_buffer(other, (BUFFER_BYTES,), torch.uint8) for other in range(size)]
+    buffers = [handle.get_buffer(other, (num_bytes,), torch.uint8) for other in range(size)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device)
     calls = torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The one-shot all-reduce on GPUs: its barrier with two ranks on one GPU, and everything with two GPUs beside NCCL.
+"""The kernels of sums on GPUs: their flags with two ranks on one GPU, and everything with two GPUs beside NCCL.
 
 Two ranks on one GPU are two streams of this process with buffers in its memory: the same kernels and flags as with two GPUs.
 Programs of both must fit on the GPU at once, so there are few. A kernel that waits in vain would wait for ever: a timer ends it
@@ -22,12 +22,14 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.ops.all_reduce import AllReduce, join, listen
-from fa_serve.ops.all_reduce_kernel import launch_one_shot
-from fa_serve.ops.one_shot import BUFFER_BYTES, MAX_BYTES, MAX_PROGRAMS, OneShot, Peers
+from fa_serve.ops.all_reduce_kernel import launch_all_reduce
+from fa_serve.ops.one_shot import MAX_BYTES, MAX_PROGRAMS, OneShot, Peers, buffer_bytes
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 4096), (3, 333), (37, 1024), (1, 16384), (128, 4096), (9, 5120)]
+LARGE_SHAPES = [(1025, 1024), (777, 4096), (1031, 5120), (3001, 333), (401, 16384), (2049, 4096)]
+"""With several parts for a program: odd numbers of rows, rows without alignment, and rows that are loaded late."""
 REPLAYS = 100
 SECONDS = 60.0
 """How long a test on one GPU may take."""
@@ -37,7 +39,7 @@ class Pair:
     """Two ranks on one GPU."""
 
     def __init__(self) -> None:
-        self.buffers = torch.zeros(2, BUFFER_BYTES, dtype=torch.uint8, device="cuda")
+        self.buffers = torch.zeros(2, buffer_bytes(2), dtype=torch.uint8, device="cuda")
         addresses = torch.tensor([buffer.data_ptr() for buffer in self.buffers], device="cuda")
         self.calls = [torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64, device="cuda") for _ in range(2)]
         self.peers = [Peers(rank, 2, addresses, self.calls[rank], 16) for rank in range(2)]
@@ -81,22 +83,33 @@ def total_of(parts: list[Tensor]) -> Tensor:
     return (parts[0].float() + parts[1].float()).to(parts[0].dtype)
 
 
+def sum_in_place(pair: Pair, rank: int, x: Tensor, pushed: bool) -> None:
+    launch_all_reduce(x, pair.peers[rank], x, pushed=pushed)
+
+
+@pytest.mark.parametrize("kinds", [[False], [True], [True, False], [True, True, False]], ids=["small", "large", "both", "odd"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_calls_of_different_sizes_follow_each_other(pair: Pair, dtype: torch.dtype) -> None:
-    pair.warm_up(lambda rank: [launch_one_shot(x, pair.peers[rank], x) for x in [parts_of(s, dtype)[rank] for s in SHAPES]])
-    messages = [parts_of(SHAPES[call % len(SHAPES)], dtype, call) for call in range(10 * len(SHAPES))]
-    expected = [total_of(parts) for parts in messages]
+def test_calls_of_different_sizes_follow_each_other(pair: Pair, dtype: torch.dtype, kinds: list[bool]) -> None:
+    """Of either kernel or of both in turn, which count their calls together."""
+    messages = []
+    for call in range(60):
+        pushed = kinds[call % len(kinds)]
+        shapes = LARGE_SHAPES if pushed else SHAPES
+        messages.append((pushed, parts_of(shapes[call // len(kinds) % len(shapes)], dtype, call)))
+    pair.warm_up(lambda rank: [sum_in_place(pair, rank, parts[rank].clone(), pushed) for pushed, parts in messages])
+    expected = [total_of(parts) for _, parts in messages]
     torch.cuda.synchronize()
-    pair.on_both(lambda rank: [launch_one_shot(parts[rank], pair.peers[rank], parts[rank]) for parts in messages])
+    pair.on_both(lambda rank: [sum_in_place(pair, rank, parts[rank], pushed) for pushed, parts in messages])
     torch.cuda.synchronize()
-    for parts, total in zip(messages, expected, strict=True):
+    for (_, parts), total in zip(messages, expected, strict=True):
         assert torch.equal(parts[0], total)
         assert torch.equal(parts[1], total)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("shape", [(1, 4096), (5, 8192), (2, 12288)])
+@pytest.mark.parametrize("shape", [(1, 4096), (5, 8192), (2, 12288), (779, 4096), (2049, 1024), (1031, 5120), (131, 16384)])
 def test_residual_and_norms(pair: Pair, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    pushed = shape[0] * shape[1] * dtype.itemsize > MAX_BYTES
     after, before = (ops.Norm(randn(shape[1], dtype=dtype, seed=seed).cuda(), 1e-5, 1.0) for seed in (8, 9))
     parts = parts_of(shape, dtype)
     x = randn(*shape, dtype=dtype, seed=7).cuda()
@@ -104,8 +117,8 @@ def test_residual_and_norms(pair: Pair, shape: tuple[int, int], dtype: torch.dty
     normed: dict[int, Tensor | None] = {}
 
     def add(rank: int) -> None:
-        options = {"residual": residuals[rank], "after": after, "before": before}
-        normed[rank] = launch_one_shot(parts[rank], pair.peers[rank], residuals[rank], **options)
+        options = {"residual": residuals[rank], "after": after, "before": before, "pushed": pushed}
+        normed[rank] = launch_all_reduce(parts[rank], pair.peers[rank], residuals[rank], **options)
 
     pair.warm_up(add)
     for residual in residuals:
@@ -126,7 +139,7 @@ def test_residual_and_norms(pair: Pair, shape: tuple[int, int], dtype: torch.dty
 def test_graphs_with_an_odd_number_of_calls_are_replayed(pair: Pair) -> None:
     """The halves that the calls of a graph use differ from one replay to the next."""
     dtype = torch.bfloat16
-    shapes = SHAPES[:3]
+    shapes = [SHAPES[0], LARGE_SHAPES[1], SHAPES[2]]
     inputs = [parts_of(shape, dtype) for shape in shapes]
     outputs = [[torch.zeros_like(x) for x in parts] for parts in inputs]
     checks = [[torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2)] for _ in shapes]
@@ -134,8 +147,7 @@ def test_graphs_with_an_odd_number_of_calls_are_replayed(pair: Pair) -> None:
 
     def step(rank: int) -> None:
         for parts, outs, wrong, total in zip(inputs, outputs, checks, expected, strict=True):
-            outs[rank].zero_()
-            launch_one_shot(parts[rank], pair.peers[rank], outs[rank])
+            pair.one_shots[rank].sum(outs[rank].copy_(parts[rank]))
             wrong[rank].add_((outs[rank] != total).sum())
 
     pair.warm_up(step)
@@ -153,8 +165,9 @@ def test_graphs_with_an_odd_number_of_calls_are_replayed(pair: Pair) -> None:
     assert [int(calls[0]) for calls in pair.calls] == [2 * MAX_PROGRAMS * len(shapes) * REPLAYS] * 2
 
 
-def test_a_lost_rank_ends_the_wait(pair: Pair) -> None:
-    x = torch.ones(4, 4096, device="cuda")
+@pytest.mark.parametrize("rows", [4, 1023])
+def test_a_lost_rank_ends_the_wait(pair: Pair, rows: int) -> None:
+    x = torch.ones(rows, 4096, device="cuda")
     pair.warm_up(lambda rank: pair.one_shots[rank].sum(x))
     done = torch.cuda.Event()
     with torch.cuda.stream(pair.streams[0]):
@@ -195,13 +208,13 @@ def run(work: Callable[[AllReduce, int], None], rank: int, port: int) -> None:
 
 
 def compare_with_nccl(all_reduce: AllReduce, rank: int) -> None:
-    """8 KB to 2 MB in one shot and more through NCCL, in graphs that are replayed with new numbers."""
+    """8 KB to 64 MB by both kernels, in graphs that are replayed with new numbers."""
     hidden = 4096
     norm = ops.Norm(randn(hidden, dtype=torch.bfloat16, seed=9).cuda(), 1e-5)
-    for num_bytes in (8 << 10, 64 << 10, 512 << 10, MAX_BYTES, 2 * MAX_BYTES):
+    for num_bytes in (8 << 10, 64 << 10, 512 << 10, MAX_BYTES, MAX_BYTES + 8 * hidden, 8 << 20, 64 << 20):
         shape = (num_bytes // 2 // hidden, hidden)
         own, other = (parts_of(shape, torch.bfloat16)[r] for r in (rank, 1 - rank))
-        assert all_reduce.way(own) == ("one shot" if num_bytes <= MAX_BYTES else "nccl")
+        assert all_reduce.way(own) == ("one shot" if num_bytes <= MAX_BYTES else "pushed")
         x = torch.zeros_like(own)
         y = own.clone()
         ours = torch.empty_like(own)
@@ -222,7 +235,7 @@ def compare_with_nccl(all_reduce: AllReduce, rank: int) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             step()
-        for replay in range(REPLAYS):
+        for replay in range(REPLAYS if num_bytes <= MAX_BYTES else 10):
             y.copy_(own * (replay + 1))
             x.copy_(own + other + replay)
             graph.replay()
@@ -230,10 +243,9 @@ def compare_with_nccl(all_reduce: AllReduce, rank: int) -> None:
             assert torch.equal(ours, total_of(parts))
             assert torch.equal(ours, nccl)
             residual, normed = fused
-            if num_bytes <= MAX_BYTES:
-                assert_rounded_once(residual, x.double() + parts[0].double() + parts[1].double())
-                wide = norm._replace(weight=norm.weight.double())
-                assert_rounded_once(normed, ops.rms_norm(residual.double(), wide))
+            assert_rounded_once(residual, x.double() + parts[0].double() + parts[1].double())
+            wide = norm._replace(weight=norm.weight.double())
+            assert_rounded_once(normed, ops.rms_norm(residual.double(), wide))
 
 
 def lose_a_rank(all_reduce: AllReduce, rank: int) -> None:

@@ -60,6 +60,10 @@ TESTED_BY = {
         "tests/backends/triton/test_decode_interpreted.py",
         "device functions run inside of a kernel only, and splits are merged after decoding only",
     ),
+    "fa_serve.ops.all_reduce_primitives": (
+        "tests/ops/test_all_reduce_kernel_interpreted.py",
+        "device functions run inside of a kernel only",
+    ),
     "fa_serve.ops.experts_primitives": (
         "tests/ops/test_experts_kernel_interpreted.py",
         "device functions run inside of a kernel only, and its other functions describe weights to these kernels",

@@ -7,7 +7,8 @@ import torch
 from cross_compile import TARGETS, Kernel, compiling_for
 
 from fa_serve.ops import Norm
-from fa_serve.ops.all_reduce_kernel import launch_one_shot, per_processor
+from fa_serve.ops.all_reduce_kernel import launch_all_reduce
+from fa_serve.ops.all_reduce_primitives import per_processor
 from fa_serve.ops.one_shot import MAX_BYTES, MAX_PROGRAMS, MAX_WIDTH, Peers
 
 SHAPES = [(1, 4096, 2), (256, 4096, 2), (64, 5120, 4), (1024, 1024, 8), (64, MAX_WIDTH, 8), (5, 300, 3)]
@@ -22,9 +23,9 @@ def compile_all(target: str, dtype: torch.dtype = torch.bfloat16) -> list[Kernel
             norm = Norm(torch.zeros(width, dtype=dtype), 1e-6)
             calls = torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64)
             peers = Peers(1, size, torch.zeros(size, dtype=torch.int64), calls, 132)
-            launch_one_shot(x, peers, x)
-            launch_one_shot(x, peers, x, residual=x, before=norm)
-            launch_one_shot(x, peers, x, residual=x, after=norm, before=norm)
+            launch_all_reduce(x, peers, x)
+            launch_all_reduce(x, peers, x, residual=x, before=norm)
+            launch_all_reduce(x, peers, x, residual=x, after=norm, before=norm)
     return kernels
 
 

@@ -6,9 +6,6 @@ and without waiting, and the barrier with one process for each rank and buffers 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,37 +14,33 @@ import pytest
 import torch
 from interpreter_bounds import reachable
 from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
+from sum_ranks import run_ranks, table
 from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.ops.all_reduce import AllReduce, add_and_norm, listen
-from fa_serve.ops.all_reduce_kernel import launch_one_shot
-from fa_serve.ops.one_shot import BUFFER_BYTES, FLAG_BYTES, MAX_BYTES, MAX_PROGRAMS, OneShot, Peers
+from fa_serve.ops.all_reduce_kernel import launch_all_reduce
+from fa_serve.ops.one_shot import FLAG_BYTES, MAX_BYTES, MAX_PROGRAMS, OneShot, Peers, buffer_bytes
 
 CALLS = 12
 SCRIPT = """
 import random, sys, time, torch
-from test_all_reduce_kernel_interpreted import CALLS, message, table
-from fa_serve.ops.all_reduce_kernel import launch_one_shot
-from fa_serve.ops.one_shot import BUFFER_BYTES, MAX_PROGRAMS, Peers
+from sum_ranks import peers_of
+from test_all_reduce_kernel_interpreted import CALLS, message
+from fa_serve.ops.all_reduce_kernel import launch_all_reduce
 path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-buffers = torch.from_file(path, shared=True, size=size * BUFFER_BYTES, dtype=torch.uint8).view(size, -1)
-peers = Peers(rank, size, table(buffers), torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), 2)
+peers, buffers = peers_of(path, rank, size, 2)
 delays = random.Random(rank)
 for call in range(CALLS):
     time.sleep(delays.choice([0, 0, 0.05]))
     x = message(call, rank)
-    launch_one_shot(x, peers, x)
+    launch_all_reduce(x, peers, x)
     expected = message(call, 0)
     for other in range(1, size):
         expected += message(call, other)
     assert torch.equal(x, expected), f"call {call} of rank {rank}"
 print("right")
 """
-
-
-def table(buffers: Tensor) -> Tensor:
-    return torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
 
 
 def message(call: int, rank: int) -> Tensor:
@@ -59,7 +52,7 @@ def message(call: int, rank: int) -> Tensor:
 def alone(rank: int, parts: list[Tensor], processors: int = 2) -> Iterator[Peers]:
     """What a rank sees in its first call if all others have written their parts. It waits for nobody."""
     size = len(parts)
-    buffers = torch.zeros(size, BUFFER_BYTES, dtype=torch.uint8)
+    buffers = torch.zeros(size, buffer_bytes(size), dtype=torch.uint8)
     for other, part in enumerate(parts):
         if other != rank:
             half = buffers[other, FLAG_BYTES + MAX_BYTES :].view(part.dtype)
@@ -89,7 +82,7 @@ def test_the_sum_has_the_order_of_ranks(size: int, total: int, width: int, dtype
     for rank in {0, 1, size - 1}:
         x = parts[rank].clone()
         with alone(rank, parts, processors=1) as peers:
-            assert launch_one_shot(x, peers, x) is None
+            assert launch_all_reduce(x, peers, x) is None
         if dtype == torch.float32:
             assert torch.equal(x, exact)
         assert_rounded_once(x, exact.double())
@@ -109,7 +102,7 @@ def test_residual_and_norms(total: int, width: int, before: bool, after: bool, d
     y = 0.25 * y if norm_after is None else ops.rms_norm(y, norm_after._replace(weight=norm_after.weight.double()))
     exact = x.double() + y
     with alone(1, parts) as peers:
-        normed = launch_one_shot(parts[1], peers, x, residual=x, after=norm_after, before=norm_before, alpha=0.25)
+        normed = launch_all_reduce(parts[1], peers, x, residual=x, after=norm_after, before=norm_before, alpha=0.25)
     assert_rounded_once(x, exact)
     assert (normed is not None) == before
     if normed is not None and norm_before is not None:
@@ -119,27 +112,13 @@ def test_residual_and_norms(total: int, width: int, before: bool, after: bool, d
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_wait_for_each_other(size: int, tmp_path: Path) -> None:
     """Processes that begin each call at other times add up the right parts, in halves that they use again."""
-    path = tmp_path / "buffers"
-    path.write_bytes(bytes(size * BUFFER_BYTES))
-    folders = os.pathsep.join([os.path.dirname(__file__), str(Path(__file__).parents[1])])
-    environment = os.environ | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(path)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(size)], stdout=subprocess.PIPE, text=True, env=environment)
-        for rank in range(size)
-    ]
-    try:
-        assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["right\n"] * size
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    assert run_ranks(SCRIPT, size, tmp_path) == ["right\n"] * size
 
 
 @pytest.fixture
 def single() -> Iterator[tuple[AllReduce, Peers]]:
     """A group of one rank with the buffers of one shot."""
-    memory = torch.zeros(BUFFER_BYTES, dtype=torch.uint8)
+    memory = torch.zeros(buffer_bytes(1), dtype=torch.uint8)
     peers = Peers(0, 1, table(memory[None]), torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), 2)
     all_reduce = AllReduce(listen(1)[0], 0, 1, torch.device("cpu"))
     all_reduce._one_shot = OneShot(peers, memory)
@@ -187,7 +166,7 @@ def test_which_sums_take_one_shot(single: tuple[AllReduce, Peers]) -> None:
 
 def test_a_lost_rank_ends_the_wait_at_once_and_for_good() -> None:
     """Rank 1 never writes its flag, or writes that of an earlier call."""
-    memory = torch.zeros(2, BUFFER_BYTES, dtype=torch.uint8)
+    memory = torch.zeros(2, buffer_bytes(2), dtype=torch.uint8)
     peers = Peers(0, 2, table(memory), torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), 2)
     one_shot = OneShot(peers, memory[0])
     one_shot.abort()

@@ -14,7 +14,22 @@ import torch
 import torch.distributed as dist
 
 from fa_serve.ops import one_shot
-from fa_serve.ops.one_shot import MAX_BYTES, MAX_RANKS, MAX_WIDTH, Facts, OneShot, environment, refusal
+from fa_serve.ops.one_shot import (
+    FLAG_BYTES,
+    MAX_BYTES,
+    MAX_PROGRAMS,
+    MAX_RANKS,
+    MAX_WIDTH,
+    PUSHED_BYTES,
+    PUSHED_FIRST_BYTE,
+    PUSHED_FLAGS,
+    Facts,
+    OneShot,
+    Peers,
+    buffer_bytes,
+    environment,
+    refusal,
+)
 
 
 def facts(device: int, size: int = 2, **changes: object) -> Facts:
@@ -42,8 +57,8 @@ def test_other_ranks_do_not(ranks: list[Facts], reason: str) -> None:
     assert refusal(ranks) == reason
 
 
-def run_ranks(monkeypatch: pytest.MonkeyPatch, own: list[Facts], failing: int | None) -> list[object]:
-    """What `connect` returns on each of two ranks, threads that believe to have GPUs."""
+def connect_ranks(monkeypatch: pytest.MonkeyPatch, own: list[Facts], failing: int | None) -> list[object]:
+    """What `connect` returns on each rank, threads that believe to have GPUs."""
     store = dist.HashStore()
     results: dict[int, object] = {}
 
@@ -59,29 +74,32 @@ def run_ranks(monkeypatch: pytest.MonkeyPatch, own: list[Facts], failing: int | 
     monkeypatch.setattr(one_shot, "_rendezvous", rendezvous)
 
     def run(rank: int) -> None:
-        results[rank] = OneShot.connect(store, rank, 2, torch.device("cuda", rank))
+        results[rank] = OneShot.connect(store, rank, len(own), torch.device("cuda", rank))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(own))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return [results[0], results[1]]
+    return [results[rank] for rank in range(len(own))]
 
 
 def test_all_ranks_connect_with_the_least_number_of_processors(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, logger="fa_serve.ops")
-    assert run_ranks(monkeypatch, [facts(0), facts(1, processors=114)], None) == [(0, 2, 114), (1, 2, 114)]
-    assert caplog.messages == ["sums of up to 2048 KB over 2 ranks take one shot, larger ones NCCL"] * 2
+    assert connect_ranks(monkeypatch, [facts(0), facts(1, processors=114)], None) == [(0, 2, 114), (1, 2, 114)]
+    assert caplog.messages == ["sums of any size over 2 ranks take one kernel"] * 2
+    caplog.clear()
+    assert connect_ranks(monkeypatch, [facts(n, 3) for n in range(3)], None) == [(n, 3, 132) for n in range(3)]
+    assert caplog.messages == ["sums of up to 2048 KB over 3 ranks take one shot, larger ones NCCL"] * 3
 
 
 def test_no_rank_connects_if_one_cannot(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, logger="fa_serve.ops")
-    assert run_ranks(monkeypatch, [facts(0), facts(1)], failing=1) == [None, None]
+    assert connect_ranks(monkeypatch, [facts(0), facts(1)], failing=1) == [None, None]
     reason = "rank 1 got no symmetric memory: RuntimeError: no driver"
     assert caplog.messages == [f"sums over 2 ranks take NCCL: {reason}"] * 2
     caplog.clear()
-    assert run_ranks(monkeypatch, [facts(0, reached=[]), facts(1)], None) == [None, None]
+    assert connect_ranks(monkeypatch, [facts(0, reached=[]), facts(1)], None) == [None, None]
     reason = "cuda:0 of rank 0 has no access to the memory of cuda:1"
     assert caplog.messages == [f"sums over 2 ranks take NCCL: {reason}"] * 2
 
@@ -93,16 +111,47 @@ def test_ranks_on_cpus_and_a_single_rank_do_not_ask() -> None:
     assert store.num_keys() == 0
 
 
-def test_messages_that_the_kernel_takes() -> None:
+def made(size: int) -> OneShot:
+    """Of rank 0, without the buffers of the others."""
+    addresses = torch.zeros(size, dtype=torch.int64)
+    return OneShot(Peers(0, size, addresses, torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), 132), torch.empty(0))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_that_a_kernel_takes(size: int) -> None:
+    """Of two ranks any size, of more ranks up to 2 MB."""
     half = torch.bfloat16
-    assert OneShot.takes(torch.empty(1, 4096, dtype=half))
-    assert OneShot.takes(torch.empty(1, MAX_BYTES // 2048, 1024, dtype=half))
-    assert OneShot.takes(torch.empty(2, MAX_WIDTH))
-    assert not OneShot.takes(torch.empty(1 + MAX_BYTES // 2048, 1024, dtype=half))
-    assert not OneShot.takes(torch.empty(1, MAX_WIDTH + 1))
-    assert not OneShot.takes(torch.empty(0, 8))
-    assert not OneShot.takes(torch.empty(4, 8, dtype=torch.float64))
-    assert not OneShot.takes(torch.empty(4, 8).t())
+    one_shot = made(size)
+    assert one_shot.takes(torch.empty(1, 4096, dtype=half))
+    assert one_shot.takes(torch.empty(1, MAX_BYTES // 2048, 1024, dtype=half))
+    assert one_shot.takes(torch.empty(2, MAX_WIDTH))
+    assert one_shot.takes(torch.empty(1 + MAX_BYTES // 2048, 1024, dtype=half)) == (size == 2)
+    assert one_shot.takes(torch.empty(8192, 4096, dtype=half, device="meta")) == (size == 2)
+    assert not one_shot.takes(torch.empty(1, MAX_WIDTH + 1))
+    assert not one_shot.takes(torch.empty(0, 8))
+    assert not one_shot.takes(torch.empty(4, 8, dtype=torch.float64))
+    assert not one_shot.takes(torch.empty(4, 8).t())
+
+
+def test_messages_without_room_in_the_buffer_of_one_shot_are_pushed(monkeypatch) -> None:
+    launched: list[bool] = []
+    one_shot = made(2)
+    monkeypatch.setattr(one_shot, "_launch", lambda *_, pushed, **options: launched.append(pushed))
+    for rows, way in ((MAX_BYTES // 2048, "one shot"), (1 + MAX_BYTES // 2048, "pushed")):
+        x = torch.empty(rows, 1024, dtype=torch.bfloat16)
+        one_shot.sum(x)
+        one_shot.add(x, x, 1.0, None, None)
+        assert one_shot.way(x) == way
+    assert launched == [False, False, True, True]
+
+
+def test_the_parts_of_a_buffer_do_not_overlap() -> None:
+    """Flags of one shot, [program][rank]; those of pushed sums behind those of two ranks; and the halves of both."""
+    assert PUSHED_FLAGS == 8 * MAX_PROGRAMS * 2
+    assert PUSHED_FLAGS + 8 * MAX_PROGRAMS <= FLAG_BYTES
+    assert PUSHED_FIRST_BYTE == FLAG_BYTES + 2 * MAX_BYTES
+    assert buffer_bytes(2) == PUSHED_FIRST_BYTE + 2 * PUSHED_BYTES
+    assert buffer_bytes(3) == buffer_bytes(8) == PUSHED_FIRST_BYTE
 
 
 def test_variables_are_set_and_taken_back(monkeypatch) -> None:
