@@ -16,8 +16,10 @@ from sum_ranks import run_ranks, table
 from torch import Tensor
 
 from fa_serve import ops
+from fa_serve.backends.launch import power_of_2
 from fa_serve.ops.all_reduce_kernel import launch_all_reduce
-from fa_serve.ops.one_shot import MAX_BYTES, MAX_PROGRAMS, PUSHED_FLAGS, OneShot, Peers, buffer_bytes
+from fa_serve.ops.one_shot import MAX_BYTES, MAX_PROGRAMS, PUSHED_BYTES, PUSHED_FLAGS, OneShot, Peers, buffer_bytes
+from fa_serve.ops.pushed_sum_kernel import plan_pushed_sum
 
 SHAPES = [(1, 64, 1), (5, 333, 1), (7, 2048, 1), (30, 1024, 4), (3, 5000, 1), (2, 10000, 1)]
 """Rows, their width, and processors. A program has at most 4 parts, one for each slot. The widest rows are loaded late."""
@@ -131,6 +133,17 @@ def test_residual_and_norms(total: int, width: int, processors: int, before: boo
     for other in results[1:]:
         assert torch.equal(other[0], out)
         assert normed is None or torch.equal(other[1], normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("width", [1, 333, 4096, 16384])
+def test_the_slots_of_all_programs_fit_into_half_of_the_buffer(width: int, dtype: torch.dtype) -> None:
+    """On a GPU of any size: rows of 64 KB leave room for 64 programs."""
+    x = torch.zeros(1, dtype=dtype).expand(1 << 24, width)
+    peers = Peers(0, 2, torch.zeros(2, dtype=torch.int64), torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), 1000)
+    (programs, _, _) = plan_pushed_sum(x, peers, x, None, (1.0, 0.0, 0.0, 0.0, 0.0))._grid
+    slot_bytes = max(8192, power_of_2(width) * dtype.itemsize)
+    assert programs == min(MAX_PROGRAMS, PUSHED_BYTES // (4 * slot_bytes))
 
 
 def test_parts_are_not_overwritten_before_they_are_read(tmp_path: Path) -> None:
