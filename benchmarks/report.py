@@ -105,6 +105,12 @@ def read(bench: str) -> list[Line]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def _gpu(line: Line) -> str:
+    """The model of the GPU: H100 of "NVIDIA H100 80GB HBM3"."""
+    words = line["gpu"].removeprefix("NVIDIA ").split()
+    return str(words[0])
+
+
 def prefill_chart(lines: list[Line], name: str) -> None:
     groups: dict[str, list[Line]] = {}
     for line in lines:
@@ -168,7 +174,7 @@ def ratio_chart(lines: list[Line], peer: str, name: str) -> None:
     axis.bar(range(len(lines)), ratios, color=[COLOURS["ours"] if ratio >= 1 else COLOURS["flash"] for ratio in ratios])
     axis.axhline(1.0, color="black", lw=0.8)
     axis.set_xticks(range(len(lines)), [line["case"] for line in lines], rotation=90, fontsize=6)
-    axis.set_ylabel(f"speed, {LABELS[peer]} = 1", fontsize=9)
+    axis.set_ylabel(f"speed on one {_gpu(lines[0])}, {LABELS[peer]} = 1", fontsize=8)
     axis.grid(axis="y", alpha=0.3)
     _save(figure, name)
 
@@ -189,7 +195,8 @@ def table() -> str:
         ]
         if not lines:
             continue
-        what = f"{what}, {len(lines)} cells (at {', '.join(dict.fromkeys(line['commit'] for line in lines))})"
+        runs = dict.fromkeys(f"{_gpu(line)}, {line['commit']}" for line in lines)
+        what = f"{what}, {len(lines)} cells ({'; '.join(runs)})"
         for peer in peers:
             pairs = [(line["ours"], line["peers"][peer]) for line in lines]
             ratios = [b / a if lines[0]["unit"] == "us" else a / b for a, b in pairs]

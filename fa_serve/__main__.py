@@ -337,7 +337,7 @@ def info(
         name = torch.cuda.get_device_name() if arch is None else f"compute capability {arch / 10}"
     arch = arch_of(torch.device(device)) if arch is None else arch
     console = make_console()
-    show_machine(device, name, console)
+    show_machine(device, name, arch, console)
     if model is None:
         show_cases(device, arch, console)
         return

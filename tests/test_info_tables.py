@@ -54,6 +54,14 @@ def test_the_layers_of_a_model_fit_100_columns(arguments, tmp_path):
         assert text.count(f"{backend}: ") == (0 if arguments else 1), "a reason for every layer stands once"
 
 
+@pytest.mark.parametrize(("release", "arch", "slow"), [("3.8.0", 90, True), ("3.7.1", 90, False), ("3.8.0", 80, False)])
+def test_a_slower_release_of_triton_is_told_where_it_was_measured(release, arch, slow, monkeypatch):
+    monkeypatch.setattr(info_tables, "version", lambda package: release if package == "triton" else "1.0")
+    text = words(run("--arch", str(arch)))
+    assert f"triton {release}, transformers 1.0" in text
+    assert ("torch 2.11 has Triton 3.6" in text) == slow
+
+
 def test_reasons_of_single_calls_stand_in_their_rows():
     text = words(run("--arch", "90"))
     [float32] = [spec for title, spec in common_cases("cuda", 90) if "float32" in title]

@@ -156,7 +156,7 @@ VERIFIED = [
     Case((2,) * 16, KEYS * 2, heads=(24, 8)),
 ]
 CHUNKS = [
-    Case((64,), (64 + 1024,), heads=(16, 8)),
+    Case((64,), (64 + 2048,), heads=(16, 8)),
     Case((256,), (256 + 4096,), heads=(16, 2)),
     Case((300, 65, 17), (8300, 1100, 40), heads=(10, 2), head_dims=(64, 64), sinks=True),
     Case((512, 512), (8704, 2000), heads=(8, 8), softcap=20.0),
