@@ -1,14 +1,14 @@
 """Run every benchmark, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # 50 minutes on one H200; DIR has vLLM and FA3
+    python benchmarks/run_all.py --peer-path DIR                         # about an hour on one H200; DIR has vLLM and FA3
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
 
 The longest benchmark starts first. One that would not end within --seconds is not started; the last lines name these and those
 that failed. A benchmark writes into a temporary folder. When it has ended, or was stopped because it took too long, its lines
 replace those of the same cases in --out. What it printed is in --logs. Without --peer-path, the peers are PyTorch's kernels.
-Benchmarks that run side by side share the host, so each GPU needs eight cores or more. Those that measure the host's work
-need one thread each and run last.
+Benchmarks that run side by side share the host, so each GPU needs eight cores or more. Those that need several GPUs follow, one
+at a time; without --gpus 2 they are not started. Those that measure the host's work need one thread each and run last.
 """
 
 from __future__ import annotations
@@ -23,24 +23,39 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 HERE = Path(__file__).parent
+
+
+class Stage(IntEnum):
+    """When a benchmark runs: a stage begins when all benchmarks of the one before have ended."""
+
+    ONE_GPU = 0
+    SEVERAL_GPUS = 1
+    HOST = 2
 
 
 @dataclass(frozen=True)
 class Job:
     """One benchmark.
 
-    seconds: on one H200
+    seconds: on H200s
     peers:   "import" adds the path of the peers to PYTHONPATH, "path" passes it as --peer-path, "" does neither
-    quiet:   measures the host's work, and therefore runs when all benchmarks that are not quiet have ended
+    gpus:    how many it needs
+    quiet:   measures the host's work
     """
 
     seconds: int
     command: str
     peers: str = ""
+    gpus: int = 1
     quiet: bool = False
+
+    @property
+    def stage(self) -> Stage:
+        return Stage.HOST if self.quiet else Stage.ONE_GPU if self.gpus == 1 else Stage.SEVERAL_GPUS
 
 
 GENERATE = "bench_generate.py"
@@ -73,55 +88,79 @@ JOBS = {
     "mixed": Job(90, "bench_attention.py mixed --budget 110", "import"),
     "varlen": Job(28, "bench_attention.py varlen", "import"),
     "window": Job(40, "bench_attention.py window", "import"),
+    "open_loops": Job(280, "bench_serving.py --open --shapes llama8b --clients 4 --budget 300", "path"),
+    "steps_of_models": Job(
+        240, "bench_engine.py decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite --budget 100"
+    ),
+    "allreduce": Job(25, "bench_allreduce.py", gpus=2),
+    "tensor_parallel": Job(
+        430,
+        "bench_engine.py --shapes llama8b --tensor-parallel 2 --peers one_gpu,vllm --workloads C,C64,A,B,D --budget 440",
+        "path",
+        gpus=2,
+    ),
+    "tensor_parallel_70b": Job(
+        120,
+        "bench_engine.py decode --shapes llama70b --tensor-parallel 2 --requests 1 --set gpu_memory_utilization=0.93",
+        gpus=2,
+    ),
+    "long_run_of_ranks": Job(240, "long_run.py --tensor-parallel 2", gpus=2),
+    "replicas": Job(150, "bench_replicas.py --shape llama8b --device cuda", gpus=2),
+    "vllm_plugin": Job(350, "bench_vllm_plugin.py --gpus 0,1", "path", gpus=2),
 }
 
 
 class Run:
-    """The jobs that wait and those that failed. One worker for each GPU takes jobs from it."""
+    """The jobs that wait and those that failed. In each stage, workers take jobs from it."""
 
     def __init__(self, names: list[str], args: argparse.Namespace) -> None:
         self.waiting = sorted(names, key=lambda name: -JOBS[name].seconds)
-        self.quiet = False
+        self.stage = Stage.ONE_GPU
         self.args = args
         self.deadline = time.monotonic() + args.seconds
         self.lock = threading.Lock()
         self.failed: list[str] = []
 
-    def work(self, gpu: int) -> None:
-        while (name := self.next()) is not None:
+    def work(self, gpus: list[int]) -> None:
+        """Run the jobs of this stage that need at most these GPUs, one after the other."""
+        numbers = ",".join(map(str, gpus))
+        while (name := self.next(len(gpus))) is not None:
             begin = time.monotonic()
-            code = self.run(name, gpu)
+            code = self.run(name, numbers)
             with self.lock:
                 if code:
                     self.failed.append(name)
-                print(
-                    f"GPU {gpu}  {name:<20}{'ended with ' + str(code) if code else 'done'}, {time.monotonic() - begin:.0f} s",
-                    flush=True,
-                )
+                end = f"ended with {code}" if code else "done"
+                print(f"GPU {numbers}  {name:<20}{end}, {time.monotonic() - begin:.0f} s", flush=True)
 
-    def next(self) -> str | None:
-        """Take the longest job that ends in time; None if there is none."""
+    def next(self, gpus: int) -> str | None:
+        """Take the longest job of this stage that ends in time; None if there is none."""
         with self.lock:
             left = self.deadline - time.monotonic()
-            name = next((name for name in self.waiting if JOBS[name].seconds <= left and JOBS[name].quiet == self.quiet), None)
+            fitting = (
+                name
+                for name in self.waiting
+                if JOBS[name].seconds <= left and JOBS[name].stage == self.stage and JOBS[name].gpus <= gpus
+            )
+            name = next(fitting, None)
             if name:
                 self.waiting.remove(name)
             return name
 
-    def run(self, name: str, gpu: int) -> int:
-        """Run a job and merge its results; returns its exit status."""
+    def run(self, name: str, gpus: str) -> int:
+        """Run a job on the GPUs of these numbers and merge its results; returns its exit status."""
         job = JOBS[name]
         path = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
         with tempfile.TemporaryDirectory(prefix=f"{name}_") as folder:
             command = [sys.executable, str(HERE / job.command.split()[0]), *job.command.split()[1:]]
-            if name != "long_run":
+            if not job.command.startswith("long_run"):
                 command += ["--out", folder]
             if self.args.peer_path and job.peers == "import":
                 path.append(self.args.peer_path)
             elif job.peers == "path":
                 command += ["--peer-path", self.args.peer_path] if self.args.peer_path else []
                 command += ["--no-peers"] if not self.args.peer_path and "bench_engine" in job.command else []
-            own = {"CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
+            own = {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
             with (self.args.logs / f"{name}.log").open("w") as log:
                 process = subprocess.Popen(
                     command, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -170,13 +209,15 @@ def main() -> None:
         return
     args.logs.mkdir(parents=True, exist_ok=True)
     run = Run(args.only.split(","), args)
-    for run.quiet in (False, True):
-        workers = [threading.Thread(target=run.work, args=(gpu,)) for gpu in range(args.gpus)]
+    gpus = list(range(args.gpus))
+    for run.stage in Stage:
+        teams = [gpus] if run.stage == Stage.SEVERAL_GPUS else [[gpu] for gpu in gpus]
+        workers = [threading.Thread(target=run.work, args=(team,)) for team in teams]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-    for what, names in (("failed", run.failed), ("not started for lack of time", run.waiting)):
+    for what, names in (("failed", run.failed), ("not started for lack of time or GPUs", run.waiting)):
         if names:
             print(f"{what}: {','.join(names)}")
     sys.exit(bool(run.failed or run.waiting))

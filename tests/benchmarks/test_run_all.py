@@ -12,7 +12,7 @@ import run_all
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """Four benchmarks: two write a line, one writes a line and fails, one would take too long."""
+    """Five benchmarks: three write a line, one writes a line and fails, one would take too long."""
     writes = (
         "import json, os, sys\n"
         "folder = sys.argv[sys.argv.index('--out') + 1]\n"
@@ -31,6 +31,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
             "broken": run_all.Job(2, "bench.py broken", "import"),
             "endless": run_all.Job(1000, "bench.py endless"),
             "host": run_all.Job(50, "bench.py host", quiet=True),
+            "both": run_all.Job(3, "bench.py both", gpus=2),
         },
     )
     (tmp_path / "logs").mkdir()
@@ -42,10 +43,8 @@ def test_lines_take_their_places_and_what_failed_or_had_no_time_is_named(argumen
     kept = arguments.out / "bench.jsonl"
     kept.write_text("".join(json.dumps({"case": case, "ours": 1}) + "\n" for case in ("fast", "other")))
     run = run_all.Run(list(run_all.JOBS), arguments)
-    run.work(gpu=3)
-    assert (run.failed, run.waiting) == (["broken"], ["endless", "host"]), (
-        "benchmarks of the host's work wait for the second phase"
-    )
+    run.work([3])
+    assert (run.failed, run.waiting) == (["broken"], ["endless", "host", "both"]), "the others wait for their stages"
     assert [json.loads(line) for line in kept.read_text().splitlines()] == [
         {"case": "fast", "ours": 2, "gpu": "3"},
         {"case": "other", "ours": 1},
@@ -56,8 +55,14 @@ def test_lines_take_their_places_and_what_failed_or_had_no_time_is_named(argumen
     assert (fast[0], "/peers" in fast[1].split(":")) == ("True", False)
     assert (broken[0], broken[1].split(":")[-1]) == ("False", "/peers")
 
-    run.quiet = True
-    run.work(gpu=0)
+    run.stage = run_all.Stage.SEVERAL_GPUS
+    run.work([0])
+    assert "both" in run.waiting, "one GPU is not enough"
+    run.work([0, 1])
+    assert json.loads(kept.read_text().splitlines()[-1]) == {"case": "both", "ours": 2, "gpu": "0,1"}
+
+    run.stage = run_all.Stage.HOST
+    run.work([0])
     assert run.waiting == ["endless"]
 
 
