@@ -105,7 +105,7 @@ SHAPES = [  # batch, seqlen_q, seqlen_k, heads, kv heads
 def label(tiles: TileConfig | None) -> str:
     if tiles is None:
         return "chosen"
-    name = f"{tiles.groups}x{tiles.block_n}s{tiles.stages}q{tiles.q_stages}{'GSD'[tiles.schedule]}"
+    name = f"{tiles.groups}x{tiles.block_n}s{tiles.stages}q{tiles.q_stages}{'GD'[tiles.schedule]}"
     name += "P" * tiles.pingpong + "o" * (not tiles.overlap) + "b" * (not tiles.softmax_first)
     name += "l" * tiles.rescale_late + (f"c{tiles.o_parts}" if tiles.o_parts else "")
     return name + (f"/{tiles.blocks_per_sm}" if tiles.blocks_per_sm > 1 else "")

@@ -3,7 +3,7 @@
 `forward_tiles` chooses the size of a tile, the number of warpgroups that compute it and the schedule. `head_packing` chooses
 how many heads share a tile, `key_pieces` whether keys may be divided, and `head_group` how many heads are computed together, so
 that their keys stay in the L2 cache. There is no autotuning, because a serving path must not stall on a new length.
-`benchmarks/tune_hopper.py` measures the alternatives; each branch states the figure that chose it.
+`benchmarks/tune_hopper.py` and `tune_cells.py` measure the alternatives; each branch states the figure that chose it.
 """
 
 from __future__ import annotations
