@@ -10,7 +10,8 @@ greedy tokens should be equal. `rates` serves the shape of an 8B: the workloads 
 the decoding of 16 sequences with 32,000 tokens each, whose prompts are not counted. `all` is both.
 
 Each backend has one process for each model. The peer of every case is FLASH_ATTN; TRITON_ATTN is written beside it. Results go
-to results/vllm_plugin.jsonl in the form of measure.py. Left out: the float8 cache, tensor parallelism, and vLLM's own tests.
+to results/vllm_plugin.jsonl in the form of measure.py. vLLM also finds the plugin in a clone that is not installed. Left out:
+the float8 cache, tensor parallelism, and vLLM's own tests.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="bench_vllm_") as temporary:
         for shape in wanted:
             make(shape, Path(temporary) / shape, shape in SMALL, args.device)
+        declare_plugin(Path(temporary) / "plugins")
         jobs: queue.Queue[tuple[str, str]] = queue.Queue()
         for shape in wanted:
             for backend in args.backends:
@@ -71,6 +74,17 @@ def run(args: argparse.Namespace) -> None:
         say(f"{case:<8}{rate:12.5g}  " + "  ".join(f"{name} {value:.5g}" for name, value in known.items()) + f"  ratio {ratio}")
     if ours:
         results.write()
+
+
+def declare_plugin(folder: Path) -> None:
+    """Write the entry points of this clone into a folder, which then belongs on PYTHONPATH: vLLM asks installed packages."""
+    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+    information = folder / "fa_serve_clone-0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: fa_serve_clone\nVersion: 0\n")
+    group = "vllm.general_plugins"
+    lines = [f"{name} = {target}\n" for name, target in project["entry-points"][group].items()]
+    (information / "entry_points.txt").write_text(f"[{group}]\n{''.join(lines)}")
 
 
 def make(shape: str, folder: Path, small: bool, device: str) -> None:
@@ -101,7 +115,7 @@ def work(
         except queue.Empty:
             return
         begin = time.time()
-        path = os.pathsep.join([args.peer_path, str(HERE.parent)])
+        path = os.pathsep.join([args.peer_path, str(HERE.parent), str(folder / "plugins")])
         own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": gpu, "FA_SERVE_VLLM": str(int(backend == "CUSTOM"))}
         own |= {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
         command = [sys.executable, __file__, "serve", "--shape", shape, "--folder", str(folder / shape), "--backends", backend]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,11 @@ def test_other_tokens_of_the_plugin_are_an_error() -> None:
     assert bench_vllm_plugin.compare(["tiny"], ["CUSTOM", "FLASH_ATTN"], answers) == ["tiny: 1 answers differ"]
     missing = bench_vllm_plugin.compare(["tiny"], ["TRITON_ATTN"], answers)
     assert missing == ["tiny has no tokens of TRITON_ATTN or of FLASH_ATTN"]
+
+
+def test_the_plugin_of_a_clone_is_declared(tmp_path: Path) -> None:
+    bench_vllm_plugin.declare_plugin(tmp_path / "plugins")
+    [found] = importlib.metadata.distributions(path=[str(tmp_path / "plugins")])
+    assert [(point.group, point.name, point.load().__name__) for point in found.entry_points] == [
+        ("vllm.general_plugins", "fa_serve", "register")
+    ]
