@@ -226,7 +226,7 @@ def _tiles_of_width(
     # 757, causal 745 against 747). Late rescaling helps without ping-pong (757 against 745 at 16k, causal 747 against 733),
     # with pages (617 against 602), and beside ping-pong at D72 without a mask (2 packed sequences of 8192 tokens: 1313 against
     # 1343 us). Exponentials where ptxas puts them help short tiles: 32 causal sequences of 512 tokens take 187 us, and 195 with
-    # exponentials before the wait.
+    # exponentials before the wait. With pages that would be one more kernel for the engine to compile.
     pingpong = varlen or max_seqlen_k <= (4096 if masked else 1024)
     return TileConfig(
         2,
@@ -235,7 +235,7 @@ def _tiles_of_width(
         2,
         Schedule.DYNAMIC,
         pingpong=pingpong,
-        softmax_first=max_seqlen_k > 512,
+        softmax_first=max_seqlen_k > 512 or (masked and paged),
         rescale_late=paged or not pingpong or (width <= 96 and not masked),
     )
 

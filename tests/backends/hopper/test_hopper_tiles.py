@@ -100,6 +100,12 @@ def test_rows_that_see_few_keys_take_small_tiles() -> None:
     assert forward_tiles(96, 96, (-1, 0), 1024, 1024, True).block_m == 128
 
 
+def test_short_tiles_leave_exponentials_to_ptxas_unless_pages_would_need_one_more_kernel() -> None:
+    assert not forward_tiles(128, 128, (-1, 0), 512, 512, True).softmax_first
+    assert forward_tiles(128, 128, (-1, 0), 513, 513, True).softmax_first
+    assert forward_tiles(128, 128, (-1, 0), 512, 512, True, True).softmax_first
+
+
 @pytest.mark.parametrize(("seqlen", "rows"), [(192, 192), (197, 64), (257, 64), (384, 192), (577, 64), (730, 192), (1500, 192)])
 def test_small_tiles_where_the_last_large_one_is_nearly_empty(seqlen: int, rows: int) -> None:
     for varlen in (False, True):
