@@ -1,6 +1,6 @@
 """Run every benchmark, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # about an hour on one H200; DIR has vLLM and FA3
+    python benchmarks/run_all.py --peer-path DIR                         # 65 minutes on one H200; DIR has vLLM and FA3
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
 
@@ -8,7 +8,7 @@ The longest benchmark starts first. One that would not end within --seconds is n
 that failed. A benchmark writes into a temporary folder. When it has ended, or was stopped because it took too long, its lines
 replace those of the same cases in --out. What it printed is in --logs. Without --peer-path, the peers are PyTorch's kernels.
 Benchmarks that run side by side share the host, so each GPU needs eight cores or more. Those that need several GPUs follow, one
-at a time; without --gpus 2 they are not started. Those that measure the host's work need one thread each and run last.
+at a time; without --gpus 2 they are left out. Those that measure the host's work need one thread each and run last.
 """
 
 from __future__ import annotations
@@ -194,21 +194,22 @@ def merge(new: Path, kept: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(JOBS), help="benchmarks that --list names, separated by commas")
+    parser.add_argument("--only", help="benchmarks that --list names, separated by commas; default: all for so many GPUs")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of them")
+    parser.add_argument("--seconds", type=float, default=7200.0, help="time for all of them")
     parser.add_argument("--peer-path", default="", help="folder with vLLM and its dependencies")
     parser.add_argument("--logs", type=Path, default=Path("bench_logs"))
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--list", action="store_true", help="print the benchmarks and exit")
     args = parser.parse_args()
-    if unknown := set(args.only.split(",")) - set(JOBS):
+    asked = args.only.split(",") if args.only else [name for name, job in JOBS.items() if job.gpus <= args.gpus]
+    if unknown := set(asked) - set(JOBS):
         parser.error(f"--only must name benchmarks of {list(JOBS)}, got {sorted(unknown)}")
     if args.list:
         print("\n".join(f"{name:<20}{job.seconds:>5} s  {job.command}" for name, job in JOBS.items()))
         return
     args.logs.mkdir(parents=True, exist_ok=True)
-    run = Run(args.only.split(","), args)
+    run = Run(asked, args)
     gpus = list(range(args.gpus))
     for run.stage in Stage:
         teams = [gpus] if run.stage == Stage.SEVERAL_GPUS else [[gpu] for gpu in gpus]

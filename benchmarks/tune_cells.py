@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from attention_cells import MODELS
+from attention_cells import MODELS, MODELS_WITH_SINKS
 from child_process import MARK, answers
 from measure import PAUSE, commit, graph_microseconds
 from paged_problem import Problem
@@ -114,11 +114,13 @@ def make_call(cell: str, device: str = "cuda") -> Call:
     _, heads, kv_heads, dim, dim_v, window, softcap = found
     shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim_v))
     q, k, v = (torch.randn(count * seqlen, *shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    sinks = torch.randn(heads, device=device, dtype=torch.bfloat16) if model in MODELS_WITH_SINKS else None
     ends = cu_seqlens([seqlen] * count, device)
     lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
-    public = partial(fa_serve.attention_varlen, q, k, v, window_size=window, softcap=softcap, **lengths)
+    public = partial(fa_serve.attention_varlen, q, k, v, window_size=window, softcap=softcap, sinks=sinks, **lengths)
     options = AttentionOptions(dim**-0.5, window, softcap, seqlen, seqlen, return_lse=False)
-    return Call(lambda backend: public(backend=backend), AttentionTensors(q, k, v, cu_seqlens_q=ends, keys=ends), options)
+    tensors = AttentionTensors(q, k, v, cu_seqlens_q=ends, keys=ends, sinks=sinks)
+    return Call(lambda backend: public(backend=backend), tensors, options)
 
 
 def measure(cell: str, variant: Variant, lock: str) -> float:

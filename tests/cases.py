@@ -194,7 +194,7 @@ def odd_groups() -> list[Case]:
 def divided_prompts() -> list[Case]:
     """Prompts of equal length with few rows behind many keys, whose keys are divided on a Hopper GPU (`backends.chunks`)."""
     return [
-        Case((256,), (2048,), heads=16, kv_heads=2, head_dim=128, causal=True),
+        Case((256,), (2000,), heads=16, kv_heads=2, head_dim=128, causal=True),
         Case((65, 65), (1500, 1030), heads=6, kv_heads=2, head_dim=64, causal=True, softcap=20.0, sinks=True),
         Case((100,), (1300,), heads=5, kv_heads=1, head_dim=96, causal=True, window=(1100, -1)),
     ]

@@ -18,7 +18,10 @@ def choose_gpu(environment: MutableMapping[str, str], count: int) -> None:
     """Let a worker see one of `count` GPUs, by turns. The process that started the workers keeps all of them."""
     worker = environment.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if worker.isdigit() and count > 1:
-        environment["CUDA_VISIBLE_DEVICES"] = str(int(worker) % count)
+        given = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = [name for name in given if name] or [str(number) for number in range(count)]
+        environment["CUDA_VISIBLE_DEVICES"] = names[int(worker) % len(names)]
 
 
-choose_gpu(os.environ, torch.cuda.device_count())
+def pytest_load_initial_conftests() -> None:
+    choose_gpu(os.environ, torch.cuda.device_count())

@@ -13,3 +13,9 @@ def test_each_worker_sees_one_gpu(worker: str | None, count: int, expected: str 
     environment = {} if worker is None else {"PYTEST_XDIST_WORKER": worker}
     choose_gpu(environment, count)
     assert environment.get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_workers_take_the_gpus_that_were_given() -> None:
+    environment = {"PYTEST_XDIST_WORKER": "gw1", "CUDA_VISIBLE_DEVICES": "2,3"}
+    choose_gpu(environment, 2)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "3"

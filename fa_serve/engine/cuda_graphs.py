@@ -365,7 +365,8 @@ def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None]
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Inside, no cyclic garbage is collected. If it held the graph of a closed engine, freeing that would end a capture."""
+    """Inside, Python starts no collection of cyclic garbage. If it held the graph of a closed engine, freeing that would end a
+    capture. Left out: collections that another thread asks for."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -6,11 +6,11 @@
     x, h = all_reduce.add(x, y, before=norm)            # x + the sum of y, and that normalised
     all_reduce.close()
 
-Sums between GPUs that can access each other's memory take one kernel, which also adds and normalises: all sums of two ranks,
-and small sums of more (one_shot.py). All others go through torch.distributed: gloo on CPUs, NCCL on GPUs. The result has the
-same bits on every rank: in our kernels each rank adds the parts in the same order, otherwise one rank computes each element
-and sends it to the others. Ranks of one machine listen on the loopback address only. Left out: who starts the ranks, and what
-they tell each other (fa_serve.engine.ranks).
+Sums between GPUs that can access each other's memory take one kernel, which also adds and normalises: sums of two ranks, and
+small sums of more, with rows of up to 16,384 numbers (one_shot.py). All others go through torch.distributed: gloo on CPUs, NCCL
+on GPUs. The result has the same bits on every rank: in our kernels each rank adds the parts in the same order, otherwise one
+rank computes each element and sends it to the others. Ranks of one machine listen on the loopback address only. Left out: who
+starts the ranks, and what they tell each other (fa_serve.engine.ranks).
 """
 
 from __future__ import annotations

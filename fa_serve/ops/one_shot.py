@@ -47,7 +47,7 @@ PUSHED_FLAGS = MAX_PROGRAMS * PUSHED_RANKS * 8
 """Where the flags of pushed sums begin in a buffer, behind the flags of two ranks: int64, [program]."""
 PUSHED_FIRST_BYTE = FLAG_BYTES + 2 * MAX_BYTES
 PUSHED_BYTES = 16 << 20
-"""Size of half of the buffer of pushed sums. A sum uses it several times, so it may be larger."""
+"""Size of half of the buffer of pushed sums. A sum reuses its slots, so a sum may be larger than this."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -60,7 +60,7 @@ class Peers(NamedTuple):
 
     addresses:  (size,) int64, of the buffer of each rank
     calls:      (1 + MAX_PROGRAMS,) int64 of this rank, which begin with 0 as flags do: a count that belongs to the kernel, and
-                a word for each program, which waits for calls after this number only
+                a word for each program, whose largest value ends its waits
     processors: the least number of multiprocessors of all ranks, from which the number of programs follows
     """
 
@@ -89,9 +89,9 @@ class Facts(NamedTuple):
 
 
 def refusal(ranks: Sequence[Facts]) -> str | None:
-    """Why these ranks add up through NCCL, or None if they can read each other's memory."""
+    """Why these ranks add up through NCCL, or None if they can access each other's memory."""
     if len(ranks) > MAX_RANKS:
-        return f"there are {len(ranks)} ranks, and at most {MAX_RANKS} read each other's memory"
+        return f"there are {len(ranks)} ranks, and at most {MAX_RANKS} access each other's memory"
     for rank, facts in enumerate(ranks):
         if facts.obstacle:
             return f"rank {rank}: {facts.obstacle}"
@@ -200,7 +200,7 @@ def _facts_of(device: torch.device) -> Facts:
 
     obstacle = ""
     if torch.version.hip is not None:
-        obstacle = "one shot is compiled for NVIDIA GPUs only"
+        obstacle = "these kernels are compiled for NVIDIA GPUs only"
     elif not hasattr(_symmetric_memory, "rendezvous"):
         obstacle = f"torch {torch.__version__} has no symmetric memory"
     number = torch.cuda.current_device() if device.index is None else device.index

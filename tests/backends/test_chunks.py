@@ -64,7 +64,8 @@ def test_narrow_heads_fill_more_of_the_gpu_before_the_prompt_kernel_is_faster() 
 def test_a_prompt_kernel_that_divides_keys_takes_many_keys_of_wide_heads() -> None:
     assert not decodes_chunks(H200, 1, 256, 4096, 132, divides=True)
     assert not decodes_chunks(H200, 1, 128, 32768, 132, divides=True)
-    assert decodes_chunks(H200, 1, 256, 2048, 132, divides=True)
+    assert not decodes_chunks(H200, 1, 256, 2048, 132, divides=True)
+    assert decodes_chunks(H200, 1, 256, 2047, 132, divides=True)
     assert decodes_chunks(H200, 1, 64, 4096, 132, divides=True), "its tiles would be half empty"
     narrow = replace(H200, num_heads=64, head_dim=64, head_dim_v=64)
     assert decodes_chunks(narrow, 1, 128, 32768, 132, divides=True)

@@ -70,20 +70,21 @@ def test_a_chunk_of_one_token_is_not_taken_for_decoding(make_engine, replays) ->
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_capture_frees_no_graph_of_a_closed_engine(monkeypatch, enabled) -> None:
     """Graphs that garbage holds would be freed by a collection, which ends a capture."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock)
+    calls = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: calls.graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda: None)
     monkeypatch.setattr(gc, "isenabled", lambda: enabled)
-    calls = mock.Mock()
     monkeypatch.setattr(gc, "disable", calls.disable)
     monkeypatch.setattr(gc, "enable", calls.enable)
     cuda_graphs.capture(calls.function, None)
+    calls.function.side_effect = ValueError("a kernel")
     with pytest.raises(ValueError, match="a kernel"):
-        cuda_graphs.capture(mock.Mock(side_effect=ValueError("a kernel")), None)
+        cuda_graphs.capture(calls.function, None)
     names = [call[0] for call in calls.mock_calls]
-    after = ["enable"] if enabled else []
-    assert names == ["disable", "function", *after, "disable", *after]
+    captured = ["disable", "graph.capture_begin", "function", "graph.capture_end", *(["enable"] if enabled else [])]
+    assert names == [*captured, "graph.pool", *captured]
 
 
 def test_a_model_that_cannot_be_replays_stays_eager(make_engine, monkeypatch, caplog) -> None:

@@ -50,7 +50,7 @@ def test_ranks_of_one_machine_with_access_connect() -> None:
         ([facts(0), facts(1, host="other")], "the ranks are on several machines"),
         ([facts(0), facts(0)], "several ranks call their GPU by the same number"),
         ([facts(0, 3), facts(1, reached=[0]), facts(2, 3)], "cuda:1 of rank 1 has no access to the memory of cuda:2"),
-        ([facts(n, 9) for n in range(9)], "there are 9 ranks, and at most 8 read each other's memory"),
+        ([facts(n, 9) for n in range(9)], "there are 9 ranks, and at most 8 access each other's memory"),
     ],
 )
 def test_other_ranks_do_not(ranks: list[Facts], reason: str) -> None:

@@ -279,7 +279,8 @@ def _count_tiles(problem: _Problem, var: Variant, slots: int, max_pieces: int) -
         per_head = max_tile_count(problem.q.shape[0], batch, options.max_seqlen_q, var.queries, options.skip_q)
         # Tiles of the same length follow one another. They belong to all sequences if these are equally long, else usually to
         # a few. All tiles of a sequence should find its keys in the L2 cache.
-        together = batch if problem.equal and options.window_size[1] >= 0 else min(4, batch)
+        causal = options.window_size[1] >= 0 and options.window_size[0] < 0
+        together = batch if problem.equal and causal else min(4, batch)
         group, tail = head_group(problem.num_heads, problem.heads_per_kv, kv_bytes * together, per_head)
     else:
         per_head = num_m * batch

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 
+from fa_serve.backends.chunks import MIN_DIVIDED_KEYS
 from fa_serve.backends.launch import power_of_2
 from fa_serve.spec import FEW_QUERIES
 
@@ -276,10 +277,9 @@ MAX_PIECES = 16
 """Pieces of the keys of a row, at most."""
 MIN_BLOCKS_OF_A_PIECE = 8
 """Key blocks that are worth the start and the end of a thread block, and a part of the merge."""
-MIN_DIVIDED_KEYS = 2048
-"""Fewer visible keys than these are not divided: 256 queries of 32 heads behind 1024 keys take 28 us divided and 24 whole."""
 MIN_DIVIDED_KEYS_OF_FEW = 4096
-"""The same for up to FEW_QUERIES queries: dividing costs 5 us, in which a thread block reads about 1000 keys of such a tile."""
+"""From how many visible keys on those of up to FEW_QUERIES queries are divided: dividing costs 5 us, in which a thread block
+reads about 1000 keys of such a tile."""
 FULL_WAVES = 0.85
 """Prompts stay whole if their tiles fill at least this share of one or two waves of thread blocks. With more waves they always
 do."""
@@ -321,9 +321,9 @@ def packs_queries(
     In us on one H200 with bfloat16 and heads of 128, decoding kernel and this one: 16 sequences of 2048 keys with 16 queries 51
     and 43 (32/8 heads), 78 and 45 (64/8), 142 and 131 (32/32); 128 sequences of 1024 keys with 4 queries 137 and 133 (32/8),
     147 and 136 (64/8); 32 sequences of 4096 keys with 8 queries 153 and 131 (32/8), 162 and 132 (64/8). The decoding kernel is
-    bound by instructions there, and this one by memory. With divided keys: 16 sequences of 8192 keys with 4 queries 152 and 139
-    (64/8), 140 and 139 (32/8), 85 and 81 (64/8 heads of 64); one of 65,536 keys beside 31 of 500 115 and 107 (64/8), 105 and
-    106 (32/8). One sequence has too few tiles: 16 queries behind 8192 keys take 25 and 30, 4 behind 1024 8 and 16.
+    bound by instructions there, and this one by memory. 16 sequences of 8192 keys with 4 queries, which were divided then and
+    stay whole now, 152 and 139 (64/8), 140 and 139 (32/8), 85 and 81 (64/8 heads of 64); one of 65,536 keys beside 31 of 500
+    115 and 107 (64/8), 105 and 106 (32/8). One sequence has too few tiles: 16 queries behind 8192 keys take 25 and 30, 4 behind 1024 8 and 16.
     """
     if not 1 < max_seqlen_q <= FEW_QUERIES or max(head_dim, head_dim_v) > 128:
         return False

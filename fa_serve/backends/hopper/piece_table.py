@@ -81,7 +81,7 @@ def _piece_table(
         low, high = _blocks_of_tile(tl.maximum(tiles - 1, 0), ql, kl, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
         total += tl.sum(tiles * (high - low), 0)
     share = tl.maximum((total * num_heads + slots - 1) // slots, min_blocks)
-    whole = 5 * total * num_heads // (4 * processors)
+    whole = 5 * ((total * num_heads + processors - 1) // processors) // 4
     before = 0
     sequence = 0
     place = 0

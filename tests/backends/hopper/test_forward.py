@@ -149,7 +149,7 @@ def test_sequences_with_few_queries_are_left_out() -> None:
 def test_keys_of_all_tiles_that_follow_one_another_fit_the_cache(
     lengths: list[int], window: tuple[int, int], sequences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Causal tiles are in the order of their lengths, so equally long sequences are visited once for each tile of theirs."""
+    """Causal tiles are in the order of their lengths, so a pass over all sequences computes one tile of each."""
     kv_bytes: list[int] = []
 
     def head_group(heads: int, per_kv: int, bytes_of_head: int, tiles: int) -> tuple[int, int]:
