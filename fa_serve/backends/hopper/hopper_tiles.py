@@ -323,7 +323,8 @@ def packs_queries(
     147 and 136 (64/8); 32 sequences of 4096 keys with 8 queries 153 and 131 (32/8), 162 and 132 (64/8). The decoding kernel is
     bound by instructions there, and this one by memory. 16 sequences of 8192 keys with 4 queries, which were divided then and
     stay whole now, 152 and 139 (64/8), 140 and 139 (32/8), 85 and 81 (64/8 heads of 64); one of 65,536 keys beside 31 of 500
-    115 and 107 (64/8), 105 and 106 (32/8). One sequence has too few tiles: 16 queries behind 8192 keys take 25 and 30, 4 behind 1024 8 and 16.
+    115 and 107 (64/8), 105 and 106 (32/8). One sequence has too few tiles: 16 queries behind 8192 keys take 25 and 30, 4 behind
+    1024 8 and 16.
     """
     if not 1 < max_seqlen_q <= FEW_QUERIES or max(head_dim, head_dim_v) > 128:
         return False
