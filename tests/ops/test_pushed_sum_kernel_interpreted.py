@@ -23,6 +23,12 @@ from fa_serve.ops.pushed_sum_kernel import plan_pushed_sum
 
 SHAPES = [(1, 64, 1), (5, 333, 1), (7, 2048, 1), (30, 1024, 4), (3, 5000, 1), (2, 10000, 1)]
 """Rows, their width, and processors. A program has at most 4 parts, one for each slot. The widest rows are loaded late."""
+NORMS = [
+    *[(5, 333, 1, before, after) for before in (False, True) for after in (False, True)],
+    (30, 1024, 4, True, True),
+    (2, 10000, 1, True, True),
+]
+"""The same, and whether there is a norm before the next layer and one after the sum."""
 SCRIPT = """
 import sys, time, torch
 import fa_serve.ops.pushed_sum_kernel as kernel
@@ -112,9 +118,7 @@ def test_the_sum_has_the_bits_of_one_shot(total: int, width: int, processors: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("after", [False, True], ids=["no norm after", "norm after"])
-@pytest.mark.parametrize("before", [False, True], ids=["no norm before", "norm before"])
-@pytest.mark.parametrize(("total", "width", "processors"), SHAPES[1:])
+@pytest.mark.parametrize(("total", "width", "processors", "before", "after"), NORMS)
 def test_residual_and_norms(total: int, width: int, processors: int, before: bool, after: bool, dtype: torch.dtype) -> None:
     """The result replaces the residual stream, whose rows have gaps between them."""
     parts = [randn(total, width, dtype=dtype, seed=seed) for seed in range(2)]
