@@ -42,7 +42,8 @@ class Job:
     """One benchmark.
 
     seconds: on H200s
-    peers:   "import" adds the path of the peers to PYTHONPATH, "path" passes it as --peer-path, "" does neither
+    peers:   "import" adds the path of the peers to PYTHONPATH, "path" passes it as --peer-path, "" does neither; "needed" is
+             "path", and without a path there is nothing to measure
     gpus:    how many it needs
     quiet:   measures the host's work
     """
@@ -106,7 +107,7 @@ JOBS = {
     ),
     "long_run_of_ranks": Job(240, "long_run.py --tensor-parallel 2", gpus=2),
     "replicas": Job(150, "bench_replicas.py --shape llama8b --device cuda", gpus=2),
-    "vllm_plugin": Job(350, "bench_vllm_plugin.py --gpus 0,1", "path", gpus=2),
+    "vllm_plugin": Job(350, "bench_vllm_plugin.py --gpus 0,1", "needed", gpus=2),
 }
 
 
@@ -157,7 +158,7 @@ class Run:
                 command += ["--out", folder]
             if self.args.peer_path and job.peers == "import":
                 path.append(self.args.peer_path)
-            elif job.peers == "path":
+            elif job.peers:
                 command += ["--peer-path", self.args.peer_path] if self.args.peer_path else []
                 command += ["--no-peers"] if not self.args.peer_path and "bench_engine" in job.command else []
             own = {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
@@ -192,9 +193,14 @@ def merge(new: Path, kept: Path) -> None:
     kept.write_text("".join(line + "\n" for line in lines.values()))
 
 
+def default_jobs(gpus: int, peer_path: str) -> list[str]:
+    """The benchmarks that this machine can run."""
+    return [name for name, job in JOBS.items() if job.gpus <= gpus and (peer_path or job.peers != "needed")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="benchmarks that --list names, separated by commas; default: all for so many GPUs")
+    parser.add_argument("--only", help="benchmarks that --list names, separated by commas; default: all that can run")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=7200.0, help="time for all of them")
     parser.add_argument("--peer-path", default="", help="folder with vLLM and its dependencies")
@@ -202,7 +208,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--list", action="store_true", help="print the benchmarks and exit")
     args = parser.parse_args()
-    asked = args.only.split(",") if args.only else [name for name, job in JOBS.items() if job.gpus <= args.gpus]
+    asked = args.only.split(",") if args.only else default_jobs(args.gpus, args.peer_path)
     if unknown := set(asked) - set(JOBS):
         parser.error(f"--only must name benchmarks of {list(JOBS)}, got {sorted(unknown)}")
     if args.list:

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch, launch_options, power_of_2
+from fa_serve.backends.launch import Launch, power_of_2
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.all_reduce_primitives import (
@@ -35,6 +35,7 @@ from fa_serve.ops.all_reduce_primitives import (
     norm_weight,
     per_processor,
     rms,
+    sum_options,
     wait_for_flags,
     write_flag,
 )
@@ -191,10 +192,6 @@ def _plan_one_shot(x: Tensor, peers: Peers, out: Tensor, residual: Tensor | None
     stride_r = 0 if residual is None else residual.stride(0)
     arch = spec.arch_of(x.device)
     pdl = arch >= 90
-    num_warps = min(16, max(1, tile_rows * block // 256))
-    options = launch_options(pdl, num_warps)
-    if arch >= 70 and num_warps == 16:
-        options["maxnreg"] = 128 // per_processor(row_bytes)  # with which the programs share the 65,536 registers
     # weights are loaded before the wait, unless the registers are needed for the rows
     early = block <= 8192
     sizes = (peers.rank, peers.size, power_of_2(peers.size + 1), width, block, tile_rows, FLAG_BYTES, MAX_BYTES)
@@ -204,5 +201,5 @@ def _plan_one_shot(x: Tensor, peers: Peers, out: Tensor, residual: Tensor | None
         varying=numbers,
         strides=(rows, stride_r, out.stride(0)),
         fixed=(*sizes, early, arch >= 70, pdl),
-        options=options,
+        options=sum_options(arch, tile_rows * block, row_bytes),
     )

@@ -7,9 +7,12 @@ waits for the number. Numbers only grow, so no flag is ever reset. Left out: whi
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from fa_serve.backends.launch import launch_options
 from fa_serve.ops.one_shot import MAX_PROGRAMS
 
 TILE_BYTES = 8192
@@ -21,6 +24,15 @@ _CALL = tl.constexpr(2 * MAX_PROGRAMS)
 def per_processor(row_bytes: int) -> int:
     """How many programs with rows of up to so many bytes, a power of two, fit on a multiprocessor at once."""
     return 2 if row_bytes <= TILE_BYTES else 1
+
+
+def sum_options(arch: int, numbers: int, row_bytes: int) -> dict[str, Any]:
+    """The launch options of a program that adds up so many numbers at once, with which `per_processor` of them fit."""
+    num_warps = min(16, max(1, numbers // 256))
+    options = launch_options(arch >= 90, num_warps)
+    if arch >= 70 and num_warps == 16:
+        options["maxnreg"] = 128 // per_processor(row_bytes)  # with which the programs share the 65,536 registers
+    return options
 
 
 @triton.jit

@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch, launch_options, power_of_2
+from fa_serve.backends.launch import Launch, power_of_2
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.all_reduce_primitives import (
     TILE_BYTES,
@@ -44,6 +44,7 @@ from fa_serve.ops.all_reduce_primitives import (
     norm_weight,
     per_processor,
     rms,
+    sum_options,
     wait_for_flags,
     write_flag,
 )
@@ -194,10 +195,6 @@ def plan_pushed_sum(x: Tensor, peers: Peers, out: Tensor, residual: Tensor | Non
     stride_r = 0 if residual is None else residual.stride(0)
     arch = spec.arch_of(x.device)
     pdl = arch >= 90
-    num_warps = min(16, max(1, tile_rows * block // 256))
-    options = launch_options(pdl, num_warps)
-    if arch >= 70 and num_warps == 16:
-        options["maxnreg"] = 128 // per_processor(row_bytes)  # with which the programs share the 65,536 registers
     # what does not come from the other rank is loaded before the wait, unless there are too few registers for it
     early = row_bytes <= 2 * TILE_BYTES
     sizes = (peers.rank, width, block, tile_rows, _AHEAD, _SLOTS, slot_bytes)
@@ -208,5 +205,5 @@ def plan_pushed_sum(x: Tensor, peers: Peers, out: Tensor, residual: Tensor | Non
         varying=(*numbers, rows),
         strides=(stride_r, out.stride(0)),
         fixed=(*sizes, *places, early, arch >= 70, pdl),
-        options=options,
+        options=sum_options(arch, tile_rows * block, row_bytes),
     )

@@ -71,3 +71,11 @@ def test_every_command_names_a_bench_and_flags_that_exist(name: str) -> None:
     script, *words = run_all.JOBS[name].command.split()
     text = (run_all.HERE / script).read_text()
     assert all(f'"{word}"' in text for word in words if word.startswith("--")), words
+
+
+def test_by_default_what_can_run_is_run() -> None:
+    needs_two = {name for name, job in run_all.JOBS.items() if job.gpus == 2}
+    assert {"tensor_parallel", "vllm_plugin"} < needs_two
+    assert set(run_all.default_jobs(1, "/peers")) == set(run_all.JOBS) - needs_two
+    assert set(run_all.default_jobs(2, "")) == set(run_all.JOBS) - {"vllm_plugin"}
+    assert run_all.default_jobs(2, "/peers") == list(run_all.JOBS)
