@@ -7,10 +7,10 @@
     all_reduce.close()
 
 Sums between GPUs that can access each other's memory take one kernel, which also adds and normalises: sums of two ranks, and
-small sums of more, with rows of up to 16,384 numbers (one_shot.py). All others go through torch.distributed: gloo on CPUs, NCCL
-on GPUs. The result has the same bits on every rank: in our kernels each rank adds the parts in the same order, otherwise one
-rank computes each element and sends it to the others. Ranks of one machine listen on the loopback address only. Left out: who
-starts the ranks, and what they tell each other (fa_serve.engine.ranks).
+small sums of more, with rows of up to 16,384 numbers (peer_memory.py). All others go through torch.distributed: gloo on CPUs,
+NCCL on GPUs. The result has the same bits on every rank: in our kernels each rank adds the parts in the same order, otherwise
+one rank computes each element and sends it to the others. Ranks of one machine listen on the loopback address only. Left out:
+who starts the ranks, and what they tell each other (fa_serve.engine.ranks).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.one_shot import OneShot, environment
+from fa_serve.ops.peer_memory import PeerSums, environment
 from fa_serve.spec import FaServeError
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ class AllReduce:
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, device_id=device if on_gpu else None
             )
-        self._one_shot: OneShot | None = None
+        self._peer_sums: PeerSums | None = None
         try:
-            self._one_shot = OneShot.connect(store, rank, size, device)
+            self._peer_sums = PeerSums.connect(store, rank, size, device)
         except BaseException:  # another rank has ended
             self.close()
             raise
@@ -119,14 +119,14 @@ class AllReduce:
 
         Raises AllReduceError.
         """
-        one_shot = self._one_shot
-        if one_shot is None or self._paused or not one_shot.takes(y) or x.dtype != y.dtype or x.stride(-1) != 1:
+        peer_sums = self._peer_sums
+        if peer_sums is None or self._paused or not peer_sums.takes(y) or x.dtype != y.dtype or x.stride(-1) != 1:
             return add_and_norm(x, self(y), alpha, after, before)
-        return x, one_shot.add(x, y, alpha, after, before)
+        return x, peer_sums.add(x, y, alpha, after, before)
 
     def _sum(self, x: Tensor) -> Tensor:
-        if self._one_shot is not None and self._one_shot.takes(x):
-            return self._one_shot.sum(x)
+        if self._peer_sums is not None and self._peer_sums.takes(x):
+            return self._peer_sums.sum(x)
         if not self._ordered:
             dist.all_reduce(x)
             return x
@@ -137,8 +137,8 @@ class AllReduce:
 
     def way(self, x: Tensor) -> str:
         """How a sum of such parts is computed: "one shot", "pushed", "nccl" or "gloo"."""
-        if self._one_shot is not None and self._one_shot.takes(x):
-            return self._one_shot.way(x)
+        if self._peer_sums is not None and self._peer_sums.takes(x):
+            return self._peer_sums.way(x)
         return str(dist.get_backend())
 
     def gather(self, x: Tensor) -> Tensor:
@@ -175,8 +175,8 @@ class AllReduce:
     def abort(self) -> None:
         """Make pending sums of GPUs return, because a rank is lost. Their values are undefined. With gloo nothing is needed:
         the call raises. From any thread."""
-        if self._one_shot is not None:
-            self._one_shot.abort()
+        if self._peer_sums is not None:
+            self._peer_sums.abort()
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
 
@@ -185,7 +185,7 @@ class AllReduce:
 
         CUDA graphs with sums of NCCL must have been freed: NCCL waits for them, here for at most CLOSE_SECONDS.
         """
-        self._one_shot = None
+        self._peer_sums = None
         if not dist.is_initialized():
             return
         closing = threading.Thread(target=dist.destroy_process_group, name="fa_serve-leave-group", daemon=True)

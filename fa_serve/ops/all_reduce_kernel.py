@@ -14,7 +14,7 @@ own memory, which no other rank overwrites.
 
 Programs wait for programs of other GPUs, so all of them must fit on a GPU at once: there are at most `per_processor` for each
 multiprocessor. Left out: the kernel of large sums (pushed_sum_kernel.py), who makes the buffers, and which sums take this way
-(one_shot.py).
+(peer_memory.py).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from fa_serve.ops.all_reduce_primitives import (
     wait_for_flags,
     write_flag,
 )
-from fa_serve.ops.one_shot import FLAG_BYTES, MAX_BYTES, MAX_PROGRAMS, Peers
 from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.peer_memory import FLAG_BYTES, MAX_BYTES, MAX_PROGRAMS, Peers
 from fa_serve.ops.pushed_sum_kernel import plan_pushed_sum
 
 

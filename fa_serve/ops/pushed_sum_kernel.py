@@ -25,7 +25,7 @@ the waits in the same way.
 
 x may be the residual or the result: part n of x is written to the other rank and read once more before part n of the result
 is stored. A flag holds call * 2^20 + n, which only grows. Left out: who makes the buffers, and which sums take this way
-(one_shot.py).
+(peer_memory.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from fa_serve.ops.all_reduce_primitives import (
     wait_for_flags,
     write_flag,
 )
-from fa_serve.ops.one_shot import MAX_PROGRAMS, PUSHED_BYTES, PUSHED_FIRST_BYTE, PUSHED_FLAGS, Peers
+from fa_serve.ops.peer_memory import MAX_PROGRAMS, PUSHED_BYTES, PUSHED_FIRST_BYTE, PUSHED_FLAGS, Peers
 
 _AHEAD = 2
 """How many parts are written before the first is read."""

@@ -2,7 +2,7 @@
 
 Two ranks on one GPU are two streams of this process with buffers in its memory: the same kernels and flags as with two GPUs.
 Programs of both must fit on the GPU at once, so there are few. A kernel that waits in vain would wait for ever: a timer ends it
-by `OneShot.abort`, and the test fails.
+by `PeerSums.abort`, and the test fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.ops.all_reduce import AllReduce, join, listen
 from fa_serve.ops.all_reduce_kernel import launch_all_reduce
-from fa_serve.ops.one_shot import MAX_BYTES, MAX_PROGRAMS, OneShot, Peers, buffer_bytes
+from fa_serve.ops.peer_memory import MAX_BYTES, MAX_PROGRAMS, Peers, PeerSums, buffer_bytes
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -43,13 +43,13 @@ class Pair:
         addresses = torch.tensor([buffer.data_ptr() for buffer in self.buffers], device="cuda")
         self.calls = [torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64, device="cuda") for _ in range(2)]
         self.peers = [Peers(rank, 2, addresses, self.calls[rank], 16) for rank in range(2)]
-        self.one_shots = [OneShot(self.peers[rank], self.buffers[rank]) for rank in range(2)]
+        self.peer_sums = [PeerSums(self.peers[rank], self.buffers[rank]) for rank in range(2)]
         self.streams = [torch.cuda.Stream() for _ in range(2)]
 
     def warm_up(self, work: Callable[[int], object]) -> None:
         """Compile and load what `work(rank)` launches. A module may not be loaded beside a kernel that waits."""
-        for one_shot in self.one_shots:
-            one_shot.abort()
+        for peer_sums in self.peer_sums:
+            peer_sums.abort()
         torch.cuda.synchronize()
         for _ in range(3):
             for rank in range(2):
@@ -68,7 +68,7 @@ class Pair:
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     made = Pair()
-    timer = threading.Timer(SECONDS, lambda: [one_shot.abort() for one_shot in made.one_shots])
+    timer = threading.Timer(SECONDS, lambda: [peer_sums.abort() for peer_sums in made.peer_sums])
     timer.start()
     yield made
     timer.cancel()
@@ -147,7 +147,7 @@ def test_graphs_with_an_odd_number_of_calls_are_replayed(pair: Pair) -> None:
 
     def step(rank: int) -> None:
         for parts, outs, wrong, total in zip(inputs, outputs, checks, expected, strict=True):
-            pair.one_shots[rank].sum(outs[rank].copy_(parts[rank]))
+            pair.peer_sums[rank].sum(outs[rank].copy_(parts[rank]))
             wrong[rank].add_((outs[rank] != total).sum())
 
     pair.warm_up(step)
@@ -168,14 +168,14 @@ def test_graphs_with_an_odd_number_of_calls_are_replayed(pair: Pair) -> None:
 @pytest.mark.parametrize("rows", [4, 1023])
 def test_a_lost_rank_ends_the_wait(pair: Pair, rows: int) -> None:
     x = torch.ones(rows, 4096, device="cuda")
-    pair.warm_up(lambda rank: pair.one_shots[rank].sum(x))
+    pair.warm_up(lambda rank: pair.peer_sums[rank].sum(x))
     done = torch.cuda.Event()
     with torch.cuda.stream(pair.streams[0]):
-        pair.one_shots[0].sum(x)
+        pair.peer_sums[0].sum(x)
         done.record()
     threading.Event().wait(0.5)
     assert not done.query()
-    pair.one_shots[0].abort()
+    pair.peer_sums[0].abort()
     done.synchronize()
 
 

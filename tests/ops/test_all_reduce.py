@@ -76,7 +76,7 @@ def test_a_rank_that_cannot_connect_leaves_the_group(monkeypatch) -> None:
     def connect(*_: object) -> None:
         raise RuntimeError("the store is gone")
 
-    monkeypatch.setattr("fa_serve.ops.all_reduce.OneShot.connect", connect)
+    monkeypatch.setattr("fa_serve.ops.all_reduce.PeerSums.connect", connect)
     with pytest.raises(RuntimeError, match="the store is gone"):
         AllReduce(listen(1)[0], 0, 1, torch.device("cpu"))
     assert not torch.distributed.is_initialized()
@@ -98,7 +98,7 @@ def test_a_group_that_does_not_end_is_left_to_the_end_of_the_process(monkeypatch
 
 def test_a_paused_sum_waits_for_nobody() -> None:
     all_reduce = object.__new__(AllReduce)  # without a group, any sum fails
-    all_reduce._one_shot = None
+    all_reduce._peer_sums = None
     with all_reduce.paused():
         x = torch.ones(3)
         assert all_reduce(x) is x

@@ -20,7 +20,7 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.ops.all_reduce import AllReduce, add_and_norm, listen
 from fa_serve.ops.all_reduce_kernel import launch_all_reduce
-from fa_serve.ops.one_shot import FLAG_BYTES, MAX_BYTES, MAX_PROGRAMS, OneShot, Peers, buffer_bytes
+from fa_serve.ops.peer_memory import FLAG_BYTES, MAX_BYTES, MAX_PROGRAMS, Peers, PeerSums, buffer_bytes
 
 CALLS = 12
 SCRIPT = """
@@ -121,7 +121,7 @@ def single() -> Iterator[tuple[AllReduce, Peers]]:
     memory = torch.zeros(buffer_bytes(1), dtype=torch.uint8)
     peers = Peers(0, 1, table(memory[None]), torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), 2)
     all_reduce = AllReduce(listen(1)[0], 0, 1, torch.device("cpu"))
-    all_reduce._one_shot = OneShot(peers, memory)
+    all_reduce._peer_sums = PeerSums(peers, memory)
     try:
         with reachable(memory):
             yield all_reduce, peers
@@ -161,17 +161,17 @@ def test_which_sums_take_one_shot(single: tuple[AllReduce, Peers]) -> None:
         all_reduce.add(x[0], x[0].clone())
     assert num_calls(peers) == 1
     all_reduce.close()
-    assert torch.equal(all_reduce._one_shot is None and x, x)
+    assert torch.equal(all_reduce._peer_sums is None and x, x)
 
 
 def test_a_lost_rank_ends_the_wait_at_once_and_for_good() -> None:
     """Rank 1 never writes its flag, or writes that of an earlier call."""
     memory = torch.zeros(2, buffer_bytes(2), dtype=torch.uint8)
     peers = Peers(0, 2, table(memory), torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), 2)
-    one_shot = OneShot(peers, memory[0])
-    one_shot.abort()
+    peer_sums = PeerSums(peers, memory[0])
+    peer_sums.abort()
     x = torch.ones(2, 64)
     with reachable(memory):
         for _ in range(3):
-            one_shot.sum(x)
+            peer_sums.sum(x)
     assert num_calls(peers) == 3

@@ -18,7 +18,7 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.backends.launch import power_of_2
 from fa_serve.ops.all_reduce_kernel import launch_all_reduce
-from fa_serve.ops.one_shot import MAX_BYTES, MAX_PROGRAMS, PUSHED_BYTES, PUSHED_FLAGS, OneShot, Peers, buffer_bytes
+from fa_serve.ops.peer_memory import MAX_BYTES, MAX_PROGRAMS, PUSHED_BYTES, PUSHED_FLAGS, Peers, PeerSums, buffer_bytes
 from fa_serve.ops.pushed_sum_kernel import plan_pushed_sum
 
 SHAPES = [(1, 64, 1), (5, 333, 1), (7, 2048, 1), (30, 1024, 4), (3, 5000, 1), (2, 10000, 1)]
@@ -166,12 +166,12 @@ def test_a_lost_rank_ends_every_wait_of_a_large_sum() -> None:
     """Rank 1 never writes a flag. Each of 36 multiprocessors has one program; the last one has no second part."""
     buffers = torch.zeros(2, buffer_bytes(2), dtype=torch.uint8)
     peers = Peers(0, 2, table(buffers), torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), 36)
-    one_shot = OneShot(peers, buffers[0])
-    one_shot.abort()
+    peer_sums = PeerSums(peers, buffers[0])
+    peer_sums.abort()
     x = torch.ones(2 * 36 - 1, MAX_BYTES // 64 // 4)
-    assert one_shot.takes(x)
+    assert peer_sums.takes(x)
     with reachable(buffers):
-        assert one_shot.sum(x) is x
+        assert peer_sums.sum(x) is x
     assert told(buffers[1]) == 36
     assert told(buffers[0]) == 0
     assert bool((x == 1).all())  # nothing has arrived

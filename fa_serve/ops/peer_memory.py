@@ -1,8 +1,8 @@
 """Buffers that every GPU of a machine can access, by torch's symmetric memory, and the sums over ranks in one kernel on them.
 
-    one_shot = OneShot.connect(store, rank, size, device)       # None: the log says why sums go through NCCL
-    if one_shot is not None and one_shot.takes(x):
-        one_shot.sum(x)
+    peer_sums = PeerSums.connect(store, rank, size, device)       # None: the log says why sums go through NCCL
+    if peer_sums is not None and peer_sums.takes(x):
+        peer_sums.sum(x)
 
 All ranks connect or none does: each tells the others what it has, and every rank computes the same answer from that. A message
 of up to MAX_BYTES takes one shot (all_reduce_kernel.py). Two ranks add larger messages by pushing (pushed_sum_kernel.py). The
@@ -111,7 +111,7 @@ def buffer_bytes(size: int) -> int:
     return PUSHED_FIRST_BYTE + (2 * PUSHED_BYTES if size == PUSHED_RANKS else 0)
 
 
-class OneShot:
+class PeerSums:
     """Owner of the buffers. `connect` makes it.
 
     memory: this rank's buffer, `buffer_bytes` of uint8 whose flags are 0
@@ -131,7 +131,7 @@ class OneShot:
         self._stream = stream(memory.device) if on_gpu else None
 
     @staticmethod
-    def connect(store: Store, rank: int, size: int, device: torch.device) -> OneShot | None:
+    def connect(store: Store, rank: int, size: int, device: torch.device) -> PeerSums | None:
         """Connect all ranks, which must be members of torch.distributed's default group, or none. All of them call it.
 
         store: through which the ranks tell each other what they have
@@ -213,11 +213,11 @@ def _facts_of(device: torch.device) -> Facts:
 
 def _tell(store: Store, what: str, rank: int, size: int, value: object) -> list[Any]:
     """The values of all ranks."""
-    store.set(f"one_shot_{what}_{rank}", json.dumps(value))
-    return [json.loads(store.get(f"one_shot_{what}_{other}")) for other in range(size)]
+    store.set(f"peer_sums_{what}_{rank}", json.dumps(value))
+    return [json.loads(store.get(f"peer_sums_{what}_{other}")) for other in range(size)]
 
 
-def _rendezvous(rank: int, size: int, device: torch.device, processors: int) -> OneShot:
+def _rendezvous(rank: int, size: int, device: torch.device, processors: int) -> PeerSums:
     """Make this rank's buffer and map those of the others. All ranks call it."""
     from torch.distributed import _symmetric_memory
 
@@ -233,7 +233,7 @@ def _rendezvous(rank: int, size: int, device: torch.device, processors: int) -> 
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device)
     calls = torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)
-    return OneShot(Peers(rank, size, addresses, calls, processors), memory, (handle, buffers))
+    return PeerSums(Peers(rank, size, addresses, calls, processors), memory, (handle, buffers))
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fa_serve.ops import one_shot
-from fa_serve.ops.one_shot import (
+from fa_serve.ops import peer_memory
+from fa_serve.ops.peer_memory import (
     FLAG_BYTES,
     MAX_BYTES,
     MAX_PROGRAMS,
@@ -24,8 +24,8 @@ from fa_serve.ops.one_shot import (
     PUSHED_FIRST_BYTE,
     PUSHED_FLAGS,
     Facts,
-    OneShot,
     Peers,
+    PeerSums,
     buffer_bytes,
     environment,
     refusal,
@@ -70,11 +70,11 @@ def connect_ranks(monkeypatch: pytest.MonkeyPatch, own: list[Facts], failing: in
             raise RuntimeError("no driver\nfor this")
         return rank, size, processors
 
-    monkeypatch.setattr(one_shot, "_facts_of", facts_of)
-    monkeypatch.setattr(one_shot, "_rendezvous", rendezvous)
+    monkeypatch.setattr(peer_memory, "_facts_of", facts_of)
+    monkeypatch.setattr(peer_memory, "_rendezvous", rendezvous)
 
     def run(rank: int) -> None:
-        results[rank] = OneShot.connect(store, rank, len(own), torch.device("cuda", rank))
+        results[rank] = PeerSums.connect(store, rank, len(own), torch.device("cuda", rank))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(own))]
     for thread in threads:
@@ -106,42 +106,42 @@ def test_no_rank_connects_if_one_cannot(monkeypatch, caplog) -> None:
 
 def test_ranks_on_cpus_and_a_single_rank_do_not_ask() -> None:
     store = dist.HashStore()
-    assert OneShot.connect(store, 0, 2, torch.device("cpu")) is None
-    assert OneShot.connect(store, 0, 1, torch.device("cuda", 0)) is None
+    assert PeerSums.connect(store, 0, 2, torch.device("cpu")) is None
+    assert PeerSums.connect(store, 0, 1, torch.device("cuda", 0)) is None
     assert store.num_keys() == 0
 
 
-def made(size: int) -> OneShot:
+def made(size: int) -> PeerSums:
     """Of rank 0, without the buffers of the others."""
     addresses = torch.zeros(size, dtype=torch.int64)
-    return OneShot(Peers(0, size, addresses, torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), 132), torch.empty(0))
+    return PeerSums(Peers(0, size, addresses, torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), 132), torch.empty(0))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_that_a_kernel_takes(size: int) -> None:
     """Of two ranks any size, of more ranks up to 2 MB."""
     half = torch.bfloat16
-    one_shot = made(size)
-    assert one_shot.takes(torch.empty(1, 4096, dtype=half))
-    assert one_shot.takes(torch.empty(1, MAX_BYTES // 2048, 1024, dtype=half))
-    assert one_shot.takes(torch.empty(2, MAX_WIDTH))
-    assert one_shot.takes(torch.empty(1 + MAX_BYTES // 2048, 1024, dtype=half)) == (size == 2)
-    assert one_shot.takes(torch.empty(8192, 4096, dtype=half, device="meta")) == (size == 2)
-    assert not one_shot.takes(torch.empty(1, MAX_WIDTH + 1))
-    assert not one_shot.takes(torch.empty(0, 8))
-    assert not one_shot.takes(torch.empty(4, 8, dtype=torch.float64))
-    assert not one_shot.takes(torch.empty(4, 8).t())
+    peer_sums = made(size)
+    assert peer_sums.takes(torch.empty(1, 4096, dtype=half))
+    assert peer_sums.takes(torch.empty(1, MAX_BYTES // 2048, 1024, dtype=half))
+    assert peer_sums.takes(torch.empty(2, MAX_WIDTH))
+    assert peer_sums.takes(torch.empty(1 + MAX_BYTES // 2048, 1024, dtype=half)) == (size == 2)
+    assert peer_sums.takes(torch.empty(8192, 4096, dtype=half, device="meta")) == (size == 2)
+    assert not peer_sums.takes(torch.empty(1, MAX_WIDTH + 1))
+    assert not peer_sums.takes(torch.empty(0, 8))
+    assert not peer_sums.takes(torch.empty(4, 8, dtype=torch.float64))
+    assert not peer_sums.takes(torch.empty(4, 8).t())
 
 
 def test_messages_without_room_in_the_buffer_of_one_shot_are_pushed(monkeypatch) -> None:
     launched: list[bool] = []
-    one_shot = made(2)
-    monkeypatch.setattr(one_shot, "_launch", lambda *_, pushed, **options: launched.append(pushed))
+    peer_sums = made(2)
+    monkeypatch.setattr(peer_sums, "_launch", lambda *_, pushed, **options: launched.append(pushed))
     for rows, way in ((MAX_BYTES // 2048, "one shot"), (1 + MAX_BYTES // 2048, "pushed")):
         x = torch.empty(rows, 1024, dtype=torch.bfloat16)
-        one_shot.sum(x)
-        one_shot.add(x, x, 1.0, None, None)
-        assert one_shot.way(x) == way
+        peer_sums.sum(x)
+        peer_sums.add(x, x, 1.0, None, None)
+        assert peer_sums.way(x) == way
     assert launched == [False, False, True, True]
 
 
@@ -161,4 +161,4 @@ def test_variables_are_set_and_taken_back(monkeypatch) -> None:
         assert os.environ["FA_SERVE_TEST_OLD"] + os.environ["FA_SERVE_TEST_NEW"] == "12"
     assert os.environ["FA_SERVE_TEST_OLD"] == "before"
     assert "FA_SERVE_TEST_NEW" not in os.environ
-    assert one_shot.NO_MULTICAST == {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    assert peer_memory.NO_MULTICAST == {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
