@@ -54,15 +54,17 @@ def served(program: str, options: argparse.Namespace, *more: str, replicas: int 
     flags = ["--port", "0", "--device", options.device, "--replicas", str(replicas), "--replica-cpus", "0.5", *more]
     flags += ["--num-pages", "4096", "--dtype", "float32"] if options.device == "cpu" else []
     command = [sys.executable, "-c", program, "ray", *([options.model] if options.model else []), *flags]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        url = next((line.strip() for line in server.stdout or () if line.startswith("http://")), None)
-        if url is None:
-            raise RuntimeError(f"the server did not start: {' '.join(command)}")
-        yield url, server.pid
-    finally:
-        server.terminate()
-        server.wait(60)
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            url = next((line.strip() for line in server.stdout or () if line.startswith("http://")), None)
+            if url is None:
+                log.seek(0)
+                raise RuntimeError(f"the server did not start: {' '.join(command)}\n{''.join(log.readlines()[-20:])}")
+            yield url, server.pid
+        finally:
+            server.terminate()
+            server.wait(60)
 
 
 async def converse(url: str) -> tuple[float, list[str]]:
