@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,7 @@ from fa_serve.engine.events import PhaseClock
 from fa_serve.engine.kv_cache import check_num_pages
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.ranks import Ranks
+from fa_serve.engine.read_ahead import reading_ahead
 from fa_serve.engine.speculation import Drafter, NgramDrafter
 from fa_serve.hf import NAME, check_attention_precision, divide, patch, plan_division
 from fa_serve.hf.quantized_linear import check_report, finish, quantized_elsewhere, with_quantized_linears
@@ -134,40 +136,54 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
     file they were reading. Raises UnsupportedModelError for a model that cannot be divided.
     """
     path = config.model_path()
-    try:
-        known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=with_quantized_linears(known, config.quantization),
-            dtype=config.dtype,
-            attn_implementation=NAME,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `finish` refuses them with a sentence
-        )
-    except ParameterError:
-        raise  # the files can be read, but not be used
-    except Exception as error:
-        _name_bad_file(path, error)
-        raise
-    model, report = loaded
-    check_report(report)
-    if ranks is not None and ranks.all_reduce is not None:
-        divide(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
-    finish(model.to(config.resolve_device() if ranks is None else ranks.device))
+    with _reading_ahead(path, ranks):
+        try:
+            known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=with_quantized_linears(known, config.quantization),
+                dtype=config.dtype,
+                attn_implementation=NAME,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `finish` refuses them with a sentence
+            )
+        except ParameterError:
+            raise  # the files can be read, but not be used
+        except Exception as error:
+            _name_bad_file(path, error)
+            raise
+        model, report = loaded
+        check_report(report)
+        if ranks is not None and ranks.all_reduce is not None:
+            divide(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
+        finish(model.to(config.resolve_device() if ranks is None else ranks.device))
     if passed_on := quantized_elsewhere(known):
         log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)
 
 
+def _reading_ahead(path: str, ranks: Ranks | None) -> AbstractContextManager[None]:
+    """Only the first rank of a machine reads ahead, for all of them, and only what has been downloaded."""
+    folder = _folder(path)
+    return nullcontext() if folder is None or (ranks is not None and ranks.local_rank) else reading_ahead(folder)
+
+
+def _folder(path: str) -> Path | None:
+    """The folder of a model that is named as transformers takes it, or None if it is not on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except Exception:
+        return None
+
+
 def _name_bad_file(path: str, error: Exception) -> None:
     """Raise OSError for the first file of the model that cannot be read, if there is one."""
-    folder = Path(path)
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(path, local_files_only=True))
-        except Exception:  # nothing of this model is on this machine: the error is about finding it
-            return
+    folder = _folder(path)
+    if folder is None:
+        return  # the error is about finding it
     for file in sorted(folder.iterdir()):
         if reason := _unreadable(file):
             raise OSError(f"the model's file {file} cannot be read: {reason}") from error

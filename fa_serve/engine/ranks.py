@@ -49,11 +49,13 @@ CAUSE_SECONDS = 2.0
 class Ranks(Protocol):
     """What an engine needs to know of its rank and of the others.
 
+    local_rank: among the ranks of this machine
     all_reduce: adds a tensor up over the ranks; None with one rank
     """
 
     rank: int
     size: int
+    local_rank: int
     device: torch.device
     all_reduce: AllReduce | None
 
@@ -83,6 +85,7 @@ class Leader:
     """
 
     rank = 0
+    local_rank = 0
 
     def __init__(self, config: EngineConfig, on_lost: OnLost | None = None) -> None:
         self.size = config.tensor_parallel
@@ -243,8 +246,8 @@ class Follower:
         self.config = hello.config
         self.rank = hello.rank
         self.size = hello.config.tensor_parallel
-        self._local_rank = hello.rank if local_rank is None else local_rank
-        self.device = torch.device(hello.config.device_of(self._local_rank))
+        self.local_rank = hello.rank if local_rank is None else local_rank
+        self.device = torch.device(hello.config.device_of(self.local_rank))
         self.all_reduce: AllReduce | None = None
         self._hello = hello
         torch.set_num_threads(hello.num_threads)
@@ -261,7 +264,7 @@ class Follower:
         host = self._hello.host
         if self._hello.version != __version__:
             raise EngineDeadError(f"it runs fa_serve {__version__}, and rank 0 runs {self._hello.version}")
-        check_devices(self.config, self._local_rank + 1)
+        check_devices(self.config, self.local_rank + 1)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         store = join(self._hello.port, self.size, host)
