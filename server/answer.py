@@ -23,6 +23,7 @@ from fa_serve import __version__
 from fa_serve.engine import RequestOutput, SamplingParams, StructuredOutput
 
 from .answer_size import SMALL, SMALL_TEXT, TEXT, AnswerSize, json_slices, written_in_steps
+from .beam_search import beams_of_prompt
 from .constraints import guided_constraints, single_constraint
 from .errors import ApiError, BadRequest
 from .generation import Job, RequestFields, merge, sequences_of_prompt
@@ -68,6 +69,9 @@ class Answer(ABC):
         self.timeline: Timeline | None = None
         self._n = body.n or 1
         self._constraint = single_constraint(self._constraints())
+        if body.use_beam_search and self._constraint is not None:
+            field = self._constraint.field
+            raise BadRequest(f"{field} is not allowed with use_beam_search.", param=field, code="invalid_value")
         self._prompts: list[list[int]] = []
         self._size_estimate = 0  # bytes, known when the prompts are
         self._usage: Usage = {
@@ -163,7 +167,7 @@ class Answer(ABC):
             num_tokens = sum(params.max_tokens or 0 for params in all_params) * (count // num_prompts)
             job = self._job()
             sequences = [
-                sequences_of_prompt(self._service, job, number, prompt, params)
+                self._sequences(job, number, prompt, params)
                 for number, (prompt, params) in enumerate(zip(self._prompts, all_params, strict=True))
             ]
             self._usage["prompt_tokens"] = self._usage["total_tokens"] = sum(map(len, self._prompts))
@@ -175,6 +179,15 @@ class Answer(ABC):
                         yield index, output
             if self.timeline is not None:
                 self.timeline.complete = True
+
+    def _sequences(
+        self, job: Job, number: int, prompt: list[int], params: SamplingParams
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """The outputs of the sequences of one prompt."""
+        if not self._body.use_beam_search:
+            return sequences_of_prompt(self._service, job, number, prompt, params)
+        penalty = self._body.length_penalty
+        return beams_of_prompt(self._service, job, number, prompt, params, 1.0 if penalty is None else penalty)
 
     def _truncated(self, prompt: list[int]) -> list[int]:
         """The part of a prompt that `truncate_prompt_tokens` keeps."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -105,47 +105,62 @@ async def sequences_of_prompt(
     unfinished_reason = "error"
     timeline = job.timeline
     sent = timeline.send() if timeline is not None else 0.0
-    generated = service.engine.generate(
-        prompt, params, f"{job.name}-{number}", priority=job.priority, client=job.client, cache_salt=job.cache_salt
+    with engine_errors(service, job):
+        try:
+            async with aclosing(generate(service, job, str(number), prompt, params)) as outputs:
+                async for output in outputs:
+                    metrics[output.index].observe(output)
+                    if timeline is not None:
+                        timeline.take(sent, output)
+                    if output.finished:
+                        del metrics[output.index]
+                    if output.finish_reason in ("error", "abort"):
+                        unfinished_reason = "abort"  # the other sequences end with this one
+                        raise failure(service, job, output)
+                    held_back.append(output)
+                    prompt_logprobs = prompt_logprobs or output.prompt_logprobs
+                    if prompt_logprobs is None and params.prompt_logprobs is not None:
+                        continue
+                    for ready in held_back:
+                        ready.prompt_logprobs = prompt_logprobs
+                        yield number * job.n + ready.index, ready
+                    held_back = []
+        except (GeneratorExit, asyncio.CancelledError):
+            unfinished_reason = "abort"
+            raise
+        except (ParameterError, QueueFullError):
+            unfinished_reason = "refused"
+            raise
+        finally:
+            for unfinished in metrics.values():
+                unfinished.end(unfinished_reason)
+
+
+def generate(
+    service: Service, job: Job, name: str, prompt: list[int], params: SamplingParams
+) -> AsyncGenerator[RequestOutput, None]:
+    """What the engine makes of one prompt of a job. name: unique within the job"""
+    return service.engine.generate(
+        prompt, params, f"{job.name}-{name}", priority=job.priority, client=job.client, cache_salt=job.cache_salt
     )
+
+
+@contextmanager
+def engine_errors(service: Service, job: Job) -> Iterator[None]:
+    """Inside, the exceptions with which the engine refuses a request are ApiErrors."""
     try:
-        async with aclosing(generated) as outputs:
-            async for output in outputs:
-                metrics[output.index].observe(output)
-                if timeline is not None:
-                    timeline.take(sent, output)
-                if output.finished:
-                    del metrics[output.index]
-                if output.finish_reason in ("error", "abort"):
-                    unfinished_reason = "abort"  # the other sequences end with this one
-                    raise _failure(service, job, output)
-                held_back.append(output)
-                prompt_logprobs = prompt_logprobs or output.prompt_logprobs
-                if prompt_logprobs is None and params.prompt_logprobs is not None:
-                    continue
-                for ready in held_back:
-                    ready.prompt_logprobs = prompt_logprobs
-                    yield number * job.n + ready.index, ready
-                held_back = []
-    except (GeneratorExit, asyncio.CancelledError):
-        unfinished_reason = "abort"
-        raise
+        yield
     except ParameterError as error:
-        unfinished_reason = "refused"
         raise parameter_refused(error, job.fields.of(error.field)) from None
     except QueueFullError:
-        unfinished_reason = "refused"
         raise TooManyRequests("The engine's queue is full. Try again later.", retry_after=1) from None
     except EngineDeadError as error:
         log.error("%s was refused: %s", job.name, error)
         reason = service.refusal_reason() or "the engine has died"
         raise Unavailable(f"The server is not ready: {reason}.", retry_after=RETRY_SECONDS) from None
-    finally:
-        for unfinished in metrics.values():
-            unfinished.end(unfinished_reason)
 
 
-def _failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
+def failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
     """The HTTP error for a sequence that the engine has ended early. The engine's message may show internals: it is logged."""
     if output.finish_reason == "abort":
         return Unavailable("The request was aborted: the server is shutting down.", retry_after=RETRY_SECONDS)

@@ -15,6 +15,7 @@ from .strict import NOTHING, StrictModel, Unsupported, field_error, one_error
 
 MAX_IDS = 1024  # the engine's bound for token ids in one field
 MAX_CHOICES = 10_000
+MAX_BEAMS = 10  # each step of a search asks for the log-probabilities of twice as many tokens, and the engine gives 20
 MAX_SCHEMA = 1 << 18  # characters of a schema that is written in a string, whose values nothing has counted
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
@@ -115,7 +116,42 @@ class SamplingRequest(StrictModel):
         None, description="Log-probabilities name a token by its id, as token_id:7."
     )
 
-    UNSUPPORTED: ClassVar[Unsupported] = {"use_beam_search": (False,), "length_penalty": (1.0, 1)}
+    use_beam_search: bool | None = Field(
+        None, description=f"The n best answers that n beams find, at most {MAX_BEAMS}. Not allowed with stream or sampling."
+    )
+    length_penalty: float | None = Field(
+        None, ge=-10, le=10, description="Of beams: the log-probability is divided by the number of tokens to this power."
+    )
+
+    NOT_FOR_BEAMS: ClassVar[Unsupported] = {
+        "stream": (False,),
+        "stop": ("", []),
+        "temperature": (0, 0.0, 1, 1.0),
+        "top_p": (1, 1.0),
+        "top_k": (0, -1),
+        "min_p": (0, 0.0),
+        "presence_penalty": (0, 0.0),
+        "frequency_penalty": (0, 0.0),
+        "repetition_penalty": (1, 1.0),
+        "min_tokens": (0,),
+        "logit_bias": ({},),
+        "allowed_token_ids": NOTHING,
+        "prompt_logprobs": NOTHING,
+    }
+
+    @model_validator(mode="after")
+    def _check_beams(self) -> SamplingRequest:
+        if not self.use_beam_search:
+            if self.length_penalty not in (None, 1.0):
+                raise field_error("length_penalty", "is only allowed with use_beam_search")
+            return self
+        for name, neutral in self.NOT_FOR_BEAMS.items():
+            value = getattr(self, name)
+            if value is not None and value not in neutral:
+                raise field_error(name, "is not allowed with use_beam_search")
+        if (self.n or 1) > MAX_BEAMS:
+            raise field_error("n", f"must be at most {MAX_BEAMS} with use_beam_search")
+        return self
 
     @model_validator(mode="after")
     def _check_truncation(self) -> SamplingRequest:
@@ -141,7 +177,8 @@ class CompletionRequest(SamplingRequest):
 
     best_of: int | None = Field(None, ge=1, description="Above n not allowed with stream.")
 
-    UNSUPPORTED: ClassVar[Unsupported] = {**SamplingRequest.UNSUPPORTED, "suffix": NOTHING}
+    NOT_FOR_BEAMS: ClassVar[Unsupported] = {**SamplingRequest.NOT_FOR_BEAMS, "best_of": NOTHING}
+    UNSUPPORTED: ClassVar[Unsupported] = {"suffix": NOTHING}
 
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionRequest:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
+from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.sampling_params import schema_length
 from fa_serve.engine.trials import Trial, TrialError, TrialLimits, Trials
 from fa_serve.spec import ParameterError
@@ -225,6 +226,15 @@ class Tokenization:
         if len(token_ids) > limit:
             raise BadRequest(f"tokens must have at most max_model_len = {limit} ids, got {len(token_ids)}.", param="tokens")
         return await self._thread_for(len(token_ids)).run(lambda: self._text(token_ids), client)
+
+    async def continuation(self, prompt: list[int], token_ids: list[int], skip_special: bool, client: str | None) -> str:
+        """The text that token ids add to a prompt, as the engine writes it."""
+
+        def work() -> str:
+            stream = TextStream(self._engine.tokenizer.backend_tokenizer, prompt, skip_special_tokens=skip_special)
+            return "".join(map(stream.push, token_ids))
+
+        return await self._thread_for(len(token_ids)).run(work, client)
 
     def _text(self, token_ids: list[int]) -> str:
         largest = max(token_ids, default=0)

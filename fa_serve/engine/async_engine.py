@@ -241,6 +241,11 @@ class AsyncEngine:
         return self.config.max_model_len
 
     @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end an answer, unless a request ignores them."""
+        return self.ready.eos_ids
+
+    @property
     def model_name(self) -> str:
         return self.config.model_name
 

@@ -92,13 +92,13 @@ class Engine:
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
         self._runner = loaded.runner
-        self.max_model_len = loaded.max_model_len
         self._speculation = Speculation(config.max_drafts, loaded.drafter)
         self._prompt_share = self.config.prompt_share()
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
-        self._processor = InputProcessor(self.tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=loaded.eos_ids)
-        self.grammars = Grammars(self.tokenizer, self.vocab_size, loaded.eos_ids, config)
+        self.eos_ids = loaded.eos_ids
+        self._processor = InputProcessor(self.tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=self.eos_ids)
+        self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_ids, config)
         self._output_states: dict[str, OutputState] = {}  # the unfinished ones, by the id of their request
         self._groups = Groups()
         self._deadlines = Deadlines()

@@ -63,6 +63,7 @@ class Ready:
 
     config: EngineConfig
     vocab_size: int
+    eos_ids: frozenset[int]
     stats: EngineStats
     tokenizer: Any
 
@@ -125,7 +126,7 @@ class ThreadWorker:
         self._loop = EngineLoop(engine, self._commands, self._on_outputs)
         self._thread = threading.Thread(target=self._run, args=(self._loop,), name="fa_serve-engine", daemon=True)
         self._thread.start()
-        return Ready(engine.config, engine.vocab_size, engine.stats(), engine.tokenizer)
+        return Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), engine.tokenizer)
 
     def send(self, command: Add | Abort) -> None:
         """Queue a command."""
@@ -321,7 +322,7 @@ def _main(config: EngineConfig, connection: Connection) -> None:
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second
-        outgoing.put(Ready(engine.config, engine.vocab_size, engine.stats(), None))
+        outgoing.put(Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), None))
         loop = EngineLoop(engine, commands, deliver)
         threading.Thread(target=_beat, args=(loop, outgoing), daemon=True).start()
         MemoryTrimmer().start()

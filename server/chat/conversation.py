@@ -186,7 +186,6 @@ class ChatRequest(TemplateFields, SamplingRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     UNSUPPORTED: ClassVar[Unsupported] = {
-        **SamplingRequest.UNSUPPORTED,
         "audio": NOTHING,
         "function_call": ("none",),
         "functions": ([],),

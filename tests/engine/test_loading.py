@@ -37,7 +37,7 @@ def test_sizes_that_cannot_work_are_refused_with_numbers(make_engine) -> None:
 
 
 def test_sizes_follow_from_the_model_and_the_cache(make_engine) -> None:
-    assert make_engine(num_pages=16).max_model_len == 64
+    assert make_engine(num_pages=16).config.max_model_len == 64
     assert make_engine(num_pages=None, max_num_seqs=2).config.num_pages == 2 * 256 // 4
 
 

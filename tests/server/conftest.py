@@ -50,6 +50,7 @@ class FakeEngine:
     max_model_len = 64
     is_alive = True
     is_restarting = False
+    eos_ids: frozenset[int] = frozenset()
 
     def __init__(self, words: tuple[str, ...] = ("Hello", ",", " wörld")):
         self.words = words

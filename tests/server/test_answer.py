@@ -27,7 +27,7 @@ class Script:
         Script.now = self
 
     def start(self):
-        return Ready(EngineConfig(max_model_len=512), 300, self.stats(), Script.tokenizer)
+        return Ready(EngineConfig(max_model_len=512), 300, frozenset(), self.stats(), Script.tokenizer)
 
     def stats(self):
         return EngineStats(0, 0, 8, 0, 0, 0, 0, 0, 0)

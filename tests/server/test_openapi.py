@@ -22,6 +22,7 @@ import pytest
 from fa_serve.server import errors, routes, streaming
 from fa_serve.server.app import create_app
 from fa_serve.server.process import Server
+from fa_serve.server.schemas import SamplingRequest
 from fa_serve.server.settings import Settings
 from fa_serve.server.tokenization import Tokenization
 from starlette.responses import JSONResponse
@@ -42,6 +43,7 @@ TOGETHER = {
     "stream_options": "stream",
     "top_logprobs": "logprobs",
     "truncation_side": "truncate_prompt_tokens",
+    "length_penalty": "use_beam_search",
 }  # the first is refused without the second
 ALONE = {"/tokenize": ("messages",), "/v1/completions": ("suffix", "best_of")}
 # fields whose values depend on the vocabulary, the chat template or the grammar, which the document does not describe
@@ -136,6 +138,11 @@ def put_in_order(body: dict, path: str) -> None:
     for name, other in TOGETHER.items():
         if not body.get(other):
             body.pop(name, None)
+    if body.get("use_beam_search"):
+        for name, neutral in SamplingRequest.NOT_FOR_BEAMS.items():
+            if body.get(name) not in (None, *neutral):
+                body.pop(name)
+        body.pop("guided_choice", None)
     for name in ALONE.get(path, ()):
         if body.get("prompt") is not None:
             body.pop(name, None)

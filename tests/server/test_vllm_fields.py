@@ -78,7 +78,6 @@ async def test_a_conversation_and_each_prompt_of_a_batch_are_truncated(serving, 
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncation_side": "left"}, "truncation_side"),
         ({"truncation_side": "middle", "truncate_prompt_tokens": 1}, "truncation_side"),
-        ({"use_beam_search": True}, "use_beam_search"),
         ({"length_penalty": 2.0}, "length_penalty"),
     ],
 )
