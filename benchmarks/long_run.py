@@ -5,6 +5,7 @@ The run checks that no request is lost, that all pages and slots are accounted f
 python benchmarks/long_run.py                       # 20,000 requests on the embedded model, about a minute on a GPU
 python benchmarks/long_run.py --requests 500 --device cpu
 python benchmarks/long_run.py --tensor-parallel 2   # on two GPUs
+python benchmarks/long_run.py --shape qwen30a3b --tiny      # a mixture; llama8b-w4 has quantised weights
 
 It prints one JSON line, and raises AssertionError if a check fails.
 """
@@ -17,9 +18,11 @@ import random
 import time
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from engine_workloads import QUANTISED, SHAPES, make_folder, make_model, make_tiny
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 
@@ -109,23 +112,41 @@ def host_bytes() -> int:
     return int(status.read_text().split()[1]) * 4096 if status.exists() else 0
 
 
+def make_engine(args: argparse.Namespace, folder: str) -> Engine:
+    """An engine with the model that was asked for. Its files, where it needs some, go into `folder`."""
+    # short prompts are admitted together and grow into more pages than there are; small pages make that frequent
+    settings: dict[str, Any] = {
+        "device": args.device,
+        "tensor_parallel": args.tensor_parallel,
+        "num_pages": 1536,
+        "page_size": 4,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 2048,
+        "seed": 0,
+    }
+    device = EngineConfig(**settings).resolve_device()
+    if args.shape is None:
+        return Engine(EngineConfig(**settings))
+    if args.shape in QUANTISED or args.tensor_parallel > 1:
+        make_folder(args.shape, Path(folder), device)
+        return Engine(EngineConfig(model=folder, **settings))
+    return Engine(EngineConfig(**settings), model=make_model(args.shape, device, dtype=torch.bfloat16))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that the model is divided between")
-    args = parser.parse_args()
-    # short prompts are admitted together and grow into more pages than there are; small pages make that frequent
-    config = EngineConfig(
-        device=args.device,
-        tensor_parallel=args.tensor_parallel,
-        num_pages=1536,
-        page_size=4,
-        max_model_len=256,
-        max_num_batched_tokens=2048,
-        seed=0,
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="a model of this shape with random weights; default: the embedded model"
     )
-    engine = Engine(config)
+    parser.add_argument("--tiny", action="store_true", help="the shape in tiny sizes")
+    args = parser.parse_args()
+    if args.tiny:
+        make_tiny()
+    with TemporaryDirectory() as folder:
+        engine = make_engine(args, folder)
     report = long_run(engine, args.requests, alive=400, longest=48)
     engine.close()
     print(json.dumps(report))

@@ -93,19 +93,24 @@ JOBS = {
     "steps_of_models": Job(
         240, "bench_engine.py decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite --budget 100"
     ),
+    "speculation": Job(
+        130, "bench_engine.py --workloads edit,edit_plain,eagle3,eagle3_plain --shapes llama8b --no-peers --budget 150"
+    ),
+    "long_run_of_mixture": Job(90, "long_run.py --shape qwen30a3b --tiny"),
+    "long_run_quantised": Job(90, "long_run.py --shape llama8b-w4 --tiny"),
     "allreduce": Job(25, "bench_allreduce.py", gpus=2),
     "tensor_parallel": Job(
-        430,
+        380,
         "bench_engine.py --shapes llama8b --tensor-parallel 2 --peers one_gpu,vllm --workloads C,C64,A,B,D --budget 440",
         "path",
         gpus=2,
     ),
     "tensor_parallel_70b": Job(
-        120,
+        240,
         "bench_engine.py decode --shapes llama70b --tensor-parallel 2 --requests 1 --set gpu_memory_utilization=0.93",
         gpus=2,
     ),
-    "long_run_of_ranks": Job(240, "long_run.py --tensor-parallel 2", gpus=2),
+    "long_run_of_ranks": Job(100, "long_run.py --tensor-parallel 2", gpus=2),
     "replicas": Job(150, "bench_replicas.py --shape llama8b --device cuda", gpus=2),
     "vllm_plugin": Job(350, "bench_vllm_plugin.py --gpus 0,1", "needed", gpus=2),
 }
