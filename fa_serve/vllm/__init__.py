@@ -8,7 +8,7 @@ FA_SERVE_VLLM it does nothing, and vLLM is not imported. With it, `register` com
 with those of the installed vLLM, and names `PagedBackend` as the backend "CUSTOM".
 
 
-    signatures.py      what the plugin needs of vLLM, and what is missing
+    signatures.py      what the plugin needs of vLLM
     paged_backend.py   the backend: cache layout, metadata, cache update, forward
 
 Left out: encoders, cross attention, MLA, ALiBi, context parallelism, and float8 queries.
@@ -34,9 +34,10 @@ def register() -> None:
     from vllm import __version__ as version
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from fa_serve.vllm.signatures import installed, missing
+    from fa_serve.adapters import installed, missing
+    from fa_serve.vllm.signatures import MODULES, REQUIRED
 
-    absent = missing(installed())
+    absent = missing(installed(MODULES, REQUIRED), REQUIRED)
     if absent:
         raise UnsupportedError(
             f"fa_serve cannot serve vLLM {version}: it lacks {', '.join(absent)}; "

@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import (
 )
 
 from fa_serve import api
+from fa_serve.adapters import rounded_up
 from fa_serve.spec import UnsupportedError
 
 NO_OPTION = (None, False, 0, -1)
@@ -226,11 +227,6 @@ class PagedAttention(AttentionImpl):  # type: ignore[misc]
             return {}
         scales = {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
         return {name: scale.reshape(-1).expand(self.num_kv_heads).contiguous() for name, scale in scales.items()}
-
-
-def rounded_up(length: int) -> int:
-    """The least power of two that is not below a length."""
-    return 1 << max(length - 1, 0).bit_length()
 
 
 def _is_off(value: Any) -> bool:

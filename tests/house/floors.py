@@ -19,7 +19,9 @@ FLOORS = {
     "fa_serve.api": 2,
     "fa_serve.hf": 3,
     "fa_serve.flash_attn": 3,
+    "fa_serve.adapters": 3,
     "fa_serve.vllm": 3,
+    "fa_serve.sglang": 3,
     "fa_serve.diffusers": 3,
     "fa_serve": 3,  # the package itself, not the modules in it
     "fa_serve.engine": 4,
@@ -45,6 +47,7 @@ GUESTS: dict[str, tuple[str, ...]] = {
         "fa_serve.server.chat.template_process",
     ),
     "vllm": ("fa_serve.vllm",),
+    "sglang": ("fa_serve.sglang",),
     "diffusers": ("fa_serve.diffusers",),
     "llguidance": ("fa_serve.engine.structured", "fa_serve.engine.grammar_process"),
     "fastapi": ("fa_serve.server",),
@@ -67,11 +70,11 @@ SHARED_MODULES = tuple(f"fa_serve.backends.triton.{name}" for name in ("primitiv
 
 BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))
 
+ADAPTERS = ("fa_serve.flash_attn", "fa_serve.vllm", "fa_serve.sglang", "fa_serve.diffusers")
+
 CLOSED = {
-    "fa_serve.flash_attn": ("fa_serve.backends", "fa_serve.hf", "fa_serve.vllm", "fa_serve.diffusers"),
-    "fa_serve.vllm": ("fa_serve.backends", "fa_serve.hf", "fa_serve.flash_attn", "fa_serve.diffusers"),
-    "fa_serve.diffusers": ("fa_serve.backends", "fa_serve.hf", "fa_serve.flash_attn", "fa_serve.vllm"),
-    "fa_serve.engine": ("fa_serve.backends", "fa_serve.flash_attn", "fa_serve.vllm", "fa_serve.diffusers"),
+    **{room: ("fa_serve.backends", "fa_serve.hf", *(other for other in ADAPTERS if other != room)) for room in ADAPTERS},
+    "fa_serve.engine": ("fa_serve.backends", *ADAPTERS),
     "fa_serve.server": ("fa_serve.backends", "fa_serve.api", "fa_serve.ops", "fa_serve.hf"),
     "fa_serve.client": (
         "fa_serve.backends",

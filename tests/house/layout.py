@@ -22,7 +22,7 @@ SHARED_STEMS = {
 SMALL = 80
 """Lines. A module up to this size may be tested through the modules that use it."""
 
-TEST_FOLDERS = {"flash_attn": "flash_attention", "vllm": "vllm_plugin"}
+TEST_FOLDERS = {"flash_attn": "flash_attention", "vllm": "vllm_plugin", "sglang": "sglang_plugin"}
 """Packages whose tests are in a folder of another name. tests/ is on the path, so `import vllm` would find tests/vllm."""
 
 TESTED_BY = {
@@ -88,7 +88,12 @@ TESTED_BY = {
 }
 """Modules whose test has another name: (its path, the reason)."""
 
-ADAPTERS = {"diffusers": "fa_serve.diffusers", "ray": "fa_serve.server.ray", "vllm": "fa_serve.vllm"}
+ADAPTERS = {
+    "diffusers": "fa_serve.diffusers",
+    "ray": "fa_serve.server.ray",
+    "sglang": "fa_serve.sglang",
+    "vllm": "fa_serve.vllm",
+}
 """Packages with an extra of their name, and the room that may import them."""
 
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "opentelemetry": "opentelemetry_sdk"}

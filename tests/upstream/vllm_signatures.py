@@ -15,9 +15,11 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Collection
 from pathlib import Path
 
-from fa_serve.vllm.signatures import REQUIRED, missing
+from fa_serve.adapters import missing
+from fa_serve.vllm.signatures import REQUIRED
 
 FILES = ("vllm/v1/attention/backend.py", "vllm/v1/attention/backends/registry.py")
 VERSIONS = "0.24.0,0.25.1,0.26.0,0.27.1,0.28.0,0.29.0,0.30.0,0.31.0,0.32.0,0.33.0"
@@ -54,20 +56,26 @@ def names(node: ast.stmt) -> set[str]:
     return found
 
 
-def signatures(archive: Path) -> dict[str, list[str]]:
-    """Those that REQUIRED names, by the name of a class, method or function."""
+def signatures(source: bytes, required: Collection[str]) -> dict[str, list[str]]:
+    """Those of `required` that a module defines, by the name of a class, method or function."""
+    found: dict[str, list[str]] = {}
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+            continue
+        parts = {node.name: names(node)}
+        if isinstance(node, ast.ClassDef):
+            parts |= {f"{node.name}.{m.name}": names(m) for m in node.body if isinstance(m, ast.FunctionDef)}
+        found |= {name: sorted(words) for name, words in parts.items() if name in required}
+    return found
+
+
+def read(archive: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     with tarfile.open(archive) as files:
         for path in FILES:
             member = files.extractfile(f"{archive.name.removesuffix('.tar.gz')}/{path}")
             assert member is not None
-            for node in ast.parse(member.read()).body:
-                if not isinstance(node, ast.ClassDef | ast.FunctionDef):
-                    continue
-                parts = {node.name: names(node)}
-                if isinstance(node, ast.ClassDef):
-                    parts |= {f"{node.name}.{m.name}": names(m) for m in node.body if isinstance(m, ast.FunctionDef)}
-                found |= {name: sorted(words) for name, words in parts.items() if name in REQUIRED}
+            found |= signatures(member.read(), REQUIRED)
     return found
 
 
@@ -80,8 +88,8 @@ def main() -> None:
     arguments.cache.mkdir(parents=True, exist_ok=True)
     results = {}
     for version in arguments.versions.split(","):
-        results[version] = found = signatures(fetch(version, arguments.cache))
-        absent = missing({name: frozenset(words) for name, words in found.items()})
+        results[version] = found = read(fetch(version, arguments.cache))
+        absent = missing({name: frozenset(words) for name, words in found.items()}, REQUIRED)
         print(f"vLLM {version:8} {'lacks ' + ', '.join(absent) if absent else 'has all that the plugin needs'}", flush=True)
     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 

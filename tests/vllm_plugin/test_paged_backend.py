@@ -133,8 +133,6 @@ def test_steps_share_plans_and_a_capture_is_short(backend: Any, vllm: ModuleType
     assert torch.equal(other.block_table, common.block_table_tensor + 1)
     assert other.seq_lens is metadata.seq_lens
     assert builder.build_for_cudagraph_capture(common).seq_lens.tolist() == [1] * len(KEYS)
-    module = import_module("fa_serve.vllm.paged_backend")
-    assert [module.rounded_up(n) for n in (0, 1, 2, 3, 4, 5, 1025)] == [1, 1, 2, 4, 4, 8, 2048]
 
 
 def test_layers_that_share_a_cache_do_not_write_it(backend: Any, vllm: ModuleType) -> None:

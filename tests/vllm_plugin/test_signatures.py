@@ -13,7 +13,8 @@ import pytest
 
 import fa_serve.vllm
 from fa_serve import UnsupportedError
-from fa_serve.vllm.signatures import REQUIRED, installed, missing
+from fa_serve.adapters import installed, missing
+from fa_serve.vllm.signatures import MODULES, REQUIRED
 
 ROOT = Path(__file__).parents[2]
 RELEASES = json.loads((ROOT / "tests" / "results" / "vllm_signatures.json").read_text())
@@ -22,10 +23,9 @@ RELEASES = json.loads((ROOT / "tests" / "results" / "vllm_signatures.json").read
 @pytest.mark.parametrize("version", RELEASES)
 def test_releases_have_what_the_plugin_needs(version: str) -> None:
     found = {name: frozenset(words) for name, words in RELEASES[version].items()}
-    assert missing(found) == []
-    assert missing(found | {"AttentionImpl.forward": found["AttentionImpl.forward"] - {"output", "layer"}}) == [
-        "AttentionImpl.forward(layer, output)"
-    ]
+    assert missing(found, REQUIRED) == []
+    without = found | {"AttentionImpl.forward": found["AttentionImpl.forward"] - {"output", "layer"}}
+    assert missing(without, REQUIRED) == ["AttentionImpl.forward(layer, output)"]
 
 
 def test_the_oldest_release_that_pyproject_allows_is_among_them() -> None:
@@ -51,7 +51,7 @@ def test_nothing_happens_without_the_variable(monkeypatch: pytest.MonkeyPatch) -
 
 def test_registered_with_the_variable(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA_SERVE_VLLM", "1")
-    assert installed().keys() == REQUIRED.keys()
+    assert installed(MODULES, REQUIRED).keys() == REQUIRED.keys()
     fa_serve.vllm.register()
     fa_serve.vllm.register()
     assert [(key.name, path) for key, path in vllm.registered.items()] == [("CUSTOM", fa_serve.vllm.BACKEND)]
