@@ -143,6 +143,8 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true", help="the shape in tiny sizes")
     args = parser.parse_args()
+    if args.tiny and args.shape is None:
+        parser.error("--tiny needs --shape, which names the model that gets tiny sizes")
     if args.tiny:
         make_tiny()
     with TemporaryDirectory() as folder:

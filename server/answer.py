@@ -34,6 +34,10 @@ from .schemas import SamplingRequest
 from .service import Service
 from .timelines import Timeline
 
+MAX_BEAM_TOKENS = 1024
+"""Tokens of an answer of a beam search, whose steps cost the server more than those of other requests."""
+MAX_BEAM_PROMPTS = 32768
+"""Tokens that a step of a beam search sends to the engine: those of the prompt, for each beam."""
 # the fields that make an answer larger than its text
 SIZE_FIELDS = ("n", "best_of", "prompt_logprobs", "logprobs", "top_logprobs", "echo", "return_token_ids", "max_tokens")
 
@@ -69,9 +73,6 @@ class Answer(ABC):
         self.timeline: Timeline | None = None
         self._n = body.n or 1
         self._constraint = single_constraint(self._constraints())
-        if body.use_beam_search and self._constraint is not None:
-            field = self._constraint.field
-            raise BadRequest(f"{field} is not allowed with use_beam_search.", param=field, code="invalid_value")
         self._prompts: list[list[int]] = []
         self._size_estimate = 0  # bytes, known when the prompts are
         self._usage: Usage = {
@@ -275,6 +276,9 @@ class Answer(ABC):
                 param=self._prompt_field,
                 code="context_length_exceeded",
             )
+        if self._body.use_beam_search:
+            self._check_beams(len(prompt), wanted)
+            room = min(room, MAX_BEAM_TOKENS)
         params = AnswerParams(
             max_tokens=wanted or self._default_max_tokens(room),
             logprobs=self._logprobs(),
@@ -283,6 +287,27 @@ class Answer(ABC):
             skip_special_tokens=self._skip_special_tokens(),
         )
         return sampling_params(self._body, params)
+
+    def _check_beams(self, num_tokens: int, max_tokens: int | None) -> None:
+        """Refuse what a search cannot have. Each of its steps sends the prompt once for each beam.
+
+        num_tokens: of the prompt
+        """
+        if self._constraint is not None:
+            field = self._constraint.field
+            raise BadRequest(f"{field} is not allowed with use_beam_search.", param=field, code="invalid_value")
+        if not self._service.engine.config.prefix_caching:
+            message = "use_beam_search is not available: this server has no prefix cache, which a search needs."
+            raise BadRequest(message, param="use_beam_search", code="invalid_value")
+        if max_tokens is not None and max_tokens > MAX_BEAM_TOKENS:
+            message = f"With use_beam_search, an answer may have at most {MAX_BEAM_TOKENS} tokens, got {max_tokens}."
+            raise BadRequest(message, param="max_tokens", code="invalid_value")
+        if self._n * num_tokens > MAX_BEAM_PROMPTS:
+            message = (
+                f"With use_beam_search, n times the tokens of the prompt must be at most {MAX_BEAM_PROMPTS}, "
+                f"got {self._n} times {num_tokens}."
+            )
+            raise BadRequest(message, param=self._prompt_field, code="invalid_value")
 
     def _constraints(self) -> dict[str, dict[str, Any]]:
         """For each field that can ask for a structured output, what it asks for."""

@@ -2,24 +2,28 @@
 
     async for index, output in beams_of_prompt(service, job, 0, prompt, params, length_penalty=1.0): ...
 
-Each step asks the engine for one more token after every beam, with the log-probabilities of the 2 n most likely ones, of which
-at least n go on if there is one end token. What a beam has in common with others is in the engine's prefix cache, so a step
-computes less than a page of tokens for each beam. Beams that end are kept beside those that go on. The search ends when no beam
-can become better than the n best that have ended, so it finds what it would find at max_tokens.
+Each step asks the engine for one more token after every beam, with the log-probabilities of the 2 n most likely tokens. With
+one end token, at least n of these continue the beam. With several end tokens, fewer beams may be left. What a beam has in
+common with others is in the engine's prefix cache, so a step computes less than a page of tokens for each beam. Beams that end
+are kept beside those that go on. The search ends when no beam can become better than the n best that have ended, so it finds
+what it would find at max_tokens.
 
 The score of an answer is its log-probability by the number of its tokens, the end token included, to the power of the length
 penalty, as in section 7 of "Google's Neural Machine Translation System" (Wu et al., 2016) without the constant there. Left
-out: which other fields of a request are allowed (schemas.py).
+out: which other fields of a request are allowed (schemas.py), and the limits of a search (answer.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from heapq import nlargest
 
-from fa_serve.engine import RequestOutput, SamplingParams, TokenLogprob
+from fa_serve.engine import RequestOutput, SamplingParams, SequenceTimes, TokenLogprob
 
+from .errors import ApiError, BadRequest, TooManyRequests
 from .generation import Job, engine_errors, failure, generate, merge
 from .metrics import SequenceMetrics
 from .service import Service
@@ -27,47 +31,62 @@ from .service import Service
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """tokens: generated so far; logprob: of all of them together; entries: of each; ended: the last one is an end token"""
+    """A beginning of an answer, or an answer.
 
-    tokens: list[int] = field(default_factory=list)
-    logprob: float = 0.0
-    entries: list[TokenLogprob] = field(default_factory=list)
-    ended: bool = False
+    logprob: of all its tokens together
+    entry:   of its last token; parent: the beam without that token; both are None for the empty beam
+    """
 
-    def after(self, entry: TokenLogprob, end_ids: frozenset[int]) -> list[Beam]:
-        """This beam with each of the most likely tokens behind it."""
-        return [
-            Beam(
-                [*self.tokens, token],
-                self.logprob + logprob,
-                [*self.entries, TokenLogprob(token, logprob, entry.top)],
-                token in end_ids,
-            )
-            for token, logprob in entry.top
-            if logprob > float("-inf")
-        ]
+    tokens: list[int]
+    logprob: float
+    entry: TokenLogprob | None = None
+    parent: Beam | None = None
+
+    def entries(self) -> list[TokenLogprob]:
+        """The log-probabilities of each token."""
+        found = []
+        beam: Beam | None = self
+        while beam is not None and beam.entry is not None:
+            found.append(beam.entry)
+            beam = beam.parent
+        return found[::-1]
 
 
 class Search:
-    """The beams that go on, `live`, and the best that have ended. Plain data, without an engine.
+    """The beams that go on, `live`, and the best that have ended. It knows no engine.
 
-    width: of both; max_tokens: of an answer
+    width:      how many of each are kept
+    max_tokens: of an answer
+    num_shown:  how many of the most likely tokens an entry keeps
     """
 
-    def __init__(self, width: int, max_tokens: int, end_ids: frozenset[int], length_penalty: float) -> None:
+    def __init__(self, width: int, max_tokens: int, end_ids: frozenset[int], length_penalty: float, num_shown: int = 0) -> None:
         self._width = width
         self._max_tokens = max_tokens
         self._end_ids = end_ids
         self._length_penalty = length_penalty
-        self.live = [Beam()]
+        self._num_shown = num_shown
+        self.live = [Beam([], 0.0)]
         self._ended: list[Beam] = []
 
-    def step(self, entries: Iterable[TokenLogprob]) -> None:
+    def step(self, entries: Sequence[TokenLogprob]) -> None:
         """Go on with what comes after each live beam, in their order."""
-        found = [beam for live, entry in zip(self.live, entries, strict=True) for beam in live.after(entry, self._end_ids)]
-        self._ended = self._best([*self._ended, *(beam for beam in found if beam.ended)])
-        going_on = sorted((beam for beam in found if not beam.ended), key=lambda beam: -beam.logprob)
-        self.live = going_on[: self._width]
+        found = [
+            (live.logprob + logprob, -number, token, logprob)
+            for number, (live, entry) in enumerate(zip(self.live, entries, strict=True))
+            for token, logprob in entry.top[: 2 * self._width]
+            if logprob > float("-inf")
+        ]
+        ends = nlargest(self._width, (each for each in found if each[2] in self._end_ids))
+        rest = nlargest(self._width, (each for each in found if each[2] not in self._end_ids))
+
+        def extended(total: float, number: int, token: int, logprob: float) -> Beam:
+            parent = self.live[-number]
+            entry = TokenLogprob(token, logprob, entries[-number].top[: self._num_shown])
+            return Beam([*parent.tokens, token], total, entry, parent)
+
+        self._ended = self._best([*self._ended, *(extended(*each) for each in ends)])
+        self.live = [extended(*each) for each in rest]
 
     def is_over(self) -> bool:
         """Whether nothing that the live beams could still become would be among the best."""
@@ -79,9 +98,11 @@ class Search:
         length = self._max_tokens if self._length_penalty > 0 else len(self.live[0].tokens) + 1
         return self._score(self.live[0].logprob, length) <= self._score_of(self._ended[-1])
 
-    def best(self) -> list[Beam]:
-        """The best answers, the best one first. Beams that have not ended are answers at max_tokens only."""
-        return self._best([*self._ended, *(beam for beam in self.live if len(beam.tokens) >= self._max_tokens)])
+    def best(self) -> list[tuple[Beam, bool]]:
+        """The best answers, and whether each has ended. Beams that have not ended are answers at max_tokens only."""
+        ended = {id(beam) for beam in self._ended}
+        whole = [beam for beam in self.live if len(beam.tokens) >= self._max_tokens]
+        return [(beam, id(beam) in ended) for beam in self._best([*self._ended, *whole])]
 
     def _best(self, beams: list[Beam]) -> list[Beam]:
         return sorted(beams, key=lambda beam: -self._score_of(beam))[: self._width]
@@ -99,11 +120,19 @@ async def beams_of_prompt(
     """The `n` best answers to prompt `number`, each as one output, by index. Raises as `sequences_of_prompt` does."""
     assert params.max_tokens is not None
     end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else service.engine.eos_ids)
-    one_token = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=2 * job.n)
-    search = Search(job.n, params.max_tokens, end_ids, length_penalty)
+    num_shown = params.logprobs or 0
+    one_token = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        stop_token_ids=params.stop_token_ids,  # so that the engine checks them
+        logprobs=max(2 * job.n, num_shown),
+    )
+    search = Search(job.n, params.max_tokens, end_ids, length_penalty, num_shown)
     metrics = [SequenceMetrics(service.metrics, service.model_name, job.arrival) for _ in range(job.n)]
-    unfinished_reason = "abort"  # also if the engine fails, as for other sequences of a request
-    num_cached_tokens = None
+    unfinished_reason = "error"
+    first: RequestOutput | None = None
+    last: RequestOutput | None = None
     sent = job.timeline.send() if job.timeline is not None else 0.0
     try:
         while not search.is_over():
@@ -114,30 +143,42 @@ async def beams_of_prompt(
             ]
             entries: dict[int, TokenLogprob] = {}
             async with aclosing(merge(asked)) as outputs:
-                async for index, output in outputs:
-                    assert output.logprobs is not None
-                    entries[index] = output.logprobs[0]
-                    num_cached_tokens = output.num_cached_tokens if num_cached_tokens is None else num_cached_tokens
-            search.step(entries[index] for index in range(len(asked)))
-        for index, beam in enumerate(search.best()):
-            tokens = beam.tokens[:-1] if beam.ended else beam.tokens
+                async for index, last in outputs:
+                    assert last.logprobs is not None
+                    entries[index] = last.logprobs[0]
+                    first = first or last
+            search.step([entries[index] for index in range(len(asked))])
+            if not begun:
+                for each in metrics:
+                    each.observe(RequestOutput(job.name, prompt, token_ids=[0]))  # every beam has its first token now
+        times = _times_of_all(first, last)
+        for index, (beam, ended) in enumerate(search.best()):
+            shown = beam.tokens[:-1] if ended else beam.tokens
             final = RequestOutput(
                 request_id=job.name,
                 prompt_token_ids=prompt,
-                text=await service.tokenization.continuation(prompt, tokens, params.skip_special_tokens, job.client),
+                text=await service.tokenization.continuation(prompt, shown, params.skip_special_tokens, job.client),
                 token_ids=beam.tokens,
-                logprobs=None if params.logprobs is None else [_reported(entry, params.logprobs) for entry in beam.entries],
+                logprobs=None if params.logprobs is None else beam.entries(),
                 finished=True,
-                finish_reason="stop" if beam.ended else "length",
+                finish_reason="stop" if ended else "length",
                 num_prompt_tokens=len(prompt),
                 num_output_tokens=len(beam.tokens),
-                num_cached_tokens=num_cached_tokens or 0,
+                num_cached_tokens=first.num_cached_tokens if first is not None else 0,
                 index=index,
+                times=times,
             )
             metrics.pop(0).observe(final)
             if job.timeline is not None:
                 job.timeline.take(sent, final)
             yield number * job.n + index, final
+    except (GeneratorExit, asyncio.CancelledError):
+        unfinished_reason = "abort"
+        raise
+    except ApiError as error:
+        if first is None and isinstance(error, BadRequest | TooManyRequests):
+            unfinished_reason = "refused"
+        raise
     finally:
         for unfinished in metrics:
             unfinished.end(unfinished_reason)
@@ -156,5 +197,9 @@ async def _next(
                     yield index, output
 
 
-def _reported(entry: TokenLogprob, count: int) -> TokenLogprob:
-    return TokenLogprob(entry.token_id, entry.logprob, entry.top[:count])
+def _times_of_all(first: RequestOutput | None, last: RequestOutput | None) -> SequenceTimes | None:
+    """The times of a search: those of its first token, and all the rest as decoding."""
+    if first is None or last is None or first.times is None or last.times is None:
+        return None
+    until = max(first.times.until, last.times.until)
+    return replace(first.times, until=until, decode=first.times.decode + until - first.times.until)

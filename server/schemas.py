@@ -148,9 +148,11 @@ class SamplingRequest(StrictModel):
         for name, neutral in self.NOT_FOR_BEAMS.items():
             value = getattr(self, name)
             if value is not None and value not in neutral:
-                raise field_error(name, "is not allowed with use_beam_search")
-        if (self.n or 1) > MAX_BEAMS:
-            raise field_error("n", f"must be at most {MAX_BEAMS} with use_beam_search")
+                numbers = [choice for choice in neutral if isinstance(choice, int | float)]
+                allowed = dict.fromkeys("false" if choice is False else f"{choice:g}" for choice in numbers)
+                raise field_error(name, f"must be {' or '.join(allowed) or 'absent'} with use_beam_search")
+        if self.n is not None and self.n > MAX_BEAMS:
+            raise field_error("n", f"must be at most {MAX_BEAMS} with use_beam_search, got {self.n}")
         return self
 
     @model_validator(mode="after")
@@ -177,7 +179,7 @@ class CompletionRequest(SamplingRequest):
 
     best_of: int | None = Field(None, ge=1, description="Above n not allowed with stream.")
 
-    NOT_FOR_BEAMS: ClassVar[Unsupported] = {**SamplingRequest.NOT_FOR_BEAMS, "best_of": NOTHING}
+    NOT_FOR_BEAMS: ClassVar[Unsupported] = {**SamplingRequest.NOT_FOR_BEAMS, "best_of": NOTHING, "echo": (False,)}
     UNSUPPORTED: ClassVar[Unsupported] = {"suffix": NOTHING}
 
     @model_validator(mode="after")

@@ -73,8 +73,9 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():
-        with suppress(ValueError, KeyError, AttributeError):  # the loader says what is wrong with it
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        with suppress(ValueError, KeyError, AttributeError, TypeError, OSError):  # the loader says what is wrong with it
+            found = json.loads(index.read_bytes())["weight_map"].values()
+            names = {name for name in found if isinstance(name, str)}
     return [folder / name for name in sorted(names) if (folder / name).is_file()]
 
 

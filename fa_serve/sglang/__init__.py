@@ -10,7 +10,8 @@ on with those of the installed SGLang, and adds the backend "fa_serve".
     sglang_interface.py   what the plugin needs of SGLang
     radix_backend.py      the backend: metadata of a step, cache update, forward
 
-Left out: MLA, encoders, cross attention, speculative decoding, and pools that translate the numbers of their slots.
+Left out: MLA, encoders, cross attention, speculative decoding, context parallelism, and pools that translate the numbers of
+their slots.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ def register() -> None:
     from fa_serve.adapters import installed, missing
     from fa_serve.sglang.sglang_interface import MODULES, REQUIRED
 
-    absent = missing(installed(MODULES, REQUIRED), REQUIRED)
+    try:
+        absent = missing(installed(MODULES, REQUIRED), REQUIRED)
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+    except ImportError as error:
+        absent = [str(error)]
     if absent:
         raise UnsupportedError(
             f"fa_serve cannot serve SGLang {version}: it lacks {', '.join(absent)}; "
             "unset FA_SERVE_SGLANG or install another release"
         )
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
-
     if NAME not in ATTENTION_BACKEND_CHOICES:
         ATTENTION_BACKEND_CHOICES.append(NAME)
     register_attention_backend(NAME)(_make)

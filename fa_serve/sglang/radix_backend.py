@@ -69,6 +69,8 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
         self._slots_of_requests: Tensor = model_runner.req_to_token_pool.req_to_token
         self._max_keys: int = model_runner.model_config.context_len
         self._graph: StepMetadata | None = None
+        self._descales_of_layers: dict[int, dict[str, Tensor]] = {}
+        self._attention_chunk = getattr(model_runner, "attention_chunk_size", None)
         self.forward_metadata: StepMetadata | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -108,7 +110,10 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
         """Fill the buffers before a capture or a replay of a decoding step."""
         self._require_plain(forward_batch)
         if not forward_batch.forward_mode.is_decode_or_idle():
-            raise UnsupportedError("fa_serve's backend for SGLang captures decoding steps only; turn graphs of prompts off")
+            raise UnsupportedError(
+                "fa_serve's backend for SGLang captures decoding steps only, got a prompt; start SGLang with "
+                "--cuda-graph-backend-prefill breakable or --disable-prefill-cuda-graph"
+            )
         assert self._graph is not None
         batch = forward_batch.batch_size
         table = self._graph.block_table[:batch]
@@ -154,6 +159,10 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
         unknown = sorted(name for name, value in others.items() if value is not None and value is not False)
         if layer.is_cross_attention or layer.attn_type is not AttentionType.DECODER:
             unknown.append("attention of encoders")
+        if getattr(layer, "xai_temperature_len", -1) > 0:
+            unknown.append("temperature by position (xai_temperature_len)")
+        if self._attention_chunk and getattr(layer, "use_irope", False):
+            unknown.append("chunks of keys (use_irope)")
         if unknown:
             raise UnsupportedError(f"fa_serve's backend for SGLang has no {', '.join(unknown)}; choose another one")
         pool = self.token_to_kv_pool
@@ -173,7 +182,7 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
             window_size=(left, 0) if left > -1 else (-1, -1),
             softcap=layer.logit_cap or 0.0,
             sinks=sinks,
-            **self._descales(layer),
+            **cast(dict[str, Any], self._descales(layer)),
             **vars(metadata),
         )
         return cast(Tensor, out.view(-1, heads * layer.v_head_dim))
@@ -195,20 +204,22 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
         count = len(slots) // self._page_size
         return slots[: count * self._page_size].view(count, self._page_size, *slots.shape[1:])
 
-    def _descales(self, layer: Any) -> dict[str, Any]:
-        """One number for each head of keys. SGLang has one for a layer, or none, which is 1."""
+    def _descales(self, layer: Any) -> dict[str, Tensor]:
+        """One number for each head of keys, made once, before a capture. SGLang has one for a layer, or none, which is 1."""
         if self.kv_cache_dtype is not torch.float8_e4m3fn:
             return {}
-        device = self._slots_of_requests.device
-        scales = {"k_descale": layer.k_scale, "v_descale": layer.v_scale}
-        return {
-            name: torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=device)
-            .reshape(-1)
-            .expand(layer.tp_k_head_num)
-            .contiguous()
-            for name, scale in scales.items()
-        }
+        if layer.layer_id not in self._descales_of_layers:
+            scales = {"k_descale": layer.k_scale, "v_descale": layer.v_scale}
+            shape = (layer.tp_k_head_num,)
+            device = self._slots_of_requests.device
+            self._descales_of_layers[layer.layer_id] = {
+                name: torch.full(shape, 1.0 if scale is None else float(scale), device=device) for name, scale in scales.items()
+            }
+        return self._descales_of_layers[layer.layer_id]
 
     def _require_plain(self, forward_batch: Any) -> None:
         if forward_batch.spec_info is not None:
             raise UnsupportedError("fa_serve's backend for SGLang has no speculative decoding; choose another backend for it")
+        for name in ("attn_cp_metadata", "dcp_kv_mask"):
+            if getattr(forward_batch, name, None) is not None:
+                raise UnsupportedError(f"fa_serve's backend for SGLang has no context parallelism ({name}); choose another one")

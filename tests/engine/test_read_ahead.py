@@ -52,9 +52,14 @@ def test_only_files_that_are_loaded_are_asked_for(tmp_path, asked):
     (tmp_path / "lost.safetensors").unlink()
     (tmp_path / "consolidated.safetensors").write_bytes(b"x")
     assert weight_files(tmp_path) == [tmp_path / "a.safetensors"]
-    (tmp_path / "model.safetensors.index.json").write_text("{")
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    for text in ("{", "[]", '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": 1, "b": null, "c": ["x"], "d": "a.safetensors"}}'
+    )
+    assert weight_files(tmp_path) == [tmp_path / "a.safetensors"]
     (tmp_path / "model.safetensors.index.json").unlink()
     assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
     assert weight_files(tmp_path / "nowhere") == []

@@ -12,7 +12,7 @@ from fa_serve.server.beam_search import Search
 from transformers import AutoModelForCausalLM
 
 from fa_serve.demo import model_path
-from fa_serve.engine import QueueFullError, RequestError, TokenLogprob
+from fa_serve.engine import EngineConfig, QueueFullError, RequestError, TokenLogprob
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +42,7 @@ def searched(width: int, max_tokens: int, end_ids: set[int], penalty: float, see
     while not search.is_over():
         search.step([entry_of(scores_after(tuple(beam.tokens), seed, vocab_size), 2 * width) for beam in search.live])
         steps += 1
-    return [(tuple(beam.tokens), beam.logprob) for beam in search.best()], steps
+    return [(tuple(beam.tokens), beam.logprob) for beam, _ in search.best()], steps
 
 
 def expected(width: int, max_tokens: int, end_ids: set[int], penalty: float, scores, count: int):
@@ -113,6 +113,8 @@ async def test_beams_of_the_embedded_model_are_those_of_its_own_scores(served):
             assert {choice["finish_reason"] for choice in choices} <= {"length", "stop"}
             again = await client.post("/detokenize", json={"tokens": choices[0]["token_ids"]})
             assert choices[0]["text"].strip() in again.json()["prompt"]
+        unknown = await client.post("/v1/completions", json={**body, "max_tokens": 6, "stop_token_ids": [10_000_000]})
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "stop_token_ids")
         alone = {**body, "max_tokens": 6, "temperature": 0}
         greedy = await client.post("/v1/completions", json={**alone, "use_beam_search": False})
         [one] = (await client.post("/v1/completions", json=alone)).json()["choices"]
@@ -143,6 +145,16 @@ async def test_an_end_token_ends_a_beam_and_is_not_in_its_text(serving, engine):
     assert (choice["token_ids"], choice["text"], choice["finish_reason"]) == ([1], "", "stop")
     [choice] = ignored["choices"]
     assert (choice["token_ids"], choice["finish_reason"]) == ([1, 1, 1, 1], "length")
+
+
+async def test_as_many_log_probabilities_as_were_asked_for(serving, engine):
+    """The search of one beam needs two, and of three beams six."""
+    async with serving() as client:
+        one = (await client.post("/v1/completions", json={**TEXT, "logprobs": 5})).json()["choices"][0]["logprobs"]
+        none = (await client.post("/v1/completions", json=TEXT)).json()["choices"][0]["logprobs"]
+    assert {seen.params.logprobs for seen in engine.seen} == {5, 2}
+    assert [len(top) for top in one["top_logprobs"]] == [5] * 4
+    assert none is None
 
 
 async def test_a_chat_has_beams_too(serving):
@@ -182,8 +194,34 @@ async def test_what_beams_cannot_have_is_refused_by_name(serving, engine, fields
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
         neutral = {"temperature": 0, "top_p": 1, "top_k": -1, "stop": [], "repetition_penalty": 1, "stream": False, "seed": 1}
         assert (await client.post("/v1/completions", json=TEXT | neutral)).status_code == 200
-        best_of = await client.post("/v1/completions", json=TEXT | {"best_of": 2})
-        assert best_of.json()["error"]["param"] == "best_of"
+        for field in ({"best_of": 2}, {"echo": True}):
+            refused = await client.post("/v1/completions", json=TEXT | field)
+            assert [refused.json()["error"]["param"]] == list(field)
+        warm = await client.post("/v1/completions", json=TEXT | {"temperature": 0.7})
+        assert warm.json()["error"]["message"] == "temperature must be 0 or 1 with use_beam_search."
+
+
+async def test_tools_whose_arguments_are_enforced_are_refused(serving):
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}}
+    async with serving(tool_call_parser="hermes") as client:
+        refused = await client.post("/v1/chat/completions", json={**CHAT, "tools": [tool]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+async def test_searches_that_would_cost_much_are_refused(serving, engine, monkeypatch):
+    async with serving() as client:
+        long = await client.post("/v1/completions", json={**TEXT, "max_tokens": 1025})
+        assert long.json()["error"]["param"] == "prompt", "the context of this model is shorter"
+        monkeypatch.setattr(engine, "max_model_len", 4096)
+        long = await client.post("/v1/completions", json={**TEXT, "max_tokens": 1025})
+        assert long.json()["error"]["message"].endswith("may have at most 1024 tokens, got 1025.")
+        monkeypatch.setattr("fa_serve.server.answer.MAX_BEAM_PROMPTS", 5)
+        many = await client.post("/v1/completions", json={**TEXT, "n": 3})
+        assert many.json()["error"]["message"].endswith("at most 5, got 3 times 2.")
+        monkeypatch.setattr(engine, "config", EngineConfig(prefix_caching=False))
+        uncached = await client.post("/v1/completions", json=TEXT)
+        assert uncached.json()["error"]["param"] == "use_beam_search"
+    assert not engine.seen
 
 
 async def test_a_failure_ends_all_beams(serving, engine):
@@ -200,6 +238,9 @@ async def test_a_failure_ends_all_beams(serving, engine):
         engine.generate = refuse
         assert (await client.post("/v1/completions", json=TEXT)).status_code == 429
         assert client.service.in_flight == 0
+        counted = (await client.get("/metrics")).text
+    assert 'request_success_total{finished_reason="error",model_name="fake"} 1.0' in counted, "what is refused is not counted"
+    assert 'finished_reason="abort"' not in counted
 
 
 async def test_a_client_that_leaves_ends_its_beams(serving, engine):

@@ -198,12 +198,23 @@ def test_what_a_step_cannot_have_is_refused_by_name(sglang: ModuleType, monkeypa
     plain = radix.RadixAttention(HEADS, DIM, 0.3, KV_HEADS, 0)
     with pytest.raises(UnsupportedError, match="has no score_mod"):
         backend.forward(q, None, None, plain, batch, score_mod=abs, rel_bias=None)
+    grok = radix.RadixAttention(HEADS, DIM, 0.3, KV_HEADS, 0)
+    grok.xai_temperature_len = 8
+    with pytest.raises(UnsupportedError, match="temperature by position"):
+        backend.forward(q, None, None, grok, batch)
+    chunked = make_backend(sglang, monkeypatch, make_runner(sglang, attention_chunk_size=8))
+    plain.use_irope = True
+    with pytest.raises(UnsupportedError, match="chunks of keys"):
+        chunked.forward(q, None, None, plain, batch)
     for words in ({"is_cross_attention": True}, {"attn_type": radix.AttentionType.ENCODER_ONLY}):
         with pytest.raises(UnsupportedError, match="attention of encoders"):
             backend.forward(q, None, None, radix.RadixAttention(HEADS, DIM, 0.3, KV_HEADS, 0, **words), batch)
+    batch.attn_cp_metadata = object()
+    with pytest.raises(UnsupportedError, match=r"no context parallelism \(attn_cp_metadata\)"):
+        backend.init_forward_metadata(batch)
     batch.spec_info = object()
     with pytest.raises(UnsupportedError, match="no speculative decoding"):
         backend.init_forward_metadata(batch)
     backend.init_cuda_graph_state(4, 4)
-    with pytest.raises(UnsupportedError, match="captures decoding steps only"):
+    with pytest.raises(UnsupportedError, match=r"captures decoding steps only, got a prompt; .* --disable-prefill-cuda-graph"):
         backend.init_forward_metadata_out_graph(make_batch(runner, "EXTEND", [0, 0, 0], [1, 1, 1]))

@@ -30,7 +30,9 @@ def test_releases_have_what_the_plugin_needs(version: str) -> None:
 
 def test_the_oldest_release_that_pyproject_allows_is_among_them() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["sglang"] == [f"sglang>={min(RELEASES)}"]
+    oldest = min(RELEASES, key=lambda version: [int(part) for part in version.split(".")])
+    assert project["optional-dependencies"]["sglang"] == [f"sglang>={oldest}"]
+    assert len(RELEASES) >= 6
     assert project["entry-points"]["sglang.srt.plugins"] == {"fa_serve": "fa_serve.sglang:register"}
 
 
@@ -59,3 +61,10 @@ def test_an_unknown_release_is_refused_with_a_sentence(sglang: ModuleType, monke
         fa_serve.sglang.register()
     assert sglang.registered == {}
     assert sglang.choices == ["triton"]
+
+
+def test_a_release_that_has_moved_something_is_refused_too(sglang: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA_SERVE_SGLANG", "1")
+    monkeypatch.delattr(sys.modules["sglang.srt.server_args"], "ATTENTION_BACKEND_CHOICES")
+    with pytest.raises(UnsupportedError, match="it lacks cannot import name 'ATTENTION_BACKEND_CHOICES'"):
+        fa_serve.sglang.register()

@@ -1,6 +1,6 @@
 """The signatures of SGLang's releases that the plugin relies on, from their wheels.
 
-    python tests/upstream/sglang_signatures.py [--versions 0.5.23] [--out tests/results/sglang_signatures.json]
+    python tests/upstream/sglang_signatures.py [--versions 0.5.16,0.5.23] [--out tests/results/sglang_signatures.json]
 
 Each wheel is fetched once, into --cache, and a few of its files are read, as text: nothing of SGLang is imported.
 tests/sglang_plugin/test_sglang_interface.py compares the file that is written with what the plugin needs.
@@ -20,7 +20,7 @@ from vllm_signatures import signatures
 from fa_serve.adapters import missing
 from fa_serve.sglang.sglang_interface import MODULES, REQUIRED
 
-VERSIONS = "0.5.23"
+VERSIONS = "0.5.16,0.5.18,0.5.20,0.5.21,0.5.22,0.5.23"
 
 
 def fetch(version: str, cache: Path) -> Path:
