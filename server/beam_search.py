@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from heapq import nlargest
+from operator import itemgetter
 
 from fa_serve.engine import RequestOutput, SamplingParams, SequenceTimes, TokenLogprob
 
@@ -35,12 +36,14 @@ class Beam:
 
     logprob: of all its tokens together
     entry:   of its last token; parent: the beam without that token; both are None for the empty beam
+    ended:   its last token is an end token
     """
 
     tokens: list[int]
     logprob: float
     entry: TokenLogprob | None = None
     parent: Beam | None = None
+    ended: bool = False
 
     def entries(self) -> list[TokenLogprob]:
         """The log-probabilities of each token."""
@@ -72,21 +75,20 @@ class Search:
     def step(self, entries: Sequence[TokenLogprob]) -> None:
         """Go on with what comes after each live beam, in their order."""
         found = [
-            (live.logprob + logprob, -number, token, logprob)
-            for number, (live, entry) in enumerate(zip(self.live, entries, strict=True))
+            (live.logprob + logprob, live, entry, token, logprob)
+            for live, entry in zip(self.live, entries, strict=True)
             for token, logprob in entry.top[: 2 * self._width]
             if logprob > float("-inf")
         ]
-        ends = nlargest(self._width, (each for each in found if each[2] in self._end_ids))
-        rest = nlargest(self._width, (each for each in found if each[2] not in self._end_ids))
+        # beams are made for the best tokens only, because each copies the tokens before it
+        ends = nlargest(self._width, (each for each in found if each[3] in self._end_ids), key=itemgetter(0))
+        rest = nlargest(self._width, (each for each in found if each[3] not in self._end_ids), key=itemgetter(0))
+        self._ended = self._best([*self._ended, *(self._extended(*each) for each in ends)])
+        self.live = [self._extended(*each) for each in rest]
 
-        def extended(total: float, number: int, token: int, logprob: float) -> Beam:
-            parent = self.live[-number]
-            entry = TokenLogprob(token, logprob, entries[-number].top[: self._num_shown])
-            return Beam([*parent.tokens, token], total, entry, parent)
-
-        self._ended = self._best([*self._ended, *(extended(*each) for each in ends)])
-        self.live = [extended(*each) for each in rest]
+    def _extended(self, total: float, parent: Beam, entry: TokenLogprob, token: int, logprob: float) -> Beam:
+        kept = TokenLogprob(token, logprob, entry.top[: self._num_shown])
+        return Beam([*parent.tokens, token], total, kept, parent, ended=token in self._end_ids)
 
     def is_over(self) -> bool:
         """Whether nothing that the live beams could still become would be among the best."""
@@ -98,11 +100,9 @@ class Search:
         length = self._max_tokens if self._length_penalty > 0 else len(self.live[0].tokens) + 1
         return self._score(self.live[0].logprob, length) <= self._score_of(self._ended[-1])
 
-    def best(self) -> list[tuple[Beam, bool]]:
-        """The best answers, and whether each has ended. Beams that have not ended are answers at max_tokens only."""
-        ended = {id(beam) for beam in self._ended}
-        whole = [beam for beam in self.live if len(beam.tokens) >= self._max_tokens]
-        return [(beam, id(beam) in ended) for beam in self._best([*self._ended, *whole])]
+    def best(self) -> list[Beam]:
+        """The best answers, the best one first. Beams that have not ended are answers at max_tokens only."""
+        return self._best([*self._ended, *(beam for beam in self.live if len(beam.tokens) >= self._max_tokens)])
 
     def _best(self, beams: list[Beam]) -> list[Beam]:
         return sorted(beams, key=lambda beam: -self._score_of(beam))[: self._width]
@@ -152,8 +152,8 @@ async def beams_of_prompt(
                 for each in metrics:
                     each.observe(RequestOutput(job.name, prompt, token_ids=[0]))  # every beam has its first token now
         times = _times_of_all(first, last)
-        for index, (beam, ended) in enumerate(search.best()):
-            shown = beam.tokens[:-1] if ended else beam.tokens
+        for index, beam in enumerate(search.best()):
+            shown = beam.tokens[:-1] if beam.ended else beam.tokens
             final = RequestOutput(
                 request_id=job.name,
                 prompt_token_ids=prompt,
@@ -161,7 +161,7 @@ async def beams_of_prompt(
                 token_ids=beam.tokens,
                 logprobs=None if params.logprobs is None else beam.entries(),
                 finished=True,
-                finish_reason="stop" if ended else "length",
+                finish_reason="stop" if beam.ended else "length",
                 num_prompt_tokens=len(prompt),
                 num_output_tokens=len(beam.tokens),
                 num_cached_tokens=first.num_cached_tokens if first is not None else 0,

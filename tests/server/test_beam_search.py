@@ -42,7 +42,7 @@ def searched(width: int, max_tokens: int, end_ids: set[int], penalty: float, see
     while not search.is_over():
         search.step([entry_of(scores_after(tuple(beam.tokens), seed, vocab_size), 2 * width) for beam in search.live])
         steps += 1
-    return [(tuple(beam.tokens), beam.logprob) for beam, _ in search.best()], steps
+    return [(tuple(beam.tokens), beam.logprob) for beam in search.best()], steps
 
 
 def expected(width: int, max_tokens: int, end_ids: set[int], penalty: float, scores, count: int):

@@ -15,10 +15,10 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from fa_serve.adapters import missing
+from fa_serve.adapters import Signatures, missing
 from fa_serve.vllm.signatures import REQUIRED
 
 FILES = ("vllm/v1/attention/backend.py", "vllm/v1/attention/backends/registry.py")
@@ -69,7 +69,8 @@ def signatures(source: bytes, required: Collection[str]) -> dict[str, list[str]]
     return found
 
 
-def read(archive: Path) -> dict[str, list[str]]:
+def read(version: str, cache: Path) -> dict[str, list[str]]:
+    archive = fetch(version, cache)
     found: dict[str, list[str]] = {}
     with tarfile.open(archive) as files:
         for path in FILES:
@@ -79,20 +80,27 @@ def read(archive: Path) -> dict[str, list[str]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--versions", default=VERSIONS)
+def record(host: str, versions: str, read: Callable[[str, Path], dict[str, list[str]]], required: Signatures) -> None:
+    """Write the signatures of the releases that the command line names, and print what each of them lacks.
+
+    host:     the name of the package; versions: of its releases, by default
+    read:     the signatures of a release, which it keeps in a folder
+    required: what the adapter needs
+    """
+    parser = argparse.ArgumentParser(description=f"The signatures of {host}'s releases that the plugin relies on")
+    parser.add_argument("--versions", default=versions)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "fa_serve" / "upstream")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "vllm_signatures.json")
+    out = Path(__file__).parents[1] / "results" / f"{host.lower()}_signatures.json"
+    parser.add_argument("--out", type=Path, default=out)
     arguments = parser.parse_args()
     arguments.cache.mkdir(parents=True, exist_ok=True)
     results = {}
     for version in arguments.versions.split(","):
-        results[version] = found = read(fetch(version, arguments.cache))
-        absent = missing({name: frozenset(words) for name, words in found.items()}, REQUIRED)
-        print(f"vLLM {version:8} {'lacks ' + ', '.join(absent) if absent else 'has all that the plugin needs'}", flush=True)
+        results[version] = found = read(version, arguments.cache)
+        absent = missing({name: frozenset(words) for name, words in found.items()}, required)
+        print(f"{host} {version:8} {'lacks ' + ', '.join(absent) if absent else 'has all that the plugin needs'}", flush=True)
     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    record("vLLM", VERSIONS, read, REQUIRED)
