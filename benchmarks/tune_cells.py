@@ -3,10 +3,10 @@
     python benchmarks/tune_cells.py --cells phi-3-mini_64x197,llama-3.1-8b_32x512 --tiles 1x64s2q2D/3,2x128s2q2DPb --gpus 2
     python benchmarks/tune_cells.py --cells 64_8_d64_4_of_4096x32 --pieces 1,2 --backends auto,triton
 
-A cell is named as in `models`, with any number and length of sequences, or as in `chunk` and `verify`. Tiles are named as
-tune_hopper.py names them. Each variant is a process: they compile side by side and take turns on their GPU, so 150 variants
-take a minute on two GPUs with 32 cores. A result that differs from that of the portable kernel is shown as an error. Left out:
-the check against float64, which bench_attention.py makes of what is chosen, and peers.
+A cell is named as in `prefill`, as in `models` with any number and length of sequences, or as in `chunk` and `verify`. Tiles
+are named as tune_hopper.py names them. Each variant is a process: they compile side by side and take turns on their GPU, so 150
+variants take a minute on two GPUs with 32 cores. A result that differs from that of the portable kernel is shown as an error.
+Left out: the check against float64, which bench_attention.py makes of what is chosen, and peers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from attention_cells import MODELS, MODELS_WITH_SINKS
+from attention_cells import HIDDEN, MODELS, MODELS_WITH_SINKS, TOKENS
 from child_process import MARK, answers
-from measure import PAUSE, commit, graph_microseconds
+from measure import PAUSE, commit, flash_peers, graph_microseconds
 from paged_problem import Problem
 from torch import Tensor
 from tune_hopper import label
@@ -65,11 +65,12 @@ class Variant(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The public function with a backend, and the tensors and options of a plan."""
+    """The public function with a backend, the tensors and options of a plan, and those peers of a list that are installed."""
 
     public: Callable[[str], Tensor]
     tensors: AttentionTensors
     options: AttentionOptions
+    peers: Callable[[str], dict[str, Callable[[], Tensor]]]
 
 
 def parse_tiles(name: str) -> TileConfig:
@@ -104,7 +105,15 @@ def make_call(cell: str, device: str = "cuda") -> Call:
         cached = (problem.q, problem.k_cache, problem.v_cache)
         named = {name: given.pop(name) for name in AttentionTensors._fields if name in given}
         tensors = AttentionTensors(*cached, keys=given.pop("seqused_k"), **named)
-        return Call(lambda backend: problem.ours(backend)(), tensors, AttentionOptions(**given))
+        return Call(
+            lambda backend: problem.ours(backend)(),
+            tensors,
+            AttentionOptions(**given),
+            lambda _: {"fa3": flash} if (flash := problem.fa3()) is not None else {},
+        )
+    dense = re.fullmatch(r"d(\d+)_(full|causal)_(\d+)", cell)
+    if dense:
+        return _dense(int(dense[1]), int(dense[3]), dense[2] == "causal", device)
     model, _, batches = cell.rpartition("_")
     found = next((each for each in MODELS if each[0] == model), None)
     sizes = re.fullmatch(r"(\d+)x(\d+)", batches)
@@ -116,11 +125,30 @@ def make_call(cell: str, device: str = "cuda") -> Call:
     q, k, v = (torch.randn(count * seqlen, *shape, device=device, dtype=torch.bfloat16) for shape in shapes)
     sinks = torch.randn(heads, device=device, dtype=torch.bfloat16) if model in MODELS_WITH_SINKS else None
     ends = cu_seqlens([seqlen] * count, device)
-    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
-    public = partial(fa_serve.attention_varlen, q, k, v, window_size=window, softcap=softcap, sinks=sinks, **lengths)
+    ends_of = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+    public = partial(fa_serve.attention_varlen, q, k, v, window_size=window, softcap=softcap, sinks=sinks, **ends_of)
     options = AttentionOptions(dim**-0.5, window, softcap, seqlen, seqlen, return_lse=False)
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=ends, keys=ends, sinks=sinks)
-    return Call(lambda backend: public(backend=backend), tensors, options)
+    lengths = [seqlen] * count
+    return Call(
+        lambda backend: public(backend=backend),
+        tensors,
+        options,
+        lambda wanted: flash_peers(wanted, q, k, v, lengths, window, softcap, sinks),
+    )
+
+
+def _dense(dim: int, seqlen: int, causal: bool, device: str) -> Call:
+    """A cell of the papers' grid."""
+    batch = TOKENS // seqlen
+    q, k, v = (torch.randn(batch, seqlen, HIDDEN // dim, dim, device=device, dtype=torch.bfloat16) for _ in range(3))
+    window = (-1, 0 if causal else -1)
+    return Call(
+        lambda backend: fa_serve.attention(q, k, v, causal=causal, backend=backend),
+        AttentionTensors(q, k, v),
+        AttentionOptions(dim**-0.5, window, 0.0, seqlen, seqlen, return_lse=False),
+        lambda wanted: flash_peers(wanted, *(x.flatten(0, 1) for x in (q, k, v)), [seqlen] * batch, window),
+    )
 
 
 def measure(cell: str, variant: Variant, lock: str) -> float:

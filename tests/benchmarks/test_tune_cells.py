@@ -38,8 +38,9 @@ def test_a_cell_is_what_its_name_says() -> None:
             make_call(name, "cpu")
 
 
-@pytest.mark.parametrize("cell", ["gemma-2-9b-local_2x20", "gpt-oss-20b_2x20"])
+@pytest.mark.parametrize("cell", ["gemma-2-9b-local_2x20", "gpt-oss-20b_2x20", "d256_causal_16", "d256_full_16"])
 def test_the_public_function_and_the_plan_compute_the_same_call(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_cells, "TOKENS", 48)
     call = make_call(cell, "cpu")
     planned = []
 
