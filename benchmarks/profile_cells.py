@@ -29,7 +29,7 @@ COUNTERS = {
     "L2 hits %": "lts__t_sector_hit_rate.pct",
     "MB": "dram__bytes.sum",
     "memory %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "1e6 instructions": "sm__inst_executed.sum",
+    "instructions": "sm__inst_executed.sum",
     "active %": "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
 }
 STALLS = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -44,7 +44,7 @@ REASONS = (
     "wait",
 )
 UNITS = {"second": 1e6, "ms": 1e3, "msecond": 1e3, "us": 1.0, "usecond": 1.0, "ns": 1e-3, "nsecond": 1e-3}
-UNITS |= {"byte": 1e-6, "Kbyte": 1e-3, "Mbyte": 1.0, "Gbyte": 1e3, "Mhz": 1e-3, "Ghz": 1.0, "hz": 1e-9, "inst": 1e-6}
+UNITS |= {"byte": 1e-6, "Kbyte": 1e-3, "Mbyte": 1.0, "Gbyte": 1e3, "Mhz": 1e-3, "Ghz": 1.0, "hz": 1e-9}
 
 
 def rows(text: str) -> list[dict[str, str]]:

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+import fa_serve
+
 log = logging.getLogger(__name__)
 
 
@@ -127,7 +129,7 @@ def use_kernel_cache(device: str) -> None:
         return
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     card = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-    folder = root / "fa_serve" / f"{version('fa_serve')}-triton-{version('triton')}-{card}"
+    folder = root / "fa_serve" / f"{fa_serve.__version__}-triton-{version('triton')}-{card}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -7,7 +7,6 @@ import threading
 import time
 from concurrent.futures import Future
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
+import fa_serve
 from fa_serve.backends import launch
 from fa_serve.backends.launch import NotCompiledError
 from fa_serve.ops.compilations import Compilations, num_compilations, run_compiled, use_kernel_cache, watch
@@ -157,7 +157,7 @@ def test_kernels_are_kept_by_release_and_card(tmp_path, monkeypatch) -> None:
     assert "TRITON_CACHE_DIR" not in os.environ
     use_kernel_cache("cuda:0")
     folder = Path(os.environ["TRITON_CACHE_DIR"])
-    assert folder == tmp_path / "fa_serve" / f"{version('fa_serve')}-triton-{triton.__version__}-NVIDIA-H200-NVL-8"
+    assert folder == tmp_path / "fa_serve" / f"{fa_serve.__version__}-triton-{triton.__version__}-NVIDIA-H200-NVL-8"
     assert folder.is_dir()
     monkeypatch.setenv("TRITON_CACHE_DIR", "own")
     use_kernel_cache("cuda:0")
