@@ -9,12 +9,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from engine_workloads import (
     HEADS,
     LIMIT,
+    LOOKUPS,
     SHAPES,
     TOP_P,
     WORKLOADS,
@@ -118,6 +120,11 @@ def serve_ours(args: argparse.Namespace) -> None:
     engine.generate([[7] * 128], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
     start_up(args, imports, loading, first)
 
+    def drafting(workload: Workload) -> AbstractContextManager[None]:
+        if workload.accepted is not None:
+            return accepting(engine, workload.accepted)
+        return nullcontext() if workload.unmatched else no_drafts(engine)
+
     def rate(name: str, workload: Workload) -> tuple[float, str] | None:
         before = engine.stats()
         prompts = workload.prompts(name, engine.vocab_size)
@@ -126,7 +133,7 @@ def serve_ours(args: argparse.Namespace) -> None:
             sampling: Any = TOP_P if workload.sampled else {"temperature": 0.0}
             engine.add_request(f"{name}-{row}", prompt, SamplingParams(max_tokens=tokens_out, ignore_eos=True, **sampling))
         ended: Counter[str | None] = Counter()
-        with no_drafts(engine) if workload.accepted is None else accepting(engine, workload.accepted):
+        with drafting(workload):
             while engine.has_unfinished():
                 ended.update(output.finish_reason for output in engine.step() if output.finished)
                 if time.time() > args.deadline:
@@ -138,6 +145,8 @@ def serve_ours(args: argparse.Namespace) -> None:
         preempted = after.num_preemptions - before.num_preemptions
         note = f", {steps} steps of {seconds / steps * 1e3:.2f} ms"
         note += f", {preempted} preemptions" if preempted else ""
+        drafted = after.speculation.num_draft_tokens - before.speculation.num_draft_tokens
+        note += f", {drafted} drafts" if drafted else ""
         cached = after.num_cached_tokens - before.num_cached_tokens
         return seconds, note + (f", {cached} tokens cached" if cached else "")
 
@@ -147,7 +156,7 @@ def serve_ours(args: argparse.Namespace) -> None:
 def drafter(args: argparse.Namespace) -> str | None:
     """What the workloads speculate with. A head is written next to the model."""
     if not set(args.workloads) & set(HEADS):
-        return "ngram" if "edit" in args.workloads else None
+        return "ngram" if set(args.workloads) & set(LOOKUPS) else None
     folder = Path(args.folder) / "head"
     if not folder.exists():
         make_head(args.shapes[0], folder)

@@ -172,6 +172,7 @@ class Workload:
     all_tokens: whether the rate counts the tokens of prompts as well
     prefix:     tokens at the beginning of every prompt that are the same
     accepted:   drafts that are right in each step of a sequence (synthetic_drafts.py); None without speculation
+    unmatched:  prompt lookup is on. It finds nothing in random prompts and in answers that are sampled from random weights
     """
 
     lengths: list[tuple[int, int]]
@@ -179,6 +180,7 @@ class Workload:
     prefix: int = 0
     sampled: bool = False
     accepted: int | None = None
+    unmatched: bool = False
 
     def prompts(self, name: str, vocab: int) -> list[list[int]]:
         """Random token ids, different for each name. The first `prefix` of each prompt are the same."""
@@ -209,10 +211,17 @@ WORKLOADS = {
     "edit_plain": Workload([(1024, 512)] * 16),
     "eagle3": Workload([(1024, 512)], accepted=3),
     "eagle3_plain": Workload([(1024, 512)]),
+    "unmatched1": Workload([(128, 256)], sampled=True, unmatched=True),
+    "unmatched1_plain": Workload([(128, 256)], sampled=True),
+    "unmatched16": Workload([(128, 256)] * 16, sampled=True, unmatched=True),
+    "unmatched16_plain": Workload([(128, 256)] * 16, sampled=True),
+    "unmatched256": Workload([(128, 256)] * 256, sampled=True, unmatched=True),
+    "unmatched256_plain": Workload([(128, 256)] * 256, sampled=True),
     "shared": Workload([(SHARED + 64, 64)] * 128, prefix=SHARED),
 }
 HEADS = ("eagle3", "eagle3_plain")
-SPECULATING = ("edit", "edit_plain", *HEADS)
+LOOKUPS = tuple(name for name in WORKLOADS if name.startswith(("edit", "unmatched")))
+SPECULATING = (*LOOKUPS, *HEADS)
 
 
 def make_model(shape: str, device: str, *, dtype: Any, **changes: Any) -> Any:

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from engine_workloads import SPECULATING
+
 HERE = Path(__file__).parent
 
 
@@ -94,7 +96,8 @@ JOBS = {
         240, "bench_engine.py decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite --budget 100"
     ),
     "speculation": Job(
-        130, "bench_engine.py --workloads edit,edit_plain,eagle3,eagle3_plain --shapes llama8b --no-peers --budget 150"
+        160,
+        f"bench_engine.py --workloads {','.join(SPECULATING)} --shapes llama8b --no-peers --budget 180",
     ),
     "long_run_of_mixture": Job(90, "long_run.py --shape qwen30a3b --tiny"),
     "long_run_quantised": Job(90, "long_run.py --shape llama8b-w4 --tiny"),

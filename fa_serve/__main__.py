@@ -216,10 +216,11 @@ def warm(
     if not device.startswith("cuda"):
         _fail(f"nothing is compiled for the device {device}: run this on a machine with the GPU that will serve", code=2)
     log_to_stderr(settings.log_level, settings.log_format)
+    from fa_serve import __version__
     from fa_serve.engine import Engine
     from fa_serve.ops.compilations import use_kernel_cache
 
-    use_kernel_cache(device)
+    use_kernel_cache(device, __version__)
     try:
         engine = Engine(
             engine_config, ahead=True, on_phase=lambda x: typer.echo(f"{x.name:<10} {x.seconds:6.1f} s  {x.detail}")

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fa_serve import __version__
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs
 from fa_serve.engine.errors import EngineDeadError
@@ -317,7 +318,7 @@ def _main(config: EngineConfig, connection: Connection) -> None:
         ready = threading.Event()
         threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
         make = _import_engine(outgoing.put)
-        use_kernel_cache(config.resolve_device())
+        use_kernel_cache(config.resolve_device(), __version__)
         engine = make(config, on_phase=outgoing.put, on_lost=end, ahead=True)
         ready.set()
         gc.collect()

@@ -1,6 +1,6 @@
 """Kernels are compiled ahead of the requests that need them, in threads; kept in a folder; and counted.
 
-    use_kernel_cache("cuda")
+    use_kernel_cache("cuda", "0.2.0")
     watch()
     run_compiled([lambda: step(1), lambda: step(64)], num_threads=8)
     num_compilations()                       # Compilations(loaded=112, compiled=3): since `watch`
@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-
-import fa_serve
 
 log = logging.getLogger(__name__)
 
@@ -120,16 +118,18 @@ def _error_of(call: Callable[[], None]) -> Exception | None:
     return None
 
 
-def use_kernel_cache(device: str) -> None:
+def use_kernel_cache(device: str, release: str) -> None:
     """Let Triton keep kernels in a folder for these releases of fa_serve and Triton and this GPU, if it can be written.
 
     The folder can be copied into an image, and old ones can be deleted. The variable TRITON_CACHE_DIR overrides it.
+
+    release: of fa_serve
     """
     if "TRITON_CACHE_DIR" in os.environ or not device.startswith("cuda"):
         return
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     card = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-    folder = root / "fa_serve" / f"{fa_serve.__version__}-triton-{version('triton')}-{card}"
+    folder = root / "fa_serve" / f"{release}-triton-{version('triton')}-{card}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -18,7 +18,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
-import fa_serve
 from fa_serve.backends import launch
 from fa_serve.backends.launch import NotCompiledError
 from fa_serve.ops.compilations import Compilations, num_compilations, run_compiled, use_kernel_cache, watch
@@ -153,14 +152,14 @@ def test_kernels_are_kept_by_release_and_card(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL/8")
-    use_kernel_cache("cpu")
+    use_kernel_cache("cpu", "1.2")
     assert "TRITON_CACHE_DIR" not in os.environ
-    use_kernel_cache("cuda:0")
+    use_kernel_cache("cuda:0", "1.2")
     folder = Path(os.environ["TRITON_CACHE_DIR"])
-    assert folder == tmp_path / "fa_serve" / f"{fa_serve.__version__}-triton-{triton.__version__}-NVIDIA-H200-NVL-8"
+    assert folder == tmp_path / "fa_serve" / f"1.2-triton-{triton.__version__}-NVIDIA-H200-NVL-8"
     assert folder.is_dir()
     monkeypatch.setenv("TRITON_CACHE_DIR", "own")
-    use_kernel_cache("cuda:0")
+    use_kernel_cache("cuda:0", "1.2")
     assert os.environ["TRITON_CACHE_DIR"] == "own"
 
 
