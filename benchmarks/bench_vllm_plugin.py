@@ -39,6 +39,8 @@ SMALL = ("tiny", "mistral", "gptoss20b")
 SHAPES["mistral"] = SHAPES["tiny"] | {"model_type": "mistral", "sliding_window": 100}
 LONG = (16, 32_000, 64)
 """Sequences, tokens of their prompts, tokens that they decode."""
+LOG_LINES = 150
+"""What is shown of a process that fails: vLLM tells the cause first, and then the errors of all processes that wait for it."""
 PROMPTS = (1, 17, 90, 130, 250, 400)
 TOKENS = 24
 
@@ -119,7 +121,7 @@ def work(
         own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": gpu, "FA_SERVE_VLLM": str(int(backend == "CUSTOM"))}
         own |= {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
         command = [sys.executable, __file__, "serve", "--shape", shape, "--folder", str(folder / shape), "--backends", backend]
-        log: deque[str] = deque(maxlen=20)
+        log: deque[str] = deque(maxlen=LOG_LINES)
         for answer in told(command, os.environ | own, args.budget, log):
             answers[shape, backend] = answer
             break  # all that it would still do is end

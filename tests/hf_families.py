@@ -323,3 +323,28 @@ def check_pages(ours: PreTrainedModel, eager: PreTrainedModel) -> None:
         actual = pages.step([ids[b, span] for b, span in enumerate(spans)])
         assert_same(actual, torch.cat([expected[b, span] for b, span in enumerate(spans)]))
         done = [span.stop for span in spans]
+
+
+FUSED = (
+    "llama",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+    "qwen3-moe",
+    "mixtral",
+    "mistral",
+    "phi3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+    "deepseek-v3",
+    "gpt-oss",
+)
+"""Families whose decoder layers are fused (docs/models.md)."""
+
+
+def family(name: str) -> Family:
+    return next(f for f in FAMILIES if f.name == name)

@@ -69,6 +69,7 @@ def _rotary_store_kv(
     offset,
     stride_qkv,
     stride_cos,
+    stride_angle,
     k_strides,
     v_strides,
     LAYOUT: tl.constexpr,
@@ -119,8 +120,9 @@ def _rotary_store_kv(
     cos = 1.0
     sin = 0.0
     if cos_ptr is not None:
-        cos = tl.load(cos_ptr + token * stride_cos + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
-        sin = tl.load(sin_ptr + token * stride_cos + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+        angle = token * stride_cos + half * stride_angle
+        cos = tl.load(cos_ptr + angle, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+        sin = tl.load(sin_ptr + angle, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     y1 = tl.where(is_qk, (x1 * cos - x2 * sin).to(dtype), raw1)
     y2 = tl.where(is_qk, (x2 * cos + x1 * sin).to(dtype), raw2)
@@ -189,12 +191,14 @@ def launch_rotary_store_kv(
     """Arguments are those of `fa_serve.ops.rotary_store_kv`. One launch."""
     q_weight, eps, offset = (None, 0.0, 0.0) if q_norm is None else q_norm
     k_weight = None if k_norm is None else k_norm.weight
+    if cos is not None and sin is not None and cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
     tensors = (qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, slot_mapping, k_descale, v_descale)
     key = (
         "rotary_store_kv",
         qkv.shape,
         qkv.stride(0),
-        None if cos is None else (cos.shape, cos.stride(0)),
+        None if cos is None else (cos.shape, cos.stride()),
         k_cache.shape,
         k_cache.stride(),
         v_cache.stride(),
@@ -241,7 +245,7 @@ def _plan(
         varying=(page_size, head_blocks, eps, offset),
         fixed=(
             qkv.stride(0),
-            0 if cos is None else cos.stride(0),
+            *((0, 1) if cos is None else cos.stride()),
             CacheStrides(*k_cache.stride()[:3]),
             CacheStrides(*v_cache.stride()[:3]),
             layout,

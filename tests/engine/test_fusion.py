@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hf_families import FAMILIES, Family
+from hf_families import FUSED, Family, family
 from tiny_models import greedy, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,30 +18,8 @@ from fa_serve.engine.fused_router import FusedRouter
 from fa_serve.engine.fusion import cached_layers, fuse
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, patch
 
-FUSED = (
-    "llama",
-    "qwen2",
-    "qwen2-window",
-    "qwen3",
-    "qwen3-moe",
-    "mixtral",
-    "mistral",
-    "phi3",
-    "granite",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-    "gemma2",
-    "gemma3",
-    "deepseek-v3",
-    "gpt-oss",
-)
 OWN = ("starcoder2", "cohere2", "gpt2", "opt")
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
-
-
-def family(name: str) -> Family:
-    return next(f for f in FAMILIES if f.name == name)
 
 
 @torch.no_grad()

@@ -65,6 +65,26 @@ def test_rotary_store_kv(
     assert_rounded_once(v_cache, exact_v_cache)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_angles_may_lie_by_columns(mixed: bool) -> None:
+    """As gpt-oss makes them: the cosine of a transposed product has the product's strides."""
+    total, dim = 5, 32
+    angles = randn(total, dim // 2, dtype=torch.float32, seed=3)
+    qkv = randn(total, 3 * dim, dtype=torch.float32)
+    results = []
+    for turned in (False, True):
+        cos, sin = (x.t().contiguous().t() if turned else x for x in (angles.cos(), angles.sin()))
+        assert cos.is_contiguous() != turned
+        given = qkv.clone()
+        caches = [torch.zeros(2, 4, 1, dim) for _ in "kv"]
+        sin = sin.contiguous() if mixed else sin
+        launch_rotary_store_kv(given, caches[0], caches[1], torch.arange(total), 1, cos, sin, None, None, None, None)
+        results.append((given, *caches))
+    for by_rows, by_columns in zip(*results, strict=True):
+        assert torch.equal(by_rows, by_columns)
+    assert not torch.equal(results[0][0], qkv)
+
+
 def test_a_float8_cache_stores_scaled_and_saturated_numbers() -> None:
     """No number needs rounding, because the interpreter of Triton 3.6 rounds carries wrongly; the GPU suite tests rounding."""
     heads = 4
