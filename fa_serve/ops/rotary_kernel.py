@@ -192,7 +192,8 @@ def launch_rotary_store_kv(
     q_weight, eps, offset = (None, 0.0, 0.0) if q_norm is None else q_norm
     k_weight = None if k_norm is None else k_norm.weight
     if cos is not None and sin is not None and cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
     tensors = (qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, slot_mapping, k_descale, v_descale)
     key = (
         "rotary_store_kv",

@@ -68,7 +68,8 @@ def test_rotary_store_kv(
 @pytest.mark.parametrize("mixed", [False, True])
 def test_angles_may_lie_by_columns(mixed: bool) -> None:
     """As gpt-oss makes them: the cosine of a transposed product has the product's strides."""
-    total, dim = 5, 32
+    total = 5
+    dim = 32
     angles = randn(total, dim // 2, dtype=torch.float32, seed=3)
     qkv = randn(total, 3 * dim, dtype=torch.float32)
     results = []
