@@ -219,6 +219,8 @@ def compiling_for(target: str) -> Iterator[list[Kernel]]:
         patch.setattr(driver, "_active", _NamingDriver(gpu))
         patch.setattr(JITFunction, "run", record)
         patch.setattr(knobs.nvidia, "dump_ptxas_log", True, raising=False)
+        # a program that watches compilations, as vLLM does, has Triton describe every kernel in JSON
+        patch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **_: None)
         patch.setattr(fa_serve.spec, "arch_of", lambda device: gpu.arch if gpu.backend == "cuda" else 0)
         PLANS.clear()
         yield kernels

@@ -25,6 +25,8 @@ import triton
 from torch import Tensor
 from triton.runtime.driver import driver
 
+from fa_serve.backends.jit_hooks import show_constants_as_text
+
 # The arguments of Triton's compiled launcher are private to Triton. They were read in these releases; with other releases
 # kernels are launched through the documented interface.
 _FLAT_ARGUMENTS = triton.__version__.startswith("3.6.")
@@ -216,6 +218,7 @@ class Launch:
         strides: Sequence[int] = (),
         views: Sequence[View | None] = (),
     ) -> None:
+        show_constants_as_text(kernel)
         self._kernel = kernel
         self._grid = (grid, 1, 1)
         self._options = {**FUSED, **options}
