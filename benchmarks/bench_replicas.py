@@ -3,6 +3,7 @@
     python benchmarks/bench_replicas.py                                        # the embedded model on a CPU
     python benchmarks/bench_replicas.py --model Qwen/Qwen3-0.6B --device cuda  # two GPUs
     python benchmarks/bench_replicas.py --shape llama8b --device cuda          # the same with random weights of this shape
+    python benchmarks/bench_replicas.py --parts throughput                     # one of the parts; two servers less
 
 1. **Conversations**: each turn sends everything that was said before. Measured is the share of prompt tokens that come from a
    prefix cache, with the router of fa_serve and with the same router when it knows nothing of prompts. The gate: both give the
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import re
@@ -44,6 +44,8 @@ TURNS = 6
 TURN_TOKENS = 96
 ANSWER_TOKENS = 8
 AT_ONCE = 6
+PARTS = ("conversations", "throughput")
+"""The first one includes the lost replica, of the same server."""
 PLAIN = "from fa_serve.__main__ import main; main()"
 BLIND = f"from fa_serve.server.ray import prefix_router as r; f = r.in_order; r.in_order = lambda x, _, y: f(x, x, y); {PLAIN}"
 
@@ -162,6 +164,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="in place of --model: random weights of this shape")
     parser.add_argument("--requests", type=int, help="of the third part, for each replica; default: 1024, on a CPU 64")
     parser.add_argument("--concurrency", type=int, help="of these requests at once; default: 256, on a CPU 16")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
@@ -175,24 +178,26 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    with served(BLIND, options, "--deterministic") as (url, _):
-        blind, expected = asyncio.run(converse(url))
-    with served(PLAIN, options, "--deterministic") as (url, server):
-        affine, answers = asyncio.run(converse(url))
-        if answers != expected:
-            sys.exit("the answers differ with the routing: no figure is reported")
-        print(f"prompt tokens from a cache, turns 2 to {TURNS}: {affine:.1%}, without regard to prompts {blind:.1%}")
-        lost = asyncio.run(lose_one(url, server, options.seconds))
-        print(f"while a replica is killed: {lost}")
-    print(json.dumps({"bench": "replicas", "device": options.device, "cached": affine, "cached_blind": blind, **lost}))
-    one = throughput(options, 1)
-    two = throughput(options, 2)
-    print(f"throughput: one replica {one:.0f} tokens/s, two {two:.0f}, ratio {two / one:.2f}")
     name = options.shape or options.model or "demo"
     results = Results("replicas", options.out)
-    results.add(f"{name} throughput of two", "tok/s", two, {"one": one})
-    results.add(f"{name} prompt tokens from a cache", "share", affine, {"blind": blind} if blind else {})
-    results.add(f"{name} a replica is killed, p99", "ms", lost["p99_ms"], {})
+    if "conversations" in options.parts:
+        with served(BLIND, options, "--deterministic") as (url, _):
+            blind, expected = asyncio.run(converse(url))
+        with served(PLAIN, options, "--deterministic") as (url, server):
+            affine, answers = asyncio.run(converse(url))
+            if answers != expected:
+                sys.exit("the answers differ with the routing: no figure is reported")
+            print(f"prompt tokens from a cache, turns 2 to {TURNS}: {affine:.1%}, without regard to prompts {blind:.1%}")
+            lost = asyncio.run(lose_one(url, server, options.seconds))
+            print(f"while a replica is killed: {lost}", flush=True)
+        results.add(f"{name} prompt tokens from a cache", "share", affine, {"blind": blind} if blind else {})
+        results.add(f"{name} a replica is killed, p99", "ms", lost["p99_ms"], {})
+        results.add(f"{name} a replica is killed, requests that fail", "share", lost["failed"] / lost["requests"], {})
+    if "throughput" in options.parts:
+        one = throughput(options, 1)
+        two = throughput(options, 2)
+        print(f"throughput: one replica {one:.0f} tokens/s, two {two:.0f}, ratio {two / one:.2f}")
+        results.add(f"{name} throughput of two", "tok/s", two, {"one": one})
     if options.device == "cuda":
         results.write()
 
