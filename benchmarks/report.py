@@ -82,6 +82,8 @@ OWN = {
     "Rate with temperature 0.7 and top_p 0.9 over the greedy rate:": ("engine", "sampled"),
     "Rate over HTTP over the rate of the offline engine:": ("serving", "throughput, 256 at once, against the engine offline"),
 }
+OPEN_LOADS = ("cold, 12/s", "warm, 6/s", "warm, 12/s", "warm, 24/s", "warm, 36/s")
+OPEN_TIMES = ("first token", "per token", "between tokens")
 SHAPES = {"llama8b": "Llama-3.1-8B", "qwen06": "Qwen3-0.6B"}
 # case of a model in generate.jsonl, description
 GENERATE = {
@@ -232,6 +234,33 @@ def engine_table() -> str:
     return "\n".join(rows) + "\n\n" + "\n".join(f"{what} {', '.join(each)}." for what, each in shares.items()) + "\n"
 
 
+def open_table() -> str:
+    """Requests that arrive at random: percentiles of ours and, below, of the peer. Ours are bold where the peer is better."""
+    lines = {line["case"].removeprefix("llama8b open, "): line for line in read("serving") if "open, " in line["case"]}
+    heads = " | ".join(f"{time}, ms: p50, p95, p99" for time in OPEN_TIMES)
+    rows = [f"| requests | server | {heads} | goodput, requests/s |", "|---" * (3 + len(OPEN_TIMES)) + "|"]
+    for load in OPEN_LOADS:
+        ours = []
+        theirs = []
+        for time in OPEN_TIMES:
+            found = [lines[f"{load}, {time} {percentile}"] for percentile in ("p50", "p95", "p99")]
+            ours.append(", ".join(_or_bold(line["ours"], line["ratio"] < 1) for line in found))
+            theirs.append(", ".join(f"{line['peers']['vllm']:.3g}" for line in found))
+        goodput = lines[f"{load}, goodput"]
+        ours.append(_or_bold(goodput["ours"], goodput["ratio"] < 1))
+        theirs.append(f"{goodput['peers']['vllm']:.3g}")
+        rows.append(f"| {load} | fa_serve | {' | '.join(ours)} |")
+        rows.append(f"| | vLLM 0.26 | {' | '.join(theirs)} |")
+    start = next(line for line in read("serving") if line["case"] == "llama8b start, cold")
+    at = f"{', '.join(sorted({line['commit'] for line in lines.values()}))} on one {_gpu(start)}"
+    times = f"fa_serve was ready {start['ours']:.0f} s after its start with empty caches, vLLM {start['peers']['vllm']:.0f} s"
+    return "\n".join(rows) + f"\n\nMeasured at commit {at}. In this run, {times}.\n"
+
+
+def _or_bold(value: float, bold: bool) -> str:
+    return f"**{value:.3g}**" if bold else f"{value:.3g}"
+
+
 def generate_table() -> str:
     """`generate`: our value, and our speed over that of the attention that transformers selects by default."""
     lines = {line["case"]: line for line in read("generate")}
@@ -254,7 +283,12 @@ def blocks() -> dict[str, str]:
     """The text between each pair of markers in the page, by the opening marker."""
     return {
         f"<!-- {name} -->\n": f"{text}<!-- end of {name} -->\n"
-        for name, text in (("results", table()), ("engine", engine_table()), ("generate", generate_table()))
+        for name, text in (
+            ("results", table()),
+            ("engine", engine_table()),
+            ("open", open_table()),
+            ("generate", generate_table()),
+        )
     }
 
 

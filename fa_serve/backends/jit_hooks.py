@@ -14,8 +14,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import triton.language as tl
-
 HOOK_CALL = "_call_hook"
 """Triton's method that calls a hook. Triton 3.6 to 3.9 have it; without it, nothing is changed."""
 
@@ -44,10 +42,11 @@ def _shown(described: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """The value, if Triton can describe it, or its text."""
-    inner = value.value if isinstance(value, tl.constexpr) else value
-    if isinstance(inner, tl.dtype):
+    """The value, if Triton can describe it, or its text. Triton knows its own types by their names as well."""
+    kind = type(value).__name__
+    if kind == "dtype":
         return value
+    inner = value.value if kind == "constexpr" else value
     try:
         json.dumps(inner)
     except TypeError:
