@@ -26,6 +26,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -200,11 +201,21 @@ def server(
                     log.seek(max(0, log.tell() - 3000))
                     raise RuntimeError(f"not ready after {time.time() - begin:.0f} s\n{log.read()[-3000:]}")
                 time.sleep(0.1)
-            yield url, time.time() - begin
+            seconds = time.time() - begin
+            if side == "fa_serve":
+                say(f"  fa_serve starts: {phases(log.fileno())}")
+            yield url, seconds
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def phases(log: int) -> str:
+    """The phases of our server's start and their seconds, from its log, in which the server goes on to write."""
+    text = os.pread(log, 1 << 20, 0).decode(errors="replace")
+    found = re.findall(r"^(\w+) +([\d.]+) s  ", text, re.MULTILINE)
+    return ", ".join(f"{name} {seconds}" for name, seconds in found)
 
 
 def ready(url: str, path: str) -> bool:
