@@ -29,6 +29,7 @@ except ImportError as error:
     sys.exit(f"fa-serve: the command line needs the server extra, pip install '.[server]' in a clone: {error}")
 
 DEFAULT_CONCURRENCY = 32  # of bench, without a rate
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")  # of the drivers of NVIDIA and AMD
 
 app = typer.Typer(
     name="fa-serve",
@@ -171,6 +172,10 @@ def _run_server(
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
     log_to_stderr(settings.log_level, settings.log_format)
+    from fa_serve.engine.engine_process import start_ahead
+
+    if prepare is None and _has_process(settings):
+        start_ahead()
     from fa_serve.engine.errors import EngineDeadError
     from fa_serve.engine.host_memory import limit_host_memory
     from fa_serve.engine.torchrun import follow_if_told
@@ -191,6 +196,13 @@ def _run_server(
         _fail(f"cannot listen on {settings.host}, port {settings.port}: {error}", code=1)
     if server.failure is not None:
         _fail(f"the model could not be loaded: {server.failure}", code=1)
+
+
+def _has_process(settings: Settings) -> bool:
+    """Whether the engine will run in a separate process, as far as that can be told before PyTorch is imported."""
+    if settings.process is not None:
+        return bool(settings.process)
+    return bool(settings.device.startswith("cuda") or (settings.device == "auto" and any(map(os.path.exists, GPU_FILES))))
 
 
 @app.command()

@@ -189,3 +189,23 @@ def test_a_cpu_needs_no_kernels():
     done = run("warm", "--device", "cpu")
     assert done.exit_code == 2
     assert "nothing is compiled for the device cpu" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "driver", "expected"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"device": "cpu"}, True, False),
+        ({"device": "cuda:1"}, False, True),
+        ({"device": "cuda", "process": False}, True, False),
+        ({"device": "cpu", "process": True}, False, True),
+    ],
+    ids=str,
+)
+def test_the_process_of_an_engine_is_started_where_there_will_be_one(flags, driver, expected, tmp_path, monkeypatch):
+    from fa_serve import __main__ as cli
+
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(cli, "GPU_FILES", (str(tmp_path / "other"), str(tmp_path / ("driver" if driver else "none"))))
+    assert cli._has_process(Settings(**flags)) is expected

@@ -22,7 +22,6 @@ from __future__ import annotations
 import gc
 import logging
 import logging.handlers
-import multiprocessing
 import os
 import queue
 import signal
@@ -37,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fa_serve import __version__
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs
+from fa_serve.engine.engine_process import drop_process, take_process
 from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
@@ -108,6 +108,7 @@ class ThreadWorker:
         on_death: OnDeath,
         on_phase: OnPhase | None = None,
     ) -> None:
+        drop_process()
         self._source = source
         self._on_outputs = on_outputs
         self._on_death = on_death
@@ -178,13 +179,10 @@ class ProcessWorker:
         self._busy_seconds = 0.0
 
     def start(self) -> Ready:
-        """Start the process and wait until its engine is loaded. Raises what loading raises."""
-        # A spawned process is a fresh interpreter. A forked one would inherit locks of threads and an unusable CUDA context.
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(self._config, theirs), name="fa_serve-engine", daemon=True)
-        self._process.start()
-        theirs.close()
+        """Tell the process what to load, and wait until it is loaded. Raises what loading raises."""
+        self._process, ours = take_process()
+        with suppress(OSError):  # the process has ended, which is noticed when it is read from
+            ours.send(self._config)
         if self._stopping:  # `stop` was called before there was a process
             self._process.kill()
         try:
@@ -288,16 +286,27 @@ def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
 
 
-def _main(config: EngineConfig, connection: Connection) -> None:
-    """The process: its main thread runs the engine, one thread reads commands and one writes what goes to the parent."""
+def run_engine(connection: Connection) -> None:
+    """The process: its main thread runs the engine, one thread reads commands and one writes what goes to the parent.
+
+    connection: gives an EngineConfig, and then lists of commands. Without a config, because the parent has ended, nothing runs.
+    """
     limit_host_memory()
-    # Ctrl-C, and a SIGTERM of systemd or torchrun, come to all processes, but the parent finishes requests and then stops us
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     commands: Commands = queue.SimpleQueue()
     outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
     logging.getLogger().addHandler(logging.handlers.QueueHandler(outgoing))
     logging.getLogger("fa_serve").setLevel(logging.INFO)
+    imported: Any
+    try:
+        imported = _import_engine(outgoing.put)
+    except Exception as error:
+        imported = error
+    try:
+        config: EngineConfig = connection.recv()
+    except (EOFError, OSError):
+        return
+    # a SIGTERM of systemd or torchrun comes to all processes, but the parent finishes requests and then stops this one
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     writer = threading.Thread(target=_send, args=(outgoing, connection))
     writer.start()
 
@@ -317,9 +326,10 @@ def _main(config: EngineConfig, connection: Connection) -> None:
     try:
         ready = threading.Event()
         threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
-        make = _import_engine(outgoing.put)
+        if isinstance(imported, Exception):
+            raise imported
         use_kernel_cache(config.resolve_device(), __version__)
-        engine = make(config, on_phase=outgoing.put, on_lost=end, ahead=True)
+        engine = imported(config, on_phase=outgoing.put, on_lost=end, ahead=True)
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second

@@ -36,7 +36,7 @@ def caches_of_functools_are_bounded(house: House) -> Iterator[str]:
                 no_bound |= isinstance(decorator, ast.Call) and not _states_a_size(decorator)
                 if no_bound and f"{module.name}.{function.name}" not in UNBOUNDED:
                     yield f"{module.name}.{function.name} has @{kept}, which keeps any number of values"
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Call) and node not in decorators:
                 if _is_functools(ast.unparse(node.func), "cache") and "functools.cache" in dict(module.imports):
                     yield f"{module.name}:{node.lineno} keeps any number of values: {ast.unparse(node)}"
@@ -103,7 +103,7 @@ def _container_classes(house: House) -> dict[str, ast.ClassDef]:
     """The classes of ours that are containers, by name."""
     found = {}
     for module in house:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef) and any(_plain_name(base) in CONTAINERS for base in node.bases):
                 found[node.name] = node
     return found

@@ -230,7 +230,7 @@ def imports_are_declared(house: House) -> Iterator[str]:
 
 def configuration_is_read(house: House) -> Iterator[str]:
     """Each field of a *Config, *Params or Settings class is read as an attribute somewhere."""
-    nodes = [(module, node) for module in house for node in ast.walk(module.tree)]
+    nodes = [(module, node) for module in house for node in module.nodes]
     read = {node.attr for _, node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     for module, node in nodes:
         if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Params", "Settings")):
@@ -240,7 +240,7 @@ def configuration_is_read(house: House) -> Iterator[str]:
 
 
 def abstractions_have_children(house: House) -> Iterator[str]:
-    classes = [(module.name, node) for module in house for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    classes = [(module.name, node) for module in house for node in module.nodes if isinstance(node, ast.ClassDef)]
     bases = Counter(ast.unparse(base).rpartition(".")[2] for _, node in classes for base in node.bases)
     for name, node in classes:
         abstract = any(ast.unparse(base) in ("ABC", "abc.ABC") for base in node.bases)

@@ -35,9 +35,9 @@ INVERTED = re.compile(r"(?:^|[.:;]\s|\"\"\"|#\s)Of an? \w+")
 def errors_are_not_parsed(house: House) -> Iterator[str]:
     """Errors carry fields and codes, start-up phases are events; the words of a message may change freely."""
     for module in house:
-        caught = {node.name for node in ast.walk(module.tree) if isinstance(node, ast.ExceptHandler) and node.name}
+        caught = {node.name for node in module.nodes if isinstance(node, ast.ExceptHandler) and node.name}
         names = caught | set(ERRORS)
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if any(_is_message(read, names) for read in _texts_read(node)):
                 yield f"{module.name}:{node.lineno} reads the text of a message: {ast.unparse(node)}"  # type: ignore[attr-defined]
 

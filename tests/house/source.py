@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +34,18 @@ class Module:
         return ast.parse(self.text)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree. Most rules read them, and to walk the tree takes as long as to parse it."""
+        return list(ast.walk(self.tree))
+
+    def comments(self, *words: str) -> Iterator[tokenize.TokenInfo]:
+        """The comments that hold one of these words. Few files do, and the others are not divided into tokens."""
+        if any(word in self.text for word in words):
+            for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+                if token.type == tokenize.COMMENT and any(word in token.string for word in words):
+                    yield token
+
+    @cached_property
     def is_package(self) -> bool:
         return self.path.name == "__init__.py"
 
@@ -39,7 +53,7 @@ class Module:
     def imports(self) -> list[tuple[str, bool]]:
         """(dotted name, relative?) of everything that the file imports anywhere; `from a import b` is a.b."""
         found = []
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found += [(alias.name, False) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -55,7 +69,7 @@ class Module:
 
     @cached_property
     def functions(self) -> list[Function]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+        return [node for node in self.nodes if isinstance(node, Function)]
 
     @cached_property
     def has_kernels(self) -> bool:

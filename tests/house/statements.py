@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import tokenize
 from collections.abc import Iterator
 
 from house.source import Allowed, House, Planted, is_kernel
@@ -38,14 +37,11 @@ def sizes_stay_readable(house: House) -> Iterator[str]:
 def a_table_is_what_the_formatter_skips(house: House) -> Iterator[str]:
     found = []
     for module in house.files:
-        with tokenize.open(module.path) as file:
-            for token in tokenize.generate_tokens(file.readline):
-                if token.type != tokenize.COMMENT:
-                    continue
-                if "fmt: skip" in token.string:
-                    found.append(f"{module.name}:{token.start[0]}")
-                if "fmt: off" in token.string:
-                    yield f"{module.name}:{token.start[0]} turns the formatter off"
+        for token in module.comments("fmt: skip", "fmt: off"):
+            if "fmt: skip" in token.string:
+                found.append(f"{module.name}:{token.start[0]}")
+            if "fmt: off" in token.string:
+                yield f"{module.name}:{token.start[0]} turns the formatter off"
     if len(found) > FORMATTER_SKIPS:
         yield f"{len(found)} lines are kept from the formatter, {FORMATTER_SKIPS} may be: {' '.join(found)}"
 
@@ -94,7 +90,7 @@ def _statements_in_order(node: ast.AST) -> Iterator[ast.stmt]:
 def a_statement_names_one_value(house: House) -> Iterator[str]:
     """At most one `:=` in a statement; what it names is then plain to see."""
     for module in house.files:
-        for statement in ast.walk(module.tree):
+        for statement in module.nodes if module.text.count(":=") > 1 else ():
             if isinstance(statement, ast.stmt):
                 count = sum(isinstance(node, ast.NamedExpr) for node in _own_nodes(statement))
                 if count > 1:
@@ -103,10 +99,8 @@ def a_statement_names_one_value(house: House) -> Iterator[str]:
 
 def comments_promise_nothing(house: House) -> Iterator[str]:
     for module in house.files:
-        with tokenize.open(module.path) as file:
-            for token in tokenize.generate_tokens(file.readline):
-                if token.type == tokenize.COMMENT and any(word in token.string for word in ("TODO", "FIXME", "XXX", "HACK")):
-                    yield f"{module.name}:{token.start[0]}: {token.string}"
+        for token in module.comments("TODO", "FIXME", "XXX", "HACK"):
+            yield f"{module.name}:{token.start[0]}: {token.string}"
 
 
 PLANTED: list[Planted] = [

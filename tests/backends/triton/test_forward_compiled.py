@@ -33,8 +33,6 @@ DENSE = {
     "D512-everything": (512, 512, torch.float16, EVERYTHING),
 }
 LAYOUTS = [(dim, layout) for dim in (64, 128, 256, 512) for layout in ("varlen", "paged")]
-# where the tile is the same for all, sm100 adds nothing to sm90, in registers or in shared memory
-TILED = [target for target in UNLIKE if target != "sm100"]
 
 
 def _launch(dim: int, dim_v: int, dtype: torch.dtype, layout: str = "dense", **options: object) -> None:
@@ -72,14 +70,14 @@ def test_layouts(case: tuple[int, str], target: str) -> None:
     _expect(target, dim, dim, torch.bfloat16, layout, window_size=(-1, 0))
 
 
-@pytest.mark.parametrize("target", TILED)
+@pytest.mark.parametrize("target", UNLIKE)
 @pytest.mark.parametrize("mask", [torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 512])
 def test_masks(dim: int, mask: torch.dtype, target: str) -> None:
     _expect(target, dim, dim, torch.bfloat16, mask=torch.ones(2, 1, 1, 256, dtype=mask))
 
 
-@pytest.mark.parametrize("target", TILED)
+@pytest.mark.parametrize("target", UNLIKE)
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_float32(dim: int, target: str) -> None:
     _expect(target, dim, dim, torch.float32)
