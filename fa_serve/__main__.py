@@ -200,6 +200,8 @@ def _run_server(
 
 def _has_process(settings: Settings) -> bool:
     """Whether the engine will run in a separate process, as far as that can be told before PyTorch is imported."""
+    if os.environ.get("RANK", "0") != "0":  # of torchrun, which starts the processes of the other ranks itself
+        return False
     if settings.process is not None:
         return bool(settings.process)
     return bool(settings.device.startswith("cuda") or (settings.device == "auto" and any(map(os.path.exists, GPU_FILES))))

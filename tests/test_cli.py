@@ -208,4 +208,7 @@ def test_the_process_of_an_engine_is_started_where_there_will_be_one(flags, driv
 
     (tmp_path / "driver").touch()
     monkeypatch.setattr(cli, "GPU_FILES", (str(tmp_path / "other"), str(tmp_path / ("driver" if driver else "none"))))
+    monkeypatch.setenv("RANK", "0")
     assert cli._has_process(Settings(**flags)) is expected
+    monkeypatch.setenv("RANK", "1")
+    assert not cli._has_process(Settings(**flags)), "it follows rank 0"
