@@ -151,11 +151,7 @@ def record(rates: dict[str, dict[str, float]], args: argparse.Namespace) -> list
             peers = {name: value for name, value in values.items() if name != "fa_serve"}
             name = case if args.requests is None else f"{case} of {args.requests}"
             results.add(name, "s" if case.endswith("startup") else "tok/s", values["fa_serve"], peers)
-    measured = {line["case"] for line in results.lines}
-    earlier = map(json.loads, results.path.read_text().splitlines()) if results.path.exists() else ()
-    lines = [line for line in earlier if line["case"] not in measured] + results.lines
-    results.path.parent.mkdir(parents=True, exist_ok=True)
-    results.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results.merge()
     return results.lines
 
 

@@ -3,7 +3,7 @@
     python benchmarks/bench_replicas.py                                        # the embedded model on a CPU
     python benchmarks/bench_replicas.py --model Qwen/Qwen3-0.6B --device cuda  # two GPUs
     python benchmarks/bench_replicas.py --shape llama8b --device cuda          # the same with random weights of this shape
-    python benchmarks/bench_replicas.py --parts throughput                     # one of the parts; two servers less
+    python benchmarks/bench_replicas.py --parts throughput                     # one part, which starts two servers
 
 1. **Conversations**: each turn sends everything that was said before. Measured is the share of prompt tokens that come from a
    prefix cache, with the router of fa_serve and with the same router when it knows nothing of prompts. The gate: both give the
@@ -45,7 +45,7 @@ TURN_TOKENS = 96
 ANSWER_TOKENS = 8
 AT_ONCE = 6
 PARTS = ("conversations", "throughput")
-"""The first one includes the lost replica, of the same server."""
+"""What --parts takes. "conversations" are 1 and 2 of the list above, on the same server."""
 PLAIN = "from fa_serve.__main__ import main; main()"
 BLIND = f"from fa_serve.server.ray import prefix_router as r; f = r.in_order; r.in_order = lambda x, _, y: f(x, x, y); {PLAIN}"
 
@@ -156,15 +156,21 @@ def replicas_of(server: int) -> list[int]:
     return [process for process, (_, name) in parents.items() if "ServeReplica" in name and is_below(process)]
 
 
+def parts(text: str) -> list[str]:
+    if unknown := set(text.split(",")) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"{sorted(unknown)} not among {list(PARTS)}")
+    return text.split(",")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--model", help="by default the embedded model")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of the second part")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the load under which a replica is killed")
     parser.add_argument("--shape", choices=SHAPES, help="in place of --model: random weights of this shape")
-    parser.add_argument("--requests", type=int, help="of the third part, for each replica; default: 1024, on a CPU 64")
+    parser.add_argument("--requests", type=int, help="throughput: for each replica; default: 1024, on a CPU 64")
     parser.add_argument("--concurrency", type=int, help="of these requests at once; default: 256, on a CPU 16")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--parts", type=parts, default=list(PARTS), help=f"{', '.join(PARTS)}: with commas; default: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
@@ -193,13 +199,19 @@ def measure(options: argparse.Namespace) -> None:
         results.add(f"{name} prompt tokens from a cache", "share", affine, {"blind": blind} if blind else {})
         results.add(f"{name} a replica is killed, p99", "ms", lost["p99_ms"], {})
         results.add(f"{name} a replica is killed, requests that fail", "share", lost["failed"] / lost["requests"], {})
+        write(results, options)
     if "throughput" in options.parts:
         one = throughput(options, 1)
         two = throughput(options, 2)
         print(f"throughput: one replica {one:.0f} tokens/s, two {two:.0f}, ratio {two / one:.2f}")
         results.add(f"{name} throughput of two", "tok/s", two, {"one": one})
+        write(results, options)
+
+
+def write(results: Results, options: argparse.Namespace) -> None:
+    """Keep what has been measured so far."""
     if options.device == "cuda":
-        results.write()
+        results.merge()
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ def measure(
             seconds, note = taken
             note = f"{len(workload.lengths)} requests in {seconds:.2f} s{note}"
             note += f", repeated {repeats} times" if repeats else ""
+            note += ", and still compiles or captures" if repeats == MAX_REPEATS and num_prepared() > prepared else ""
             tell(prompts, None if prompts != name else workload.tokens / seconds, note)
     tell("done", 0.0)
 

@@ -238,7 +238,16 @@ class Results:
         self.lines.append(line | self.machine)
         return ratio
 
+    def merge(self) -> None:
+        """Write the lines, and keep those of cases that have not been measured, so that a run may measure a part."""
+        measured = {line["case"] for line in self.lines}
+        earlier = map(json.loads, self.path.read_text().splitlines()) if self.path.exists() else ()
+        lines = [line for line in earlier if line["case"] not in measured] + self.lines
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
     def write(self) -> None:
+        """Write the lines of a whole run, and print how we compare with each peer."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         for peer in sorted({name for line in self.lines for name in line["peers"]}):

@@ -45,18 +45,21 @@ REASONS = (
 )
 UNITS = {"second": 1e6, "ms": 1e3, "msecond": 1e3, "us": 1.0, "usecond": 1.0, "ns": 1e-3, "nsecond": 1e-3}
 UNITS |= {"byte": 1e-6, "Kbyte": 1e-3, "Mbyte": 1.0, "Gbyte": 1e3, "Mhz": 1e-3, "Ghz": 1.0, "hz": 1e-9}
+UNITS |= dict.fromkeys(("", "%", "inst", "inst/cycle", "ratio"), 1.0)
 
 
 def rows(text: str) -> list[dict[str, str]]:
     """What `ncu --csv --page raw` says of each kernel: the name, the counters of COUNTERS and STALLS."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     if len(lines) < 3:
-        raise ValueError(f"ncu has counted no kernel: {text[-400:]}")
+        raise ValueError(f"ncu has counted no kernel: {text.strip()[-400:]}")
     heads, units, *found = csv.reader(io.StringIO("\n".join(lines)))
 
     def value(line: list[str], counter: str) -> float:
         place = heads.index(counter)
-        return float(line[place].replace(",", "")) * UNITS.get(units[place], 1.0)
+        if units[place] not in UNITS:
+            raise ValueError(f"ncu gives {counter} in {units[place]}, which is none of {', '.join(UNITS)}")
+        return float(line[place].replace(",", "")) * UNITS[units[place]]
 
     kernels = []
     for line in found:
@@ -92,7 +95,11 @@ def call_once(cell: str, contender: str) -> None:
     from tune_cells import make_call
 
     call = make_call(cell)
-    run = (lambda: call.public("auto")) if contender == "ours" else call.peers(contender)[contender]
+    calls = {"ours": lambda: call.public("auto")} if contender == "ours" else call.peers(contender)
+    if contender not in calls:
+        print(f"{contender} is not installed, or does not serve this cell")
+        return
+    run = calls[contender]
     for _ in range(2):
         run()
     torch.cuda.synchronize()

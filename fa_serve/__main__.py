@@ -161,8 +161,14 @@ def _run_server(
     given: dict[str, Any], config: Path | None, prepare: Callable[[Settings], Callable[..., Any]] | None = None
 ) -> None:
     """Serve until a signal comes. prepare: returns the function that makes the engine; without it, that is `AsyncEngine`"""
+    from fa_serve.engine.engine_process import drop_process, start_ahead
+
+    def end(number: int, _: object) -> None:
+        drop_process()
+        os._exit(128 + number)
+
     # the first process of a container has no default action for signals, so until the server handles them, this does
-    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+    signal.signal(signal.SIGTERM, end)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # neither a closed terminal nor `kill -HUP` ends the service
     report = StartupReport()
@@ -172,8 +178,6 @@ def _run_server(
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
     log_to_stderr(settings.log_level, settings.log_format)
-    from fa_serve.engine.engine_process import start_ahead
-
     if prepare is None and _has_process(settings):
         start_ahead()
     from fa_serve.engine.errors import EngineDeadError

@@ -212,3 +212,17 @@ def test_the_process_of_an_engine_is_started_where_there_will_be_one(flags, driv
     assert cli._has_process(Settings(**flags)) is expected
     monkeypatch.setenv("RANK", "1")
     assert not cli._has_process(Settings(**flags)), "it follows rank 0"
+
+
+def test_it_is_started_before_the_server_is_imported(monkeypatch):
+    done = []
+
+    def stop(config):
+        done.append("configured")
+        raise ValueError("stopped")
+
+    monkeypatch.setattr("fa_serve.engine.engine_process.start_ahead", lambda: done.append("started"))
+    monkeypatch.setattr("fa_serve.engine.torchrun.follow_if_told", stop)
+    assert run("serve", "--device", "cpu", "--process").exit_code == 2
+    assert run("serve", "--device", "cpu").exit_code == 2
+    assert done == ["started", "configured", "configured"]

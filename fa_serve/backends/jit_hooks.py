@@ -1,4 +1,4 @@
-"""Triton's hooks for compilations, with kernels whose constants are objects of ours.
+"""Triton's hooks for compilations, with kernels whose constants JSON cannot represent.
 
     show_constants_as_text(kernel)           # a function with @triton.jit or @gluon.jit
 
@@ -19,7 +19,7 @@ HOOK_CALL = "_call_hook"
 
 
 def show_constants_as_text(kernel: Any) -> None:
-    """Let hooks get what is no JSON as text. A second call for the same kernel changes nothing."""
+    """Let hooks get constants that JSON cannot represent as text. A second call for the same kernel changes nothing."""
     call = getattr(kernel, HOOK_CALL, None)
     if call is not None and HOOK_CALL not in vars(kernel):
         setattr(kernel, HOOK_CALL, _Readable(call))

@@ -30,7 +30,7 @@ def start_ahead() -> None:
     """Start the process of the next engine of this process. A second call changes nothing."""
     global _ahead
     if _ahead is None:
-        _ahead = _start()
+        _ahead = _start(ahead=True)
 
 
 def take_process() -> EngineProcess:
@@ -38,7 +38,7 @@ def take_process() -> EngineProcess:
     global _ahead
     taken = _ahead
     _ahead = None
-    return taken if taken is not None and taken.process.is_alive() else _start()
+    return taken if taken is not None and taken.process.is_alive() else _start(ahead=False)
 
 
 def drop_process() -> None:
@@ -51,19 +51,21 @@ def drop_process() -> None:
         dropped.process.join()
 
 
-def _start() -> EngineProcess:
+def _start(*, ahead: bool) -> EngineProcess:
     # A spawned process is a fresh interpreter. A forked one would inherit locks of threads and an unusable CUDA context.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_main, args=(theirs,), name="fa_serve-engine", daemon=True)
+    process = context.Process(target=_main, args=(theirs, ahead), name="fa_serve-engine", daemon=True)
     process.start()
     theirs.close()
     return EngineProcess(process, ours)
 
 
-def _main(connection: Connection) -> None:
-    # Ctrl-C comes to all processes, but the parent finishes requests and then stops this one
+def _main(connection: Connection, ahead: bool) -> None:
+    # Ctrl-C, and a SIGTERM of systemd or torchrun, come to all processes, but the parent finishes requests and then stops this
+    # one. While there is no engine, Python's end of the parent sends SIGTERM and waits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if ahead else signal.SIG_IGN)
     from fa_serve.engine.worker import run_engine
 
     run_engine(connection)

@@ -181,11 +181,11 @@ class ProcessWorker:
     def start(self) -> Ready:
         """Tell the process what to load, and wait until it is loaded. Raises what loading raises."""
         self._process, ours = take_process()
-        with suppress(OSError):  # the process has ended, which is noticed when it is read from
-            ours.send(self._config)
         if self._stopping:  # `stop` was called before there was a process
             self._process.kill()
         try:
+            with suppress(OSError):  # the process has ended, which is noticed when it is read from
+                ours.send(self._config)
             from fa_serve.engine.loading import load_tokenizer  # while the process imports the same modules
 
             tokenizer = load_tokenizer(self._config)
@@ -305,8 +305,7 @@ def run_engine(connection: Connection) -> None:
         config: EngineConfig = connection.recv()
     except (EOFError, OSError):
         return
-    # a SIGTERM of systemd or torchrun comes to all processes, but the parent finishes requests and then stops this one
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a process that was started ahead has not ignored it so far
     writer = threading.Thread(target=_send, args=(outgoing, connection))
     writer.start()
 

@@ -244,9 +244,8 @@ def _plan(
         _rotary_store_kv,
         qkv.shape[0] * head_blocks,
         varying=(page_size, head_blocks, eps, offset),
+        strides=(qkv.stride(0), *((0, 1) if cos is None else cos.stride())),
         fixed=(
-            qkv.stride(0),
-            *((0, 1) if cos is None else cos.stride()),
             CacheStrides(*k_cache.stride()[:3]),
             CacheStrides(*v_cache.stride()[:3]),
             layout,

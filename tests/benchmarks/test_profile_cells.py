@@ -23,6 +23,11 @@ def test_counters_have_the_units_of_the_table() -> None:
     assert row["stalls"].startswith("wait 4.0, gmma 3.2, ")
 
 
+def test_a_unit_that_is_not_known_is_an_error() -> None:
+    with pytest.raises(ValueError, match="in fortnight, which is none of second, "):
+        rows(table(us=("1", "fortnight")))
+
+
 def test_a_run_that_has_counted_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="ncu has counted no kernel: ==WARNING== No kernels"):
         rows("==WARNING== No kernels were profiled.")

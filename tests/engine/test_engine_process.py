@@ -88,9 +88,13 @@ def test_an_engine_in_a_thread_drops_it(model_folder: str) -> None:
 
 
 def test_it_ends_with_a_parent_that_has_no_engine() -> None:
-    done = subprocess.run([sys.executable, "-c", LONELY], capture_output=True, text=True, check=True)
-    process = int(done.stdout)
+    # the process inherits this pipe, so it is not read to its end
+    parent = subprocess.Popen([sys.executable, "-c", LONELY], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    process = int(parent.stdout.readline())
+    assert parent.wait(30) == 0
     deadline = time.monotonic() + 60
     while alive(process) and time.monotonic() < deadline:
         time.sleep(0.1)
+    parent.stdout.close()
     assert not alive(process)

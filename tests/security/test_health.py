@@ -233,7 +233,7 @@ def test_half_a_connection_with_a_pipelined_request(served, second):
     assert end
     assert first.count(b"HTTP/1.1") == 1
     if second == HEALTH:
-        # a slow machine may say in between that it is still there
+        # on a slow machine, the server sends 100 Continue first
         assert rest.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200 OK")
         assert rest.endswith(b'{"status":"alive"}')
     else:

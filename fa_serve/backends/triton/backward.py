@@ -29,6 +29,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
+from fa_serve.backends.jit_hooks import show_constants_as_text
 from fa_serve.backends.launch import Launch, on_device_of, row_strides, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, BackwardTensors, Gradients, Run
 from fa_serve.backends.triton.backward_kernels import BackwardVariant, attn_bwd_kv, attn_bwd_q
@@ -180,6 +181,7 @@ class _TmaLaunch:
     __slots__ = ("_grid", "_kernel", "_numbers", "_options")
 
     def __init__(self, kernel: Any, grid: int, numbers: tuple[Any, ...], options: dict[str, Any]) -> None:
+        show_constants_as_text(kernel)
         self._kernel = kernel
         self._grid = grid
         self._numbers = numbers

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
+from fa_serve.backends.jit_hooks import show_constants_as_text
 from fa_serve.backends.launch import FUSED, Launch, on_device_of, row_strides, with_unit_stride
 from fa_serve.backends.layout import Layout
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
@@ -234,6 +235,7 @@ class _TmaLaunch:
     __slots__ = ("_grid", "_numbers", "_options")
 
     def __init__(self, grid: int, numbers: tuple[Any, ...], options: dict[str, Any]) -> None:
+        show_constants_as_text(attn_fwd)
         self._grid = grid
         self._numbers = numbers
         self._options = {**FUSED, **options}

@@ -64,7 +64,7 @@ def test_everything(dim: int, precision: Precision, target: str) -> None:
 @pytest.mark.parametrize("target", PRODUCT)
 @pytest.mark.parametrize("layout", ["packed", "pages"])
 def test_layouts(layout: str, target: str) -> None:
-    """With every instruction."""
+    """Each target has its instruction for float8 products."""
     check(compiled(target, 128, "fp8", layout, alibi_slopes=torch.zeros(4)), "fp8")
 
 
