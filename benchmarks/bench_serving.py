@@ -121,13 +121,8 @@ def record(found: dict[str, dict[str, float]], args: argparse.Namespace) -> None
         if "fa_serve" in values:
             unit = next((unit for word, unit in UNITS.items() if word in case), "ms")
             results.add(case, unit, values["fa_serve"], {name: value for name, value in values.items() if name != "fa_serve"})
-    if results.path.exists():
-        # the lines of cases that this run has not measured stay
-        measured = {line["case"] for line in results.lines}
-        results.lines[:0] = [
-            line for line in map(json.loads, results.path.read_text().splitlines()) if line["case"] not in measured
-        ]
-    results.write()
+    results.merge()
+    results.summarise()
 
 
 # The servers, each in a separate process group

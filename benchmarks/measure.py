@@ -250,6 +250,10 @@ class Results:
         """Write the lines of a whole run, and print how we compare with each peer."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        self.summarise()
+
+    def summarise(self) -> None:
+        """Print how the lines compare with each peer, and with the best one."""
         for peer in sorted({name for line in self.lines for name in line["peers"]}):
             self._summarise(
                 peer, {line["case"]: _ratio(line, line["peers"][peer]) for line in self.lines if peer in line["peers"]}

@@ -125,8 +125,8 @@ def make_call(cell: str, device: str = "cuda") -> Call:
     q, k, v = (torch.randn(count * seqlen, *shape, device=device, dtype=torch.bfloat16) for shape in shapes)
     sinks = torch.randn(heads, device=device, dtype=torch.bfloat16) if model in MODELS_WITH_SINKS else None
     ends = cu_seqlens([seqlen] * count, device)
-    ends_of = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
-    public = partial(fa_serve.attention_varlen, q, k, v, window_size=window, softcap=softcap, sinks=sinks, **ends_of)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+    public = partial(fa_serve.attention_varlen, q, k, v, window_size=window, softcap=softcap, sinks=sinks, **packed)
     options = AttentionOptions(dim**-0.5, window, softcap, seqlen, seqlen, return_lse=False)
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=ends, keys=ends, sinks=sinks)
     lengths = [seqlen] * count

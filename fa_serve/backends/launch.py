@@ -377,6 +377,23 @@ def is_watched() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
+class DescriptorLaunch:
+    """`kernel(*arguments, *numbers)` through the JIT at each call, whose tensor descriptors hold addresses."""
+
+    __slots__ = ("_grid", "_kernel", "_numbers", "_options")
+
+    def __init__(self, kernel: Any, grid: int, numbers: tuple[Any, ...], options: dict[str, Any]) -> None:
+        show_constants_as_text(kernel)
+        self._kernel = kernel
+        self._grid = grid
+        self._numbers = numbers
+        self._options = {**FUSED, **options}
+
+    def __call__(self, arguments: Sequence[Any]) -> None:
+        with on_device_of(arguments[0]):
+            self._kernel[self._grid,](*arguments, *self._numbers, **self._options)
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, wherever the tensors are. A model's layers may be spread over several devices."""
     return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else nullcontext()

@@ -63,7 +63,7 @@ def _start(*, ahead: bool) -> EngineProcess:
 
 def _main(connection: Connection, ahead: bool) -> None:
     # Ctrl-C, and a SIGTERM of systemd or torchrun, come to all processes, but the parent finishes requests and then stops this
-    # one. While there is no engine, Python's end of the parent sends SIGTERM and waits.
+    # one. A process that waits for its config must end at SIGTERM, which a parent that exits sends to its daemons.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL if ahead else signal.SIG_IGN)
     from fa_serve.engine.worker import run_engine

@@ -108,7 +108,7 @@ class ThreadWorker:
         on_death: OnDeath,
         on_phase: OnPhase | None = None,
     ) -> None:
-        drop_process()
+        drop_process()  # one may have been started for an engine that turns out to run here
         self._source = source
         self._on_outputs = on_outputs
         self._on_death = on_death
@@ -305,7 +305,7 @@ def run_engine(connection: Connection) -> None:
         config: EngineConfig = connection.recv()
     except (EOFError, OSError):
         return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a process that was started ahead has not ignored it so far
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from now on also in a process that was started ahead (engine_process.py)
     writer = threading.Thread(target=_send, args=(outgoing, connection))
     writer.start()
 

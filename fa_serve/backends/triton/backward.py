@@ -29,8 +29,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
-from fa_serve.backends.jit_hooks import show_constants_as_text
-from fa_serve.backends.launch import Launch, on_device_of, row_strides, with_unit_stride
+from fa_serve.backends.launch import DescriptorLaunch, Launch, row_strides, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, BackwardTensors, Gradients, Run
 from fa_serve.backends.triton.backward_kernels import BackwardVariant, attn_bwd_kv, attn_bwd_q
 from fa_serve.backends.triton.row_statistics import RowStatistics, head_strides
@@ -145,7 +144,7 @@ class _BackwardPlan:
 
     def _plan_kv(
         self, tensors: BackwardTensors, options: AttentionOptions, variant: BackwardVariant, tile: TileConfig, batch: int
-    ) -> Launch | _TmaLaunch | None:
+    ) -> Launch | DescriptorLaunch | None:
         num_n = -(-options.max_seqlen_k // tile.block_n)
         grid = batch * variant.num_heads // variant.groups * num_n
         if grid == 0:
@@ -157,12 +156,12 @@ class _BackwardPlan:
         varying = _varying(options, num_n)
         strides = (*_strides(tensors, self._statistics.shape), *dmask_strides)
         if self._tma_keys:
-            return _TmaLaunch(attn_bwd_kv, grid, (*varying, *strides, variant), _launch_options(tile))
+            return DescriptorLaunch(attn_bwd_kv, grid, (*varying, *strides, variant), _launch_options(tile))
         return Launch(attn_bwd_kv, grid, varying, (variant,), _launch_options(tile), strides=strides)
 
     def _plan_q(
         self, tensors: BackwardTensors, options: AttentionOptions, variant: BackwardVariant, tile: TileConfig, batch: int
-    ) -> Launch | _TmaLaunch | None:
+    ) -> Launch | DescriptorLaunch | None:
         num_m = -(-options.max_seqlen_q // tile.block_m)
         grid = batch * variant.num_heads * num_m
         if grid == 0:
@@ -171,25 +170,8 @@ class _BackwardPlan:
         varying = _varying(options, num_m)
         strides = _strides(tensors, self._statistics.shape)
         if self._tma_queries:
-            return _TmaLaunch(attn_bwd_q, grid, (*varying, *strides, variant), _launch_options(tile))
+            return DescriptorLaunch(attn_bwd_q, grid, (*varying, *strides, variant), _launch_options(tile))
         return Launch(attn_bwd_q, grid, varying, (variant,), _launch_options(tile), strides=strides)
-
-
-class _TmaLaunch:
-    """A launch with tensor descriptors, through the JIT at each call: the descriptors hold addresses."""
-
-    __slots__ = ("_grid", "_kernel", "_numbers", "_options")
-
-    def __init__(self, kernel: Any, grid: int, numbers: tuple[Any, ...], options: dict[str, Any]) -> None:
-        show_constants_as_text(kernel)
-        self._kernel = kernel
-        self._grid = grid
-        self._numbers = numbers
-        self._options = options
-
-    def __call__(self, pointers: tuple[Any, ...]) -> None:
-        with on_device_of(pointers[0]):
-            self._kernel[self._grid,](*pointers, *self._numbers, **self._options)
 
 
 def _laid_out(tensors: BackwardTensors) -> BackwardTensors:

@@ -23,8 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.jit_hooks import show_constants_as_text
-from fa_serve.backends.launch import FUSED, Launch, on_device_of, row_strides, with_unit_stride
+from fa_serve.backends.launch import DescriptorLaunch, Launch, row_strides, with_unit_stride
 from fa_serve.backends.layout import Layout
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.float8_inputs import Form, Quantizer
@@ -172,7 +171,7 @@ class _ForwardPlan:
         strides = self._strides(tensors, dense)
         grid = num_tiles * num_heads
         if self._uses_tma:
-            return _TmaLaunch(grid, (*varying, *strides, variant), launch_options)
+            return DescriptorLaunch(attn_fwd, grid, (*varying, *strides, variant), launch_options)
         return Launch(attn_fwd, grid, varying=varying, strides=strides, fixed=(variant,), options=launch_options)
 
     def _variant(self, tensors: AttentionTensors, options: AttentionOptions, groups: int, batch: int) -> ForwardVariant:
@@ -227,22 +226,6 @@ class _ForwardPlan:
             *mask_strides,
             table_stride,
         )
-
-
-class _TmaLaunch:
-    """A launch with tensor descriptors, through the JIT at each call: the descriptors hold addresses."""
-
-    __slots__ = ("_grid", "_numbers", "_options")
-
-    def __init__(self, grid: int, numbers: tuple[Any, ...], options: dict[str, Any]) -> None:
-        show_constants_as_text(attn_fwd)
-        self._grid = grid
-        self._numbers = numbers
-        self._options = {**FUSED, **options}
-
-    def __call__(self, pointers: tuple[Any, ...]) -> None:
-        with on_device_of(pointers[0]):
-            attn_fwd[self._grid,](*pointers, *self._numbers, **self._options)
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
