@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
         ratio = results.add(f"{args.shape} {case}", "tok/s", rate, known)
         say(f"{case:<8}{rate:12.5g}  " + "  ".join(f"{name} {value:.5g}" for name, value in known.items()) + f"  ratio {ratio}")
     if ours:
-        results.write()
+        results.merge()
 
 
 def declare_plugin(folder: Path) -> None:
@@ -122,14 +122,15 @@ def work(
         own |= {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
         command = [sys.executable, __file__, "serve", "--shape", shape, "--folder", str(folder / shape), "--backends", backend]
         log: deque[str] = deque(maxlen=LOG_LINES)
+        result: dict[str, Any] = {}
         for answer in told(command, os.environ | own, args.budget, log):
-            answers[shape, backend] = answer
-            break  # all that it would still do is end
-        seconds = time.time() - begin
-        if (shape, backend) in answers:
-            say(f"{shape} {backend}: {seconds:.0f} s, {str(answers[shape, backend])[:160]}")
+            if answer == "done":
+                break  # all that it would still do is end
+            result |= answer
+            say(f"{shape} {backend}: {time.time() - begin:.0f} s, {str(answer)[:160]}")
         else:
-            say(f"{shape} {backend}: no answer after {seconds:.0f} s\n{''.join(log)}")
+            say(f"{shape} {backend}: not finished after {time.time() - begin:.0f} s\n{''.join(log)}")
+        answers[shape, backend] = result
 
 
 def compare(shapes: list[str], backends: list[str], answers: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
@@ -150,7 +151,7 @@ def compare(shapes: list[str], backends: list[str], answers: dict[tuple[str, str
 
 
 def serve(args: argparse.Namespace) -> None:
-    """In a process that has vLLM: answer with one backend, and print the result as one line."""
+    """In a process that has vLLM: answer with one backend, and print each result as soon as it is known."""
     from vllm import LLM, SamplingParams
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -173,23 +174,25 @@ def serve(args: argparse.Namespace) -> None:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs], time.perf_counter() - begin
 
+    def tell(result: dict[str, Any] | str) -> None:
+        print("@ " + json.dumps(result), flush=True)
+
     draw = random.Random(0)
-    result: dict[str, Any] = {}
     if small:
         prompts = [draw.choices(range(5, vocab), k=length) for length in PROMPTS]
-        result["tokens"] = answer(prompts, [TOKENS] * len(prompts))[0]
+        tell({"tokens": answer(prompts, [TOKENS] * len(prompts))[0]})
     else:
         for name in ("C", "A", "B"):
             workload = WORKLOADS[name]
             for turn in ("first", name):
                 counts = [tokens_out for _, tokens_out in workload.lengths]
                 _, seconds = answer(workload.prompts(turn, vocab), counts)
-            result[name] = workload.tokens / seconds
+            tell({name: workload.tokens / seconds})
         count, length, decoded = LONG
         prompts = [draw.choices(range(5, vocab), k=length) for _ in range(count)]
         times = [answer(prompts, [tokens] * count)[1] for tokens in (1, 1, 1 + decoded)]
-        result["long"] = count * decoded / (times[2] - times[1])
-    print("@ " + json.dumps(result), flush=True)
+        tell({"long": count * decoded / (times[2] - times[1])})
+    tell("done")
 
 
 def main() -> None:
