@@ -1,7 +1,7 @@
 """Runs the Python source of the Gluon kernels of ops on a CPU, one program after the other.
 
-    with emulated(quantized_few_kernel):
-        y = launch_quantized_few(x, weight, ...)           # CPU tensors; plan and kernel are the product's
+    with emulated(quantized_gemv_kernel):
+        y = launch_quantized_gemv(x, weight, ...)           # CPU tensors; plan and kernel are the product's
 
 Tensors of Gluon are tensors of PyTorch, inline assembly is interpreted, and shared memory holds large numbers until it is
 written. An asynchronous copy takes place when its group is waited for, which is as late as the hardware may do it. So a wrong

@@ -388,7 +388,8 @@ class _Call(NamedTuple):
     def _plan_wgmma(self, weight: QuantizedWeight, bias: Tensor | None, gate: Gate | None) -> _Product:
         """One launch, in a kernel for Hopper."""
         # Gluon's names change with each release of Triton, so modules that use them are imported where the release is known
-        from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile, plan_grouped_wgmma, product_tensors
+        from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile, plan_grouped_wgmma
+        from fa_serve.ops.quantized_pairs import product_tensors
 
         tile = grouped_wgmma_tile(self.pairs_per_expert)
         stride_be = 0 if bias is None else bias.stride(0)

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -228,12 +226,6 @@ def plan_grouped_wgmma(
         fixed=(n, weight.width, top_k, *rows_of_outputs(gate, n), *kernel_constants(weight)[:2], *tile),
         options=options,
     )
-
-
-def product_tensors(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the kernel reads of a weight: data, scales and zero points. Float8 numbers are read in pairs."""
-    data = weight.data if weight.is_packed else weight.data.view(torch.int16)
-    return data, weight.scales, weight.zeros
 
 
 def grouped_wgmma_tile(pairs_per_expert: float) -> GroupedWgmmaTile:

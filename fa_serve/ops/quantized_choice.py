@@ -1,12 +1,13 @@
 """Which way a product with a quantised weight is computed.
 
-    choose(is_packed=True, by_row=False, num_tokens=8, dtype=torch.bfloat16, arch=90)        # "kernel"
+    kernel_of("int4", (4096, 4096), 128, 8, torch.bfloat16, torch.bfloat16, arch=90)         # "wgmma"
+    choose(is_packed=True, by_row=False, num_tokens=8, dtype=torch.bfloat16, arch=80)        # "kernel"
     explain(is_packed=True, by_row=False, dtype=torch.bfloat16, device="cuda", arch=90)      # for people
 
-A few tokens take the kernel that unpacks weights in registers. Many tokens take the unpacked matrix and PyTorch's product,
-because unpacking once is then cheap beside the product. Other kernels serve some numbers of few tokens on Hopper. Float8
-weights with a scale for each row are multiplied with activations that are rounded to float8 as well, on GPUs where
-`torch._scaled_mm` does that. Input in float32 is never rounded. This module imports no Triton, so that `fa-serve info` runs
+Few tokens take a kernel that unpacks weights in registers; Hopper has kernels for itself. Many tokens take the unpacked matrix
+and PyTorch's product, because unpacking once is then cheap beside the product. Float8 weights with a scale for each row are
+multiplied with activations that are rounded to float8 as well, on GPUs where `torch._scaled_mm` does that, from as many tokens
+on as it is faster. Input in float32 is never rounded. This module imports no Triton, so that `fa-serve info` runs
 anywhere. Left out: the products (quantized_product.py).
 """
 
@@ -20,7 +21,7 @@ from fa_serve.ops.quantized_weight import Values
 
 Way = Literal["kernel", "scaled_mm", "dequantized"]
 ExpertsWay = Literal["portable", "wgmma", "dequantized"]
-Kernel = Literal["portable", "few", "wgmma"]
+Kernel = Literal["portable", "gemv", "wgmma"]
 """Which kernel unpacks weights in registers: the portable ones (quantized_kernel.py), or those for Hopper."""
 
 SCALED_MM_ARCHS = (89, 90, 100, 103)
@@ -30,8 +31,8 @@ SCALED_MM_ARCHS = (89, 90, 100, 103)
 KERNEL_TOKENS = 128
 """The most tokens of which a product takes the kernel. With more the matrix is unpacked first.
 
-In us on one H200, by the kernel and with the unpacked matrix. 4-bit weights, 128 tokens: 6144 x 4096 36.8, 48.8; 28672 x 4096
-119.7, 156.4; 4096 x 14336 76.2, 83.6. Float8 weights in blocks: 42.4, 41.4; 138.9, 188.5; 80.7, 91.4.
+In us on one H200, by the portable kernel and with the unpacked matrix. 4-bit weights, 128 tokens: 6144 x 4096 36.8, 48.8;
+28672 x 4096 119.7, 156.4; 4096 x 14336 76.2, 83.6. Float8 weights in blocks: 42.4, 41.4; 138.9, 188.5; 80.7, 91.4.
 """
 
 
@@ -53,11 +54,9 @@ def choose(is_packed: bool, by_row: bool, num_tokens: int, dtype: torch.dtype, a
 
 HALVES = (torch.float16, torch.bfloat16)
 """Dtypes of inputs that the kernels for Hopper multiply."""
-FEW_TOKENS = 8
-"""The most tokens that the Hopper kernel for few tokens multiplies with 4-bit weights."""
-WGMMA_TOKENS = range(33, 65)
-"""The numbers of tokens that the Hopper kernel with `wgmma` multiplies with 4-bit weights."""
-_FEW_COLUMNS = 32768  # one token is kept in shared memory
+SCALED_MM_TOKENS = 65
+"""The fewest tokens for which `torch._scaled_mm` multiplies float8 weights with a scale for each row on Hopper."""
+_GEMV_COLUMNS = 32768  # the token is kept in shared memory
 _MOST_WEIGHTS = 1 << 33  # words are counted in 32 bits
 _MOST_VALUES = 1 << 31  # of an expert, whose offsets are counted in 32 bits
 
@@ -73,28 +72,41 @@ def kernel_of(
     scales:     dtype of the weights' scales
     arch:       90 on Hopper where Gluon compiles the kernels written in it, else anything else
 
-    In us on one H200, by the Hopper kernel and by the portable one, with weights outside of the L2 cache, for 28672 x 4096,
-    4096 x 14336, 6144 x 4096 and 4096 x 4096. 4-bit weights in groups of 128:
-    one token   27.0, 40.9; 17.7, 29.4;  7.9, 10.0;  7.6,  9.1; the first with a norm and a gate 29.8, 54.8
-    8 tokens    38.5, 58.7; 31.9, 31.6; 15.1, 15.6;  9.1, 12.5; the first with 16 tokens 60.0, 60.0
-    48 tokens   58.7, 72.9; 32.8, 39.9; 20.1, 19.2; 13.4, 14.3
-    64 tokens   55.6, 75.8; 26.0, 45.2; 20.7, 20.1; 10.6, 14.8
-    Float8 weights that have a scale for each row, one token: 39.5, 56.6; 24.2, 44.1; 12.4, 16.1. Float8 weights in blocks have
-    not been compared for one token, and lose with 16, in an earlier form of the kernel: 64.2, 57.4; 60.0, 34.2; 19.3, 15.3.
+    In us on one H100, by the Hopper kernel and by the portable one, in CUDA graphs with weights outside of the L2 cache, for
+    28672 x 4096, 4096 x 14336, 6144 x 4096 and 4096 x 4096. 4-bit weights in groups of 128:
+    one token   27.1, 35.0; 18.2, 20.1;  7.8, 10.2;  7.4,  7.1; by `wgmma` 35.6, 19.4, 11.6, 9.0
+    8 tokens    31.3, 55.3; 18.9, 29.1; 11.0, 14.7;  8.3, 11.3
+    16 tokens   30.8, 55.4; 18.0, 29.1; 10.5, 15.2;  7.9, 11.7
+    64 tokens   37.8, 75.1; 22.1, 45.8; 12.9, 19.8;  8.9, 14.6
+    128 tokens  78.5, 114;  37.0, 75.2; 22.5, 31.6; 13.9, 25.1
+    Float8 weights that have a scale for each row, by `torch._scaled_mm` last:
+    one token   45.9, 55.5; 27.2, 45.3; 12.8, 15.6;  8.3, 14.4
+    16 tokens   46.4, 54.1, 50.3; 27.2, 34.4, 48.4; 12.9, 14.8, 18.7;  9.6, 11.4, 16.1
+    64 tokens   51.7, 68.9, 56.7; 30.0, 46.4, 42.7; 15.7, 23.6, 16.2; 10.8, 15.0, 15.5
+    128 tokens  81.6, 127,  52.3; 41.9, 71.9, 41.8; 22.8, 38.5, 16.2; 15.1, 24.6, 15.4
+    Float8 weights in blocks, of which one token takes the portable kernel because it applies norms and gates:
+    one token   58.3, 57.1; 28.7, 41.4; 16.7, 14.7; 11.6, 13.6
+    16 tokens   49.5, 60.2; 30.1, 35.2; 14.6, 16.5; 11.2, 12.1
+    64 tokens   53.0, 75.0; 32.9, 48.8; 16.7, 25.7; 11.0, 16.9
+    128 tokens  81.9, 135;  42.6, 74.5; 22.6, 40.9; 15.3, 27.0
     """
     n, k = shape
     if arch != 90 or dtype not in HALVES or n * k >= _MOST_WEIGHTS:
         return "portable"
-    if values == "float8":
-        return "few" if num_tokens == 1 and group_size >= k and k % 128 == 0 and k <= _FEW_COLUMNS else "portable"
-    # a part of a block of 256 columns has one group
-    if values != "int4" or not (group_size >= k or group_size % 256 == 0 or group_size in (32, 64, 128)):
-        return "portable"
-    if 0 < num_tokens <= FEW_TOKENS:
-        return "few" if k <= _FEW_COLUMNS else "portable"
-    # scales are rounded to the input's dtype, and float16 may not hold scales of another one
-    exact = dtype == torch.bfloat16 or scales == dtype
-    return "wgmma" if num_tokens in WGMMA_TOKENS and k % 8 == 0 and exact else "portable"
+    if num_tokens == 1 and k <= _GEMV_COLUMNS:
+        if values == "float8":
+            return "gemv" if group_size >= k and k % 128 == 0 else "portable"
+        # a part of a block of 256 columns has one group
+        grouped = group_size >= k or group_size % 256 == 0 or group_size in (32, 64, 128)
+        return "gemv" if values == "int4" and grouped else "portable"
+    by_row = values == "float8" and group_size >= k
+    most = SCALED_MM_TOKENS - 1 if by_row and dtype == torch.bfloat16 else KERNEL_TOKENS
+    # a part of 128 columns has one group, and rows are copied 16 bytes at a time
+    grouped = group_size >= k or group_size % 128 == 0 or group_size in (32, 64)
+    whole = k % (16 if values == "float8" else 8) == 0
+    # other scales are rounded to the input's dtype, and float16 may not hold scales of another one
+    exact = dtype == torch.bfloat16 or scales == dtype or by_row
+    return "wgmma" if 1 < num_tokens <= most and values != "float4" and grouped and whole and exact else "portable"
 
 
 DEQUANTIZED_PAIRS = {"wgmma": 512, "portable": 192}
@@ -146,13 +158,11 @@ def explain(is_packed: bool, by_row: bool, dtype: torch.dtype, device: str, arch
     dequantized = "PyTorch with dequantised weights"
     if device != "cuda" or not (is_packed or converts_float8(arch)):
         return dequantized
-    if choose(is_packed, by_row, 2, dtype, arch) == "scaled_mm":
-        hopper = " (kernel for Hopper)" if arch == 90 else ""
-        return f"triton for one token{hopper}, torch._scaled_mm for more"
-    hopper = ""
-    if is_packed and arch == 90 and dtype in HALVES:
-        hopper = f" (kernels for Hopper: up to {FEW_TOKENS}, and {WGMMA_TOKENS[0]} to {WGMMA_TOKENS[-1]})"
-    return f"triton for few tokens{hopper}, {dequantized} for more"
+    hopper = " (kernels for Hopper)" if arch == 90 and dtype in HALVES else ""
+    if choose(is_packed, by_row, SCALED_MM_TOKENS, dtype, arch) == "scaled_mm":
+        most = f"up to {SCALED_MM_TOKENS - 1} tokens" if arch == 90 else "one token"
+        return f"triton for {most}{hopper}, torch._scaled_mm for more"
+    return f"triton for up to {KERNEL_TOKENS} tokens{hopper}, {dequantized} for more"
 
 
 def explain_experts(device: str) -> str:

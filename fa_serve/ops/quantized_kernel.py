@@ -210,9 +210,19 @@ def _quantized_linear(
 
 @triton.jit(do_not_specialize=["M"])
 def _sum_splits(
-    sums_ptr, bias_ptr, residual_ptr, out_ptr, M, alpha, N: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+    sums_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    M,
+    alpha,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program adds the sums (SPLITS, M, N) of BLOCK outputs, always in the same order, then the bias and the residual."""
+    wait_for_previous_kernel(PDL)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = offsets < M * N
     y = tl.zeros([BLOCK], tl.float32)
@@ -365,8 +375,10 @@ def launch_sum_splits(sums: Tensor, bias: Tensor | None, residual: Tensor | None
     )
     run = PLANS.get(key)
     if run is None:
-        fixed = (n, splits, 512)
-        launch = Launch(_sum_splits, triton.cdiv(m * n, 512), varying=(m, alpha), fixed=fixed, options={"num_warps": 4})
+        pdl = spec.arch_of(sums.device) >= 90
+        fixed = (n, splits, 512, pdl)
+        options = launch_options(pdl, 4)
+        launch = Launch(_sum_splits, triton.cdiv(m * n, 512), varying=(m, alpha), fixed=fixed, options=options)
         run = PLANS.add(key, launch)
     run((sums, bias, residual, out))
     return out

@@ -7,13 +7,17 @@ becomes 16 + value in two instructions, and the zero point is subtracted, which 
 put into the exponents and mantissas of 16-bit numbers, and one product, which is exact, restores the exponents. Then the scale
 multiplies, and the result is rounded. With the scale, a weight takes 2 instructions for integers, 3 for e2m1 and 2.5 for
 float8. VALUES is that of `quantized_primitives.kernel_values`, and HALF says whether numbers are float16. A NaN in float8
-becomes 480. Left out: kernels (quantized_few_kernel.py, quantized_wgmma_kernel.py, experts_wgmma_kernel.py).
+becomes 480. Left out: kernels (quantized_gemv_kernel.py, quantized_wgmma_kernel.py, experts_wgmma_kernel.py).
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from fa_serve.ops.quantized_weight import QuantizedWeight
 
 
 @gluon.constexpr_function
@@ -144,7 +148,7 @@ def weights_of_half(words, zeros, scales, LAYOUT: gl.constexpr, UPPER: gl.conste
     """[BLOCK_N, 128]: the weights of columns 0 to 127 of a block, or with UPPER of columns 128 to 255.
 
     words:  of 4-bit values [BLOCK_N, 32] int32 of the block; of float8 numbers [BLOCK_N, 64] int16 of its half
-    scales: a tuple of [BLOCK_N, 1] int32, of the equal parts of the half
+    scales: a tuple of [BLOCK_N, 1] int32, of the equal parts of the half; () leaves float8 numbers as they are
     zeros:  the same for zero points of integers, or ()
     LAYOUT: of [BLOCK_N, 16] words
     """
@@ -153,14 +157,17 @@ def weights_of_half(words, zeros, scales, LAYOUT: gl.constexpr, UPPER: gl.conste
     pairs = ()
     for run in gl.static_range(4):
         t = runs[run if VALUES == 0 else 0]
-        scale, _ = gl.broadcast(scales[run * PARTS // 4], t)
-        if VALUES == 0:
-            pairs += (scaled(pairs_of_float8(t, False, HALF), scale, HALF),)
-        elif VALUES == 2:
-            pairs += (scaled(pairs_of_float4(t, run), scale, HALF),)
+        if PARTS == 0:
+            pairs += (pairs_of_float8(t, False, HALF),)
         else:
-            zero, _ = gl.broadcast(zeros[run * PARTS // 4], t)
-            pairs += (scaled_int4(t, zero, scale, run, HALF),)
+            scale, _ = gl.broadcast(scales[run * PARTS // 4], t)
+            if VALUES == 0:
+                pairs += (scaled(pairs_of_float8(t, False, HALF), scale, HALF),)
+            elif VALUES == 2:
+                pairs += (scaled(pairs_of_float4(t, run), scale, HALF),)
+            else:
+                zero, _ = gl.broadcast(zeros[run * PARTS // 4], t)
+                pairs += (scaled_int4(t, zero, scale, run, HALF),)
     joined = gl.join(gl.join(pairs[0], pairs[2]), gl.join(pairs[1], pairs[3]))  # type: ignore[misc]
     return gl.reshape(gl.permute(both_numbers(joined, HALF), (0, 2, 3, 1, 4)), [words.shape[0], 128])
 
@@ -215,3 +222,9 @@ def load_zeros(
                 EIGHT: gl.constexpr = (8 << PLACE | SIXTEEN) * 0x10001
                 found += (gl.full([offsets.shape[0], 1], EIGHT, gl.int32, layout=LAYOUT),)
     return found
+
+
+def product_tensors(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What these kernels read of a weight: data, scales and zero points. Float8 numbers are read in pairs."""
+    data = weight.data if weight.is_packed else weight.data.view(torch.int16)
+    return data, weight.scales, weight.zeros

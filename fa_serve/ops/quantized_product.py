@@ -3,7 +3,7 @@
     y = quantized_linear(x, weight, bias, norm, activation, residual, alpha)       # fa_serve.ops.linear
     matrix = dequantize(weight, torch.bfloat16)
 
-Left out: the kernels (quantized_kernel.py, and for Hopper quantized_few_kernel.py and quantized_wgmma_kernel.py).
+Left out: the kernels (quantized_kernel.py, and for Hopper quantized_gemv_kernel.py and quantized_wgmma_kernel.py).
 """
 
 from __future__ import annotations
@@ -38,36 +38,34 @@ def quantized_linear(
 ) -> Tensor:
     """Arguments and result are those of `fa_serve.ops.linear`. One launch for one token, with weights that Triton reads."""
     x = x.contiguous()
+    kernel = _kernel(x, weight)
     if x.shape[0] == 1 and _has_kernels(weight):
-        if _kernel(x, weight) == "portable":
+        if kernel == "portable":
             return launch_quantized_row(x, weight, bias, norm, activation, residual, alpha)
         # Gluon's names change with each release of Triton, so modules that use them are imported where the release is known
-        from fa_serve.ops.quantized_few_kernel import launch_quantized_few
+        from fa_serve.ops.quantized_gemv_kernel import launch_quantized_gemv
 
-        return launch_quantized_few(x, weight, bias, norm, activation, residual, alpha)
+        return launch_quantized_gemv(x, weight, bias, norm, activation, residual, alpha)
     n, k = weight.shape
     # torch._scaled_mm takes sizes that are multiples of 16 only
     by_row = weight.scales.shape[1] == 1 and n % 16 == 0 and k % 16 == 0
-    way = choose(weight.is_packed, by_row, x.shape[0], x.dtype, spec.arch_of(x.device))
+    way = "kernel" if kernel == "wgmma" else choose(weight.is_packed, by_row, x.shape[0], x.dtype, spec.arch_of(x.device))
     if way == "scaled_mm":
         y = _scaled_mm(x, weight, bias, norm, residual, alpha)
     else:
         if norm is not None:
             x = launch_rms_norm(x, norm, None, None)
         if way == "kernel":
-            y = _packed_product(x, weight, bias, residual, alpha)
+            y = _packed_product(kernel, x, weight, bias, residual, alpha)
         else:
             y = product(x, dequantize(weight, x.dtype), bias, residual, alpha)
     return y if activation is None else launch_act_and_mul(y, activation)
 
 
-def _packed_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float) -> Tensor:
+def _packed_product(
+    kernel: Kernel, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float
+) -> Tensor:
     """x @ weight.T + bias, (m, n), of several tokens, by a kernel that unpacks weights in registers."""
-    kernel = _kernel(x, weight)
-    if kernel == "few":
-        from fa_serve.ops.quantized_few_kernel import launch_quantized_few
-
-        return launch_quantized_few(x, weight, bias, None, None, residual, alpha)
     if kernel == "wgmma":
         from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma
 

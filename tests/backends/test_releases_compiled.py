@@ -20,10 +20,11 @@ from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
-from fa_serve.ops import quantized_few_kernel, quantized_wgmma_kernel
-from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma, product_tensors
+from fa_serve.ops import quantized_gemv_kernel, quantized_wgmma_kernel
+from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma
 from fa_serve.ops.ops_backend import Gate
-from fa_serve.ops.quantized_few_kernel import few_tile, launch_quantized_few
+from fa_serve.ops.quantized_gemv_kernel import launch_quantized_gemv
+from fa_serve.ops.quantized_pairs import product_tensors
 from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma, wgmma_tile
 from fa_serve.spec import AttentionSpec, Precision
 from fa_serve.testing import cu_seqlens, make_qkv, run_plan
@@ -128,18 +129,17 @@ def test_products_of_quantised_weights_on_hopper(monkeypatch: pytest.MonkeyPatch
     x = torch.zeros(64, k, dtype=torch.bfloat16)
     with compiling_for("sm90") as kernels:
         # without a GPU one multiprocessor is assumed, which gets the tiles of large weights
-        launch_quantized_few(x[:7], int4, None, None, None, None, 1.0)
-        launch_quantized_wgmma(x[:63], int4, None, None, 1.0)
-        for module in (quantized_few_kernel, quantized_wgmma_kernel):
-            monkeypatch.setattr(module, "multiprocessors", lambda device, otherwise: 132)
-        for weight, m in ((int4, 1), (int4, 8), (float8, 1)):
-            launch_quantized_few(x[:m], weight, None, None, None, None, 1.0)
         launch_quantized_wgmma(x, int4, None, None, 1.0)
-    names = ["_quantized_few", "_quantized_wgmma", *["_quantized_few"] * 3, "_quantized_wgmma", "_sum_splits"]
-    assert [kernel.name for kernel in kernels] == names
-    assert few_tile(1, 7, n, "int4") == few_tile(132, 8, 28672, "int4") != few_tile(132, 8, n, "int4")
-    assert wgmma_tile(1, n, k) == wgmma_tile(132, 28672, k) != wgmma_tile(132, n, k)
+        for module in (quantized_gemv_kernel, quantized_wgmma_kernel):
+            monkeypatch.setattr(module, "multiprocessors", lambda device, otherwise: 132)
+        for weight in (int4, float8):
+            launch_quantized_gemv(x[:1], weight, None, None, None, None, 1.0)
+            for m in (16, 64):
+                launch_quantized_wgmma(x[:m], weight, None, None, 1.0)
+    of_weight = ["_quantized_gemv", "_quantized_wgmma", "_sum_splits", "_quantized_wgmma", "_sum_splits"]
+    assert [kernel.name for kernel in kernels] == ["_quantized_wgmma", *of_weight * 2]
+    assert wgmma_tile(1, 64, n, k, "int4") == wgmma_tile(132, 64, 28672, k, "int4") != wgmma_tile(132, 64, n, k, "int4")
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
-    assert all(kernel.instructions["HMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_few")
+    assert all(kernel.instructions["HMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_gemv")
     assert all(kernel.instructions["HGMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_wgmma")
     assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"

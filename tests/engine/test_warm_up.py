@@ -15,7 +15,6 @@ from fa_serve.ops import ExpertWeights, Gate
 from fa_serve.ops.experts_kernel import grouped_tile, quantized_tile, reads_by_rows
 from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile
 from fa_serve.ops.quantized_choice import DEQUANTIZED_PAIRS, KERNEL_TOKENS, kernel_of
-from fa_serve.ops.quantized_few_kernel import few_tile
 from fa_serve.ops.quantized_kernel import linear_tile
 from fa_serve.ops.quantized_wgmma_kernel import wgmma_tile
 
@@ -150,9 +149,9 @@ def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys)
 
             def launched(m: int, n: int = n, k: int = k, arch: int = arch) -> object:
                 kernel = kernel_of("int4", (n, k), 128, m, torch.bfloat16, torch.bfloat16, arch)
-                if kernel == "few":
-                    return kernel, m == 1, few_tile(132, m, n, "int4")
-                return (kernel, wgmma_tile(132, n, k)) if kernel == "wgmma" else linear_tile(132, m, n, k, 2)
+                if kernel == "gemv":
+                    return kernel
+                return wgmma_tile(132, m, n, k, "int4") if kernel == "wgmma" else linear_tile(132, m, n, k, 2)
 
             assert {launched(m) for m in by_kernel} == {launched(m) for m in planned if m <= KERNEL_TOKENS}
     for num_experts, top_k in ((8, 2), (64, 6), (128, 8), (256, 8)):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.ops import experts_wgmma_kernel
-from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, grouped_wgmma_tile, plan_grouped_wgmma, product_tensors
+from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, grouped_wgmma_tile, plan_grouped_wgmma
+from fa_serve.ops.quantized_pairs import product_tensors
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.torch_experts import gated
 from fa_serve.testing import assert_matches_reference

@@ -8,7 +8,8 @@ from cross_compile import compiling_for
 from quantized import float4_weight, float8_weight, int4_weight
 
 from fa_serve import ops
-from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma, product_tensors
+from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma
+from fa_serve.ops.quantized_pairs import product_tensors
 
 GPT_OSS = ops.Gate("silu", interleaved=True, slope=1.702, limit=1.5, offset=1.0)
 BF16 = torch.bfloat16

@@ -10,7 +10,8 @@ from gluon_emulator import emulated
 from quantized import float4_weight, int4_weight
 
 from fa_serve.ops import experts_wgmma_kernel
-from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma, product_tensors
+from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma
+from fa_serve.ops.quantized_pairs import product_tensors
 from fa_serve.ops.quantized_weight import QuantizedWeight
 
 COLUMNS = 256

@@ -10,7 +10,7 @@ from quantized import float8_weight, int4_weight
 from torch import Tensor
 
 from fa_serve import ops, spec
-from fa_serve.ops import quantized_few_kernel, quantized_product, quantized_wgmma_kernel, triton_ops
+from fa_serve.ops import quantized_gemv_kernel, quantized_product, quantized_wgmma_kernel, triton_ops
 from fa_serve.ops.triton_ops import TritonOps
 
 
@@ -57,7 +57,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     }.items():
         monkeypatch.setattr(quantized_product, name, stand_in(name, function))
     monkeypatch.setattr(torch, "_scaled_mm", stand_in("_scaled_mm", scaled_mm))
-    monkeypatch.setattr(quantized_few_kernel, "launch_quantized_few", stand_in("launch_quantized_few", row))
+    monkeypatch.setattr(quantized_gemv_kernel, "launch_quantized_gemv", stand_in("launch_quantized_gemv", row))
     monkeypatch.setattr(quantized_wgmma_kernel, "launch_quantized_wgmma", stand_in("launch_quantized_wgmma", several))
     monkeypatch.setattr(triton_ops, "launch_invariant_linear", stand_in("launch_invariant_linear", ops.invariant_linear))
     return calls
@@ -66,31 +66,29 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("weight", "tokens", "names"),
     [
-        (int4_weight(64, 128, group_size=32, zeros=True), 1, ["launch_quantized_few"]),
-        (int4_weight(64, 128, group_size=32, zeros=True), 3, ["launch_rms_norm", "launch_quantized_few"]),
-        (int4_weight(64, 128, group_size=32, zeros=True), 9, ["launch_rms_norm", "launch_quantized_linear"]),
-        (int4_weight(64, 128, group_size=32, zeros=True), 40, ["launch_rms_norm", "launch_quantized_wgmma"]),
+        (int4_weight(64, 128, group_size=32, zeros=True), 1, ["launch_quantized_gemv"]),
+        (int4_weight(64, 128, group_size=32, zeros=True), 3, ["launch_rms_norm", "launch_quantized_wgmma"]),
         (int4_weight(64, 96, group_size=48), 1, ["launch_quantized_row"]),
         (int4_weight(64, 128, group_size=32, zeros=True), 600, ["launch_rms_norm", "launch_dequantize"]),
-        (float8_weight(64, 128, group_size=128), 1, ["launch_quantized_few"]),
+        (float8_weight(64, 128, group_size=128), 1, ["launch_quantized_gemv"]),
         (float8_weight(64, 128, group_size=64), 1, ["launch_quantized_row"]),
-        (float8_weight(64, 128, group_size=128), 3, ["launch_quantize_rows", "_scaled_mm"]),
+        (float8_weight(64, 128, group_size=128), 64, ["launch_rms_norm", "launch_quantized_wgmma"]),
+        (float8_weight(64, 128, group_size=128), 65, ["launch_quantize_rows", "_scaled_mm"]),
         (float8_weight(64, 128, group_size=128, input_scale=0.02), 600, ["launch_quantize_rows", "_scaled_mm"]),
-        (float8_weight(64, 128, group_size=64), 3, ["launch_rms_norm", "launch_quantized_linear"]),
+        (float8_weight(64, 128, group_size=64), 128, ["launch_rms_norm", "launch_quantized_wgmma"]),
         (float8_weight(64, 136, group_size=136), 3, ["launch_rms_norm", "launch_quantized_linear"]),
     ],
     ids=[
         "int4-1",
         "int4-3",
-        "int4-9",
-        "int4-40",
         "int4-groups-1",
         "int4-600",
         "float8-1",
         "float8-groups-1",
-        "float8-3",
+        "float8-64",
+        "float8-65",
         "float8-static-600",
-        "float8-groups-3",
+        "float8-groups-128",
         "float8-odd-3",
     ],
 )

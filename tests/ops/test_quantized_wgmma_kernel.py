@@ -1,11 +1,11 @@
-"""The source of the Hopper kernel for 33 to 64 tokens, emulated on a CPU, against float64; and its tiles."""
+"""The source of the Hopper kernel for 2 to 128 tokens, emulated on a CPU, against float64; and its tiles."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from gluon_emulator import emulated
-from quantized import int4_weight
+from quantized import float8_weight, int4_weight
 from rounded_once import dtype_id, randn
 from torch import Tensor
 
@@ -15,29 +15,36 @@ from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
 EXACT = TorchOps()
-WEIGHTS = {
-    "G128": {"group_size": 128},
-    "G32-zeros-act-order": {"group_size": 32, "zeros": True, "act_order": True},
-    "G512-zeros": {"group_size": 512, "zeros": True},
-    "row": {"group_size": 4096},
-    "G128-scales-in-float16": {"group_size": 128, "dtype": torch.float16},
+INT4 = {
+    "int4-G128": {"group_size": 128},
+    "int4-G32-zeros-act-order": {"group_size": 32, "zeros": True, "act_order": True},
+    "int4-G512-zeros": {"group_size": 512, "zeros": True},
+    "int4-row": {"group_size": 4096},
+    "int4-G128-scales-in-float16": {"group_size": 128, "dtype": torch.float16},
 }
+FLOAT8 = {"float8-G32": 32, "float8-G128": 128, "float8-row": 1296}
 
 
+@pytest.mark.parametrize(
+    ("m", "tile"), [(9, WgmmaTile(16, 64, 4, 1)), (33, WgmmaTile(64, 64, 2, 1))], ids=["4-stages", "2-stages"]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_products(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [*INT4, *FLOAT8])
+def test_products(name: str, dtype: torch.dtype, m: int, tile: WgmmaTile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, tokens and columns that do not fill a tile, with a bias and a residual."""
-    m = 33
     n = 101
-    k = 1304
-    weight = int4_weight(n, k, **({"dtype": dtype} | WEIGHTS[name]))
+    if name in INT4:
+        k = 1304
+        weight = int4_weight(n, k, **({"dtype": dtype} | INT4[name]))
+    else:
+        k = 1296
+        weight = float8_weight(n, k, group_size=FLOAT8[name])
     x = randn(m, k, dtype=dtype)
     bias = randn(n, dtype=dtype, seed=1)
     residual = randn(m, n, dtype=dtype, seed=2)
     exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
-    eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5)
-    monkeypatch.setattr(quantized_wgmma_kernel, "wgmma_tile", lambda *sizes: WgmmaTile(64, 1))
+    eager = residual + 0.5 * torch.nn.functional.linear(x, weight.dequantize(dtype), bias)
+    monkeypatch.setattr(quantized_wgmma_kernel, "wgmma_tile", lambda *sizes: tile)
     with emulated(quantized_wgmma_kernel):
         y = launch_quantized_wgmma(x, weight, bias, residual, 0.5)
     assert_matches_reference(y, exact, eager)
@@ -51,7 +58,7 @@ def test_ranges_of_columns_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
         return sums.sum(0).to(out.dtype)
 
     monkeypatch.setattr(quantized_wgmma_kernel, "launch_sum_splits", sum_splits)
-    monkeypatch.setattr(quantized_wgmma_kernel, "wgmma_tile", lambda *sizes: WgmmaTile(128, 4))
+    monkeypatch.setattr(quantized_wgmma_kernel, "wgmma_tile", lambda *sizes: WgmmaTile(64, 128, 2, 4))
     for k in (1200, 1816):
         weight = int4_weight(128, k, group_size=128, dtype=torch.bfloat16)
         x = randn(64, k, dtype=torch.bfloat16)
@@ -62,14 +69,17 @@ def test_ranges_of_columns_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "tile"),
+    ("m", "n", "k", "values", "tile"),
     [
-        (28672, 4096, WgmmaTile(128, 1)),
-        (6144, 4096, WgmmaTile(128, 4)),
-        (4096, 14336, WgmmaTile(64, 4)),
-        (4096, 2048, WgmmaTile(64, 2)),
-        (64, 1024, WgmmaTile(64, 1)),
+        (2, 28672, 4096, "int4", WgmmaTile(16, 128, 4, 1)),
+        (16, 28672, 4096, "float8", WgmmaTile(16, 64, 4, 1)),
+        (17, 28672, 4096, "int4", WgmmaTile(32, 64, 3, 1)),
+        (64, 28672, 4096, "int4", WgmmaTile(64, 128, 2, 1)),
+        (64, 6144, 4096, "float8", WgmmaTile(64, 64, 3, 2)),
+        (65, 4096, 14336, "int4", WgmmaTile(128, 64, 2, 4)),
+        (16, 4096, 2048, "int4", WgmmaTile(16, 64, 4, 2)),
+        (16, 64, 1024, "int4", WgmmaTile(16, 64, 4, 1)),
     ],
 )
-def test_tiles_are_those_that_were_measured(n: int, k: int, tile: WgmmaTile) -> None:
-    assert wgmma_tile(132, n, k) == tile
+def test_tiles_are_those_that_were_measured(m: int, n: int, k: int, values: str, tile: WgmmaTile) -> None:
+    assert wgmma_tile(132, m, n, k, values) == tile

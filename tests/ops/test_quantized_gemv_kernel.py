@@ -1,4 +1,4 @@
-"""The source of the Hopper kernel for up to 8 tokens, emulated on a CPU, against float64; and its tiles."""
+"""The source of the Hopper kernel for one token, emulated on a CPU, against float64; and its tiles."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from quantized import float8_weight, int4_weight
 from rounded_once import dtype_id, randn
 
 from fa_serve import ops
-from fa_serve.ops import quantized_few_kernel
+from fa_serve.ops import quantized_gemv_kernel
 from fa_serve.ops.ops_backend import Norm
-from fa_serve.ops.quantized_few_kernel import FewTile, few_tile, launch_quantized_few
+from fa_serve.ops.quantized_gemv_kernel import GemvTile, gemv_tile, launch_quantized_gemv
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
@@ -25,21 +25,20 @@ INT4 = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
-@pytest.mark.parametrize("m", [1, 7])
 @pytest.mark.parametrize("name", INT4)
-def test_products_of_4_bit_weights(name: str, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_4_bit_weights(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and columns that do not fill a tile, with a bias and a residual."""
     n = 37
     k = 1300
     weight = int4_weight(n, k, dtype=dtype, **INT4[name])
-    x = randn(m, k, dtype=dtype)
+    x = randn(1, k, dtype=dtype)
     bias = randn(n, dtype=dtype, seed=1)
-    residual = randn(m, n, dtype=dtype, seed=2)
+    residual = randn(1, n, dtype=dtype, seed=2)
     exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
     eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5)
-    monkeypatch.setattr(quantized_few_kernel, "few_tile", lambda *sizes: FewTile(32 if m > 1 else 16, 4, 2))
-    with emulated(quantized_few_kernel):
-        y = launch_quantized_few(x, weight, bias, None, None, residual, 0.5)
+    monkeypatch.setattr(quantized_gemv_kernel, "gemv_tile", lambda *sizes: GemvTile(16, 4, 2))
+    with emulated(quantized_gemv_kernel):
+        y = launch_quantized_gemv(x, weight, bias, None, None, residual, 0.5)
     assert_matches_reference(y, exact, eager)
 
 
@@ -57,22 +56,21 @@ def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype, monkeyp
     activation = ops.ACTIVATIONS[0]
     exact = EXACT.linear(x.double(), weight, None, Norm(norm.double(), 1e-5, 1.0), activation, None, 1.0)
     eager = EXACT.linear(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0)
-    monkeypatch.setattr(quantized_few_kernel, "multiprocessors", lambda device, otherwise: 132)
-    with emulated(quantized_few_kernel):
-        y = launch_quantized_few(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0)
+    monkeypatch.setattr(quantized_gemv_kernel, "multiprocessors", lambda device, otherwise: 132)
+    with emulated(quantized_gemv_kernel):
+        y = launch_quantized_gemv(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0)
     assert_matches_reference(y, exact, eager)
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "values", "tile"),
+    ("n", "values", "tile"),
     [
-        (1, 28672, "int4", FewTile(16, 4, 2)),
-        (8, 28672, "int4", FewTile(32, 4, 2)),
-        (8, 6144, "int4", FewTile(16, 4, 2)),
-        (1, 4096, "int4", FewTile(16, 8, 3)),
-        (1, 28672, "float8", FewTile(16, 4, 4)),
-        (1, 4096, "float8", FewTile(16, 8, 4)),
+        (28672, "int4", GemvTile(16, 4, 2)),
+        (6144, "int4", GemvTile(16, 4, 2)),
+        (4096, "int4", GemvTile(16, 8, 3)),
+        (28672, "float8", GemvTile(16, 4, 4)),
+        (4096, "float8", GemvTile(16, 8, 4)),
     ],
 )
-def test_tiles_are_those_that_were_measured(m: int, n: int, values: str, tile: FewTile) -> None:
-    assert few_tile(132, m, n, values) == tile
+def test_tiles_are_those_that_were_measured(n: int, values: str, tile: GemvTile) -> None:
+    assert gemv_tile(132, n, values) == tile

@@ -1,4 +1,4 @@
-"""Products of quantised weights with up to 8 tokens on Hopper, in Gluon: weights from registers to `mma.sync`.
+"""The product of a quantised weight with one token on Hopper, in Gluon: weights from registers to `mma.sync`.
 
 A program has 16 or 32 rows of weights, and each of its warps sums other columns of them. A thread copies words to shared memory
 asynchronously, several steps ahead, and reads back those that it copied, so warps never wait for each other before the end. Two
@@ -8,9 +8,9 @@ ones gives. A pair of float8 numbers takes four instructions: their bits are mov
 of two. NaN, which no checkpoint has, becomes 480.
 
 Tensor cores add products in any order of the columns, so a thread multiplies the columns that it has, and the input is
-rearranged: `column_of` says how. One token is kept in shared memory, with its norm applied, and is gathered there once. Left
-out: the portable kernels (quantized_kernel.py), which serve everything else, and when this kernel is used
-(quantized_choice.py).
+rearranged: `column_of` says how. The token is kept in shared memory, with its norm applied, and is gathered there once. `mma`
+multiplies 8 tokens at a time, and all of them are this one. Left out: several tokens (quantized_wgmma_kernel.py), the portable
+kernels (quantized_kernel.py), and when this kernel is used (quantized_choice.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from fa_serve.ops.quantized_primitives import kernel_tensors, kernel_values, pro
 from fa_serve.ops.quantized_weight import QuantizedWeight, Values
 
 
-class FewTile(NamedTuple):
-    """block_n rows of weights by 8 tokens; each of num_warps warps has its own blocks of 32 words of a row.
+class GemvTile(NamedTuple):
+    """block_n rows of weights; each of num_warps warps has its own blocks of 32 words of a row.
 
     num_stages: blocks of a warp that are copied or used at a time
     """
@@ -195,8 +195,8 @@ def row_of(row, N: gl.constexpr, STORED: gl.constexpr):
     return gl.minimum(gl.program_id(0) * STORED + row % STORED, N - 1) + row // STORED * N
 
 
-@gluon.jit(do_not_specialize=["M"])
-def _quantized_few(
+@gluon.jit
+def _quantized_gemv(
     x_ptr,
     data_ptr,
     scales_ptr,
@@ -206,7 +206,6 @@ def _quantized_few(
     bias_ptr,
     residual_ptr,
     out_ptr,
-    M,
     eps,
     offset,
     alpha,
@@ -216,14 +215,12 @@ def _quantized_few(
     VALUES: gl.constexpr,
     GATED: gl.constexpr,
     KIND: gl.constexpr,
-    ONE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """out = activation of x @ weights + bias, plus what is asked for, as `quantized_kernel._quantized_row` computes it.
 
-    ONE:   whether M, which is at most 8, is 1; a norm is applied only then, and float8 weights are multiplied only then
     GATED: the weights have 2 * N rows. The first half of a program's rows are gates, the other the rows that they multiply.
     """
     BLOCK_M: gl.constexpr = 8
@@ -239,8 +236,8 @@ def _quantized_few(
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     w_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 8, 4], [WARPS, 1, 1, 1], [3, 2, 1, 0])
-    # of one token a thread has 8 neighbouring positions, of several tokens 4 neighbouring columns of each 16
-    x_layout: gl.constexpr = gl.BlockedLayout([1, 8 if ONE else 4, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
+    # a thread has 8 neighbouring positions
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
     w_shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     opaque = gl.num_programs(1)
 
@@ -270,14 +267,10 @@ def _quantized_few(
         zeros = load_groups(zeros_ptr, g_row * GROUPS, g_start, K, GROUP, WIDTH, PARTS)
 
     wait_for_previous_kernel(PDL)
-    x_warp = along(gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, x_layout))), 0)
-    x_column = x_warp * WIDTH + along(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, x_layout))), 1)
-    x_token = gl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, x_layout))), M - 1)
-    x_token = along(x_token, 2) * K
-    if ONE:
-        token_shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        token = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STEPS, WARPS, WIDTH], token_shared)
-        store_token(token, x_ptr, columns_ptr, norm_ptr, eps, offset, K, VALUES, WIDTH, STEPS)
+    eighth = along(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, x_layout))), 2)
+    token_shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    token = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STEPS, WARPS, WIDTH], token_shared)
+    store_token(token, x_ptr, columns_ptr, norm_ptr, eps, offset, K, VALUES, WIDTH, STEPS)
 
     none = gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, layout=mma)
     ones = gl.full([WARPS, BLOCK_N, 32], 1.0, x_ptr.dtype.element_ty, layout=a_layout)
@@ -301,20 +294,9 @@ def _quantized_few(
             total = none
             sums = none
             for run in gl.static_range(part * (WIDTH // 32 // PARTS), (part + 1) * (WIDTH // 32 // PARTS)):
-                if ONE:
-                    x = token.index(step).slice(32 * run, 32, dim=1).load(gl.SliceLayout(2, x_layout))
-                    x, _ = gl.broadcast(gl.expand_dims(x, 2), x_token)
-                    x = gl.permute(gl.reshape(x, [WARPS, 4, 4, 2, BLOCK_M]), (0, 2, 1, 3, 4))
-                else:
-                    at = x_column + (step * (WARPS * WIDTH) + 32 * run)
-                    source = at
-                    if columns_ptr is not None:
-                        source = gl.load(columns_ptr + at, mask=at < K, other=0)
-                    if K % (WARPS * WIDTH) == 0:
-                        x = gl.load(x_ptr + (x_token + source))
-                    else:
-                        x = gl.load(x_ptr + (x_token + source), mask=(at < K) & (x_token >= 0), other=0.0)
-                    x = gl.permute(gl.reshape(x, [WARPS, 2, 4, 2, 2, BLOCK_M]), (0, 1, 3, 2, 4, 5))
+                x = token.index(step).slice(32 * run, 32, dim=1).load(gl.SliceLayout(2, x_layout))
+                x, _ = gl.broadcast(gl.expand_dims(x, 2), eighth)
+                x = gl.permute(gl.reshape(x, [WARPS, 4, 4, 2, BLOCK_M]), (0, 2, 1, 3, 4))
                 x = gl.convert_layout(gl.reshape(x, [WARPS, 32, BLOCK_M]), b_layout)
                 w = gl.convert_layout(weights_of_run(found, opaque, run, VALUES, HALF), a_layout)
                 if VALUES == 0:
@@ -349,11 +331,11 @@ def _quantized_few(
     y = gl.convert_layout(y, out_layout)
     row = gl.expand_dims(gl.program_id(0) * STORED + gl.arange(0, STORED, layout=gl.SliceLayout(1, out_layout)), 1)
     tokens = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, out_layout)), 0)
-    stored = (row < N) & (tokens < M)
-    store_product(y, out_ptr, residual_ptr, alpha, tokens * N + row, stored)
+    stored = (row < N) & (tokens < 1)
+    store_product(y, out_ptr, residual_ptr, alpha, tokens + row, stored)
 
 
-def launch_quantized_few(
+def launch_quantized_gemv(
     x: Tensor,
     weight: QuantizedWeight,
     bias: Tensor | None,
@@ -362,17 +344,14 @@ def launch_quantized_few(
     residual: Tensor | None,
     alpha: float,
 ) -> Tensor:
-    """Arguments and result are those of `fa_serve.ops.linear`, with all tensors contiguous. One launch.
-
-    norm: None for several tokens
-    """
+    """Arguments and result are those of `fa_serve.ops.linear`, with one token and contiguous tensors. One launch."""
     norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
     gated = activation is not None
-    m, k = x.shape
+    k = x.shape[1]
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = x.new_empty(m, n) if residual is None else residual
+    out = x.new_empty(1, n) if residual is None else residual
     key = (
-        "quantized_few",
+        "quantized_gemv",
         *product_facts(x, weight, bias, residual),
         activation,
         eps,
@@ -382,11 +361,11 @@ def launch_quantized_few(
     )
     run = PLANS.get(key)
     if run is None:
-        tile = few_tile(multiprocessors(x.device, 1), m, weight.shape[0], weight.values)
+        tile = gemv_tile(multiprocessors(x.device, 1), weight.shape[0], weight.values)
         launch = Launch(
-            _quantized_few,
+            _quantized_gemv,
             triton.cdiv(n, tile.block_n // 2 if gated else tile.block_n),
-            varying=(m, eps, offset, alpha),
+            varying=(eps, offset, alpha),
             fixed=(
                 n,
                 k,
@@ -394,7 +373,6 @@ def launch_quantized_few(
                 kernel_values(weight),
                 gated,
                 ACTIVATION_KINDS[activation or "silu"],
-                m == 1,
                 tile.block_n,
                 tile.num_stages,
                 True,
@@ -407,21 +385,17 @@ def launch_quantized_few(
     return out
 
 
-def few_tile(num_sms: int, m: int, n: int, values: Values) -> FewTile:
-    """The tile of the product of m tokens with n rows of weights.
+def gemv_tile(num_sms: int, n: int, values: Values) -> GemvTile:
+    """The tile of the product of one token with n rows of weights.
 
-    Measured on one H200, in us, with weights outside of the L2 cache. 4-bit weights of 28672 x 4096: one token takes 26.9 with
-    4 warps and 2 stages, 27.2 with 3 stages, 35.4 with 8 warps; with a norm and a gate 29.8, 31.5 and 39.7. 8 tokens take 37.8
-    with 32 rows, 41.4 with 16. Numbers of warps were compared for smaller weights in an earlier form of the kernel only, in
-    which blocks of 4-bit weights had 128 columns: one token takes 19.6 with 8 warps and 26.1 with 4 for 4096 x 14336, 10.7 and
-    10.5 for 6144 x 4096, and 8.4 and 9.0 for 4096 x 4096. Float8 weights had the blocks that they have now: 25.6 and 30.5 for
-    4096 x 14336, 15.2 and 13.2 for 6144 x 4096, 45.3 and 42.3 for 28672 x 4096. The times of the selected tiles are in
-    `quantized_choice.kernel_of`.
+    Measured on one H200, in us, with weights outside of the L2 cache. 4-bit weights of 28672 x 4096: 26.9 with 4 warps and 2
+    stages, 27.2 with 3 stages, 35.4 with 8 warps; with a norm and a gate 29.8, 31.5 and 39.7. Numbers of warps were compared
+    for smaller weights in an earlier form of the kernel only, in which blocks of 4-bit weights had 128 columns: 19.6 with 8
+    warps and 26.1 with 4 for 4096 x 14336, 10.7 and 10.5 for 6144 x 4096, and 8.4 and 9.0 for 4096 x 4096. Float8 weights had
+    the blocks that they have now: 25.6 and 30.5 for 4096 x 14336, 15.2 and 13.2 for 6144 x 4096, 45.3 and 42.3 for 28672 x
+    4096. The times of the selected tiles are in `quantized_choice.kernel_of`.
     """
-    programs = triton.cdiv(n, 16)
-    if m > 1 and programs >= 8 * num_sms:
-        return FewTile(32, 4, 2)
-    warps = 8 if programs <= 2 * num_sms else 4
+    warps = 8 if triton.cdiv(n, 16) <= 2 * num_sms else 4
     if values == "float8":
-        return FewTile(16, warps, 4)
-    return FewTile(16, warps, 3 if warps == 8 else 2)
+        return GemvTile(16, warps, 4)
+    return GemvTile(16, warps, 3 if warps == 8 else 2)
