@@ -10,7 +10,8 @@
    same answers, greedily.
 2. **A lost replica**: clients ask in a closed loop, and the process of one replica is killed. Measured are the requests that
    fail and the latencies of all.
-3. **Throughput**: `fa-serve bench` loads one replica, and two with twice as many requests at once.
+3. **Throughput**: `fa-serve bench` loads one replica, and two with twice as many requests at once. With three GPUs or more both
+   servers start side by side; they are loaded one after the other.
 
 Results of GPUs go to results/replicas.jsonl in the form of measure.py. Left out: replicas of several machines.
 """
@@ -28,12 +29,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from engine_workloads import SHAPES, make_folder
 from measure import Results
 
@@ -51,13 +54,16 @@ BLIND = f"from fa_serve.server.ray import prefix_router as r; f = r.in_order; r.
 
 
 @contextmanager
-def served(program: str, options: argparse.Namespace, *more: str, replicas: int = 2) -> Iterator[tuple[str, int]]:
-    """The address and the process of a server over replicas."""
+def served(
+    program: str, options: argparse.Namespace, *more: str, replicas: int = 2, gpus: str | None = None
+) -> Iterator[tuple[str, int]]:
+    """The address and the process of a server over replicas. gpus: those that it sees, by default all"""
     flags = ["--port", "0", "--device", options.device, "--replicas", str(replicas), "--replica-cpus", "0.5", *more]
     flags += ["--num-pages", "4096", "--dtype", "float32"] if options.device == "cpu" else []
     command = [sys.executable, "-c", program, "ray", *([options.model] if options.model else []), *flags]
     with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        own = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        server = subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
             url = next((line.strip() for line in server.stdout or () if line.startswith("http://")), None)
             if url is None:
@@ -125,8 +131,24 @@ async def lose_one(url: str, server: int, seconds: float) -> dict[str, Any]:
     return {"requests": len(times), "failed": len(failures), "messages": sorted(set(failures)), **milliseconds}
 
 
-def throughput(options: argparse.Namespace, replicas: int) -> float:
-    """Output tokens per second of so many replicas."""
+def throughput(options: argparse.Namespace) -> dict[int, float]:
+    """Output tokens per second of one replica and of two."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    if options.device != "cuda" or len(visible) < 3:
+        rates = {}
+        for replicas in (1, 2):
+            with served(PLAIN, options, replicas=replicas) as (url, _):
+                rates[replicas] = rate(options, url, replicas)
+        return rates
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        one = served(PLAIN, options, replicas=1, gpus=visible[0])
+        two = served(PLAIN, options, replicas=2, gpus=",".join(visible[1:3]))
+        addresses = list(threads.map(lambda server: stack.enter_context(server)[0], (one, two)))
+        return {replicas: rate(options, url, replicas) for replicas, url in zip((1, 2), addresses, strict=True)}
+
+
+def rate(options: argparse.Namespace, url: str, replicas: int) -> float:
+    """Output tokens per second of a server of so many replicas."""
     load = Load(
         requests=replicas * options.requests,
         concurrency=replicas * options.concurrency,
@@ -134,9 +156,9 @@ def throughput(options: argparse.Namespace, replicas: int) -> float:
         output_tokens=128,
         processes=2 * replicas,
     )
-    with served(PLAIN, options, replicas=replicas) as (url, _):
-        for turn in range(2):  # the first one compiles and captures
-            report = asyncio.run(run(replace(load, url=url, seed=turn)))
+    for turn in range(2):  # the first one compiles and captures
+        report = asyncio.run(run(replace(load, url=url, seed=turn)))
+        print(f"{replicas} replicas, turn {turn}: {report['output_tokens_per_s']:.0f} tokens/s", flush=True)
     return float(report["output_tokens_per_s"])
 
 
@@ -201,8 +223,9 @@ def measure(options: argparse.Namespace) -> None:
         results.add(f"{name} a replica is killed, requests that fail", "share", lost["failed"] / lost["requests"], {})
         write(results, options)
     if "throughput" in options.parts:
-        one = throughput(options, 1)
-        two = throughput(options, 2)
+        rates = throughput(options)
+        one = rates[1]
+        two = rates[2]
         print(f"throughput: one replica {one:.0f} tokens/s, two {two:.0f}, ratio {two / one:.2f}")
         results.add(f"{name} throughput of two", "tok/s", two, {"one": one})
         write(results, options)

@@ -71,7 +71,7 @@ def load_half(words, stage, HALF: gl.constexpr, VALUES: gl.constexpr, LAYOUT: gl
     return words.index(2 * stage + HALF if VALUES == 0 else stage).load(LAYOUT)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["pairs"])
 def _grouped_wgmma(
     x_ptr,
     data_ptr,
@@ -81,6 +81,7 @@ def _grouped_wgmma(
     order_ptr,
     tiles_ptr,
     out_ptr,
+    pairs,
     slope,
     limit,
     offset,
@@ -99,7 +100,8 @@ def _grouped_wgmma(
 ):
     """A program computes one tile of the output, as `experts_kernel._grouped_linear` does.
 
-    tiles: (tiles, 3) int32, as `experts_kernel._list_tiles` writes them
+    tiles: (tiles, 3) int32, as `experts_kernel._list_tiles` writes them; None for one expert that has all `pairs`
+    order: None if outputs are in the order of the input's rows
     data:  of float8 weights, int16
     """
     WARPS: gl.constexpr = gl.num_warps()
@@ -117,11 +119,16 @@ def _grouped_wgmma(
     x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     tile = gl.program_id(0) // TILES_N
     tile_n = gl.program_id(0) % TILES_N
-    expert = gl.load(tiles_ptr + 3 * tile).to(gl.int64)
-    first = gl.load(tiles_ptr + 3 * tile + 1)
-    end = gl.load(tiles_ptr + 3 * tile + 2)
-    if first >= end:
-        return
+    if tiles_ptr is None:
+        expert = 0
+        first = tile * BLOCK_M
+        end = gl.minimum(first + BLOCK_M, pairs)
+    else:
+        expert = gl.load(tiles_ptr + 3 * tile).to(gl.int64)
+        first = gl.load(tiles_ptr + 3 * tile + 1)
+        end = gl.load(tiles_ptr + 3 * tile + 2)
+        if first >= end:
+            return
     # pairs that do not exist are the last ones, and are not stored
     x_places = gl.minimum(first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_copy)), end - 1)
     x_rows = gl.load(order_ptr + x_places) // TOP_K if GATED else x_places
@@ -199,17 +206,25 @@ def _grouped_wgmma(
     n = gl.expand_dims(tile_n * OUTPUTS + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, stored)), 1)
     places = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, stored))
     o_rows = places
-    if not GATED:
+    if not GATED and order_ptr is not None:
         o_rows = gl.load(order_ptr + gl.minimum(places, end - 1))
     keep = (n < N) & gl.expand_dims(places < end, 0)
     gl.store(out_ptr + gl.expand_dims(o_rows.to(gl.int64) * N, 0) + n, y, mask=keep)
 
 
 def plan_grouped_wgmma(
-    weight: QuantizedWeight, num_experts: int, top_k: int, gate: Gate | None, tiles: int, tile: GroupedWgmmaTile, stride_be: int
+    weight: QuantizedWeight,
+    num_experts: int,
+    top_k: int,
+    gate: Gate | None,
+    tiles: int,
+    tile: GroupedWgmmaTile,
+    stride_be: int,
+    pairs: int = 0,
 ) -> Launch:
     """The launch of a product with the weights of all experts, in `tiles` tiles of pairs.
 
+    pairs:     how many there are, if the kernel is not given a list of tiles
     gate:      gates pairs of outputs, and the input has a row for each token; else the input has a row for each pair
     stride_be: of biases, by expert
     """
@@ -221,7 +236,7 @@ def plan_grouped_wgmma(
     return Launch(
         _grouped_wgmma,
         tiles * triton.cdiv(rows, tile.block_n),
-        varying=gate_numbers(gate),
+        varying=(pairs, *gate_numbers(gate)),
         strides=(stride_be,),
         fixed=(n, weight.width, top_k, *rows_of_outputs(gate, n), *kernel_constants(weight)[:2], *tile),
         options=options,

@@ -29,7 +29,9 @@ class LLM:
         return [self.answer(prompt["prompt_token_ids"], each.max_tokens) for prompt, each in zip(prompts, sampling)]
 
     def answer(self, prompt, count):
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[sum(prompt) % 97 + self.shift] * count)])
+        token = sum(prompt) % 97 + self.shift
+        logprobs = {token: SimpleNamespace(logprob=-1.0), token + 1: SimpleNamespace(logprob=-2.0)}
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token] * count, logprobs=[logprobs] * count)])
 """
 REGISTRY = """
 from enum import Enum
@@ -57,15 +59,24 @@ def test_tokens_of_each_backend_are_compared(peer: Path, monkeypatch: pytest.Mon
     done = run(peer, monkeypatch, wrong="TRITON_ATTN")
     assert done.returncode == 0, done.stdout + done.stderr
     for shape in bench_vllm_plugin.SMALL:
-        assert f"{shape} CUSTOM: 6 of 6 answers are those of FLASH_ATTN" in done.stdout
-        assert f"{shape} TRITON_ATTN: 0 of 6 answers are those of FLASH_ATTN" in done.stdout
+        assert f"{shape} CUSTOM: of 6 answers {{'equal': 6}}" in done.stdout
+        assert f"{shape} TRITON_ATTN: of 6 answers {{'differ': 6}}" in done.stdout
 
 
 def test_other_tokens_of_the_plugin_are_an_error() -> None:
-    answers = {("tiny", "FLASH_ATTN"): {"tokens": [[1], [2]]}, ("tiny", "CUSTOM"): {"tokens": [[1], [3]]}}
+    second = [[(3, 0.2)], [(3, 0.2)]]
+    answers = {("tiny", "FLASH_ATTN"): {"tokens": [[1], [2]], "second": second}, ("tiny", "CUSTOM"): {"tokens": [[1], [3]]}}
     assert bench_vllm_plugin.compare(["tiny"], ["CUSTOM", "FLASH_ATTN"], answers) == ["tiny: 1 answers differ"]
     missing = bench_vllm_plugin.compare(["tiny"], ["TRITON_ATTN"], answers)
     assert missing == ["tiny has no tokens of TRITON_ATTN or of FLASH_ATTN"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind"), [([7, 8, 9], "equal"), ([7, 1, 4], "part at a tie"), ([7, 2, 9], "differ"), ([3, 8, 9], "differ")]
+)
+def test_answers_may_part_where_two_tokens_are_as_good(tokens: list[int], kind: str) -> None:
+    second = [(3, 1.0), (1, bench_vllm_plugin.TIE), (4, 0.0)]
+    assert bench_vllm_plugin.kind_of(tokens, [7, 8, 9], second) == kind
 
 
 def test_the_plugin_of_a_clone_is_declared(tmp_path: Path) -> None:
