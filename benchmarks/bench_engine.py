@@ -5,22 +5,23 @@
     python benchmarks/bench_engine.py --shapes llama8b --tensor-parallel 2 --peers vllm,one_gpu --workloads A,B,C,C64,D
     python benchmarks/bench_engine.py decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite
     python benchmarks/bench_engine.py profile --shapes llama8b                  # decoding steps kernel by kernel, and a prefill
-    python benchmarks/bench_engine.py decode --shapes llama70b --tensor-parallel 2 --requests 1   # steps of one of two ranks
+    python benchmarks/bench_engine.py decode --shapes llama70b --layers 20 --tensor-parallel 2 --requests 1   # one of two ranks
     python benchmarks/bench_engine.py decode --shapes deepseek-lite --tiny --device cpu --requests 1     # to try a shape
     python benchmarks/bench_engine.py --shapes tiny --device cpu --requests 4   # to try the script
 
 `decode` prints a decoding step at 1, 16, 64 and 256 sequences beside its floor, the time of a copy of as many bytes as it must
-read (profile_engine.py). It needs no peer, and 20 to 60 s for each shape, most of them to make the weights.
+read (profile_engine.py), and writes them to results/steps.jsonl. It needs no peer, and 20 to 60 s for each shape, most of them
+to make the weights.
 
-A, B, C, D are in `WORKLOADS` of engine_workloads.py. They are greedy, ignore end tokens, take and return token ids, and use no
-prefix cache. `shared` is 128 requests whose first 2,048 tokens are the same; with it, prefix caches are on for all workloads,
-but the prompts of the other workloads have nothing in common. `sampled` is B with temperature 0.7 and top_p 0.9; its peer is
-our greedy B. `edit` speculates, with 5 drafts accepted in each step as in an answer that mostly copies its prompt; its peer is
-`edit_plain`, the same requests without speculation. `eagle3` and `eagle3_plain` are one request, with and without the drafts of
-an EAGLE-3 head, which has random weights; 3 drafts of each step are accepted. Both have an engine for themselves. `unmatched1`,
-`unmatched16` and `unmatched256` speculate by prompt lookup where nothing repeats itself; their peers are the same requests
-without speculation. The start-up is the time from the start of the process to the first token, with compilers' caches as they
-are.
+A, B, C, D and C16, C64, C256, which are C with so many requests at once, are in `WORKLOADS` of engine_workloads.py. They are
+greedy, ignore end tokens, take and return token ids, and use no prefix cache. `shared` is 128 requests whose first 2,048 tokens
+are the same; with it, prefix caches are on for all workloads, but the prompts of the other workloads have nothing in common.
+`sampled` is B with temperature 0.7 and top_p 0.9; its peer is our greedy B. `edit` speculates, with 5 drafts accepted in each
+step as in an answer that mostly copies its prompt; its peer is `edit_plain`, the same requests without speculation. `eagle3`
+and `eagle3_plain` are one request, with and without the drafts of an EAGLE-3 head, which has random weights; 3 drafts of each
+step are accepted. Both have an engine for themselves. `unmatched1`, `unmatched16` and `unmatched256` speculate by prompt lookup
+where nothing repeats itself; their peers are the same requests without speculation. The start-up is the time from the start of
+the process to the first token, with compilers' caches as they are.
 
 With --tensor-parallel N, our engine and vLLM divide the model between N GPUs. The peer `one_gpu` is our engine on one of them.
 `decode` and `profile` then show rank 0, whose floor is that of its part of the model.
@@ -48,7 +49,7 @@ from typing import Any
 
 from child_process import answers
 from engine_runs import PARTS
-from engine_workloads import HEADS, SHAPES, SPECULATING, WORKLOADS, make_tiny, say
+from engine_workloads import HEADS, SHAPES, SPECULATING, WORKLOADS, cut_layers, make_tiny, say
 from profile_engine import decode, profile
 
 SHARES = {"fa_serve": 4, "vllm": 5, "generate_batch": 4, "one_gpu": 4}  # of the time
@@ -204,10 +205,16 @@ def main() -> None:
     parser.add_argument("--no-peers", dest="peers", action="store_const", const=[])
     parser.add_argument("--peer-path", default="", help="PYTHONPATH of vLLM's process")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs between which models are divided")
-    parser.add_argument("--budget", type=float, default=180.0, help="seconds for each shape")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=180.0,
+        help="seconds for each shape; of decode and profile, behind the making of the model",
+    )
     parser.add_argument("--models", type=Path, help="keep models there; the gate is run when one is made")
     parser.add_argument("--requests", type=int, help="so many of each workload's at most")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--layers", type=int, metavar="N", help="models get at most so many, to load large ones sooner")
     parser.add_argument("--tiny", action="store_true", help="the chosen shapes in tiny sizes, to try decode or profile")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of EngineConfig, e.g. eager=true")
     parser.add_argument("--top", type=int, default=8, help="kernels that the profile shows")
@@ -220,6 +227,10 @@ def main() -> None:
         parser.error("the peer one_gpu needs --tensor-parallel above 1")
     if args.tiny:
         make_tiny()
+    if args.layers is not None:
+        if args.part not in ("decode", "profile"):
+            parser.error("--layers is for decode and profile")
+        cut_layers(args.layers)
     parts[args.part](args)
 
 

@@ -154,6 +154,12 @@ def tiny_sizes(shape: str) -> dict[str, int]:
     return {name: value for name, value in TINY.items() if name in SHAPES[shape]}
 
 
+def cut_layers(count: int) -> None:
+    """Give every shape that has more layers so many."""
+    for shape, sizes in SHAPES.items():
+        SHAPES[shape] = sizes | {"num_hidden_layers": min(count, sizes["num_hidden_layers"])}
+
+
 def make_tiny() -> None:
     """Give every shape the sizes of TINY."""
     for shape in SHAPES:
@@ -205,7 +211,9 @@ WORKLOADS = {
     "B": Workload(uneven(256)),
     "sampled": Workload(uneven(256), sampled=True),
     "C": Workload([(128, 256)]),
+    "C16": Workload([(128, 256)] * 16),
     "C64": Workload([(128, 256)] * 64),
+    "C256": Workload([(128, 256)] * 256),
     "D": Workload([(3072, 1)] * 64, all_tokens=True),
     "edit": Workload([(1024, 512)] * 16, accepted=5),
     "edit_plain": Workload([(1024, 512)] * 16),
@@ -257,8 +265,7 @@ def make_sparse_folder(shape: str, folder: Path) -> None:
 
     These are what the engine observes when it proves that layers can be fused. Decoding is limited by memory, so its time
     hardly depends on the values of the rest. Products of zeros draw less power and run at a higher clock: the rates of prompts
-    mean nothing. The file has one byte for each weight, which the loader turns into the config's bfloat16, because the system
-    fills its cache with zeros at less than 1 GB/s.
+    mean nothing. The system fills its cache with the zeros of a mapped file at about 1 GB/s for each rank.
     """
     import torch
 
@@ -269,8 +276,8 @@ def make_sparse_folder(shape: str, folder: Path) -> None:
     end = 0
     for name, weight in model.state_dict().items():
         begin = end
-        end += weight.numel()
-        header[name] = {"dtype": "F8_E4M3", "shape": list(weight.shape), "data_offsets": [begin, end]}
+        end += weight.nbytes
+        header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -279,7 +286,7 @@ def make_sparse_folder(shape: str, folder: Path) -> None:
                 *rows, width = described["shape"]
                 values = torch.randn(*(min(count, 64) if "embed" in name else count for count in rows), width).mul_(0.02)
                 file.seek(8 + len(text) + described["data_offsets"][0])
-                file.write(values.to(torch.float8_e4m3fn).view(torch.uint8).numpy().tobytes())
+                file.write(values.bfloat16().view(torch.uint8).numpy().tobytes())
         file.truncate(8 + len(text) + end)
     save_tokenizer(folder, SHAPES[shape]["vocab_size"])
 

@@ -44,12 +44,17 @@ LENGTH = 640
 
 def decode(args: argparse.Namespace) -> None:
     """Print the decoding steps of each shape beside their floors, when a small model of its kind has given the right tokens."""
+    from measure import Results
+
     rows = []
+    results = Results("steps", args.out)
     for shape in args.shapes:
-        end = time.time() + args.budget
         gate(args, shape)
         say(f"{shape}: greedy float32 tokens of a small model of this kind are those of model.generate")
+        name = shape if args.tensor_parallel == 1 else f"{shape} on {args.tensor_parallel} GPUs"
+        name += "" if args.layers is None else f", {args.layers} layers"
         engine = make_engine(shape, args)
+        end = time.time() + args.budget
         bandwidth = copy_bandwidth(args.device)
         say(f"{shape}: copies at {bandwidth / 1e12:.3g} TB/s")
         for batch in BATCHES:
@@ -58,8 +63,11 @@ def decode(args: argparse.Namespace) -> None:
                 continue
             wall = decode_step(engine, batch, timed)[0]
             floor = floor_bytes(engine, batch) / bandwidth * 1e3
-            rows.append(f"| {shape} | {batch} | {wall:.3f} | {floor:.3f} | {wall / floor:.2f} |")
+            rows.append(f"| {name} | {batch} | {wall:.3f} | {floor:.3f} | {wall / floor:.2f} |")
             say(rows[-1])
+            if args.device == "cuda" and not args.tiny:
+                results.add(f"{name} decode {batch}", "ms", wall, {"floor": floor})
+                results.merge()
         engine.close()
         del engine
         gc.collect()  # the engine and its cache, before the next one takes what is free
@@ -92,8 +100,8 @@ def make_engine(shape: str, args: argparse.Namespace) -> Any:
 
 
 def profile_shape(shape: str, args: argparse.Namespace) -> None:
-    end = time.time() + args.budget
     engine = make_engine(shape, args)
+    end = time.time() + args.budget
     bandwidth = copy_bandwidth(args.device)
     say(f"{shape}: copies at {bandwidth / 1e12:.3g} TB/s")
     for batch in BATCHES:
