@@ -47,7 +47,7 @@ def decode(args: argparse.Namespace) -> None:
     from measure import Results
 
     rows = []
-    results = Results("steps", args.out)
+    results = Results("steps", args.out) if args.device == "cuda" and not args.tiny else None
     for shape in args.shapes:
         gate(args, shape)
         say(f"{shape}: greedy float32 tokens of a small model of this kind are those of model.generate")
@@ -65,7 +65,7 @@ def decode(args: argparse.Namespace) -> None:
             floor = floor_bytes(engine, batch) / bandwidth * 1e3
             rows.append(f"| {name} | {batch} | {wall:.3f} | {floor:.3f} | {wall / floor:.2f} |")
             say(rows[-1])
-            if args.device == "cuda" and not args.tiny:
+            if results is not None:
                 results.add(f"{name} decode {batch}", "ms", wall, {"floor": floor})
                 results.merge()
         engine.close()

@@ -21,8 +21,9 @@ from fa_serve.ops.quantized_weight import Values
 
 Way = Literal["kernel", "scaled_mm", "dequantized"]
 ExpertsWay = Literal["portable", "wgmma", "dequantized"]
-Kernel = Literal["portable", "gemv", "wgmma"]
-"""Which kernel unpacks weights in registers: the portable ones (quantized_kernel.py), or those for Hopper."""
+Kernel = Literal["portable", "gemv", "wgmma", "grouped"]
+"""Which kernel unpacks weights in registers: the portable ones (quantized_kernel.py), or those for Hopper; "grouped" is that of
+experts (experts_wgmma_kernel.py)."""
 
 SCALED_MM_ARCHS = (89, 90, 100, 103)
 """Compute capabilities, times ten, for which PyTorch has a product of float8 with a scale for each row and column."""
@@ -56,6 +57,8 @@ HALVES = (torch.float16, torch.bfloat16)
 """Dtypes of inputs that the kernels for Hopper multiply."""
 SCALED_MM_TOKENS = 65
 """The fewest tokens for which `torch._scaled_mm` multiplies float8 weights with a scale for each row on Hopper."""
+GROUPED_TOKENS = 512
+"""The most tokens that the Hopper kernel of experts multiplies with a dense weight, as if it were one expert."""
 _GEMV_COLUMNS = 32768  # the token is kept in shared memory
 _MOST_WEIGHTS = 1 << 33  # words are counted in 32 bits
 _MOST_VALUES = 1 << 31  # of an expert, whose offsets are counted in 32 bits
@@ -74,11 +77,12 @@ def kernel_of(
 
     In us on one H100, by the Hopper kernel and by the portable one, in CUDA graphs with weights outside of the L2 cache, for
     28672 x 4096, 4096 x 14336, 6144 x 4096 and 4096 x 4096. 4-bit weights in groups of 128:
-    one token   27.1, 35.0; 18.2, 20.1;  7.8, 10.2;  7.4,  7.1; by `wgmma` 35.6, 19.4, 11.6, 9.0
-    8 tokens    31.3, 55.3; 18.9, 29.1; 11.0, 14.7;  8.3, 11.3
-    16 tokens   30.8, 55.4; 18.0, 29.1; 10.5, 15.2;  7.9, 11.7
+    one token   26.7, 35.0; 18.2, 20.1;  7.9, 10.2;  6.3,  7.1; by `wgmma` 35.6, 19.4, 11.6, 9.0
+    16 tokens   26.3, 55.4; 17.5, 29.1;  8.7, 15.2;  6.6, 11.7; one instead of 16 is hardly faster
     64 tokens   37.8, 75.1; 22.1, 45.8; 12.9, 19.8;  8.9, 14.6
-    128 tokens  78.5, 114;  37.0, 75.2; 22.5, 31.6; 13.9, 25.1
+    128 tokens  78.5, 114;  37.0, 75.2; 22.5, 31.6; 13.9, 25.1; by `grouped` 66.8, 87.0, 24.8, 24.2
+    256 tokens by `grouped`, with the unpacked matrix and in bfloat16: 115, 212, 103; 90.8, 114, 56.9; 31.9, 46.4, 24.3; 24.0,
+    31.5, 19.6. 512 tokens: 232, 265, 161; 106, 130, 77.8; 61.0, 56.7, 36.3; 32.1, 37.3, 25.2
     Float8 weights that have a scale for each row, by `torch._scaled_mm` last:
     one token   45.9, 55.5; 27.2, 45.3; 12.8, 15.6;  8.3, 14.4
     16 tokens   46.4, 54.1, 50.3; 27.2, 34.4, 48.4; 12.9, 14.8, 18.7;  9.6, 11.4, 16.1
@@ -86,9 +90,10 @@ def kernel_of(
     128 tokens  81.6, 127,  52.3; 41.9, 71.9, 41.8; 22.8, 38.5, 16.2; 15.1, 24.6, 15.4
     Float8 weights in blocks, of which one token takes the portable kernel because it applies norms and gates:
     one token   58.3, 57.1; 28.7, 41.4; 16.7, 14.7; 11.6, 13.6
-    16 tokens   49.5, 60.2; 30.1, 35.2; 14.6, 16.5; 11.2, 12.1
+    16 tokens   50.7, 60.2; 30.2, 35.2; 14.6, 16.5; 11.4, 12.1
     64 tokens   53.0, 75.0; 32.9, 48.8; 16.7, 25.7; 11.0, 16.9
     128 tokens  81.9, 135;  42.6, 74.5; 22.6, 40.9; 15.3, 27.0
+    256 tokens by `grouped` and with the unpacked matrix: 135, 234; 97.3, 125; 37.4, 52.2; 29.2, 35.1
     """
     n, k = shape
     if arch != 90 or dtype not in HALVES or n * k >= _MOST_WEIGHTS:
@@ -106,7 +111,12 @@ def kernel_of(
     whole = k % (16 if values == "float8" else 8) == 0
     # other scales are rounded to the input's dtype, and float16 may not hold scales of another one
     exact = dtype == torch.bfloat16 or scales == dtype or by_row
-    return "wgmma" if 1 < num_tokens <= most and values != "float4" and grouped and whole and exact else "portable"
+    if num_tokens < 2 or values == "float4" or not (grouped and whole and exact):
+        return "portable"
+    if num_tokens <= most:
+        return "wgmma"
+    fits = dtype == torch.bfloat16 and not by_row and num_tokens <= GROUPED_TOKENS and n * k < _MOST_VALUES
+    return "grouped" if fits else "portable"
 
 
 DEQUANTIZED_PAIRS = {"wgmma": 512, "portable": 192}
@@ -160,9 +170,10 @@ def explain(is_packed: bool, by_row: bool, dtype: torch.dtype, device: str, arch
         return dequantized
     hopper = " (kernels for Hopper)" if arch == 90 and dtype in HALVES else ""
     if choose(is_packed, by_row, SCALED_MM_TOKENS, dtype, arch) == "scaled_mm":
-        most = f"up to {SCALED_MM_TOKENS - 1} tokens" if arch == 90 else "one token"
-        return f"triton for {most}{hopper}, torch._scaled_mm for more"
-    return f"triton for up to {KERNEL_TOKENS} tokens{hopper}, {dequantized} for more"
+        few = f"up to {SCALED_MM_TOKENS - 1} tokens" if arch == 90 else "one token"
+        return f"triton for {few}{hopper}, torch._scaled_mm for more"
+    most = GROUPED_TOKENS if arch == 90 and dtype == torch.bfloat16 else KERNEL_TOKENS
+    return f"triton for up to {most} tokens{hopper}, {dequantized} for more"
 
 
 def explain_experts(device: str) -> str:

@@ -361,7 +361,7 @@ def launch_quantized_gemv(
     )
     run = PLANS.get(key)
     if run is None:
-        tile = gemv_tile(multiprocessors(x.device, 1), weight.shape[0], weight.values)
+        tile = gemv_tile(multiprocessors(x.device, 1), weight.shape[0], k, weight.values)
         launch = Launch(
             _quantized_gemv,
             triton.cdiv(n, tile.block_n // 2 if gated else tile.block_n),
@@ -385,17 +385,16 @@ def launch_quantized_gemv(
     return out
 
 
-def gemv_tile(num_sms: int, n: int, values: Values) -> GemvTile:
-    """The tile of the product of one token with n rows of weights.
+def gemv_tile(num_sms: int, n: int, k: int, values: Values) -> GemvTile:
+    """The tile of the product of one token with n rows of k weights.
 
-    Measured on one H200, in us, with weights outside of the L2 cache. 4-bit weights of 28672 x 4096: 26.9 with 4 warps and 2
-    stages, 27.2 with 3 stages, 35.4 with 8 warps; with a norm and a gate 29.8, 31.5 and 39.7. Numbers of warps were compared
-    for smaller weights in an earlier form of the kernel only, in which blocks of 4-bit weights had 128 columns: 19.6 with 8
-    warps and 26.1 with 4 for 4096 x 14336, 10.7 and 10.5 for 6144 x 4096, and 8.4 and 9.0 for 4096 x 4096. Float8 weights had
-    the blocks that they have now: 25.6 and 30.5 for 4096 x 14336, 15.2 and 13.2 for 6144 x 4096, 45.3 and 42.3 for 28672 x
-    4096. The times of the selected tiles are in `quantized_choice.kernel_of`.
+    Of 16 and 32 rows, 4 and 8 warps, and 2 to 4 stages on one H100, these were the fastest, or within 4% of the fastest, with
+    weights outside of the L2 cache. In us with 4 warps and 2 stages, and with 8 warps and 3 stages, for 28672 x 4096 with a
+    norm and a gate, 4096 x 14336, 6144 x 4096 and 4096 x 4096: 4-bit weights 29.1, 40.4; 19.3, 18.2; 7.9, 9.1; 6.3, 7.4. Float8
+    weights with 4 stages and 4 warps, and 8 warps: 46.8, 50.7; 29.8, 26.5; 12.7, 12.1; 9.3, 8.4. The times of the selected
+    tiles are in `quantized_choice.kernel_of`.
     """
-    warps = 8 if triton.cdiv(n, 16) <= 2 * num_sms else 4
+    few_rows = triton.cdiv(n, 16) <= 2 * num_sms
     if values == "float8":
-        return GemvTile(16, warps, 4)
-    return GemvTile(16, warps, 3 if warps == 8 else 2)
+        return GemvTile(16, 8 if few_rows else 4, 4)
+    return GemvTile(16, 8, 3) if few_rows and k > 8192 else GemvTile(16, 4, 2)

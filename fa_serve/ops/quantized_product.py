@@ -49,7 +49,7 @@ def quantized_linear(
     n, k = weight.shape
     # torch._scaled_mm takes sizes that are multiples of 16 only
     by_row = weight.scales.shape[1] == 1 and n % 16 == 0 and k % 16 == 0
-    way = "kernel" if kernel == "wgmma" else choose(weight.is_packed, by_row, x.shape[0], x.dtype, spec.arch_of(x.device))
+    way = choose(weight.is_packed, by_row, x.shape[0], x.dtype, spec.arch_of(x.device)) if kernel == "portable" else "kernel"
     if way == "scaled_mm":
         y = _scaled_mm(x, weight, bias, norm, residual, alpha)
     else:
@@ -70,6 +70,11 @@ def _packed_product(
         from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma
 
         return launch_quantized_wgmma(x, weight, bias, residual, alpha)
+    if kernel == "grouped":
+        from fa_serve.ops.experts_wgmma_kernel import launch_as_one_expert
+
+        y = launch_as_one_expert(x, weight, bias)
+        return y if residual is None else residual.add_(y, alpha=alpha)
     return launch_quantized_linear(x, weight, bias, residual, alpha)
 
 

@@ -235,15 +235,22 @@ def wgmma_tile(num_sms: int, m: int, n: int, k: int, values: Values) -> WgmmaTil
     """The tile of the product of m tokens with n rows of weights.
 
     Of 64 and 128 rows of weights, 2 to 6 stages, and 1, 2, 4 and 8 ranges of columns on one H100, these were the fastest, or
-    within 6% of the fastest, for the shapes and formats in `quantized_choice.kernel_of`. More stages take shared memory that
-    other programs of the multiprocessor need: 16 tokens took 30.8 us with 4 stages and 41.7 with 6 for 28672 x 4096 and 4-bit
-    weights, and 64 tokens 37.8 with 2, 51.4 with 3 and 52.8 with 4.
+    within 7% of the fastest, for the shapes and formats in `quantized_choice.kernel_of`. More stages take shared memory that
+    other programs of the multiprocessor need: 16 tokens took 26.3 us with 3 stages and 34.7 with 6 for 28672 x 4096 and 4-bit
+    weights, and 64 tokens 37.8 with 2 and 52.8 with 4, both of 128 rows. 16 tokens of 6144 x 4096 took 8.7 with 4 ranges and
+    10.0 with 2; 128 tokens took 24.7 and 25.6.
     """
     block_m = next(size for size in (16, 32, 64, 128) if m <= size)
-    rows = 128 if values == "int4" and triton.cdiv(n, 128) >= num_sms and block_m != 32 else 64
-    stages = {16: 4, 32: 3, 64: 2 if values == "int4" else 3, 128: 2}[block_m]
+    many_rows = triton.cdiv(n, 128) >= num_sms
+    if values == "float8":
+        rows = 64
+        stages = {16: 4, 32: 3, 64: 3, 128: 2}[block_m]
+    else:
+        rows = 128 if many_rows and block_m >= 64 else 64
+        stages = 3 if (many_rows and block_m == 16) or block_m == 32 else 2
+    wanted = (2 if block_m <= 32 else 1) * num_sms
     programs = triton.cdiv(n, rows)
     splits = 1
-    while splits < 4 and programs * splits < num_sms and k >= 2048 * splits:
+    while splits < 4 and programs * splits < wanted and k >= 2048 * splits:
         splits *= 2
     return WgmmaTile(block_m, rows, stages, splits)

@@ -60,6 +60,8 @@ def test_one_command_prints_steps_beside_their_floors(monkeypatch: pytest.Monkey
     monkeypatch.setitem(engine_workloads.TINY, "num_hidden_layers", 1)
     make_tiny()
     args = Namespace(shapes=["qwen30a3b-w4"], device="cpu", budget=60.0, requests=1, tensor_parallel=1, set={"num_pages": 256})
+    args.tiny = True
+    args.layers = None
     decode(args)
     said = capsys.readouterr().out
     assert "qwen30a3b-w4: greedy float32 tokens of a small model of this kind are those of model.generate" in said

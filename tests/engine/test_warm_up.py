@@ -13,8 +13,8 @@ from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
 from fa_serve.ops import ExpertWeights, Gate
 from fa_serve.ops.experts_kernel import grouped_tile, quantized_tile, reads_by_rows
-from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile
-from fa_serve.ops.quantized_choice import DEQUANTIZED_PAIRS, KERNEL_TOKENS, kernel_of
+from fa_serve.ops.experts_wgmma_kernel import dense_tile, grouped_wgmma_tile
+from fa_serve.ops.quantized_choice import DEQUANTIZED_PAIRS, GROUPED_TOKENS, KERNEL_TOKENS, kernel_of
 from fa_serve.ops.quantized_kernel import linear_tile
 from fa_serve.ops.quantized_wgmma_kernel import wgmma_tile
 
@@ -142,7 +142,7 @@ def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys)
     planned = {step.num_tokens for step in steps}
     possible = range(1, max_tokens + 1)
     assert max(planned) > 0.9 * max_tokens
-    by_kernel = range(1, min(max_tokens, KERNEL_TOKENS) + 1)
+    by_kernel = range(1, min(max_tokens, GROUPED_TOKENS) + 1)
     for n, k in ((64, 64), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
         # portable and Hopper's, with and without the tokens that Hopper's kernels take
         for arch in (80, 90):
@@ -151,9 +151,13 @@ def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys)
                 kernel = kernel_of("int4", (n, k), 128, m, torch.bfloat16, torch.bfloat16, arch)
                 if kernel == "gemv":
                     return kernel
+                if kernel == "grouped":
+                    return dense_tile(132, n)
+                if m > KERNEL_TOKENS:
+                    return None  # dequantised
                 return wgmma_tile(132, m, n, k, "int4") if kernel == "wgmma" else linear_tile(132, m, n, k, 2)
 
-            assert {launched(m) for m in by_kernel} == {launched(m) for m in planned if m <= KERNEL_TOKENS}
+            assert {launched(m) for m in by_kernel} == {launched(m) for m in planned if m <= GROUPED_TOKENS}
     for num_experts, top_k in ((8, 2), (64, 6), (128, 8), (256, 8)):
         weight = torch.empty(num_experts, 16, 16, device="meta")
         experts = ExpertWeights(weight, None, weight, None, Gate("silu"))

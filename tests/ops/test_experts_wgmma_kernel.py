@@ -11,7 +11,13 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.ops import experts_wgmma_kernel
-from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, grouped_wgmma_tile, plan_grouped_wgmma
+from fa_serve.ops.experts_wgmma_kernel import (
+    GroupedWgmmaTile,
+    dense_tile,
+    grouped_wgmma_tile,
+    launch_as_one_expert,
+    plan_grouped_wgmma,
+)
 from fa_serve.ops.quantized_pairs import product_tensors
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.torch_experts import gated
@@ -83,6 +89,25 @@ def test_products(name: str, how: str) -> None:
         launch = plan_grouped_wgmma(weight, len(PAIRS), TOP_K, gate, len(tiles), GroupedWgmmaTile(16, 64), bias.stride(0))
         launch((x, *product_tensors(weight), bias, order, tiles, y))
     assert_matches_reference(y, exact, eager)
+
+
+@pytest.mark.parametrize("act_order", [False, True], ids=["", "act-order"])
+def test_a_dense_weight_is_one_expert(act_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of tokens, the second of which is not full, with a bias."""
+    n = 72
+    weight = int4_weight(n, 304, group_size=128, act_order=act_order, dtype=BF16)
+    x = randn(20, 304, dtype=BF16)
+    bias = randn(n, dtype=BF16, seed=1)
+    monkeypatch.setattr(experts_wgmma_kernel, "dense_tile", lambda *sizes: GroupedWgmmaTile(16, 64))
+    with emulated(experts_wgmma_kernel):
+        y = launch_as_one_expert(x, weight, bias)
+    exact = x.double() @ weight.dequantize(torch.float64).t() + bias.double()
+    assert_matches_reference(y, exact, torch.nn.functional.linear(x, weight.dequantize(BF16), bias))
+
+
+@pytest.mark.parametrize(("n", "tile"), [(28672, GroupedWgmmaTile(256, 128)), (6144, GroupedWgmmaTile(128, 64))])
+def test_dense_tiles_are_those_that_were_measured(n: int, tile: GroupedWgmmaTile) -> None:
+    assert dense_tile(132, n) == tile
 
 
 @pytest.mark.parametrize(

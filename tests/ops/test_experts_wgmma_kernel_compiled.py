@@ -8,8 +8,10 @@ from cross_compile import compiling_for
 from quantized import float4_weight, float8_weight, int4_weight
 
 from fa_serve import ops
-from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma
+from fa_serve.ops import experts_wgmma_kernel
+from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, launch_as_one_expert, plan_grouped_wgmma
 from fa_serve.ops.quantized_pairs import product_tensors
+from fa_serve.ops.quantized_weight import QuantizedWeight
 
 GPT_OSS = ops.Gate("silu", interleaved=True, slope=1.702, limit=1.5, offset=1.0)
 BF16 = torch.bfloat16
@@ -51,3 +53,16 @@ def test_machine_code_of_hopper(name: str, block_m: int, most: float) -> None:
     assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
     assert kernel.instructions["HGMMA"] == 16
     assert kernel.hot_loop.total() <= 128 * most
+
+
+@pytest.mark.parametrize("n", [28672, 6144])
+def test_machine_code_of_a_dense_weight(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 tokens take more registers than there are: 34 of the 128 sums of a thread are spilled."""
+    monkeypatch.setattr(experts_wgmma_kernel, "multiprocessors", lambda device, otherwise: 132)
+    weight = QuantizedWeight(torch.zeros(n, 512, dtype=torch.int32), torch.zeros(n, 32, dtype=BF16), 128, 4096)
+    with compiling_for("sm90") as kernels:
+        launch_as_one_expert(torch.zeros(256, 4096, dtype=BF16), weight, None)
+    (kernel,) = kernels
+    assert kernel.spill_bytes <= (136 if n == 28672 else 0)
+    assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
+    assert kernel.hot_loop.total() <= 128 * 4.0

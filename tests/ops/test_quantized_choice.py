@@ -43,7 +43,7 @@ def test_the_way(packed: bool, by_row: bool, tokens: int, dtype: torch.dtype, ar
             False,
             "cuda",
             90,
-            "triton for up to 128 tokens (kernels for Hopper), PyTorch with dequantised weights for more",
+            "triton for up to 512 tokens (kernels for Hopper), PyTorch with dequantised weights for more",
         ),
         (False, True, "cuda", 80, "PyTorch with dequantised weights"),
     ],
@@ -60,8 +60,9 @@ def test_many_tokens_unpack_the_matrix_once() -> None:
 INT4 = {"values": "int4", "shape": (28672, 4096), "group_size": 128, "scales": torch.bfloat16}
 FLOAT8 = {"values": "float8", "shape": (6144, 4096), "group_size": 4096, "scales": torch.float32}
 FLOAT4 = INT4 | {"values": "float4", "group_size": 32}
-BY_TOKENS = {0: "portable", 1: "gemv", 2: "wgmma", 128: "wgmma", 129: "portable"}
-NONE = dict.fromkeys((1, 2, 128), "portable")
+BY_TOKENS = {0: "portable", 1: "gemv", 2: "wgmma", 128: "wgmma", 129: "grouped", 512: "grouped", 513: "portable"}
+IN_FLOAT16 = BY_TOKENS | {129: "portable", 512: "portable"}
+NONE = dict.fromkeys((1, 2, 128, 129), "portable")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ NONE = dict.fromkeys((1, 2, 128), "portable")
         pytest.param(INT4 | {"group_size": 4096}, torch.bfloat16, 90, BY_TOKENS, id="int4-row"),
         pytest.param(INT4 | {"group_size": 96}, torch.bfloat16, 90, NONE, id="int4-G96"),
         pytest.param(INT4, torch.float16, 90, {1: "gemv", 64: "portable"}, id="float16-and-bfloat16-scales"),
-        pytest.param(INT4 | {"scales": torch.float16}, torch.float16, 90, BY_TOKENS, id="float16"),
+        pytest.param(INT4 | {"scales": torch.float16}, torch.float16, 90, IN_FLOAT16, id="float16"),
         pytest.param(INT4 | {"shape": (64, 4100)}, torch.bfloat16, 90, {1: "gemv", 64: "portable"}, id="unaligned-tokens"),
         pytest.param(INT4 | {"shape": (64, 65536)}, torch.bfloat16, 90, {1: "portable", 64: "wgmma"}, id="wide"),
         pytest.param(INT4 | {"shape": (1 << 18, 1 << 15)}, torch.bfloat16, 90, NONE, id="addresses-beyond-32-bits"),
@@ -80,8 +81,10 @@ NONE = dict.fromkeys((1, 2, 128), "portable")
         pytest.param(INT4, torch.bfloat16, 100, NONE, id="sm100"),
         pytest.param(INT4, torch.bfloat16, 0, NONE, id="another-release-of-triton"),
         pytest.param(FLOAT4, torch.bfloat16, 90, NONE, id="float4"),
-        pytest.param(FLOAT8, torch.bfloat16, 90, {1: "gemv", 2: "wgmma", 64: "wgmma", 65: "portable"}, id="float8-row"),
-        pytest.param(FLOAT8, torch.float16, 90, BY_TOKENS, id="float8-row-float16"),
+        pytest.param(
+            FLOAT8, torch.bfloat16, 90, {1: "gemv", 2: "wgmma", 64: "wgmma", 65: "portable", 129: "portable"}, id="float8-row"
+        ),
+        pytest.param(FLOAT8, torch.float16, 90, IN_FLOAT16, id="float8-row-float16"),
         pytest.param(FLOAT8 | {"group_size": 128}, torch.bfloat16, 90, BY_TOKENS | {1: "portable"}, id="float8-blocks"),
         pytest.param(FLOAT8 | {"group_size": 128}, torch.float16, 90, NONE, id="float8-blocks-float16"),
         pytest.param(FLOAT8 | {"shape": (64, 4104), "group_size": 4104}, torch.bfloat16, 90, NONE, id="float8-odd-row"),

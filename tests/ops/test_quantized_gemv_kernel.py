@@ -63,14 +63,14 @@ def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("n", "values", "tile"),
+    ("n", "k", "values", "tile"),
     [
-        (28672, "int4", GemvTile(16, 4, 2)),
-        (6144, "int4", GemvTile(16, 4, 2)),
-        (4096, "int4", GemvTile(16, 8, 3)),
-        (28672, "float8", GemvTile(16, 4, 4)),
-        (4096, "float8", GemvTile(16, 8, 4)),
+        (28672, 4096, "int4", GemvTile(16, 4, 2)),
+        (4096, 4096, "int4", GemvTile(16, 4, 2)),
+        (4096, 14336, "int4", GemvTile(16, 8, 3)),
+        (28672, 4096, "float8", GemvTile(16, 4, 4)),
+        (4096, 4096, "float8", GemvTile(16, 8, 4)),
     ],
 )
-def test_tiles_are_those_that_were_measured(n: int, values: str, tile: GemvTile) -> None:
-    assert gemv_tile(132, n, values) == tile
+def test_tiles_are_those_that_were_measured(n: int, k: int, values: str, tile: GemvTile) -> None:
+    assert gemv_tile(132, n, k, values) == tile

@@ -10,7 +10,7 @@ from quantized import float8_weight, int4_weight
 from torch import Tensor
 
 from fa_serve import ops, spec
-from fa_serve.ops import quantized_gemv_kernel, quantized_product, quantized_wgmma_kernel, triton_ops
+from fa_serve.ops import experts_wgmma_kernel, quantized_gemv_kernel, quantized_product, quantized_wgmma_kernel, triton_ops
 from fa_serve.ops.triton_ops import TritonOps
 
 
@@ -59,6 +59,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch, "_scaled_mm", stand_in("_scaled_mm", scaled_mm))
     monkeypatch.setattr(quantized_gemv_kernel, "launch_quantized_gemv", stand_in("launch_quantized_gemv", row))
     monkeypatch.setattr(quantized_wgmma_kernel, "launch_quantized_wgmma", stand_in("launch_quantized_wgmma", several))
+    whole = stand_in("launch_as_one_expert", lambda x, w, b: ops.linear(x, w, b))
+    monkeypatch.setattr(experts_wgmma_kernel, "launch_as_one_expert", whole)
     monkeypatch.setattr(triton_ops, "launch_invariant_linear", stand_in("launch_invariant_linear", ops.invariant_linear))
     return calls
 
@@ -68,6 +70,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         (int4_weight(64, 128, group_size=32, zeros=True), 1, ["launch_quantized_gemv"]),
         (int4_weight(64, 128, group_size=32, zeros=True), 3, ["launch_rms_norm", "launch_quantized_wgmma"]),
+        (int4_weight(64, 128, group_size=32, zeros=True), 129, ["launch_rms_norm", "launch_as_one_expert"]),
         (int4_weight(64, 96, group_size=48), 1, ["launch_quantized_row"]),
         (int4_weight(64, 128, group_size=32, zeros=True), 600, ["launch_rms_norm", "launch_dequantize"]),
         (float8_weight(64, 128, group_size=128), 1, ["launch_quantized_gemv"]),
@@ -81,6 +84,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ids=[
         "int4-1",
         "int4-3",
+        "int4-129",
         "int4-groups-1",
         "int4-600",
         "float8-1",

@@ -71,14 +71,15 @@ def test_ranges_of_columns_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k", "values", "tile"),
     [
-        (2, 28672, 4096, "int4", WgmmaTile(16, 128, 4, 1)),
+        (2, 28672, 4096, "int4", WgmmaTile(16, 64, 3, 1)),
         (16, 28672, 4096, "float8", WgmmaTile(16, 64, 4, 1)),
         (17, 28672, 4096, "int4", WgmmaTile(32, 64, 3, 1)),
         (64, 28672, 4096, "int4", WgmmaTile(64, 128, 2, 1)),
         (64, 6144, 4096, "float8", WgmmaTile(64, 64, 3, 2)),
         (65, 4096, 14336, "int4", WgmmaTile(128, 64, 2, 4)),
-        (16, 4096, 2048, "int4", WgmmaTile(16, 64, 4, 2)),
-        (16, 64, 1024, "int4", WgmmaTile(16, 64, 4, 1)),
+        (32, 6144, 4096, "int4", WgmmaTile(32, 64, 3, 4)),
+        (16, 4096, 2048, "int4", WgmmaTile(16, 64, 2, 2)),
+        (16, 64, 1024, "float8", WgmmaTile(16, 64, 4, 1)),
     ],
 )
 def test_tiles_are_those_that_were_measured(m: int, n: int, k: int, values: str, tile: WgmmaTile) -> None:
