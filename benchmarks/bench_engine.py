@@ -10,8 +10,8 @@
     python benchmarks/bench_engine.py --shapes tiny --device cpu --requests 4   # to try the script
 
 `decode` prints a decoding step at 1, 16, 64 and 256 sequences beside its floor, the time of a copy of as many bytes as it must
-read (profile_engine.py), and writes them to results/steps.jsonl. It needs no peer, and 20 to 60 s for each shape, most of them
-to make the weights.
+read (profile_engine.py). It needs no peer, and 20 to 60 s for each shape, most of them to make the weights. `profile` measures
+the same steps. Both write them to results/steps.jsonl.
 
 A, B, C, D and C16, C64, C256, which are C with so many requests at once, are in `WORKLOADS` of engine_workloads.py. They are
 greedy, ignore end tokens, take and return token ids, and use no prefix cache. `shared` is 128 requests whose first 2,048 tokens

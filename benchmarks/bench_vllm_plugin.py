@@ -10,7 +10,7 @@ apart and rounding seldom decides: greedy tokens should be equal. Where an answe
 token of FLASH_ATTN, and FLASH_ATTN's log-probabilities of the two must be within TIE; what follows is another text. `rates`
 serves the shape of an 8B: the workloads A, B and C of engine_workloads.py, and "long",
 the decoding of 16 sequences with 32,000 tokens each, whose prompts come from the prefix cache and are not counted: that takes
-67 GB for keys and values. `all` is both.
+67 GB for keys and values. A GPU with less than 100 GB gets 12 sequences. `all` is both.
 
 Each backend has one process for each model. The peer of every case is FLASH_ATTN; TRITON_ATTN is written beside it. Results go
 to results/vllm_plugin.jsonl in the form of measure.py. vLLM also finds the plugin in a clone that is not installed. Left out:
@@ -173,6 +173,7 @@ def kind_of(tokens: list[int], expected: list[int], second: list[tuple[int, floa
 
 def serve(args: argparse.Namespace) -> None:
     """In a process that has vLLM: answer with one backend, and print each result as soon as it is known."""
+    import torch
     from vllm import LLM, SamplingParams
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -182,7 +183,8 @@ def serve(args: argparse.Namespace) -> None:
         skip_tokenizer_init=True,
         dtype="float16" if small else "bfloat16",
         max_model_len=1024 if small else LONG[1] + LONG[2] + 64,
-        gpu_memory_utilization=0.2 if small else 0.85,
+        gpu_memory_utilization=0.1 if small else 0.85,
+        kv_cache_memory_bytes=1 << 30 if small else None,  # not measured, so that small models may share a GPU
         enable_prefix_caching=not small,
         attention_backend=AttentionBackendEnum[args.backends[0]],
         enforce_eager=small,
@@ -216,6 +218,8 @@ def serve(args: argparse.Namespace) -> None:
                 _, seconds = answer(workload.prompts(turn, vocab), counts)
             tell({name: workload.tokens / seconds})
         count, length, decoded = LONG
+        if torch.cuda.get_device_properties(0).total_memory < 100e9:
+            count = 12
         prompts = [draw.choices(range(5, vocab), k=length) for _ in range(count)]
         times = [answer(prompts, [tokens] * count)[1] for tokens in (1, 1, 1 + decoded)]
         tell({"long": count * decoded / (times[2] - times[1])})

@@ -44,15 +44,11 @@ LENGTH = 640
 
 def decode(args: argparse.Namespace) -> None:
     """Print the decoding steps of each shape beside their floors, when a small model of its kind has given the right tokens."""
-    from measure import Results
-
     rows = []
-    results = Results("steps", args.out) if args.device == "cuda" and not args.tiny else None
     for shape in args.shapes:
         gate(args, shape)
         say(f"{shape}: greedy float32 tokens of a small model of this kind are those of model.generate")
-        name = shape if args.tensor_parallel == 1 else f"{shape} on {args.tensor_parallel} GPUs"
-        name += "" if args.layers is None else f", {args.layers} layers"
+        name = name_of(shape, args)
         engine = make_engine(shape, args)
         end = time.time() + args.budget
         bandwidth = copy_bandwidth(args.device)
@@ -65,13 +61,27 @@ def decode(args: argparse.Namespace) -> None:
             floor = floor_bytes(engine, batch) / bandwidth * 1e3
             rows.append(f"| {name} | {batch} | {wall:.3f} | {floor:.3f} | {wall / floor:.2f} |")
             say(rows[-1])
-            if results is not None:
-                results.add(f"{name} decode {batch}", "ms", wall, {"floor": floor})
-                results.merge()
+            record(f"{name} decode {batch}", wall, floor, args)
         engine.close()
         del engine
         gc.collect()  # the engine and its cache, before the next one takes what is free
     say("\n".join(["", f"| shape | sequences of {LENGTH} | step, ms | floor, ms | ratio |", "|---|---|---|---|---|", *rows]))
+
+
+def name_of(shape: str, args: argparse.Namespace) -> str:
+    """What the lines of results call a model."""
+    name = shape if args.tensor_parallel == 1 else f"{shape} on {args.tensor_parallel} GPUs"
+    return name if args.layers is None else f"{name}, {args.layers} layers"
+
+
+def record(case: str, wall: float, floor: float, args: argparse.Namespace) -> None:
+    """Write a step and its floor, in milliseconds, to results/steps.jsonl."""
+    from measure import Results
+
+    if args.device == "cuda" and not args.tiny:
+        results = Results("steps", args.out)
+        results.add(case, "ms", wall, {"floor": floor})
+        results.merge()
 
 
 def profile(args: argparse.Namespace) -> None:
@@ -114,6 +124,7 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
         bytes_read = f"{read / 1e9:.2f} GB of weights and the KV cache take {floor:.3f} ms"
         say(f"decode, batch {batch}, kv {LENGTH}: {step}; {bytes_read}, ratio {step.wall / floor:.2f}")
         say(step.table(args.top))
+        record(f"{name_of(shape, args)} decode {batch}", step.wall, floor, args)
     if time.time() < end:
         count = min(16, args.requests or 16)
         step = prefill_step(engine, count)
