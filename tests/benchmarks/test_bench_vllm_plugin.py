@@ -75,8 +75,8 @@ def test_other_tokens_of_the_plugin_are_an_error() -> None:
     ("tokens", "kind"), [([7, 8, 9], "equal"), ([7, 1, 4], "part at a tie"), ([7, 2, 9], "differ"), ([3, 8, 9], "differ")]
 )
 def test_answers_may_part_where_two_tokens_are_as_good(tokens: list[int], kind: str) -> None:
-    second = [(3, 1.0), (1, bench_vllm_plugin.TIE), (4, 0.0)]
-    assert bench_vllm_plugin.kind_of(tokens, [7, 8, 9], second) == kind
+    second = [(3, 1.0), (1, 0.03), (4, 0.0)]
+    assert bench_vllm_plugin.kind_of(tokens, [7, 8, 9], second, 0.03) == kind
 
 
 def test_the_plugin_of_a_clone_is_declared(tmp_path: Path) -> None:

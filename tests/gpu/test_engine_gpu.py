@@ -310,9 +310,10 @@ def test_a_head_changes_no_answer(settings: dict[str, Any], tmp_path: Path) -> N
 def test_the_caches_of_both_models_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages that the engine takes by itself hold the keys of both models, which are equal: there are half as many.
 
-    There are (0.3 * total - others - peak) // bytes_per_page pages. A second model doubles the bytes. What other programs take
-    is measured once. A second model adds its weights and one more largest step to the peak: 4,096 tokens of 32 numbers take
-    some 10 MiB, and cuBLAS may take a workspace of 32 MiB in one of the engines only. 1 % of 0.3 * 40 GiB is 123 MiB.
+    There are (share * total - others - peak) // bytes_per_page pages, with a share that leaves both models 0.3 of what other
+    programs leave, which is measured once. A second model doubles the bytes, and adds its weights and one more largest step to
+    the peak: 4,096 tokens of 32 numbers take some 10 MiB, and cuBLAS may take a workspace of 32 MiB in one of the engines only.
+    1 % of 0.3 * 40 GiB is 123 MiB.
     """
     make_model().save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
@@ -320,7 +321,8 @@ def test_the_caches_of_both_models_fit(tmp_path: Path, monkeypatch: pytest.Monke
     free, total = torch.cuda.mem_get_info()
     others = total - free - torch.cuda.memory_reserved()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - others - torch.cuda.memory_reserved(device), total))
-    settings: dict[str, Any] = {"num_pages": None, "gpu_memory_utilization": 0.3, "max_model_len": 256}
+    share = (others + 0.3 * (total - others)) / total
+    settings: dict[str, Any] = {"num_pages": None, "gpu_memory_utilization": share, "max_model_len": 256}
     plain = make_engine(**settings)
     pages = plain.config.num_pages
     page = plain._runner.bytes_per_page
